@@ -1,0 +1,58 @@
+"""The `adasum-hvd` command; `python -m adasum_hvd` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from adasum_hvd import build as builder
+from adasum_hvd import doctor
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    frameworks = arguments.frameworks.split(",") if arguments.frameworks else None
+    try:
+        wheel = builder.build(frameworks, arguments.mpi, force=arguments.force)
+        if not arguments.no_install:
+            builder.install(wheel)
+    except builder.BuildError as error:
+        print(f"adasum-hvd build: {error}", file=sys.stderr)
+        return 1
+    print(f"{'built' if arguments.no_install else 'installed'}: {wheel}")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    return doctor.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    build = commands.add_parser(
+        "build", help="build Horovod with the AdaSum op for this environment and install it"
+    )
+    build.add_argument(
+        "--frameworks", metavar="LIST", help="torch, tensorflow or both (default: what is installed)"
+    )
+    mpi = build.add_mutually_exclusive_group()
+    mpi.add_argument("--mpi", action="store_true", default=None, help="require MPI")
+    mpi.add_argument("--no-mpi", dest="mpi", action="store_false", help="leave MPI out")
+    build.add_argument("--no-install", action="store_true", help="only make the wheel")
+    build.add_argument("--force", action="store_true", help="do not use a cached wheel")
+    build.set_defaults(run=_build)
+
+    check = commands.add_parser("doctor", help="explain this installation and what it lacks")
+    check.set_defaults(run=_doctor)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

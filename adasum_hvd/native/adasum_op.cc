@@ -1,0 +1,186 @@
+#include "adasum_op.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "horovod/common/controller.h"
+#include "horovod/common/global_state.h"
+
+#if HAVE_GLOO
+#include "transport_gloo.h"
+#endif
+#if HAVE_MPI
+#include "transport_mpi.h"
+#endif
+
+namespace adasum_hvd {
+namespace {
+
+namespace hvd = horovod::common;
+
+constexpr char kVersion[] = "0.1.0";
+constexpr char kDeltaPrefix[] = "adasum.delta/";
+
+// Read from Python while the background thread counts.
+enum Counter { kCalls, kTensors, kDeltaTensors, kBytes, kExplicitTensors, kCounters };
+std::array<std::atomic<int64_t>, kCounters> counters;
+
+const char* PhaseName(Phase phase, bool delta) {
+  switch (phase) {
+  case Phase::kPack: return delta ? "ADASUM_DELTA_PACK" : "ADASUM_PACK";
+  case Phase::kExchangeAndGram: return delta ? "ADASUM_DELTA_EXCHANGE_GRAM" : "ADASUM_EXCHANGE_GRAM";
+  case Phase::kSharedTensors: return delta ? "ADASUM_DELTA_SOLVE" : "ADASUM_SOLVE";
+  case Phase::kCombineAndGather: return delta ? "ADASUM_DELTA_COMBINE_GATHER" : "ADASUM_COMBINE_GATHER";
+  default: return delta ? "ADASUM_DELTA_UNPACK" : "ADASUM_UNPACK";
+  }
+}
+
+bool IsDelta(const std::string& name) { return name.find(kDeltaPrefix) != std::string::npos; }
+
+bool ElementTypeOf(hvd::DataType dtype, ElementType& type) {
+  switch (dtype) {
+  case hvd::HOROVOD_FLOAT16: type = kFloat16; return true;
+  case hvd::HOROVOD_FLOAT32: type = kFloat32; return true;
+  case hvd::HOROVOD_FLOAT64: type = kFloat64; return true;
+  default: return false;
+  }
+}
+
+hvd::Status Unsupported(const hvd::TensorTableEntry& entry) {
+  return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
+                                      "\": required dtype float16, float32 or float64, got " +
+                                      hvd::DataType_Name(entry.tensor->dtype()) +
+                                      "; cast it before the reduction");
+}
+
+} // namespace
+
+AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
+    : AllreduceOp(global_state), settings_(Settings::FromEnvironment()) {}
+
+bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
+                       const hvd::Response&) const {
+  return !settings_.off && (entries.empty() || entries.front().device == CPU_DEVICE_ID);
+}
+
+const AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
+  Agreed& agreed = agreed_[process_set_id];
+  if (agreed.controller.lock() == process_set.controller) {
+    return agreed;
+  }
+  hvd::Controller& controller = *process_set.controller;
+  const std::vector<int>& local = controller.GetLocalCommRanks();
+  const int host = *std::min_element(local.begin(), local.end());
+  std::vector<int> gathered;
+  controller.Allgather2Ints({host, settings_.Fingerprint()}, gathered);
+  std::vector<int> hosts;
+  agreed = {process_set.controller, {}, settings_.error};
+  for (int rank = 0; rank < controller.GetSize(); ++rank) {
+    hosts.push_back(gathered[2 * rank]);
+    if (gathered[2 * rank + 1] != gathered[1]) {
+      agreed.disagreement =
+          "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got other ones on rank " +
+          std::to_string(controller.GetGlobalRanks()[rank]) + " than on rank " +
+          std::to_string(controller.GetGlobalRanks()[0]) + "; export them on every host";
+      return agreed;
+    }
+  }
+  agreed.tree = BuildTree(hosts, settings_.group_op, settings_.group_size);
+  return agreed;
+}
+
+std::unique_ptr<Transport> AdasumOp::TransportFor(hvd::ProcessSet& process_set) const {
+#if HAVE_MPI
+  if (global_state_->control_operation == hvd::LibType::MPI) {
+    return std::make_unique<MpiTransport>(
+        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL),
+        settings_.max_message_bytes);
+  }
+#endif
+#if HAVE_GLOO
+  return std::make_unique<GlooTransport>(process_set.gloo_context.GetGlooContext(hvd::Communicator::GLOBAL));
+#else
+  throw std::logic_error("AdaSum: required a Horovod with Gloo or MPI, got neither");
+#endif
+}
+
+hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
+  if (entries.empty()) {
+    return hvd::Status::OK();
+  }
+  ElementType type;
+  if (!ElementTypeOf(entries.front().tensor->dtype(), type)) {
+    return Unsupported(entries.front());
+  }
+  const int process_set_id = entries.front().process_set_id;
+  hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
+  const Agreed& agreed = AgreedFor(process_set_id, process_set);
+  if (!agreed.disagreement.empty()) {
+    return hvd::Status::InvalidArgument(agreed.disagreement);
+  }
+  WaitForData(entries);
+
+  std::vector<TensorView> tensors;
+  for (const hvd::TensorTableEntry& entry : entries) {
+    tensors.push_back({entry.tensor->data(), const_cast<void*>(entry.output->data()),
+                       entry.tensor->shape().num_elements()});
+    counters[kBytes] += entry.tensor->size();
+    counters[kDeltaTensors] += IsDelta(entry.tensor_name);
+  }
+  counters[kCalls] += 1;
+  counters[kTensors] += static_cast<int64_t>(entries.size());
+
+  hvd::Timeline& timeline = global_state_->timeline;
+  bool in_phase = false;
+  const bool delta = IsDelta(entries.front().tensor_name);
+  auto observer = [&](Phase phase) {
+    if (in_phase) {
+      timeline.ActivityEndAll(entries);
+    }
+    timeline.ActivityStartAll(entries, PhaseName(phase, delta));
+    in_phase = true;
+  };
+  // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
+  const double scale = response.prescale_factor() * response.postscale_factor();
+  std::unique_ptr<Transport> transport = TransportFor(process_set);
+  const ReduceResult result = Reduce(tensors, type, agreed.tree, scale, settings_.reduce,
+                                     *settings_.kernels, *transport, scratch_, observer);
+  if (in_phase) {
+    timeline.ActivityEndAll(entries);
+  }
+  counters[kExplicitTensors] += result.explicit_tensors;
+  return hvd::Status::OK();
+}
+
+std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
+  return std::make_shared<AdasumOp>(state);
+}
+
+} // namespace adasum_hvd
+
+// For ctypes. Horovod's link map exports names that contain "horovod", and nothing else.
+extern "C" {
+
+__attribute__((visibility("default"))) const char* horovod_adasum_version() { return adasum_hvd::kVersion; }
+
+// The settings that the environment asks for now, as JSON; valid until the next call on the same thread.
+__attribute__((visibility("default"))) const char* horovod_adasum_settings() {
+  static thread_local std::string text;
+  text = adasum_hvd::Settings::FromEnvironment().Json();
+  return text.c_str();
+}
+
+// What is wrong with the ADASUM_HVD_* variables, or an empty string.
+__attribute__((visibility("default"))) const char* horovod_adasum_settings_error() {
+  static thread_local std::string text;
+  text = adasum_hvd::Settings::FromEnvironment().error;
+  return text.c_str();
+}
+
+// Fills five counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node.
+__attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
+  std::copy(adasum_hvd::counters.begin(), adasum_hvd::counters.end(), values);
+}
+
+} // extern "C"

@@ -1,0 +1,54 @@
+# Runs after Horovod has defined all its targets; adds the AdaSum op and brings the build to C++17.
+# With inject.cmake, the only file of this project that knows Horovod's build.
+get_filename_component(ADASUM_NATIVE_DIR "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
+
+# torch >= 2.1 and TF >= 2.10 need C++17; all four targets alike, or gloo's symbols clash at link time.
+foreach(target IN ITEMS pytorch tensorflow gloo compatible17_gloo)
+  if(TARGET ${target})
+    set_target_properties(${target} PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON)
+  endif()
+endforeach()
+
+# TF 2.21 ships XLA headers that include highwayhash, but not highwayhash itself.
+if(TARGET tensorflow)
+  get_target_property(tensorflow_sources tensorflow SOURCES)
+  get_directory_property(tensorflow_includes DIRECTORY "${CMAKE_SOURCE_DIR}/horovod/tensorflow" INCLUDE_DIRECTORIES)
+  find_path(ADASUM_HIGHWAYHASH highwayhash/arch_specific.h PATHS ${tensorflow_includes} NO_DEFAULT_PATH NO_CACHE)
+  if(NOT ADASUM_HIGHWAYHASH)
+    list(FILTER tensorflow_sources EXCLUDE REGEX "xla_mpi_ops\\.cc$")
+    set_target_properties(tensorflow PROPERTIES SOURCES "${tensorflow_sources}")
+    message(STATUS "AdaSum: Horovod's XLA op is left out, TensorFlow's headers lack highwayhash")
+  endif()
+endif()
+
+set(ADASUM_SOURCES adasum_op.cc gram.cc kernels.cc kernels_portable.cc layout.cc reduce.cc settings.cc tree.cc)
+if(HAVE_GLOO)
+  list(APPEND ADASUM_SOURCES transport_gloo.cc)
+endif()
+if(HAVE_MPI)
+  list(APPEND ADASUM_SOURCES transport_mpi.cc)
+endif()
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND ADASUM_SOURCES kernels_avx2.cc kernels_avx512.cc)
+endif()
+list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
+
+foreach(target IN ITEMS pytorch tensorflow)
+  if(NOT TARGET ${target})
+    continue()
+  endif()
+  get_target_property(target_dir ${target} SOURCE_DIR)
+  target_sources(${target} PRIVATE ${ADASUM_SOURCES})
+  # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
+  set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
+    "-I${CMAKE_SOURCE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-Wno-psabi")
+  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels_avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
+    COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
+  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels_avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
+    COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
+  # registry.h puts our op in front of Horovod's where the list of ops is made.
+  set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/operations.cc" TARGET_DIRECTORY ${target}
+    PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${ADASUM_NATIVE_DIR}/registry.h"
+    OBJECT_DEPENDS "${ADASUM_NATIVE_DIR}/registry.h")
+  message(STATUS "AdaSum: op added to ${target} (${target_dir})")
+endforeach()

@@ -1,0 +1,70 @@
+// AdaSum over the ranks of a transport, in the Gram form: every node of the tree is a linear combination of
+// the inputs, so its coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone.
+//
+//   1. every rank receives all ranks' elements of its slice, and sums the slice's part of G on the way;
+//   2. the parts of the tensors that several slices share are exchanged (a few hundred bytes);
+//   3. coefficients by walking the tree on G, scalars only;
+//   4. every rank combines its slice and sends it to the others.
+//
+// 2 n (N - 1) / N bytes leave a rank for n bytes reduced, as in a ring allreduce, in 3 rounds for any N; 2
+// when no tensor crosses a slice border, 1 for a few kilobytes (each rank then does everything itself).
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "transport.h"
+#include "tree.h"
+
+namespace adasum_hvd {
+
+// `input` and `output` may be the same memory, or must not overlap.
+struct TensorView {
+  const void* input;
+  void* output;
+  int64_t elements;
+};
+
+struct ReduceSettings {
+  int64_t chunk_bytes = 1 << 20;      // sent at a time, so that arithmetic and transport overlap
+  int64_t replicate_bytes = 32 << 10; // up to this many bytes times ranks, every rank reduces everything
+};
+
+// Memory that grows and is never initialised; one of each lives as long as the op.
+class ScratchBuffer {
+public:
+  char* Reserve(int64_t bytes);
+
+private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t bytes_ = 0;
+};
+
+struct Scratch {
+  ScratchBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
+  ScratchBuffer received; // the other ranks' elements of this rank's slice
+};
+
+enum class Phase { kPack, kExchangeAndGram, kSharedTensors, kCombineAndGather, kUnpack };
+using PhaseObserver = std::function<void(Phase)>;
+
+struct ReduceResult {
+  int64_t explicit_tensors = 0; // tensors of which an ill-conditioned node had to be formed on this rank
+};
+
+// Replaces every tensor's output by scale * AdaSum over ranks of its input.
+//
+// Collective: every rank of `transport` calls it with the same tensor sizes, type, tree, scale and settings.
+// Blocks. Throws what the transport throws.
+ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree,
+                    double scale, const ReduceSettings& settings, const Kernels& kernels,
+                    Transport& transport, Scratch& scratch, const PhaseObserver& observer);
+
+} // namespace adasum_hvd

@@ -1,0 +1,92 @@
+#include "settings.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <functional>
+#include <sstream>
+
+namespace adasum_hvd {
+namespace {
+
+std::string Variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+void Refuse(Settings& settings, const std::string& name, const char* required, const std::string& got) {
+  if (settings.error.empty()) {
+    settings.error = name + ": required " + required + ", got \"" + got + "\"; unset it or mend it on all ranks";
+  }
+}
+
+template <class Integer>
+void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer& target) {
+  const std::string text = Variable(name);
+  if (text.empty()) {
+    return;
+  }
+  char* end = nullptr;
+  errno = 0;
+  const long long value = std::strtoll(text.c_str(), &end, 10);
+  if (errno != 0 || *end != '\0' || value < smallest || value > (int64_t{1} << 30)) {
+    Refuse(settings, name, smallest > 0 ? "an integer from 1 to 2^30" : "an integer from 0 to 2^30", text);
+    return;
+  }
+  target = static_cast<Integer>(value);
+}
+
+} // namespace
+
+const char* GroupOpName(GroupOp group_op) {
+  switch (group_op) {
+  case GroupOp::kAverage: return "average";
+  case GroupOp::kSum: return "sum";
+  default: return "adasum";
+  }
+}
+
+Settings Settings::FromEnvironment() {
+  Settings settings;
+  const std::string op = Variable("ADASUM_HVD_OP");
+  settings.off = op == "off";
+  if (!op.empty() && op != "off" && op != "on") {
+    Refuse(settings, "ADASUM_HVD_OP", "on or off", op);
+  }
+  ReadInteger(settings, "ADASUM_HVD_CHUNK_BYTES", 1, settings.reduce.chunk_bytes);
+  ReadInteger(settings, "ADASUM_HVD_REPLICATE_BYTES", 0, settings.reduce.replicate_bytes);
+  ReadInteger(settings, "ADASUM_HVD_MAX_MESSAGE_BYTES", 1, settings.max_message_bytes);
+  ReadInteger(settings, "ADASUM_HVD_GROUP_SIZE", 0, settings.group_size);
+  const std::string group_op = Variable("ADASUM_HVD_GROUP_OP");
+  if (group_op == "average") {
+    settings.group_op = GroupOp::kAverage;
+  } else if (group_op == "sum") {
+    settings.group_op = GroupOp::kSum;
+  } else if (!group_op.empty() && group_op != "adasum") {
+    Refuse(settings, "ADASUM_HVD_GROUP_OP", "adasum, average or sum", group_op);
+  }
+  const std::string kernels = Variable("ADASUM_HVD_KERNELS");
+  settings.kernels = ChooseKernels(kernels.c_str());
+  if (settings.kernels == nullptr) {
+    Refuse(settings, "ADASUM_HVD_KERNELS", "portable, or avx2 or avx512 on a processor that has it", kernels);
+    settings.kernels = &kPortableKernels;
+  }
+  return settings;
+}
+
+int Settings::Fingerprint() const {
+  std::ostringstream text; // kernels may differ: they give the same bits
+  text << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' ' << max_message_bytes << ' '
+       << GroupOpName(group_op) << ' ' << group_size << ' ' << error;
+  return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
+}
+
+std::string Settings::Json() const {
+  std::ostringstream text;
+  text << "{\"op\": \"" << (off ? "off" : "on") << "\", \"kernels\": \"" << kernels->name
+       << "\", \"group_op\": \"" << GroupOpName(group_op) << "\", \"group_size\": " << group_size
+       << ", \"chunk_bytes\": " << reduce.chunk_bytes << ", \"replicate_bytes\": " << reduce.replicate_bytes
+       << ", \"max_message_bytes\": " << max_message_bytes << "}";
+  return text.str();
+}
+
+} // namespace adasum_hvd
