@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <mutex>
+#include <numeric>
+#include <unordered_map>
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
@@ -25,6 +28,20 @@ constexpr char kDeltaPrefix[] = "adasum.delta/";
 // Read from Python while the background thread counts.
 enum Counter { kCalls, kTensors, kDeltaTensors, kBytes, kExplicitTensors, kCounters };
 std::array<std::atomic<int64_t>, kCounters> counters;
+
+// Tensors that are many tensors laid end to end, by their name in Horovod; the sum of a registered
+// tensor's segments is checked against its size before anything is sent.
+std::mutex segments_mutex;
+std::unordered_map<std::string, std::vector<int64_t>> segments_by_name;
+
+std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
+  std::lock_guard<std::mutex> guard(segments_mutex);
+  const auto found = segments_by_name.find(entry.tensor_name);
+  if (found == segments_by_name.end()) {
+    return {entry.tensor->shape().num_elements()};
+  }
+  return found->second;
+}
 
 const char* PhaseName(Phase phase, bool delta) {
   switch (phase) {
@@ -119,18 +136,31 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }
-  WaitForData(entries);
 
   std::vector<TensorView> tensors;
   for (const hvd::TensorTableEntry& entry : entries) {
-    tensors.push_back({entry.tensor->data(), const_cast<void*>(entry.output->data()),
-                       entry.tensor->shape().num_elements()});
+    const std::vector<int64_t> segments = SegmentsOf(entry);
+    const int64_t total = std::accumulate(segments.begin(), segments.end(), int64_t{0});
+    if (total != entry.tensor->shape().num_elements()) {
+      return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
+                                          "\": required segments of " +
+                                          std::to_string(entry.tensor->shape().num_elements()) +
+                                          " elements in total, got " + std::to_string(total));
+    }
+    const char* input = static_cast<const char*>(entry.tensor->data());
+    char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
+    for (int64_t elements : segments) {
+      tensors.push_back({input, output, elements});
+      input += elements * ElementBytes(type);
+      output += elements * ElementBytes(type);
+    }
     counters[kBytes] += entry.tensor->size();
-    counters[kDeltaTensors] += IsDelta(entry.tensor_name);
+    counters[kDeltaTensors] += IsDelta(entry.tensor_name) ? static_cast<int64_t>(segments.size()) : 0;
   }
   counters[kCalls] += 1;
-  counters[kTensors] += static_cast<int64_t>(entries.size());
+  counters[kTensors] += static_cast<int64_t>(tensors.size());
 
+  WaitForData(entries);
   hvd::Timeline& timeline = global_state_->timeline;
   bool in_phase = false;
   const bool delta = IsDelta(entries.front().tensor_name);
@@ -181,6 +211,18 @@ __attribute__((visibility("default"))) const char* horovod_adasum_settings_error
 // Fills five counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node.
 __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
   std::copy(adasum_hvd::counters.begin(), adasum_hvd::counters.end(), values);
+}
+
+// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it.
+__attribute__((visibility("default"))) void horovod_adasum_register_segments(const char* name,
+                                                                              const int64_t* elements,
+                                                                              int count) {
+  std::lock_guard<std::mutex> guard(adasum_hvd::segments_mutex);
+  if (count == 0) {
+    adasum_hvd::segments_by_name.erase(name);
+  } else {
+    adasum_hvd::segments_by_name[name].assign(elements, elements + count);
+  }
 }
 
 } // extern "C"

@@ -1,0 +1,88 @@
+"""What Python asks the native op: is it there, which settings, what did it do.
+
+Every framework's Horovod library holds a copy of the op; a function here takes that
+library, as `ctypes.CDLL` (`HorovodBasics.MPI_LIB_CTYPES`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_BUILD_COMMAND = "adasum-hvd build"
+
+
+class Counters(NamedTuple):
+    """What the op has done in this process since it was loaded."""
+
+    calls: int
+    tensors: int
+    delta_tensors: int
+    bytes: int
+    explicit_tensors: int
+
+
+def has_op(library: ctypes.CDLL) -> bool:
+    """Return whether this Horovod library contains the AdaSum op."""
+    return hasattr(library, "horovod_adasum_version")
+
+
+def require_op(library: ctypes.CDLL) -> None:
+    """Check that the library has the op and the environment holds valid settings.
+
+    Raises:
+        RuntimeError: the installed Horovod was built without the op.
+        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
+    """
+    if not has_op(library):
+        raise RuntimeError(
+            "AdaSum: required a Horovod built with the AdaSum op, got "
+            f"{library._name} without it; run `{_BUILD_COMMAND}`"
+        )
+    if error := _text(library, "horovod_adasum_settings_error"):
+        raise ValueError(f"AdaSum: {error}")
+
+
+def _text(library: ctypes.CDLL, function: str) -> str:
+    call = getattr(library, function)
+    call.restype = ctypes.c_char_p
+    return call().decode()
+
+
+def version(library: ctypes.CDLL) -> str:
+    """Return the version of the op in this library."""
+    return _text(library, "horovod_adasum_version")
+
+
+def settings(library: ctypes.CDLL) -> dict[str, object]:
+    """Return the settings that the environment asks for, as the op reads them at `init`."""
+    return json.loads(_text(library, "horovod_adasum_settings"))
+
+
+def counters(library: ctypes.CDLL) -> Counters:
+    """Return how much the op has reduced in this process."""
+    values = (ctypes.c_int64 * len(Counters._fields))()
+    library.horovod_adasum_counters(values)
+    return Counters(*values)
+
+
+def register_segments(library: ctypes.CDLL, entry: str, elements: Sequence[int]) -> None:
+    """Tell the op that tensor `entry` is many tensors laid end to end.
+
+    Each segment then gets its own AdaSum coefficients, as if it had been reduced alone,
+    for the price of negotiating one tensor.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's full name in Horovod ("allreduce." included).
+        elements: the segments' element counts; their sum is the tensor's.
+    """
+    array = (ctypes.c_int64 * len(elements))(*elements)
+    library.horovod_adasum_register_segments(entry.encode(), array, len(elements))
+
+
+def forget_segments(library: ctypes.CDLL, entry: str) -> None:
+    """Undo :func:`register_segments`."""
+    library.horovod_adasum_register_segments(entry.encode(), None, 0)

@@ -1,0 +1,35 @@
+"""Groups: which ranks are reduced together first, and how.
+
+The native op reads its settings from the environment at every `init`, so arguments become
+environment variables here, before Horovod starts; that they are equal on all ranks is
+checked by the op itself, in the first reduction of every process set.
+"""
+
+from __future__ import annotations
+
+import os
+
+GROUP_OPS = ("adasum", "average", "sum")
+
+
+def configure(group_op: str | None = None, group_size: int | None = None) -> None:
+    """Set the groups of the next `init`.
+
+    Args:
+        group_op: how the ranks of one group are reduced before AdaSum runs over the groups:
+            "adasum" (all the way down, the default), "average" or "sum". A rank that has
+            joined counts in the average's divisor, as in Horovod's own Average.
+        group_size: that many consecutive ranks form a group (MindSpore: 8); None leaves
+            `ADASUM_HVD_GROUP_SIZE`, by default a group is a host.
+
+    Raises:
+        ValueError: an unknown `group_op`, or a `group_size` that is no positive integer.
+    """
+    if group_op is not None:
+        if group_op not in GROUP_OPS:
+            raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
+        os.environ["ADASUM_HVD_GROUP_OP"] = group_op
+    if group_size is not None:
+        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+            raise ValueError(f"group_size: required an integer >= 1, got {group_size!r}")
+        os.environ["ADASUM_HVD_GROUP_SIZE"] = str(group_size)

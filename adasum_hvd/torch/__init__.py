@@ -1,0 +1,31 @@
+"""`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
+
+# ruff: noqa: F403 - everything that horovod.torch has, then what this project replaces
+from horovod.torch import *
+from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
+
+from adasum_hvd.ops import (
+    Adasum,
+    AdasumDelta,
+    AdasumGrad,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from adasum_hvd.torch.ops import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    counters,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    init,
+    settings,
+    synchronize,
+)

@@ -1,0 +1,322 @@
+"""AdaSum as a Horovod reduction of PyTorch tensors.
+
+The only file that calls Horovod's torch library directly: Horovod's own Python refuses
+AdaSum on sizes that are no power of two and on process sets, which our op handles. It relies
+on `mpi_ops._handle_map` and on the names of the library's functions, as they are in Horovod
+0.28.1 (tests/unit/test_horovod_internals.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
+
+from adasum_hvd import ops, topology
+from adasum_hvd import binding as _binding
+
+LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
+DELTA_PREFIX = "adasum.delta/"
+_NATIVE_DTYPES = (torch.float16, torch.float32, torch.float64)
+
+# Handles whose tensors travel as a copy, and where that copy goes when it is back.
+_carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+_unnamed_deltas = itertools.count()
+
+
+def init(
+    *args: Any, group_op: str | None = None, group_size: int | None = None, **kwargs: Any
+) -> None:
+    """Start Horovod, as `horovod.torch.init`, and check that AdaSum can run.
+
+    Args:
+        *args: as `horovod.torch.init`.
+        group_op: see :func:`adasum_hvd.topology.configure`.
+        group_size: see :func:`adasum_hvd.topology.configure`.
+        **kwargs: as `horovod.torch.init`.
+
+    Raises:
+        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        ValueError: a setting is invalid.
+        HorovodInternalError: the ranks' settings differ; raised on every rank.
+
+    Collective: every rank calls it; blocks until all have.
+    """
+    topology.configure(group_op, group_size)
+    _binding.require_op(LIBRARY)
+    mpi_ops.init(*args, **kwargs)
+    _carried.clear()
+    if settings()["op"] == "on":
+        # The ranks compare their settings in the first reduction: have it now.
+        allreduce_(torch.zeros(1), name="adasum.init", op=ops.Adasum)
+
+
+def settings() -> dict[str, object]:
+    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes."""
+    return _binding.settings(LIBRARY)
+
+
+def counters() -> _binding.Counters:
+    """Return how many calls, tensors and bytes the op has reduced in this process."""
+    return _binding.counters(LIBRARY)
+
+
+def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
+    if isinstance(op, str):
+        op = ops.parse(op)
+    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
+
+
+def _enqueue(
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    name: str | None,
+    op: ops.ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+    grouped: bool,
+) -> int:
+    """Hand tensors to Horovod's background thread for AdaSum and return the handle.
+
+    What the op cannot take as it is (bfloat16, other layouts) travels as a contiguous
+    float32 copy; `synchronize` copies the result to where it belongs.
+    """
+    if op is ops.AdasumDelta:
+        name = DELTA_PREFIX + (name or f"noname.{next(_unnamed_deltas)}")
+    sent, received, carried = [], [], []
+    for tensor, output in zip(tensors, outputs, strict=True):
+        if tensor.dtype == torch.bfloat16 or not (
+            tensor.is_contiguous() and output.is_contiguous()
+        ):
+            dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+            copy = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+            carried.append((copy, output))
+            tensor = output = copy
+        sent.append(tensor)
+        received.append(output)
+    factory = (
+        mpi_ops._grouped_allreduce_function_factory
+        if grouped
+        else mpi_ops._allreduce_function_factory
+    )
+    function = getattr(mpi_ops.mpi_lib, mpi_ops._check_function(factory, sent[0]))
+    arguments = (sent, received) if grouped else (sent[0], received[0])
+    try:
+        handle = function(
+            *arguments,
+            1,  # divisor
+            name.encode() if name is not None else "",
+            int(ops.Adasum),
+            prescale_factor,
+            postscale_factor,
+            process_set.process_set_id,
+        )
+    except RuntimeError as error:
+        raise mpi_ops.HorovodInternalError(error) from error
+    results = tuple(outputs) if grouped else outputs[0]
+    mpi_ops._handle_map[handle] = ((sent, received), results)
+    if carried:
+        _carried[handle] = carried
+    return handle
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous operation and return its output, as Horovod's does.
+
+    Raises:
+        HorovodInternalError: the operation failed; the message says on what.
+    """
+    carried = _carried.pop(handle, ())
+    result = mpi_ops.synchronize(handle)
+    for copy, output in carried:
+        with torch.no_grad():
+            output.copy_(copy)
+    return result
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> int:
+    """Start reducing `tensor` over the ranks of `process_set`; `tensor` stays as it is.
+
+    Args:
+        tensor: float16, float32, float64 or bfloat16 (which travels as float32), any shape.
+        average: deprecated, as Horovod's.
+        name: the tensor's name, the same on all ranks; counted up when None.
+        op: a reduction or its name; AdaSum works for any number of ranks. Default Average.
+        prescale_factor: multiplies the input.
+        postscale_factor: multiplies the result. AdaSum applies both factors once, in float64.
+        process_set: the ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: unknown `op`, or a tensor type that Horovod does not know.
+        HorovodInternalError: from `synchronize`, on every rank, for an integer dtype.
+
+    Collective: every rank of `process_set`; does not block.
+    """
+    reduction = _reduction(op, average)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.allreduce_async(
+            tensor, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+        )
+    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return _enqueue(
+        [tensor], [output], name, reduction, prescale_factor, postscale_factor, process_set, False
+    )
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> int:
+    """Start reducing `tensor` in place; arguments and errors as :func:`allreduce_async`."""
+    reduction = _reduction(op, average)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.allreduce_async_(
+            tensor, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+        )
+    return _enqueue(
+        [tensor], [tensor], name, reduction, prescale_factor, postscale_factor, process_set, False
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> int:
+    """Start reducing several tensors of one dtype together, each with its own coefficients.
+
+    Arguments and errors as :func:`allreduce_async`; `synchronize` returns a tuple.
+    """
+    reduction = _reduction(op, average)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.grouped_allreduce_async(
+            tensors, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+        )
+    outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    return _enqueue(
+        tensors, outputs, name, reduction, prescale_factor, postscale_factor, process_set, True
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> int:
+    """Start reducing several tensors in place; see :func:`grouped_allreduce_async`."""
+    reduction = _reduction(op, average)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.grouped_allreduce_async_(
+            tensors, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+        )
+    return _enqueue(
+        tensors, tensors, name, reduction, prescale_factor, postscale_factor, process_set, True
+    )
+
+
+class _Allreduce(torch.autograd.Function):
+    """AdaSum of `tensors`, whose gradient is the AdaSum of the gradients (as Horovod's)."""
+
+    @staticmethod
+    def forward(ctx: Any, options: tuple, *tensors: torch.Tensor) -> Any:
+        ctx.options = options
+        grouped, name, op, prescale_factor, postscale_factor, process_set = options
+        outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        handle = _enqueue(
+            tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, grouped
+        )
+        return synchronize(handle)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        grouped, _, *rest = ctx.options
+        reduced = _Allreduce.apply((grouped, None, *rest), *gradients)
+        return (None, *reduced) if grouped else (None, reduced)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> torch.Tensor:
+    """Return `tensor` reduced over the ranks; differentiable.
+
+    Arguments and errors as :func:`allreduce_async`, and `compression` as Horovod's.
+
+    Collective: every rank of `process_set`; blocks.
+    """
+    reduction = _reduction(op, average)
+    factors = (prescale_factor, postscale_factor, process_set)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.allreduce(tensor, None, name, compression, int(reduction), *factors)
+    compressed, context = compression.compress(tensor)
+    reduced = _Allreduce.apply((False, name, reduction, *factors), compressed)
+    return compression.decompress(reduced, context)
+
+
+def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Reduce `tensor` in place and return it; arguments as :func:`allreduce_async_`."""
+    return synchronize(allreduce_async_(tensor, *args, **kwargs))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> list[torch.Tensor]:
+    """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`."""
+    reduction = _reduction(op, average)
+    factors = (prescale_factor, postscale_factor, process_set)
+    if not ops.is_adasum(reduction):
+        return mpi_ops.grouped_allreduce(
+            tensors, None, name, compression, int(reduction), *factors
+        )
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    reduced = _Allreduce.apply((True, name, reduction, *factors), *compressed)
+    return [compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
+    """Reduce several tensors in place; arguments as :func:`grouped_allreduce_async_`."""
+    return list(synchronize(grouped_allreduce_async_(tensors, *args, **kwargs)))
