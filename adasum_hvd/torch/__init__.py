@@ -15,6 +15,7 @@ from adasum_hvd.ops import (
     ReduceOp,
     Sum,
 )
+from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.ops import (
     allreduce,
     allreduce_,
@@ -29,3 +30,4 @@ from adasum_hvd.torch.ops import (
     settings,
     synchronize,
 )
+from adasum_hvd.torch.optimizer import DistributedOptimizer, mark_worker_local

@@ -50,5 +50,8 @@ foreach(target IN ITEMS pytorch tensorflow)
   set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/operations.cc" TARGET_DIRECTORY ${target}
     PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${ADASUM_NATIVE_DIR}/registry.h"
     OBJECT_DEPENDS "${ADASUM_NATIVE_DIR}/registry.h")
+  # site-packages/horovod/<framework> to the environment's lib: the MPI wheel of whichever environment this
+  # is installed in comes before the one it was built with.
+  set_property(TARGET ${target} APPEND PROPERTY BUILD_RPATH "$ORIGIN/../../../..")
   message(STATUS "AdaSum: op added to ${target} (${target_dir})")
 endforeach()

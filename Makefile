@@ -1,0 +1,63 @@
+# `make demo` and `make test` do all the set-up they need; a second call reuses it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NP     ?= 4
+
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+# Several ranks share these few cores; one thread each keeps them out of each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test unit parallel lint format bench soak clean
+
+help:
+	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
+	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
+	@echo "make test      everything that CI runs: lint, unit tests, parallel tests"
+	@echo "make lint      ruff, mypy, clang-format"
+	@echo "make bench     measure against Horovod's own reductions"
+	@echo "make soak      the long tests"
+
+$(VENV)/ready: pyproject.toml adasum_hvd/prerequisites.py
+	@$(PYTHON) adasum_hvd/prerequisites.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
+	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	@du -sh $(VENV) | sed 's/\t.*/ in .venv/'
+	@touch $@
+
+setup: $(VENV)/ready
+	@$(BIN)/adasum-hvd build
+
+demo: setup
+	@$(BIN)/horovodrun -np $(NP) --gloo $(BIN)/python examples/torch_digits.py \
+	  --op sum,average,adasum-grad,adasum-delta --output build
+
+test: lint unit parallel
+
+unit: setup
+	$(BIN)/python -m pytest tests/unit
+
+parallel: setup
+	$(BIN)/python -m pytest tests/parallel
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)
+
+bench: setup
+	$(BIN)/python benchmarks/allreduce.py
+
+soak: setup
+	$(BIN)/python -m pytest tests --soak
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info

@@ -1,0 +1,167 @@
+"""Many parameters as one Horovod tensor, each still with AdaSum coefficients of its own.
+
+A bucket lays its parameters end to end in a flat tensor of the wire dtype. Horovod then
+negotiates one name instead of hundreds, and the op, told where the segments are, reduces
+each as if it had come alone: bucketing never changes a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from adasum_hvd import binding, ops
+from adasum_hvd.torch import ops as torch_ops
+
+NamedParameter = tuple[str, torch.nn.Parameter]
+
+
+class Bucket:
+    """Parameters of one wire dtype on one device, and the flat tensor that carries them.
+
+    Args:
+        label: what is carried; makes the bucket's name in Horovod unique.
+        named: the parameters; the same names and shapes in the same order on all ranks.
+        wire_dtype: dtype of the flat tensor.
+        op: the reduction.
+        factors: prescale and postscale factor.
+        process_set: the ranks that reduce.
+        with_flags: carry, behind the parameters, one scalar for each that says whether any
+            rank had something to reduce.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        named: Sequence[NamedParameter],
+        wire_dtype: torch.dtype,
+        op: ops.ReduceOp,
+        factors: tuple[float, float],
+        process_set: Any,
+        with_flags: bool = False,
+    ):
+        self.params = [parameter for _, parameter in named]
+        sizes = [parameter.numel() for parameter in self.params]
+        flags = len(sizes) if with_flags else 0
+        self.flat = torch.zeros(
+            sum(sizes) + flags, dtype=wire_dtype, device=self.params[0].device
+        )
+        *pieces, self.flags = self.flat.split([*sizes, flags])
+        self.views = [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self.params, strict=True)
+        ]
+        self._op, self._factors, self._process_set = op, factors, process_set
+        self._handle: int | None = None
+        shape_hash = hashlib.sha256(
+            repr([(name, tuple(p.shape)) for name, p in named]).encode()
+        )
+        self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
+        prefix = torch_ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
+        self._entry = f"allreduce.{prefix}{self._name}"
+        self._segments = [*sizes, *[1] * flags]
+        if ops.is_adasum(op):
+            binding.register_segments(torch_ops.LIBRARY, self._entry, self._segments)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the bucket was started and not yet finished."""
+        return self._handle is not None
+
+    def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
+        """Copy one tensor per parameter in; None counts as zeros and clears its flag."""
+        self.flags.fill_(1)
+        present = [(v, s) for v, s in zip(self.views, sources, strict=True) if s is not None]
+        if len(present) < len(self.views):
+            for index, source in enumerate(sources):
+                if source is None:
+                    self.views[index].zero_()
+                    if self.flags.numel():
+                        self.flags[index] = 0
+        if present:
+            views, tensors = zip(*present, strict=True)
+            torch._foreach_copy_(views, tensors)
+
+    def start(self) -> None:
+        """Begin the reduction. Collective over the process set; does not block."""
+        self._handle = torch_ops.allreduce_async_(
+            self.flat,
+            name=self._name,
+            op=self._op,
+            prescale_factor=self._factors[0],
+            postscale_factor=self._factors[1],
+            process_set=self._process_set,
+        )
+
+    def finish(self) -> None:
+        """Wait until the views hold the reduced values."""
+        handle, self._handle = self._handle, None
+        assert handle is not None
+        torch_ops.synchronize(handle)
+
+    def close(self) -> None:
+        """Forget the bucket's segments in the op."""
+        if ops.is_adasum(self._op):
+            binding.forget_segments(torch_ops.LIBRARY, self._entry)
+
+
+def partition(
+    named: Iterable[NamedParameter],
+    wire_dtype: Callable[[torch.Tensor], torch.dtype],
+    bucket_bytes: int,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+) -> list[list[NamedParameter]]:
+    """Divide parameters into lists that can share a bucket, the last used in forward first.
+
+    Args:
+        named: all parameters to reduce.
+        wire_dtype: the dtype in which a parameter travels.
+        bucket_bytes: a list is closed before it exceeds this many bytes.
+        groups: as Horovod's: a number of groups, or lists of parameters that stay together.
+
+    Returns:
+        Lists of (name, parameter) of one wire dtype and device each.
+    """
+    chosen = _chosen_groups(list(named), groups)
+    result: list[list[NamedParameter]] = []
+    for members, limit in chosen:
+        open_lists: dict[Any, tuple[list[NamedParameter], int]] = {}
+        for name, parameter in reversed(members):
+            dtype = wire_dtype(parameter)
+            size = parameter.numel() * dtype.itemsize
+            key = (dtype, parameter.device)
+            current, filled = open_lists.get(key, ([], 0))
+            if current and limit and filled + size > bucket_bytes:
+                result.append(current)
+                current, filled = [], 0
+            current.append((name, parameter))
+            open_lists[key] = (current, filled + size)
+        result.extend(current for current, _ in open_lists.values())
+    return result
+
+
+def _chosen_groups(
+    named: list[NamedParameter], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[tuple[list[NamedParameter], bool]]:
+    """Return (parameters, whether the byte limit holds) for each of the caller's groups."""
+    if groups is None:
+        return [(named, True)]
+    if isinstance(groups, int):
+        per_group = -(-len(named) // groups) if groups else len(named)
+        cuts = range(0, len(named), max(per_group, 1))
+        return [(named[cut : cut + per_group], groups == 0) for cut in cuts]
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group}
+    members: list[list[NamedParameter]] = [[] for _ in groups]
+    rest = []
+    for name, parameter in named:
+        index = group_of.get(id(parameter))
+        (rest if index is None else members[index]).append((name, parameter))
+    return [(group, False) for group in members if group] + [(rest, True)]
