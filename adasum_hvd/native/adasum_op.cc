@@ -65,10 +65,9 @@ bool ElementTypeOf(hvd::DataType dtype, ElementType& type) {
 }
 
 hvd::Status Unsupported(const hvd::TensorTableEntry& entry) {
-  return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
-                                      "\": required dtype float16, float32 or float64, got " +
-                                      hvd::DataType_Name(entry.tensor->dtype()) +
-                                      "; cast it before the reduction");
+  return hvd::Status::InvalidArgument(
+      "AdaSum of tensor \"" + entry.tensor_name + "\": required dtype float16, float32 or float64, got " +
+      hvd::DataType_Name(entry.tensor->dtype()) + "; cast it before the reduction");
 }
 
 } // namespace
@@ -111,8 +110,7 @@ std::unique_ptr<Transport> AdasumOp::TransportFor(hvd::ProcessSet& process_set) 
 #if HAVE_MPI
   if (global_state_->control_operation == hvd::LibType::MPI) {
     return std::make_unique<MpiTransport>(
-        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL),
-        settings_.max_message_bytes);
+        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), settings_.max_message_bytes);
   }
 #endif
 #if HAVE_GLOO
@@ -174,8 +172,8 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
   const double scale = response.prescale_factor() * response.postscale_factor();
   std::unique_ptr<Transport> transport = TransportFor(process_set);
-  const ReduceResult result = Reduce(tensors, type, agreed.tree, scale, settings_.reduce,
-                                     *settings_.kernels, *transport, scratch_, observer);
+  const ReduceResult result = Reduce(tensors, type, agreed.tree, scale, settings_.reduce, *settings_.kernels,
+                                     *transport, scratch_, observer);
   if (in_phase) {
     timeline.ActivityEndAll(entries);
   }
@@ -214,9 +212,8 @@ __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* val
 }
 
 // Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it.
-__attribute__((visibility("default"))) void horovod_adasum_register_segments(const char* name,
-                                                                              const int64_t* elements,
-                                                                              int count) {
+__attribute__((visibility("default"))) void
+horovod_adasum_register_segments(const char* name, const int64_t* elements, int count) {
   std::lock_guard<std::mutex> guard(adasum_hvd::segments_mutex);
   if (count == 0) {
     adasum_hvd::segments_by_name.erase(name);

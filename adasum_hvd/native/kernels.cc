@@ -12,8 +12,7 @@ bool Runs(const Kernels* kernels) {
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   }
   if (kernels == &kAvx2Kernels) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   }
 #endif
   return true;

@@ -32,10 +32,10 @@ std::vector<Slice> MakeSlices(const std::vector<int64_t>& tensor_elements, int s
     int64_t first = 0;
     while (first < elements) {
       // Slice s ends at the first border at or behind (s + 1) / size of everything.
-      const int64_t end_of_slice = slice + 1 == slices_to_fill
-                                       ? total
-                                       : total / slices_to_fill * (slice + 1) +
-                                             total % slices_to_fill * (slice + 1) / slices_to_fill;
+      const int64_t end_of_slice =
+          slice + 1 == slices_to_fill
+              ? total
+              : total / slices_to_fill * (slice + 1) + total % slices_to_fill * (slice + 1) / slices_to_fill;
       const int64_t end = end_of_slice <= before ? 0 : BorderAtOrAfter(end_of_slice - before, elements);
       if (end <= first) {
         ++slice;

@@ -48,8 +48,8 @@ private:
   // 4. ill-conditioned tensors: the tree walked on vectors instead of the Gram matrix
   void SolveExplicitly(const std::set<int>& tensors, bool shared);
   void EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels,
-                     const ExplicitTree& coefficients);
-  Payload LevelSums(const Run& run, size_t level, const ExplicitTree& coefficients);
+                     const std::vector<double>& leaves, const ExplicitTree& sides);
+  Payload LevelSums(const Run& run, size_t level, const ExplicitTree& sides);
   // 5. combine
   void CombineAndGather();
   void Combine(int64_t begin, int64_t end);
@@ -82,6 +82,7 @@ private:
   std::vector<char*> result_;         // per rank: where its slice of the result goes
   std::vector<double> coefficients_;  // per run of this rank's slice and rank
   std::vector<double> tensor_scales_; // per tensor: the power of two that float64 input is scaled by
+  const ExplicitTree plain_sum_;      // all coefficients 1
   std::map<int, ExplicitTree> explicit_;
   std::map<int, Payload> partial_grams_;
   size_t gram_run_ = 0; // the run and the position in it up to which the Gram matrices are summed
@@ -91,11 +92,12 @@ private:
   std::vector<std::vector<double>> nodes_; // one block per rank, for EvaluateNodes
 };
 
-Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree,
-                     double scale, const ReduceSettings& settings, const Kernels& kernels,
-                     Transport& transport, Scratch& scratch)
+Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree, double scale,
+                     const ReduceSettings& settings, const Kernels& kernels, Transport& transport,
+                     Scratch& scratch)
     : tensors_(tensors), type_(type), element_bytes_(ElementBytes(type)), tree_(tree), scale_(scale),
-      kernels_(kernels), transport_(transport), rank_(transport.rank()), size_(transport.size()) {
+      kernels_(kernels), transport_(transport), rank_(transport.rank()), size_(transport.size()),
+      plain_sum_(tree.merges.size()) {
   std::vector<int64_t> elements;
   for (const TensorView& tensor : tensors_) {
     elements.push_back(tensor.elements);
@@ -327,10 +329,9 @@ std::map<int, Reduction::Payload> Reduction::SumOverRanks(const std::map<int, Pa
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_) {
       payloads[rank].resize(parts[rank].size() * entries);
-      messages[rank] = {payloads[rank_].data(),
-                        static_cast<int64_t>(payloads[rank_].size() * sizeof(DoubleDouble)),
-                        payloads[rank].data(),
-                        static_cast<int64_t>(payloads[rank].size() * sizeof(DoubleDouble))};
+      messages[rank] = {
+          payloads[rank_].data(), static_cast<int64_t>(payloads[rank_].size() * sizeof(DoubleDouble)),
+          payloads[rank].data(), static_cast<int64_t>(payloads[rank].size() * sizeof(DoubleDouble))};
     }
   }
   if (!tensors.empty()) {
@@ -402,40 +403,39 @@ void Reduction::SolveExplicitly(const std::set<int>& tensors, bool shared) {
   }
 }
 
-// Leaves in nodes_[i], for i the smallest rank of a node, that node's vector after `levels` levels.
+// Leaves in nodes_[i], for i the smallest rank of a node, that node's vector after `levels` levels, scaled
+// by the tensor's power of two.
 void Reduction::EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels,
-                              const ExplicitTree& coefficients) {
+                              const std::vector<double>& leaves, const ExplicitTree& sides) {
   nodes_.resize(size_, std::vector<double>(kBlockElements));
   std::vector<const void*> vectors(size_);
   PointAt(run, position, vectors);
   for (int rank = 0; rank < size_; ++rank) {
-    kernels_.widen[type_](vectors[rank], n, tensor_scales_[run.tensor] * tree_.leaf_weights[rank],
-                          nodes_[rank].data());
+    kernels_.widen[type_](vectors[rank], n, tensor_scales_[run.tensor] * leaves[rank], nodes_[rank].data());
   }
   for (size_t level = 0; level < levels; ++level) {
     for (int merge : tree_.levels[level]) {
       double* left = nodes_[tree_.members[tree_.merges[merge].left].front()].data();
       double* right = nodes_[tree_.members[tree_.merges[merge].right].front()].data();
-      const void* sides[] = {left, right};
-      const double c[] = {coefficients[merge].left, coefficients[merge].right};
-      kernels_.combine[kFloat64](sides, c, 2, n, left);
+      const void* both[] = {left, right};
+      const double c[] = {sides[merge].left, sides[merge].right};
+      kernels_.combine[kFloat64](both, c, 2, n, left);
     }
   }
 }
 
 // For each merge of a level, |left|^2, left.right and |right|^2 over one run.
-Reduction::Payload Reduction::LevelSums(const Run& run, size_t level,
-                                        const ExplicitTree& coefficients) {
+Reduction::Payload Reduction::LevelSums(const Run& run, size_t level, const ExplicitTree& sides) {
   const std::vector<int>& merges = tree_.levels[level];
   Payload sums(3 * merges.size());
   for (int64_t position = 0; position < run.count; position += kBlockElements) {
     const int64_t n = std::min(kBlockElements, run.count - position);
-    EvaluateNodes(run, position, n, level, coefficients);
+    EvaluateNodes(run, position, n, level, tree_.leaf_weights, sides);
     for (size_t k = 0; k < merges.size(); ++k) {
       const Merge& merge = tree_.merges[merges[k]];
-      const void* sides[] = {nodes_[tree_.members[merge.left].front()].data(),
-                             nodes_[tree_.members[merge.right].front()].data()};
-      kernels_.gram[kFloat64](sides, 2, n, 1.0, block_sums_.data());
+      const void* both[] = {nodes_[tree_.members[merge.left].front()].data(),
+                            nodes_[tree_.members[merge.right].front()].data()};
+      kernels_.gram[kFloat64](both, 2, n, 1.0, block_sums_.data());
       for (size_t entry = 0; entry < 3; ++entry) {
         sums[3 * k + entry] += block_sums_[entry];
       }
@@ -466,12 +466,17 @@ void Reduction::Combine(int64_t begin, int64_t end) {
       const int64_t n = std::min(kBlockElements, stop - position);
       char* to = replicate_ ? Output(run) + position * element_bytes_
                             : result_[rank_] + (run.offset + position) * element_bytes_;
-      if (walked == explicit_.end()) {
+      if (walked != explicit_.end()) {
+        EvaluateNodes(run, position, n, tree_.levels.size(), tree_.leaf_weights, walked->second);
+        kernels_.narrow[type_](nodes_[0].data(), n, scale_ / tensor_scales_[run.tensor], to);
+      } else if (type_ == kFloat64 && size_ > 3) {
+        // In the order of ranks 3/4 x may round where x does not; in the order of the tree only powers of
+        // two of identical inputs occur.
+        EvaluateNodes(run, position, n, tree_.levels.size(), c, plain_sum_);
+        kernels_.narrow[type_](nodes_[0].data(), n, 1.0 / tensor_scales_[run.tensor], to);
+      } else {
         PointAt(run, position, vectors);
         kernels_.combine[type_](vectors.data(), c.data(), size_, n, to);
-      } else {
-        EvaluateNodes(run, position, n, tree_.levels.size(), walked->second);
-        kernels_.narrow[type_](nodes_[0].data(), n, scale_ / tensor_scales_[run.tensor], to);
       }
     }
   }
@@ -529,9 +534,9 @@ char* ScratchBuffer::Reserve(int64_t bytes) {
   return memory_.get();
 }
 
-ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree,
-                    double scale, const ReduceSettings& settings, const Kernels& kernels,
-                    Transport& transport, Scratch& scratch, const PhaseObserver& observer) {
+ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree, double scale,
+                    const ReduceSettings& settings, const Kernels& kernels, Transport& transport,
+                    Scratch& scratch, const PhaseObserver& observer) {
   return Reduction(tensors, type, tree, scale, settings, kernels, transport, scratch).Execute(observer);
 }
 

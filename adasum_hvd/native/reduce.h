@@ -63,8 +63,8 @@ struct ReduceResult {
 //
 // Collective: every rank of `transport` calls it with the same tensor sizes, type, tree, scale and settings.
 // Blocks. Throws what the transport throws.
-ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree,
-                    double scale, const ReduceSettings& settings, const Kernels& kernels,
-                    Transport& transport, Scratch& scratch, const PhaseObserver& observer);
+ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree, double scale,
+                    const ReduceSettings& settings, const Kernels& kernels, Transport& transport,
+                    Scratch& scratch, const PhaseObserver& observer);
 
 } // namespace adasum_hvd

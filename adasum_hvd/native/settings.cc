@@ -15,7 +15,8 @@ std::string Variable(const char* name) {
 
 void Refuse(Settings& settings, const std::string& name, const char* required, const std::string& got) {
   if (settings.error.empty()) {
-    settings.error = name + ": required " + required + ", got \"" + got + "\"; unset it or mend it on all ranks";
+    settings.error =
+        name + ": required " + required + ", got \"" + got + "\"; unset it or mend it on all ranks";
   }
 }
 

@@ -11,13 +11,13 @@
 namespace adasum_hvd {
 
 struct Settings {
-  bool off = false;                     // ADASUM_HVD_OP=off: hand every call to Horovod's own op
-  ReduceSettings reduce;                // ADASUM_HVD_CHUNK_BYTES, ADASUM_HVD_REPLICATE_BYTES
-  int64_t max_message_bytes = 1 << 30;  // ADASUM_HVD_MAX_MESSAGE_BYTES: the longest single MPI message
-  GroupOp group_op = GroupOp::kAdasum;  // ADASUM_HVD_GROUP_OP: adasum, average or sum
-  int group_size = 0;                   // ADASUM_HVD_GROUP_SIZE: ranks in a group; 0 is a host
-  const Kernels* kernels = nullptr;     // ADASUM_HVD_KERNELS: portable, avx2 or avx512
-  std::string error;                    // the first variable that holds no valid value, and why
+  bool off = false;                    // ADASUM_HVD_OP=off: hand every call to Horovod's own op
+  ReduceSettings reduce;               // ADASUM_HVD_CHUNK_BYTES, ADASUM_HVD_REPLICATE_BYTES
+  int64_t max_message_bytes = 1 << 30; // ADASUM_HVD_MAX_MESSAGE_BYTES: the longest single MPI message
+  GroupOp group_op = GroupOp::kAdasum; // ADASUM_HVD_GROUP_OP: adasum, average or sum
+  int group_size = 0;                  // ADASUM_HVD_GROUP_SIZE: ranks in a group; 0 is a host
+  const Kernels* kernels = nullptr;    // ADASUM_HVD_KERNELS: portable, avx2 or avx512
+  std::string error;                   // the first variable that holds no valid value, and why
 
   static Settings FromEnvironment();
   int Fingerprint() const; // equal on ranks whose settings fit together

@@ -21,8 +21,8 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
       started.receives.back()->recv(from, slot);
     }
     if (messages[to].send_bytes > 0) {
-      started.sends.push_back(context_->createUnboundBuffer(const_cast<void*>(messages[to].send),
-                                                            messages[to].send_bytes));
+      started.sends.push_back(
+          context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes));
       started.sends.back()->send(to, slot);
     }
   }

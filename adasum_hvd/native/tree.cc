@@ -5,6 +5,8 @@
 #include <cmath>
 #include <map>
 
+#include "gram.h"
+
 namespace adasum_hvd {
 namespace {
 
@@ -60,10 +62,12 @@ void FindMembersAndLevels(Tree& tree) {
   }
 }
 
-// c_left' G c_right over the members of two nodes, and the sum of the terms' magnitudes.
+// c_left' G c_right over the members of two nodes, and the sum of the terms' magnitudes. In double-double,
+// or the norm of a node of identical inputs would not be exactly theirs.
 struct Form {
-  double value = 0;
+  DoubleDouble sum;
   double magnitude = 0;
+  double value() const { return sum.Rounded(); }
 };
 
 Form BilinearForm(const Tree& tree, const double* gram, const double* c, int left, int right) {
@@ -71,14 +75,14 @@ Form BilinearForm(const Tree& tree, const double* gram, const double* c, int lef
   for (int i : tree.members[left]) {
     for (int j : tree.members[right]) {
       double term = c[i] * c[j] * gram[GramIndex(tree.leaves, std::min(i, j), std::max(i, j))];
-      form.value += term;
+      form.sum += term;
       form.magnitude += std::fabs(term);
     }
   }
   return form;
 }
 
-bool Cancels(const Form& form) { return form.value < kIllConditioned * form.magnitude; }
+bool Cancels(const Form& form) { return form.value() < kIllConditioned * form.magnitude; }
 
 } // namespace
 
@@ -116,12 +120,12 @@ bool SolveCoefficients(const Tree& tree, const double* gram, double* c) {
     if (Cancels(left) || Cancels(right)) {
       return false;
     }
-    double dot = BilinearForm(tree, gram, c, merge.left, merge.right).value;
+    double dot = BilinearForm(tree, gram, c, merge.left, merge.right).value();
     for (int i : tree.members[merge.left]) {
-      c[i] *= AdasumCoefficient(dot, left.value);
+      c[i] *= AdasumCoefficient(dot, left.value());
     }
     for (int i : tree.members[merge.right]) {
-      c[i] *= AdasumCoefficient(dot, right.value);
+      c[i] *= AdasumCoefficient(dot, right.value());
     }
   }
   return true;

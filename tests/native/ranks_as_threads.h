@@ -1,0 +1,113 @@
+// A transport between threads of one process, so that the op's arithmetic runs under sanitizers.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport.h"
+
+namespace adasum_hvd {
+
+class Mailboxes {
+public:
+  void Put(int from, int to, std::vector<char> bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    boxes_[{from, to}].push_back(std::move(bytes));
+    arrived_.notify_all();
+  }
+  std::vector<char> Take(int from, int to) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto& box = boxes_[{from, to}];
+    if (!arrived_.wait_for(lock, std::chrono::seconds(60), [&] { return !box.empty(); })) {
+      throw std::runtime_error("no message from rank " + std::to_string(from));
+    }
+    std::vector<char> bytes = std::move(box.front());
+    box.pop_front();
+    return bytes;
+  }
+
+private:
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes_;
+};
+
+class ThreadTransport : public Transport {
+public:
+  ThreadTransport(Mailboxes& mail, int rank, int size) : mail_(mail), rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void Start(const std::vector<Message>& messages) override {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && messages[peer].send_bytes > 0) {
+        const char* from = static_cast<const char*>(messages[peer].send);
+        mail_.Put(rank_, peer, std::vector<char>(from, from + messages[peer].send_bytes));
+        sent_bytes_ += messages[peer].send_bytes;
+      }
+    }
+    exchanges_ += 1;
+    started_.push_back(messages);
+  }
+
+  void Wait() override {
+    const std::vector<Message> oldest = started_.front();
+    started_.pop_front();
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && oldest[peer].receive_bytes > 0) {
+        const std::vector<char> bytes = mail_.Take(peer, rank_);
+        if (static_cast<int64_t>(bytes.size()) != oldest[peer].receive_bytes) {
+          throw std::runtime_error("message of another length than expected");
+        }
+        std::memcpy(oldest[peer].receive, bytes.data(), bytes.size());
+      }
+    }
+  }
+
+  int64_t sent_bytes() const { return sent_bytes_; }
+  int64_t exchanges() const { return exchanges_; }
+
+private:
+  Mailboxes& mail_;
+  int rank_;
+  int size_;
+  std::deque<std::vector<Message>> started_;
+  int64_t sent_bytes_ = 0;
+  int64_t exchanges_ = 0;
+};
+
+// Runs body(transport) on `size` threads and rethrows the first exception.
+inline void RunRanks(int size, const std::function<void(ThreadTransport&)>& body) {
+  Mailboxes mail;
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(size);
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        ThreadTransport transport(mail, rank, size);
+        body(transport);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+} // namespace adasum_hvd

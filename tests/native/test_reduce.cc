@@ -1,0 +1,583 @@
+// The op's arithmetic, ranks as threads, against a float64 tree walked on whole vectors.
+//
+// Prints "ok NAME" or "FAILED NAME: why" per test, and exits with the number of failures.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "layout.h"
+#include "ranks_as_threads.h"
+#include "reduce.h"
+#include "tree.h"
+
+using namespace adasum_hvd;
+
+namespace {
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+std::string Scientific(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g", value);
+  return text;
+}
+
+void Check(bool condition, const std::string& what) {
+  if (!condition) {
+    throw Failure(what);
+  }
+}
+
+std::vector<const Kernels*> AllKernels() {
+  std::vector<const Kernels*> all;
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    if (const Kernels* kernels = ChooseKernels(name)) {
+      all.push_back(kernels);
+    }
+  }
+  return all;
+}
+
+const Kernels& Portable() { return *ChooseKernels("portable"); }
+
+double HalfToDouble(uint16_t half) {
+  double value;
+  Portable().widen[kFloat16](&half, 1, 1.0, &value);
+  return value;
+}
+
+uint16_t DoubleToHalf(double value) {
+  uint16_t half;
+  Portable().narrow[kFloat16](&value, 1, 1.0, &half);
+  return half;
+}
+
+// One rank's tensors, as doubles and in the element type.
+struct Tensors {
+  std::vector<std::vector<double>> values;
+  std::vector<std::vector<char>> bytes;
+};
+
+template <class T> std::vector<char> BytesOf(const std::vector<T>& values) {
+  std::vector<char> bytes(values.size() * sizeof(T));
+  if (!bytes.empty()) {
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+  }
+  return bytes;
+}
+
+std::vector<char> Encode(const std::vector<double>& values, ElementType type) {
+  if (type == kFloat64) {
+    return BytesOf(values);
+  }
+  if (type == kFloat32) {
+    return BytesOf(std::vector<float>(values.begin(), values.end()));
+  }
+  std::vector<uint16_t> halves;
+  for (double value : values) {
+    halves.push_back(DoubleToHalf(value));
+  }
+  return BytesOf(halves);
+}
+
+std::vector<double> Decode(const std::vector<char>& bytes, ElementType type) {
+  std::vector<double> values(bytes.size() / ElementBytes(type));
+  for (size_t k = 0; k < values.size(); ++k) {
+    const char* at = bytes.data() + k * ElementBytes(type);
+    if (type == kFloat64) {
+      std::memcpy(&values[k], at, 8);
+    } else if (type == kFloat32) {
+      float value;
+      std::memcpy(&value, at, 4);
+      values[k] = value;
+    } else {
+      uint16_t half;
+      std::memcpy(&half, at, 2);
+      values[k] = HalfToDouble(half);
+    }
+  }
+  return values;
+}
+
+using Maker = std::function<double(int rank, size_t tensor, int64_t element)>;
+
+std::vector<Tensors> MakeTensors(int ranks, const std::vector<int64_t>& sizes, ElementType type,
+                                 const Maker& maker) {
+  std::vector<Tensors> all(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (size_t tensor = 0; tensor < sizes.size(); ++tensor) {
+      std::vector<double> values(sizes[tensor]);
+      for (int64_t k = 0; k < sizes[tensor]; ++k) {
+        values[k] = maker(rank, tensor, k);
+      }
+      all[rank].bytes.push_back(Encode(values, type));
+      all[rank].values.push_back(Decode(all[rank].bytes.back(), type));
+    }
+  }
+  return all;
+}
+
+// Bell-shaped values that depend on nothing but their place: splitmix64, four uniforms added.
+Maker Random(uint64_t seed, double scale = 1.0) {
+  return [seed, scale](int rank, size_t tensor, int64_t element) {
+    uint64_t state = seed * 1000003 + uint64_t(rank) * 10007 + tensor * 101 + (uint64_t(element) << 24);
+    double sum = -2;
+    for (int k = 0; k < 4; ++k) {
+      state += 0x9e3779b97f4a7c15;
+      uint64_t bits = state;
+      bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+      bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+      sum += std::ldexp(static_cast<double>((bits ^ (bits >> 31)) >> 11), -53);
+    }
+    return scale * sum;
+  };
+}
+
+struct Options {
+  ElementType type = kFloat32;
+  Tree tree;
+  double scale = 1.0;
+  ReduceSettings settings;
+  const Kernels* kernels = ChooseKernels(nullptr);
+  bool in_place = false;
+};
+
+Options For(int ranks, ElementType type) {
+  Options options;
+  options.type = type;
+  options.tree = BuildTree(std::vector<int>(ranks, 0), GroupOp::kAdasum, 0);
+  options.settings.chunk_bytes = 3 * kBlockElements * ElementBytes(type);
+  options.settings.replicate_bytes = 0;
+  return options;
+}
+
+// The result on rank 0, after checking that every rank has the same bytes.
+std::vector<std::vector<char>> ReduceAll(const std::vector<Tensors>& ranks, const Options& options,
+                                         int64_t* explicit_tensors = nullptr) {
+  std::vector<std::vector<std::vector<char>>> results(ranks.size());
+  std::atomic<int64_t> explicit_count{0};
+  RunRanks(static_cast<int>(ranks.size()), [&](ThreadTransport& transport) {
+    std::vector<std::vector<char>> input = ranks[transport.rank()].bytes, output = input;
+    std::vector<TensorView> views;
+    for (size_t k = 0; k < input.size(); ++k) {
+      if (!options.in_place) {
+        std::fill(output[k].begin(), output[k].end(), char(0x5a));
+      }
+      views.push_back({options.in_place ? output[k].data() : input[k].data(), output[k].data(),
+                       static_cast<int64_t>(input[k].size() / ElementBytes(options.type))});
+    }
+    Scratch scratch;
+    explicit_count += Reduce(views, options.type, options.tree, options.scale, options.settings,
+                             *options.kernels, transport, scratch, [](Phase) {})
+                          .explicit_tensors;
+    if (!options.in_place) {
+      Check(input == ranks[transport.rank()].bytes, "the input was changed");
+    }
+    results[transport.rank()] = std::move(output);
+  });
+  for (size_t rank = 1; rank < results.size(); ++rank) {
+    Check(results[rank] == results[0], "rank " + std::to_string(rank) + " has other bits than rank 0");
+  }
+  if (explicit_tensors != nullptr) {
+    *explicit_tensors = explicit_count;
+  }
+  return results[0];
+}
+
+double Dot(const std::vector<double>& a, const std::vector<double>& b) {
+  long double sum = 0;
+  for (size_t k = 0; k < a.size(); ++k) {
+    sum += static_cast<long double>(a[k]) * b[k];
+  }
+  return static_cast<double>(sum);
+}
+
+std::vector<double> Reference(const std::vector<Tensors>& ranks, size_t tensor, const Tree& tree) {
+  std::vector<std::vector<double>> nodes;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    nodes.push_back(ranks[rank].values[tensor]);
+    for (double& value : nodes.back()) {
+      value *= tree.leaf_weights[rank];
+    }
+  }
+  for (const Merge& merge : tree.merges) {
+    const std::vector<double>&a = nodes[merge.left], &b = nodes[merge.right];
+    const double dot = Dot(a, b);
+    const double left = merge.adasum ? AdasumCoefficient(dot, Dot(a, a)) : 1.0;
+    const double right = merge.adasum ? AdasumCoefficient(dot, Dot(b, b)) : 1.0;
+    std::vector<double> node(a.size());
+    for (size_t k = 0; k < a.size(); ++k) {
+      node[k] = left * a[k] + right * b[k];
+    }
+    nodes.push_back(std::move(node));
+  }
+  return nodes.back();
+}
+
+// Largest difference relative to the largest element, or to `floor` where everything is smaller.
+double RelativeError(const std::vector<double>& got, const std::vector<double>& wanted, double floor = 0) {
+  double difference = 0, largest = floor;
+  for (size_t k = 0; k < got.size(); ++k) {
+    difference = std::max(difference, std::fabs(got[k] - wanted[k]));
+    largest = std::max(largest, std::fabs(wanted[k]));
+  }
+  return largest == 0 ? difference : difference / largest;
+}
+
+// One rounding to the element type. For float64 the arithmetic itself shows: a node may cancel to 1e-6 of
+// its terms before its vector is formed, which costs 2^-52 / 1e-6.
+constexpr double kRounding[] = {1.0 / 1024, 1.0 / (1 << 23), 2.3e-10};
+
+const std::vector<int64_t> kSizes = {1, 0, 7, 4096, 300, 4097, 50001, 8, 12288, 1000};
+
+void AgreesWithTheFloat64Tree() {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+    for (int ranks : {1, 2, 3, 4, 5, 6, 7, 8, 9, 12}) {
+      const Options options = For(ranks, type);
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, type, Random(ranks));
+      const auto result = ReduceAll(tensors, options);
+      for (size_t k = 0; k < kSizes.size(); ++k) {
+        // Opposite scalars cancel; half the typical input is what the error is then measured against.
+        const double error = RelativeError(Decode(result[k], type), Reference(tensors, k, options.tree), 0.3);
+        Check(error <= kRounding[type], "type " + std::to_string(type) + ", " + std::to_string(ranks) +
+                                            " ranks, " + std::to_string(kSizes[k]) + " elements: error " +
+                                            Scientific(error));
+      }
+    }
+  }
+}
+
+// Every way to cut, fuse, place and compute gives the same bits.
+void SameBitsInEveryForm() {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+    for (int ranks : {2, 3, 5, 8}) {
+      const Options plain = For(ranks, type);
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, type, Random(77));
+      const auto fused = ReduceAll(tensors, plain);
+      Options in_place = plain;
+      in_place.in_place = true;
+      Check(ReduceAll(tensors, in_place) == fused, "in place");
+      for (int64_t chunk_bytes : {int64_t{1}, int64_t{1} << 30}) {
+        Options chunked = plain;
+        chunked.settings.chunk_bytes = chunk_bytes;
+        Check(ReduceAll(tensors, chunked) == fused, "another chunk size");
+      }
+      Options replicated = plain;
+      replicated.settings.replicate_bytes = int64_t{1} << 30;
+      Check(ReduceAll(tensors, replicated) == fused, "replicated");
+      for (const Kernels* kernels : AllKernels()) {
+        Options other = plain;
+        other.kernels = kernels;
+        Check(ReduceAll(tensors, other) == fused, std::string("kernels ") + kernels->name);
+      }
+      for (size_t k = 0; k < kSizes.size(); ++k) {
+        std::vector<Tensors> alone(ranks);
+        for (int rank = 0; rank < ranks; ++rank) {
+          alone[rank].bytes = {tensors[rank].bytes[k]};
+        }
+        Check(ReduceAll(alone, plain)[0] == fused[k],
+              "unfused tensor of " + std::to_string(kSizes[k]) + " elements");
+      }
+    }
+  }
+}
+
+void IdenticalInputsComeBackBitForBit() {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+    for (int ranks = 1; ranks <= 9; ++ranks) {
+      const Maker same = [](int, size_t tensor, int64_t k) { return Random(5)(0, tensor, k); };
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, type, same);
+      Check(ReduceAll(tensors, For(ranks, type)) == tensors[0].bytes, std::to_string(ranks) + " ranks");
+    }
+  }
+}
+
+void OrthogonalInputsAddUp() {
+  const int ranks = 5;
+  const Maker disjoint = [](int rank, size_t tensor, int64_t k) {
+    return k % 5 == rank ? Random(6)(rank, tensor, k) : 0.0;
+  };
+  const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, kFloat32, disjoint);
+  const auto result = ReduceAll(tensors, For(ranks, kFloat32));
+  for (size_t k = 0; k < kSizes.size(); ++k) {
+    std::vector<double> sum(kSizes[k]);
+    for (const Tensors& rank : tensors) {
+      for (int64_t e = 0; e < kSizes[k]; ++e) {
+        sum[e] += rank.values[k][e];
+      }
+    }
+    Check(Decode(result[k], kFloat32) == sum, "tensor " + std::to_string(k));
+  }
+}
+
+void TwiceTheOtherGivesOneAndAHalf() {
+  const Maker doubled = [](int rank, size_t tensor, int64_t k) {
+    return (rank + 1) * std::floor(1000 * Random(8)(0, tensor, k));
+  };
+  const std::vector<Tensors> tensors = MakeTensors(2, kSizes, kFloat32, doubled);
+  const auto result = ReduceAll(tensors, For(2, kFloat32));
+  for (size_t k = 0; k < kSizes.size(); ++k) {
+    const std::vector<double> got = Decode(result[k], kFloat32);
+    for (int64_t e = 0; e < kSizes[k]; ++e) {
+      Check(got[e] == 1.5 * tensors[0].values[k][e], "tensor " + std::to_string(k));
+    }
+  }
+}
+
+void ZeroIsNeutral() {
+  for (int ranks : {2, 3, 6}) {
+    for (int giver = 0; giver < ranks; ++giver) {
+      const Maker one = [giver](int rank, size_t tensor, int64_t k) {
+        return rank == giver ? Random(9)(0, tensor, k) : 0.0;
+      };
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, kFloat32, one);
+      Check(ReduceAll(tensors, For(ranks, kFloat32)) == tensors[giver].bytes,
+            "rank " + std::to_string(giver));
+    }
+  }
+}
+
+void HomogeneousAndSymmetricBitForBit() {
+  const std::vector<Tensors> small = MakeTensors(4, kSizes, kFloat32, Random(10));
+  const std::vector<Tensors> big = MakeTensors(4, kSizes, kFloat32, Random(10, std::ldexp(1.0, 40)));
+  const auto a = ReduceAll(small, For(4, kFloat32)), b = ReduceAll(big, For(4, kFloat32));
+  for (size_t k = 0; k < kSizes.size(); ++k) {
+    std::vector<double> scaled = Decode(a[k], kFloat32);
+    for (double& value : scaled) {
+      value = std::ldexp(value, 40);
+    }
+    Check(scaled == Decode(b[k], kFloat32), "f(2^40 x) is not 2^40 f(x)");
+  }
+  std::vector<Tensors> swapped = {small[1], small[0]}, straight = {small[0], small[1]};
+  Check(ReduceAll(swapped, For(2, kFloat32)) == ReduceAll(straight, For(2, kFloat32)), "not symmetric");
+}
+
+void ExtremeMagnitudes() {
+  for (double scale : {1e19, 1e-30}) {
+    for (int ranks : {2, 3, 8}) {
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, kFloat32, Random(11, scale));
+      const auto result = ReduceAll(tensors, For(ranks, kFloat32));
+      for (size_t k = 0; k < kSizes.size(); ++k) {
+        Check(RelativeError(Decode(result[k], kFloat32), Reference(tensors, k, For(ranks, kFloat32).tree)) <=
+                  kRounding[kFloat32],
+              "float32 at " + std::to_string(scale));
+      }
+    }
+  }
+  const std::vector<Tensors> plain = MakeTensors(3, kSizes, kFloat64, Random(12));
+  for (int exponent : {990, -990}) {
+    const std::vector<Tensors> tensors =
+        MakeTensors(3, kSizes, kFloat64, Random(12, std::ldexp(1.0, exponent)));
+    const auto result = ReduceAll(tensors, For(3, kFloat64));
+    for (size_t k = 0; k < kSizes.size(); ++k) {
+      std::vector<double> wanted = Reference(plain, k, For(3, kFloat64).tree);
+      for (double& value : wanted) {
+        value = std::ldexp(value, exponent);
+      }
+      Check(RelativeError(Decode(result[k], kFloat64), wanted) <= kRounding[kFloat64],
+            "float64 at 2^" + std::to_string(exponent));
+    }
+  }
+}
+
+// b = -a + eps noise: the Gram matrix alone would lose the node a + b.
+void CancellingPairs() {
+  const std::vector<int64_t> sizes = {5000, 30000, 64, 100000};
+  for (ElementType type : {kFloat32, kFloat64}) {
+    for (int ranks : {4, 8, 6}) {
+      for (int digits : {1, 2, 3, 4, 6, 8, 10, 12}) {
+        const double eps = std::pow(10.0, -digits);
+        const Maker opposite = [eps](int rank, size_t tensor, int64_t k) {
+          const double base = Random(13)(rank / 2, tensor, k);
+          return rank % 2 == 0 ? base : -base + eps * Random(14)(rank, tensor, k);
+        };
+        const Options options = For(ranks, type);
+        const std::vector<Tensors> tensors = MakeTensors(ranks, sizes, type, opposite);
+        int64_t explicit_tensors = 0;
+        const auto result = ReduceAll(tensors, options, &explicit_tensors);
+        Check(digits < 4 || explicit_tensors > 0, "no node was formed explicitly");
+        Options other = options;
+        other.kernels = &Portable();
+        other.settings.chunk_bytes = 1;
+        Check(ReduceAll(tensors, other) == result, "other bits in another form");
+        for (size_t k = 0; k < sizes.size(); ++k) {
+          // The float64 tree itself has an error of about 2^-52 / eps here.
+          const double bound = kRounding[type] + 10 * std::ldexp(1.0, -52) / eps;
+          const double error = RelativeError(Decode(result[k], type), Reference(tensors, k, options.tree));
+          Check(error <= bound, "eps 1e-" + std::to_string(digits) + ", " + std::to_string(ranks) +
+                                    " ranks, type " + std::to_string(type) + ": error " +
+                                    std::to_string(error / bound) + " of the bound");
+        }
+      }
+    }
+  }
+}
+
+void GroupsAndPlacements() {
+  const std::vector<std::vector<int>> placements = {
+      {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {5, 5, 5, 2, 2, 9}, {0, 1, 2, 0, 1, 2, 0}};
+  for (const std::vector<int>& hosts : placements) {
+    for (GroupOp group_op : {GroupOp::kAdasum, GroupOp::kAverage, GroupOp::kSum}) {
+      for (int group_size : {0, 2, 3}) {
+        const int ranks = static_cast<int>(hosts.size());
+        Options options = For(ranks, kFloat32);
+        options.tree = BuildTree(hosts, group_op, group_size);
+        const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, kFloat32, Random(15));
+        const auto result = ReduceAll(tensors, options);
+        for (size_t k = 0; k < kSizes.size(); ++k) {
+          Check(RelativeError(Decode(result[k], kFloat32), Reference(tensors, k, options.tree)) <=
+                    2 * kRounding[kFloat32],
+                "placement of " + std::to_string(ranks) + " ranks");
+        }
+      }
+    }
+  }
+  const Tree tree = BuildTree({0, 1, 0, 1, 0}, GroupOp::kAdasum, 0);
+  const std::vector<std::pair<int, int>> wanted = {{0, 2}, {5, 4}, {1, 3}, {6, 7}};
+  for (size_t k = 0; k < wanted.size(); ++k) {
+    Check(tree.merges[k].left == wanted[k].first && tree.merges[k].right == wanted[k].second,
+          "round-robin tree, merge " + std::to_string(k));
+  }
+}
+
+void ScaleAndNonFinite() {
+  Options options = For(3, kFloat32);
+  const std::vector<Tensors> tensors = MakeTensors(3, kSizes, kFloat32, Random(16));
+  const auto plain = ReduceAll(tensors, options);
+  options.scale = 0.25;
+  const auto scaled = ReduceAll(tensors, options);
+  for (size_t k = 0; k < kSizes.size(); ++k) {
+    std::vector<double> wanted = Decode(plain[k], kFloat32);
+    for (double& value : wanted) {
+      value *= 0.25;
+    }
+    Check(Decode(scaled[k], kFloat32) == wanted, "scale 0.25");
+  }
+  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+    const Maker overflowed = [](int rank, size_t tensor, int64_t k) {
+      return rank == 1 && k == 0 ? HUGE_VAL : Random(17)(rank, tensor, k);
+    };
+    const auto result = ReduceAll(MakeTensors(3, kSizes, type, overflowed), For(3, type));
+    for (size_t k = 0; k < kSizes.size(); ++k) {
+      for (double value : Decode(result[k], type)) {
+        Check(!std::isfinite(value), "an infinity on one rank did not reach every element");
+      }
+    }
+  }
+}
+
+// What goes over the wire: 2 n (N - 1) / N per rank, and one exchange where everything is small.
+void BytesAndRounds() {
+  const std::vector<int64_t> sizes = {1 << 20};
+  const std::vector<Tensors> tensors = MakeTensors(4, sizes, kFloat32, Random(18));
+  RunRanks(4, [&](ThreadTransport& transport) {
+    Scratch scratch;
+    ReduceSettings settings;
+    std::vector<char> output = tensors[transport.rank()].bytes[0];
+    const Tree tree = BuildTree({0, 0, 0, 0}, GroupOp::kAdasum, 0);
+    Reduce({{output.data(), output.data(), sizes[0]}}, kFloat32, tree, 1.0, settings, Portable(), transport,
+           scratch, [](Phase) {});
+    const double payload = 2.0 * 3 / 4 * static_cast<double>(output.size());
+    Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * payload, "more bytes than 2n(N-1)/N");
+    const int64_t before = transport.exchanges();
+    Reduce({{output.data(), output.data(), 64}}, kFloat32, tree, 1.0, settings, Portable(), transport,
+           scratch, [](Phase) {});
+    Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
+  });
+}
+
+void HalfPrecisionRoundsOnce() {
+  for (const Kernels* kernels : AllKernels()) {
+    for (int half = 0; half < 65536; ++half) {
+      const uint16_t bits = static_cast<uint16_t>(half);
+      double value;
+      kernels->widen[kFloat16](&bits, 1, 1.0, &value);
+      if (std::isnan(value)) {
+        continue;
+      }
+      uint16_t back;
+      kernels->narrow[kFloat16](&value, 1, 1.0, &back);
+      Check(back == bits, std::string(kernels->name) + ": half does not survive");
+      if ((half & 0x7fff) < 0x7bff) {
+        // A hair above the midpoint to the next half rounds away from zero, at it to even, below it down.
+        uint16_t next_bits = static_cast<uint16_t>(half + 1);
+        double next;
+        kernels->widen[kFloat16](&next_bits, 1, 1.0, &next);
+        const double middle = (value + next) / 2;
+        const double points[] = {std::nextafter(middle, next), middle, std::nextafter(middle, value)};
+        const uint16_t wanted[] = {next_bits, half % 2 == 0 ? bits : next_bits, bits};
+        for (int k = 0; k < 3; ++k) {
+          kernels->narrow[kFloat16](&points[k], 1, 1.0, &back);
+          Check(back == wanted[k], std::string(kernels->name) + ": rounded twice");
+        }
+      }
+    }
+  }
+}
+
+void SlicesCoverEverythingOnce() {
+  std::mt19937 generator(19);
+  for (int round = 0; round < 300; ++round) {
+    const int ranks = 1 + static_cast<int>(generator() % 15);
+    std::vector<int64_t> sizes(generator() % 20);
+    for (int64_t& size : sizes) {
+      size = static_cast<int64_t>(generator() % (round % 3 == 0 ? 100 : 40000));
+    }
+    std::vector<int64_t> covered(sizes.size());
+    for (const Slice& slice : MakeSlices(sizes, ranks, false)) {
+      int64_t offset = 0;
+      for (const Run& run : slice.runs) {
+        Check(run.offset == offset && run.first == covered[run.tensor] && run.count > 0, "gap or overlap");
+        Check(run.first % kBlockElements == 0, "a border inside a block");
+        Check(run.whole == (run.count == sizes[run.tensor]), "wrong `whole`");
+        covered[run.tensor] += run.count;
+        offset += run.count;
+      }
+      Check(offset == slice.elements, "wrong slice length");
+    }
+    Check(covered == sizes, "not everything is covered");
+  }
+}
+
+} // namespace
+
+int main() {
+  const std::vector<std::pair<const char*, void (*)()>> tests = {
+      {"agrees with the float64 tree", AgreesWithTheFloat64Tree},
+      {"same bits in every form", SameBitsInEveryForm},
+      {"identical inputs come back bit for bit", IdenticalInputsComeBackBitForBit},
+      {"orthogonal inputs add up", OrthogonalInputsAddUp},
+      {"twice the other gives one and a half", TwiceTheOtherGivesOneAndAHalf},
+      {"zero is neutral", ZeroIsNeutral},
+      {"homogeneous and symmetric bit for bit", HomogeneousAndSymmetricBitForBit},
+      {"extreme magnitudes", ExtremeMagnitudes},
+      {"cancelling pairs", CancellingPairs},
+      {"groups and placements", GroupsAndPlacements},
+      {"scale and non-finite values", ScaleAndNonFinite},
+      {"bytes and rounds", BytesAndRounds},
+      {"half precision rounds once", HalfPrecisionRoundsOnce},
+      {"slices cover everything once", SlicesCoverEverythingOnce},
+  };
+  int failures = 0;
+  for (const auto& [name, test] : tests) {
+    try {
+      test();
+      std::printf("ok %s\n", name);
+    } catch (const std::exception& error) {
+      ++failures;
+      std::printf("FAILED %s: %s\n", name, error.what());
+    }
+    std::fflush(stdout);
+  }
+  return failures;
+}
