@@ -8,6 +8,7 @@ on `mpi_ops._handle_map` and on the names of the library's functions, as they ar
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,9 @@ _NATIVE_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 # Handles whose tensors travel as a copy, and where that copy goes when it is back.
 _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-_unnamed_deltas = itertools.count()
+# Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
+# leaves a rank out; these counts are per process set.
+_nameless: dict[int, itertools.count] = collections.defaultdict(itertools.count)
 
 
 def init(
@@ -50,6 +53,7 @@ def init(
     _binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
     _carried.clear()
+    _nameless.clear()
     if settings()["op"] == "on":
         # The ranks compare their settings in the first reduction: have it now.
         allreduce_(torch.zeros(1), name="adasum.init", op=ops.Adasum)
@@ -86,8 +90,11 @@ def _enqueue(
     What the op cannot take as it is (bfloat16, other layouts) travels as a contiguous
     float32 copy; `synchronize` copies the result to where it belongs.
     """
+    if name is None:
+        set_id = process_set.process_set_id
+        name = f"adasum.noname.{set_id}.{next(_nameless[set_id])}"
     if op is ops.AdasumDelta:
-        name = DELTA_PREFIX + (name or f"noname.{next(_unnamed_deltas)}")
+        name = DELTA_PREFIX + name
     sent, received, carried = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
         if tensor.dtype == torch.bfloat16 or not (
@@ -110,7 +117,7 @@ def _enqueue(
         handle = function(
             *arguments,
             1,  # divisor
-            name.encode() if name is not None else "",
+            name.encode(),
             int(ops.Adasum),
             prescale_factor,
             postscale_factor,
@@ -129,10 +136,14 @@ def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its output, as Horovod's does.
 
     Raises:
-        HorovodInternalError: the operation failed; the message says on what.
+        ValueError: the op refused the tensors (dtype, segments); on every rank.
+        HorovodInternalError: the operation failed, or the ranks' tensors do not match.
     """
     carried = _carried.pop(handle, ())
-    result = mpi_ops.synchronize(handle)
+    try:
+        result = mpi_ops.synchronize(handle)
+    finally:
+        mpi_ops._handle_map.pop(handle, None)  # Horovod forgets to when it raises ValueError
     for copy, output in carried:
         with torch.no_grad():
             output.copy_(copy)
@@ -163,8 +174,9 @@ def allreduce_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: unknown `op`, or a tensor type that Horovod does not know.
-        HorovodInternalError: from `synchronize`, on every rank, for an integer dtype.
+        ValueError: unknown `op`, or a tensor type that Horovod does not know; from
+            `synchronize`, on every rank, for an integer dtype.
+        HorovodInternalError: from `synchronize`, on every rank, for tensors that differ.
 
     Collective: every rank of `process_set`; does not block.
     """
@@ -258,8 +270,9 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        grouped, _, *rest = ctx.options
-        reduced = _Allreduce.apply((grouped, None, *rest), *gradients)
+        grouped, name, *rest = ctx.options
+        name = None if name is None else f"{name}.gradient"
+        reduced = _Allreduce.apply((grouped, name, *rest), *gradients)
         return (None, *reduced) if grouped else (None, reduced)
 
 

@@ -1,0 +1,143 @@
+"""Start real ranks with horovodrun or mpirun, once per configuration, and collect verdicts.
+
+One launch runs all cases of a file; each rank appends one JSON line per case to its own
+report. A rank that dies or hangs ends the launch after `TIMEOUT_SECONDS`, and its missing
+lines say where.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("worker.py")
+REPOSITORY = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TIMEOUT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to run the cases: which file, controller, how many ranks, which environment."""
+
+    cases: str
+    backend: str
+    ranks: int
+    environment: tuple[tuple[str, str], ...] = ()
+    hosts: str = ""
+
+    def __str__(self) -> str:
+        extra = "".join(f"-{name.removeprefix('ADASUM_HVD_')}={value}" for name, value in self.environment)
+        return f"{self.cases}-{self.backend}{self.ranks}{extra.lower()}{'-' * bool(self.hosts)}{self.hosts}"
+
+
+@dataclass
+class Outcome:
+    """What a launch left behind: per case and rank a verdict, and the launcher's output."""
+
+    verdicts: dict[str, dict[int, dict]] = field(default_factory=dict)
+    output: str = ""
+    returncode: int = 0
+
+    def check(self, case: str, ranks: int) -> None:
+        """Raise AssertionError with every failed or missing rank's traceback."""
+        found = self.verdicts.get(case, {})
+        problems = [
+            f"rank {rank}:\n{found[rank]['error']}" if rank in found else f"rank {rank}: no verdict"
+            for rank in range(ranks)
+            if rank not in found or found[rank]["error"]
+        ]
+        if problems:
+            missing = [p for p in problems if p.endswith("no verdict")]
+            tail = f"\nlauncher said:\n{self.output[-3000:]}" if missing else ""
+            raise AssertionError("\n".join(problems) + tail)
+
+    def results(self, case: str) -> dict[int, object]:
+        """Return what the case returned, by rank."""
+        return {rank: verdict["result"] for rank, verdict in self.verdicts[case].items()}
+
+
+def case_names(cases: str) -> list[str]:
+    """Return the names of the cases in a file, without importing its frameworks."""
+    source = WORKER.with_name(f"{cases}.py").read_text()
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+    ]
+
+
+def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
+    """Return the launcher's words in front of the program's."""
+    if backend == "mpi":
+        return [str(BIN / "mpirun"), "--oversubscribe", "-np", str(ranks)]
+    where = ["-H", hosts] if hosts else []
+    return [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo", *where]
+
+
+def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
+    """Return the environment of a launch: one thread per rank, quiet TensorFlow."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **dict(extra),
+    }
+
+
+def run(words: list[str], variables: dict[str, str], timeout: float) -> tuple[int, str]:
+    """Run a launcher in a session of its own; kill all of it when it outlasts `timeout`."""
+    process = subprocess.Popen(
+        words,
+        env=variables,
+        cwd=REPOSITORY,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        output += f"\nkilled after {timeout} seconds"
+    return process.returncode, output
+
+
+def launch(configuration: Configuration) -> Outcome:
+    """Run all cases of a configuration and return what every rank reported."""
+    directory = Path(tempfile.mkdtemp(prefix="adasum-ranks-"))
+    words = command(configuration.backend, configuration.ranks, configuration.hosts)
+    words += [sys.executable, str(WORKER), configuration.cases, str(directory)]
+    variables = environment(configuration.environment)
+    outcome = Outcome()
+    outcome.returncode, outcome.output = run(words, variables, TIMEOUT_SECONDS)
+    for report in directory.glob("rank-*.jsonl"):
+        rank = int(report.stem.removeprefix("rank-"))
+        for line in report.read_text().splitlines():
+            verdict = json.loads(line)
+            outcome.verdicts.setdefault(verdict["case"], {})[rank] = verdict
+    shutil.rmtree(directory)
+    return outcome

@@ -1,0 +1,57 @@
+"""AdaSum of torch tensors on Gloo and MPI, at every rank count, and the same bits everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Configuration, case_names
+
+CASES = "cases_torch_ops"
+# Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
+TINY = (
+    ("ADASUM_HVD_CHUNK_BYTES", "1"),
+    ("ADASUM_HVD_MAX_MESSAGE_BYTES", "1024"),
+    ("ADASUM_HVD_REPLICATE_BYTES", "0"),
+)
+PORTABLE = (("ADASUM_HVD_KERNELS", "portable"), ("ADASUM_HVD_REPLICATE_BYTES", "0"))
+PLAIN = [
+    *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3, 4, 5, 8)),
+    *(Configuration(CASES, "mpi", ranks) for ranks in (2, 3, 4)),
+]
+SPECIAL = [
+    Configuration(CASES, "mpi", 3, TINY),
+    Configuration(CASES, "gloo", 4, PORTABLE),
+    Configuration(CASES, "gloo", 3, hosts="localhost:1,127.0.0.1:2"),
+    Configuration(
+        CASES, "gloo", 4, (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+    ),
+]
+
+
+@pytest.mark.parametrize("name", case_names(CASES))
+@pytest.mark.parametrize("configuration", PLAIN + SPECIAL, ids=str)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    skip_groups = "GROUP_OP" in str(configuration.environment) and name in (
+        "case_properties",  # orthogonal inputs add up: not where groups are averaged
+        "case_cancelling_pairs",
+    )
+    if skip_groups:
+        pytest.skip("a property of AdaSum all the way down")
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PLAIN[1], PLAIN[6]),
+        (PLAIN[2], PLAIN[7]),
+        (PLAIN[3], PLAIN[8]),
+        (PLAIN[2], SPECIAL[0]),
+        (PLAIN[3], SPECIAL[1]),
+    ],
+    ids=lambda configuration: str(configuration),
+)
+def test_same_bits(outcome_of, one: Configuration, other: Configuration) -> None:
+    case = "case_every_dtype_and_size"
+    mine, theirs = (outcome_of(c).results(case)[0] for c in (one, other))
+    assert len(mine) == 4
+    assert mine == theirs
