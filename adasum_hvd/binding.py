@@ -68,7 +68,9 @@ def counters(library: ctypes.CDLL) -> Counters:
     return Counters(*values)
 
 
-def register_segments(library: ctypes.CDLL, entry: str, elements: Sequence[int]) -> None:
+def register_segments(
+    library: ctypes.CDLL, entry: str, elements: Sequence[int]
+) -> None:
     """Tell the op that tensor `entry` is many tensors laid end to end.
 
     Each segment then gets its own AdaSum coefficients, as if it had been reduced alone,

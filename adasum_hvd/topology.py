@@ -30,6 +30,12 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
             raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
         os.environ["ADASUM_HVD_GROUP_OP"] = group_op
     if group_size is not None:
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-            raise ValueError(f"group_size: required an integer >= 1, got {group_size!r}")
+        if (
+            isinstance(group_size, bool)
+            or not isinstance(group_size, int)
+            or group_size < 1
+        ):
+            raise ValueError(
+                f"group_size: required an integer >= 1, got {group_size!r}"
+            )
         os.environ["ADASUM_HVD_GROUP_SIZE"] = str(group_size)

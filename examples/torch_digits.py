@@ -85,7 +85,11 @@ def progress(op: str, step: int, steps: int, accuracy: float) -> None:
         filled = 30 * step // steps
         bar = "#" * filled + "." * (30 - filled)
         end = "\n" if step == steps else "\r"
-        print(f"{op:13s} [{bar}] {step:4d}/{steps} acc {accuracy:.3f}", end=end, flush=True)
+        print(
+            f"{op:13s} [{bar}] {step:4d}/{steps} acc {accuracy:.3f}",
+            end=end,
+            flush=True,
+        )
 
 
 def train(op: str, arguments: argparse.Namespace) -> Result:
@@ -94,7 +98,9 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
     torch.manual_seed(arguments.seed)
     model = LeNet5()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = torch.optim.SGD(model.parameters(), arguments.lr, momentum=arguments.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(), arguments.lr, momentum=arguments.momentum
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), op=op
     )
@@ -108,11 +114,15 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
         epoch, index = divmod(step, per_epoch)
         if index == 0:
             shuffled = torch.from_numpy(
-                np.random.default_rng([arguments.seed, epoch]).permutation(len(train_images))
+                np.random.default_rng([arguments.seed, epoch]).permutation(
+                    len(train_images)
+                )
             )
         mine = shuffled[(index * hvd.size() + hvd.rank()) * batch :][:batch]
         optimizer.zero_grad()
-        functional.cross_entropy(model(train_images[mine]), train_labels[mine]).backward()
+        functional.cross_entropy(
+            model(train_images[mine]), train_labels[mine]
+        ).backward()
         optimizer.step()
         if (step + 1) % every == 0 or step + 1 == steps:
             with torch.no_grad():
@@ -133,7 +143,9 @@ def report(results: list[Result], output: Path) -> None:
     print(f"\n{'reduction':14s} {'test accuracy':>13s} {'steps to ' + percent:>13s} "
           f"{'seconds':>8s}  replicas identical")  # fmt: skip
     for result in results:
-        steps = "never" if result.steps_to_target is None else str(result.steps_to_target)
+        steps = (
+            "never" if result.steps_to_target is None else str(result.steps_to_target)
+        )
         print(
             f"{result.op:14s} {result.accuracy:13.3f} {steps:>13s} {result.seconds:8.1f}  "
             f"{'yes' if result.identical else 'NO'}"
@@ -164,10 +176,16 @@ def report(results: list[Result], output: Path) -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="adasum-delta", help=f"of {', '.join(ops.names())}")
+    parser.add_argument(
+        "--op", default="adasum-delta", help=f"of {', '.join(ops.names())}"
+    )
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.03, help="for one process; not scaled")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="images per rank and step"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=0.03, help="for one process; not scaled"
+    )
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--output", type=Path, default=Path("build"))

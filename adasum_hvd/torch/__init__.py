@@ -1,6 +1,6 @@
 """`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
 
-# ruff: noqa: F403 - everything that horovod.torch has, then what this project replaces
+
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 

@@ -79,7 +79,9 @@ class Bucket:
     def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Copy one tensor per parameter in; None counts as zeros and clears its flag."""
         self.flags.fill_(1)
-        present = [(v, s) for v, s in zip(self.views, sources, strict=True) if s is not None]
+        present = [
+            (v, s) for v, s in zip(self.views, sources, strict=True) if s is not None
+        ]
         if len(present) < len(self.views):
             for index, source in enumerate(sources):
                 if source is None:
@@ -160,7 +162,7 @@ def _chosen_groups(
         return [(named[cut : cut + per_group], groups == 0) for cut in cuts]
     group_of = {id(p): index for index, group in enumerate(groups) for p in group}
     members: list[list[NamedParameter]] = [[] for _ in groups]
-    rest = []
+    rest: list[NamedParameter] = []
     for name, parameter in named:
         index = group_of.get(id(parameter))
         (rest if index is None else members[index]).append((name, parameter))

@@ -30,4 +30,7 @@ def allgather_object(
         torch.tensor([data.numel()]), name=f"{base}.length", process_set=process_set
     )
     everything = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in everything.split(lengths.tolist())]
+    return [
+        pickle.loads(part.numpy().tobytes())
+        for part in everything.split(lengths.tolist())
+    ]

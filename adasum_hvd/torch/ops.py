@@ -17,8 +17,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression
 
-from adasum_hvd import ops, topology
 from adasum_hvd import binding as _binding
+from adasum_hvd import ops, topology
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 DELTA_PREFIX = "adasum.delta/"
@@ -32,7 +32,10 @@ _nameless: dict[int, itertools.count] = collections.defaultdict(itertools.count)
 
 
 def init(
-    *args: Any, group_op: str | None = None, group_size: int | None = None, **kwargs: Any
+    *args: Any,
+    group_op: str | None = None,
+    group_size: int | None = None,
+    **kwargs: Any,
 ) -> None:
     """Start Horovod, as `horovod.torch.init`, and check that AdaSum can run.
 
@@ -101,7 +104,9 @@ def _enqueue(
             tensor.is_contiguous() and output.is_contiguous()
         ):
             dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-            copy = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+            copy = tensor.detach().to(
+                dtype, copy=True, memory_format=torch.contiguous_format
+            )
             carried.append((copy, output))
             tensor = output = copy
         sent.append(tensor)
@@ -143,7 +148,9 @@ def synchronize(handle: int) -> Any:
     try:
         result = mpi_ops.synchronize(handle)
     finally:
-        mpi_ops._handle_map.pop(handle, None)  # Horovod forgets to when it raises ValueError
+        mpi_ops._handle_map.pop(
+            handle, None
+        )  # Horovod forgets to when it raises ValueError
     for copy, output in carried:
         with torch.no_grad():
             output.copy_(copy)
@@ -183,11 +190,24 @@ def allreduce_async(
     reduction = _reduction(op, average)
     if not ops.is_adasum(reduction):
         return mpi_ops.allreduce_async(
-            tensor, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+            tensor,
+            None,
+            name,
+            int(reduction),
+            prescale_factor,
+            postscale_factor,
+            process_set,
         )
     output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return _enqueue(
-        [tensor], [output], name, reduction, prescale_factor, postscale_factor, process_set, False
+        [tensor],
+        [output],
+        name,
+        reduction,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        False,
     )
 
 
@@ -204,10 +224,23 @@ def allreduce_async_(
     reduction = _reduction(op, average)
     if not ops.is_adasum(reduction):
         return mpi_ops.allreduce_async_(
-            tensor, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+            tensor,
+            None,
+            name,
+            int(reduction),
+            prescale_factor,
+            postscale_factor,
+            process_set,
         )
     return _enqueue(
-        [tensor], [tensor], name, reduction, prescale_factor, postscale_factor, process_set, False
+        [tensor],
+        [tensor],
+        name,
+        reduction,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        False,
     )
 
 
@@ -227,11 +260,26 @@ def grouped_allreduce_async(
     reduction = _reduction(op, average)
     if not ops.is_adasum(reduction):
         return mpi_ops.grouped_allreduce_async(
-            tensors, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+            tensors,
+            None,
+            name,
+            int(reduction),
+            prescale_factor,
+            postscale_factor,
+            process_set,
         )
-    outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    outputs = [
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
+    ]
     return _enqueue(
-        tensors, outputs, name, reduction, prescale_factor, postscale_factor, process_set, True
+        tensors,
+        outputs,
+        name,
+        reduction,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        True,
     )
 
 
@@ -248,10 +296,23 @@ def grouped_allreduce_async_(
     reduction = _reduction(op, average)
     if not ops.is_adasum(reduction):
         return mpi_ops.grouped_allreduce_async_(
-            tensors, None, name, int(reduction), prescale_factor, postscale_factor, process_set
+            tensors,
+            None,
+            name,
+            int(reduction),
+            prescale_factor,
+            postscale_factor,
+            process_set,
         )
     return _enqueue(
-        tensors, tensors, name, reduction, prescale_factor, postscale_factor, process_set, True
+        tensors,
+        tensors,
+        name,
+        reduction,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        True,
     )
 
 
@@ -262,9 +323,18 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, options: tuple, *tensors: torch.Tensor) -> Any:
         ctx.options = options
         grouped, name, op, prescale_factor, postscale_factor, process_set = options
-        outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        outputs = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
+        ]
         handle = _enqueue(
-            tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, grouped
+            tensors,
+            outputs,
+            name,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            grouped,
         )
         return synchronize(handle)
 
@@ -295,7 +365,9 @@ def allreduce(
     reduction = _reduction(op, average)
     factors = (prescale_factor, postscale_factor, process_set)
     if not ops.is_adasum(reduction):
-        return mpi_ops.allreduce(tensor, None, name, compression, int(reduction), *factors)
+        return mpi_ops.allreduce(
+            tensor, None, name, compression, int(reduction), *factors
+        )
     compressed, context = compression.compress(tensor)
     reduced = _Allreduce.apply((False, name, reduction, *factors), compressed)
     return compression.decompress(reduced, context)
@@ -325,7 +397,9 @@ def grouped_allreduce(
         )
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     reduced = _Allreduce.apply((True, name, reduction, *factors), *compressed)
-    return [compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)]
+    return [
+        compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)
+    ]
 
 
 def grouped_allreduce_(

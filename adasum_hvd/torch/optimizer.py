@@ -14,13 +14,13 @@ References:
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
-
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops
@@ -62,12 +62,16 @@ def _checked_names(
             "named_parameters: required (name, parameter) tuples, as "
             "model.named_parameters() gives them"
         )
-    seen: set[str] = set()
-    duplicates = sorted({name for name, _ in named if name in seen or seen.add(name)})
+    counts = Counter(name for name, _ in named)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
-        raise ValueError(f"named_parameters: required unique names, got twice: {duplicates}")
+        raise ValueError(
+            f"named_parameters: required unique names, got twice: {duplicates}"
+        )
     names = {id(parameter): name for name, parameter in named}
-    unnamed = [position for position, parameter in in_groups if id(parameter) not in names]
+    unnamed = [
+        position for position, parameter in in_groups if id(parameter) not in names
+    ]
     if unnamed:
         raise ValueError(
             f"named_parameters: required a name for every parameter of the optimizer, got none "
@@ -79,7 +83,9 @@ def _checked_names(
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What both variants share; mixed in front of the user's optimizer class."""
 
-    def _configure(self, names: dict[int, str], op: ops.ReduceOp, options: dict) -> None:
+    def _configure(
+        self, names: dict[int, str], op: ops.ReduceOp, options: dict
+    ) -> None:
         self._names = names
         self._op = op
         self._options = options
@@ -166,7 +172,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 class _GradientOptimizer(_DistributedOptimizer):
     """Reduces gradients while backward runs; `step()` waits for the last of them."""
 
-    def _configure(self, names: dict[int, str], op: ops.ReduceOp, options: dict) -> None:
+    def _configure(
+        self, names: dict[int, str], op: ops.ReduceOp, options: dict
+    ) -> None:
         self._hooks: list[Any] = []
         self._passes_left: dict[torch.Tensor, int] = {}
         self._bucket_of: dict[torch.Tensor, int] = {}
@@ -257,13 +265,17 @@ class _GradientOptimizer(_DistributedOptimizer):
 
     def _write_back(self, bucket: Bucket) -> None:
         gradients, views = [], []
-        for index, (parameter, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+        for index, (parameter, view) in enumerate(
+            zip(bucket.params, bucket.views, strict=True)
+        ):
             gradient = parameter.grad
             if gradient is None:
                 if bucket.flags[index] != 0:
                     parameter.grad = view.to(parameter.dtype, copy=True)
             elif gradient.is_sparse:
-                parameter.grad = view.to(gradient.dtype).to_sparse(gradient.sparse_dim())
+                parameter.grad = view.to(gradient.dtype).to_sparse(
+                    gradient.sparse_dim()
+                )
             else:
                 gradients.append(gradient)
                 views.append(view)
@@ -334,7 +346,10 @@ class _DeltaOptimizer(_DistributedOptimizer):
         self._starts.append(start)
         pieces = start.split([view.numel() for view in bucket.views])
         self._start_views.append(
-            [piece.view(view.shape) for piece, view in zip(pieces, bucket.views, strict=True)]
+            [
+                piece.view(view.shape)
+                for piece, view in zip(pieces, bucket.views, strict=True)
+            ]
         )
         return bucket
 
@@ -369,7 +384,9 @@ def _distributed_class(variant: type, base: type) -> type:
     """Return the class that is `variant` in front of the user's optimizer class."""
     key = (variant, base)
     if key not in _classes:
-        _classes[key] = type(f"Distributed{base.__name__}", key, {"__doc__": base.__doc__})
+        _classes[key] = type(
+            f"Distributed{base.__name__}", key, {"__doc__": base.__doc__}
+        )
     return _classes[key]
 
 
@@ -431,12 +448,14 @@ def DistributedOptimizer(
             f"compression: required Compression.none or Compression.fp16, got {compression!r}"
         )
     if num_groups:
-        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "num_groups has been replaced by groups", DeprecationWarning, stacklevel=2
+        )
         groups = num_groups if groups is None else groups
     names = _checked_names(optimizer, named_parameters)
     delta = reduction in (ops.Adasum, ops.AdasumDelta)
     variant = _DeltaOptimizer if delta else _GradientOptimizer
-    distributed = object.__new__(_distributed_class(variant, type(optimizer)))
+    distributed: Any = object.__new__(_distributed_class(variant, type(optimizer)))
     distributed.__dict__.update(optimizer.__dict__)
     # A scheduler made before this call has wrapped the old object's step().
     distributed.__dict__.pop("step", None)

@@ -13,9 +13,14 @@ import adasum_hvd.torch as hvd
 from adasum_hvd import reference
 
 SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
-TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 1e-6, torch.float64: 1e-9}
+TOLERANCE = {
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+    torch.float32: 1e-6,
+    torch.float64: 1e-9,
+}
 EVENS: hvd.ProcessSet
-HOSTS: list[int] = []
+HOSTS: list[str] = []
 
 
 def start() -> None:
@@ -24,21 +29,28 @@ def start() -> None:
     torch.set_num_threads(1)
     if hvd.size() > 1:
         EVENS = hvd.add_process_set(range(0, hvd.size(), 2))
-    HOSTS.extend(hvd.allgather_object(int(os.environ.get("HOROVOD_CROSS_RANK", "0"))))
+    HOSTS.extend(hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one")))
 
 
 def align() -> None:
     hvd.barrier()
 
 
-def tensor_of(rank: int, size: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0):
+def tensor_of(
+    rank: int, size: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0
+):
     values = np.random.default_rng([seed, rank, size]).standard_normal(size) * scale
     return torch.from_numpy(values).to(dtype)
 
 
-def wanted(size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+def wanted(
+    size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1.0
+) -> np.ndarray:
     inputs = [tensor_of(r, size, dtype, seed, scale) for r in ranks]
-    wide = [t.double().numpy() if dtype == torch.float64 else t.float().numpy() for t in inputs]
+    wide = [
+        t.double().numpy() if dtype == torch.float64 else t.float().numpy()
+        for t in inputs
+    ]
     hosts = [HOSTS[r] for r in ranks]
     return reference.adasum(
         wide,
@@ -48,7 +60,9 @@ def wanted(size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1
     )
 
 
-def check_close(got: torch.Tensor, reference_value: np.ndarray, dtype: torch.dtype) -> None:
+def check_close(
+    got: torch.Tensor, reference_value: np.ndarray, dtype: torch.dtype
+) -> None:
     assert got.dtype == dtype
     if got.numel():
         error = np.abs(got.double().numpy() - reference_value).max()
@@ -61,7 +75,9 @@ def check_same_everywhere(tensors) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, "ranks have different bits"
+    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, (
+        "ranks have different bits"
+    )
     return digest.hexdigest()
 
 
@@ -75,7 +91,9 @@ def case_every_dtype_and_size() -> dict[str, str]:
             result = hvd.allreduce(mine, op=hvd.Adasum, name=f"single.{dtype}.{size}")
             assert torch.equal(mine, before), "the input was changed"
             check_close(result, wanted(size, dtype, range(hvd.size())), dtype)
-            in_place = hvd.allreduce_(mine, op="adasum", name=f"in_place.{dtype}.{size}")
+            in_place = hvd.allreduce_(
+                mine, op="adasum", name=f"in_place.{dtype}.{size}"
+            )
             assert in_place is mine
             assert torch.equal(result, mine), "in place differs from out of place"
             results.append(result)
@@ -90,7 +108,8 @@ def case_every_dtype_and_size() -> dict[str, str]:
 def case_fused_by_timing() -> None:
     tensors = [tensor_of(hvd.rank(), 50 + k, torch.float32, k) for k in range(60)]
     handles = [
-        hvd.allreduce_async(t, op=hvd.Adasum, name=f"timing.{k}") for k, t in enumerate(tensors)
+        hvd.allreduce_async(t, op=hvd.Adasum, name=f"timing.{k}")
+        for k, t in enumerate(tensors)
     ]
     fused = [hvd.synchronize(handle) for handle in handles]
     for k, tensor in enumerate(tensors):
@@ -119,13 +138,23 @@ def case_magnitudes() -> None:
         mine = tensor_of(hvd.rank(), 9000, torch.float32, 3, scale)
         result = hvd.allreduce(mine, op=hvd.Adasum, name=f"magnitude.{scale}")
         reference_value = wanted(9000, torch.float32, range(hvd.size()), 3, scale)
-        error = np.abs(result.numpy() - reference_value).max() / np.abs(reference_value).max()
+        error = (
+            np.abs(result.numpy() - reference_value).max()
+            / np.abs(reference_value).max()
+        )
         assert error <= 1e-6
     for exponent in (300, -300):
         mine = tensor_of(hvd.rank(), 9000, torch.float64, 4, 10.0**exponent)
-        result = hvd.allreduce(mine, op=hvd.Adasum, name=f"magnitude64.{exponent}").numpy()
-        reference_value = wanted(9000, torch.float64, range(hvd.size()), 4, 10.0**exponent)
-        assert np.abs(result - reference_value).max() <= 1e-9 * np.abs(reference_value).max()
+        result = hvd.allreduce(
+            mine, op=hvd.Adasum, name=f"magnitude64.{exponent}"
+        ).numpy()
+        reference_value = wanted(
+            9000, torch.float64, range(hvd.size()), 4, 10.0**exponent
+        )
+        assert (
+            np.abs(result - reference_value).max()
+            <= 1e-9 * np.abs(reference_value).max()
+        )
 
 
 def case_cancelling_pairs() -> None:
@@ -137,11 +166,18 @@ def case_cancelling_pairs() -> None:
             noise = tensor_of(r, 60_000, torch.float64, 6) * 10.0**-digits
             return base if r % 2 == 0 else -base + noise
 
-        result = hvd.allreduce(make(rank), op=hvd.Adasum, name=f"cancel.{digits}").numpy()
-        reference_value = reference.adasum([make(r).numpy() for r in range(size)], HOSTS)
+        result = hvd.allreduce(
+            make(rank), op=hvd.Adasum, name=f"cancel.{digits}"
+        ).numpy()
+        reference_value = reference.adasum(
+            [make(r).numpy() for r in range(size)], HOSTS
+        )
         # NumPy's own pairwise sums put an error of some 1e-15 / eps into the float64 tree.
         bound = 1e-9 + 1e-14 * 10.0**digits
-        assert np.abs(result - reference_value).max() <= bound * np.abs(reference_value).max()
+        assert (
+            np.abs(result - reference_value).max()
+            <= bound * np.abs(reference_value).max()
+        )
     if size >= 4 and "ADASUM_HVD_GROUP_OP" not in os.environ:
         explicit = sum(hvd.allgather_object(hvd.counters().explicit_tensors))
         assert explicit > 0, "the ill-conditioned path never ran"
@@ -152,10 +188,16 @@ def case_scale_factors() -> None:
         mine = tensor_of(hvd.rank(), 5000, dtype, 7)
         plain = hvd.allreduce(mine, op=hvd.Adasum, name=f"scale.plain.{dtype}")
         scaled = hvd.allreduce(
-            mine, op=hvd.Adasum, name=f"scale.{dtype}", prescale_factor=4.0, postscale_factor=0.125
+            mine,
+            op=hvd.Adasum,
+            name=f"scale.{dtype}",
+            prescale_factor=4.0,
+            postscale_factor=0.125,
         )
         assert torch.equal(scaled, plain * 0.5)
-        third = hvd.allreduce(mine, op=hvd.Adasum, name=f"third.{dtype}", postscale_factor=1 / 3)
+        third = hvd.allreduce(
+            mine, op=hvd.Adasum, name=f"third.{dtype}", postscale_factor=1 / 3
+        )
         torch.testing.assert_close(third, plain / 3)
 
 
@@ -165,8 +207,12 @@ def case_process_set() -> None:
     if EVENS.included():
         mine = tensor_of(hvd.rank(), 70_000, torch.float32, 8)
         result = hvd.allreduce(mine, op=hvd.Adasum, name="evens", process_set=EVENS)
-        check_close(result, wanted(70_000, torch.float32, EVENS.ranks, 8), torch.float32)
-        small = hvd.allreduce(mine[:5], op=hvd.Adasum, name="evens.small", process_set=EVENS)
+        check_close(
+            result, wanted(70_000, torch.float32, EVENS.ranks, 8), torch.float32
+        )
+        small = hvd.allreduce(
+            mine[:5], op=hvd.Adasum, name="evens.small", process_set=EVENS
+        )
         expected = reference.adasum(
             [tensor_of(r, 70_000, torch.float32, 8)[:5].numpy() for r in EVENS.ranks],
             [HOSTS[r] for r in EVENS.ranks],
@@ -189,16 +235,23 @@ def case_wrong_dtype_is_refused_on_all_ranks() -> None:
 def case_mismatches_are_refused_on_all_ranks() -> None:
     if hvd.size() == 1:
         return
-    with pytest.raises(hvd.HorovodInternalError, match="Mismatched ADASUM tensor shapes"):
+    with pytest.raises(
+        hvd.HorovodInternalError, match="Mismatched ADASUM tensor shapes"
+    ):
         hvd.allreduce(torch.ones(5 + hvd.rank()), op=hvd.Adasum, name="mismatch.shape")
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched data types"):
         dtype = torch.float32 if hvd.rank() else torch.float64
         hvd.allreduce(torch.ones(5, dtype=dtype), op=hvd.Adasum, name="mismatch.dtype")
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched prescale"):
         hvd.allreduce(
-            torch.ones(5), op=hvd.Adasum, name="mismatch.scale", prescale_factor=1.0 + hvd.rank()
+            torch.ones(5),
+            op=hvd.Adasum,
+            name="mismatch.scale",
+            prescale_factor=1.0 + hvd.rank(),
         )
-    assert torch.equal(hvd.allreduce(torch.ones(3), op="adasum", name="after"), torch.ones(3))
+    assert torch.equal(
+        hvd.allreduce(torch.ones(3), op="adasum", name="after"), torch.ones(3)
+    )
 
 
 def case_wrong_arguments() -> None:
@@ -229,10 +282,14 @@ def case_gradients() -> None:
 def case_other_ops_still_work() -> None:
     mine = torch.full((4,), float(hvd.rank() + 1))
     total = sum(range(1, hvd.size() + 1))
-    assert torch.equal(hvd.allreduce(mine, op="sum", name="sum"), torch.full((4,), float(total)))
+    assert torch.equal(
+        hvd.allreduce(mine, op="sum", name="sum"), torch.full((4,), float(total))
+    )
     mean = hvd.allreduce(mine, op=hvd.Average, name="mean")
     torch.testing.assert_close(mean, torch.full((4,), total / hvd.size()))
-    assert torch.equal(hvd.allreduce(mine, op=hvd.Max, name="max"), torch.full((4,), float(hvd.size())))
+    assert torch.equal(
+        hvd.allreduce(mine, op=hvd.Max, name="max"), torch.full((4,), float(hvd.size()))
+    )
     group = hvd.grouped_allreduce([mine, mine], op="min", name="min")
     assert all(torch.equal(t, torch.ones(4)) for t in group)
 
@@ -284,7 +341,9 @@ def case_join() -> None:
         mine = tensor_of(rank, 3000, torch.float32, 20 + step)
         result = hvd.allreduce(mine, op=hvd.Adasum, name=f"join.{step}")
         inputs = [
-            tensor_of(r, 3000, torch.float32, 20 + step).numpy() if r >= step else np.zeros(3000)
+            tensor_of(r, 3000, torch.float32, 20 + step).numpy()
+            if r >= step
+            else np.zeros(3000)
             for r in range(size)
         ]
         expected = reference.adasum(
@@ -300,7 +359,9 @@ def case_join() -> None:
 def case_init_again_and_recycled_process_sets() -> None:
     mine = tensor_of(hvd.rank(), 5000, torch.float32, 30)
     first = hvd.allreduce(mine, op=hvd.Adasum, name="again")
-    for _ in range(0 if hvd.mpi_enabled() else 2):  # Horovod finalizes MPI, once for all
+    for _ in range(
+        0 if hvd.mpi_enabled() else 2
+    ):  # Horovod finalizes MPI, once for all
         hvd.shutdown()
         hvd.init()
         assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="again"), first)
@@ -309,7 +370,9 @@ def case_init_again_and_recycled_process_sets() -> None:
             added = hvd.add_process_set(ranks)
             if added.included():
                 pair = [tensor_of(r, 5000, torch.float32, 30).numpy() for r in ranks]
-                result = hvd.allreduce(mine, op=hvd.Adasum, name="recycled", process_set=added)
+                result = hvd.allreduce(
+                    mine, op=hvd.Adasum, name="recycled", process_set=added
+                )
                 expected = reference.adasum(pair, [HOSTS[r] for r in ranks])
                 if "ADASUM_HVD_GROUP_OP" not in os.environ:
                     check_close(result, expected, torch.float32)

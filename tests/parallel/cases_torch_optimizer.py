@@ -16,7 +16,7 @@ from torch.nn import functional
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
 
-HOSTS: list[int] = []
+HOSTS: list[str] = []
 STEPS = 6
 
 
@@ -24,7 +24,9 @@ class Lamb(torch.optim.Optimizer):
     """A layer-wise optimizer as a user would write it; a required argument, no foreach."""
 
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -61,7 +63,7 @@ VARIANTS = ("average", "sum", "adasum-grad", "adasum-delta", "adasum")
 def start() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    HOSTS.extend(hvd.allgather_object(int(os.environ.get("HOROVOD_CROSS_RANK", "0"))))
+    HOSTS.extend(hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one")))
 
 
 def align() -> None:
@@ -70,7 +72,9 @@ def align() -> None:
 
 def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 130), nn.Tanh(), nn.Linear(130, 3))
+    return nn.Sequential(
+        nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 130), nn.Tanh(), nn.Linear(130, 3)
+    )
 
 
 def batch_of(rank: int, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +96,9 @@ def reduce_tensors(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
         return stacked.mean(0)
     if op == "sum":
         return stacked.sum(0)
-    return torch.from_numpy(reference.adasum([t.numpy() for t in tensors], HOSTS)).to(stacked.dtype)
+    return torch.from_numpy(reference.adasum([t.numpy() for t in tensors], HOSTS)).to(
+        stacked.dtype
+    )
 
 
 class Simulation:
@@ -123,7 +129,9 @@ class Simulation:
             optimizer.step()
         if self.delta:
             for start, replicas in zip(old, self.parameters(), strict=True):
-                new = start + reduce_tensors([p.detach() - start for p in replicas], self.op)
+                new = start + reduce_tensors(
+                    [p.detach() - start for p in replicas], self.op
+                )
                 for p in replicas:
                     p.copy_(new)
 
@@ -136,13 +144,19 @@ def check_same_everywhere(model: nn.Module) -> None:
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.numpy().tobytes())
-    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, "replicas have drifted apart"
+    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, (
+        "replicas have drifted apart"
+    )
 
 
 def check_equal(model: nn.Module, expected: nn.Module, tolerance: float = 2e-6) -> None:
-    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, p), q in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         difference = (p - q).abs().max().item()
-        assert difference <= tolerance * max(1.0, q.abs().max().item()), f"{name}: {difference}"
+        assert difference <= tolerance * max(1.0, q.abs().max().item()), (
+            f"{name}: {difference}"
+        )
 
 
 def case_every_variant_and_optimizer() -> None:
@@ -151,7 +165,9 @@ def case_every_variant_and_optimizer() -> None:
             model = model_of()
             simulation = Simulation(make_optimizer, op, hvd.size(), model)
             optimizer = make_optimizer(model.parameters())
-            wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+            wrapped = hvd.DistributedOptimizer(
+                optimizer, model.named_parameters(), op=op
+            )
             assert isinstance(wrapped, type(optimizer))
             for step in range(STEPS):
                 wrapped.zero_grad()
@@ -159,12 +175,19 @@ def case_every_variant_and_optimizer() -> None:
                 loss_of(model, hvd.rank(), step).backward()
                 simulation.backward(step)
                 before = [p.detach().clone() for p in model.parameters()]
-                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip(before, model.parameters(), strict=True)
+                )
                 wrapped.step()
                 simulation.step()
             check_same_everywhere(model)
             # Adam's first steps are sign-like: rounding in tiny gradients is amplified.
-            check_equal(model, simulation.models[0], 2e-6 if name in ("sgd", "momentum") else 5e-5)
+            check_equal(
+                model,
+                simulation.models[0],
+                2e-6 if name in ("sgd", "momentum") else 5e-5,
+            )
 
 
 def case_parameters_hold_weights_between_backward_and_step() -> None:
@@ -184,13 +207,19 @@ def case_differing_models_are_refused_on_all_ranks() -> None:
     if hvd.size() == 1:
         return
     model = nn.Linear(3, 4 + hvd.rank())
-    with pytest.raises(ValueError, match=r"required the same parameters.*weight.*\(4, 3\).*\(5, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"required the same parameters.*weight.*\(4, 3\).*\(5, 3\)"
+    ):
         hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=hvd.Adasum
+            torch.optim.SGD(model.parameters(), 0.1),
+            model.named_parameters(),
+            op=hvd.Adasum,
         )
     model = nn.Linear(3, 4, bias=hvd.rank() == 0)
     with pytest.raises(ValueError, match="2 and 1 parameters"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Adasum)
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), op=hvd.Adasum
+        )
 
 
 def case_wrong_arguments() -> None:
@@ -206,7 +235,9 @@ def case_wrong_arguments() -> None:
         make(named_parameters=model.parameters(), op="adasum")
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
         make(gradient_predivide_factor=2.0, op="adasum")
-    with pytest.raises(ValueError, match="backward_passes_per_step: required an integer >= 1"):
+    with pytest.raises(
+        ValueError, match="backward_passes_per_step: required an integer >= 1"
+    ):
         make(backward_passes_per_step=0, op="adasum")
     with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
         make(compression=object(), op="adasum")

@@ -35,8 +35,9 @@ class Configuration:
     hosts: str = ""
 
     def __str__(self) -> str:
-        extra = "".join(f"-{name.removeprefix('ADASUM_HVD_')}={value}" for name, value in self.environment)
-        return f"{self.cases}-{self.backend}{self.ranks}{extra.lower()}{'-' * bool(self.hosts)}{self.hosts}"
+        extra = [f"{k.removeprefix('ADASUM_HVD_')}={v}" for k, v in self.environment]
+        parts = [self.cases, f"{self.backend}{self.ranks}", *extra, self.hosts]
+        return "-".join(filter(None, parts)).lower()
 
 
 @dataclass
@@ -51,7 +52,9 @@ class Outcome:
         """Raise AssertionError with every failed or missing rank's traceback."""
         found = self.verdicts.get(case, {})
         problems = [
-            f"rank {rank}:\n{found[rank]['error']}" if rank in found else f"rank {rank}: no verdict"
+            f"rank {rank}:\n{found[rank]['error']}"
+            if rank in found
+            else f"rank {rank}: no verdict"
             for rank in range(ranks)
             if rank not in found or found[rank]["error"]
         ]
@@ -62,7 +65,9 @@ class Outcome:
 
     def results(self, case: str) -> dict[int, object]:
         """Return what the case returned, by rank."""
-        return {rank: verdict["result"] for rank, verdict in self.verdicts[case].items()}
+        return {
+            rank: verdict["result"] for rank, verdict in self.verdicts[case].items()
+        }
 
 
 def case_names(cases: str) -> list[str]:

@@ -22,7 +22,10 @@ SPECIAL = [
     Configuration(CASES, "gloo", 4, PORTABLE),
     Configuration(CASES, "gloo", 3, hosts="localhost:1,127.0.0.1:2"),
     Configuration(
-        CASES, "gloo", 4, (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+        CASES,
+        "gloo",
+        4,
+        (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2")),
     ),
 ]
 

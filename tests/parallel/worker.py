@@ -27,7 +27,9 @@ def main() -> None:
         except Exception:
             error = traceback.format_exc()
         with report.open("a") as file:
-            file.write(json.dumps({"case": name, "error": error, "result": result}) + "\n")
+            file.write(
+                json.dumps({"case": name, "error": error, "result": result}) + "\n"
+            )
         module.align()
     hvd.shutdown()
 

@@ -14,7 +14,14 @@ from adasum_hvd import prerequisites
 from adasum_hvd.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
-CORE = ("tree.cc", "gram.cc", "kernels.cc", "layout.cc", "reduce.cc", "kernels_portable.cc")
+CORE = (
+    "tree.cc",
+    "gram.cc",
+    "kernels.cc",
+    "layout.cc",
+    "reduce.cc",
+    "kernels_portable.cc",
+)
 X86_FLAGS = {
     "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.cc": [
@@ -31,7 +38,15 @@ FORMS = {
 def build(form: str, directory: Path) -> Path:
     """Compile the arithmetic and its tests with the flags of the injected CMake."""
     cxx = prerequisites.compiler()
-    common = [cxx, "-std=c++17", "-O2", "-g", "-ffp-contract=off", "-Wno-psabi", "-pthread"]
+    common = [
+        cxx,
+        "-std=c++17",
+        "-O2",
+        "-g",
+        "-ffp-contract=off",
+        "-Wno-psabi",
+        "-pthread",
+    ]
     common += [f"-I{NATIVE}", f"-I{TESTS}", *FORMS[form]]
     sources = {NATIVE / name: [] for name in CORE} | {TESTS / "test_reduce.cc": []}
     if platform.machine() == "x86_64":
@@ -40,7 +55,9 @@ def build(form: str, directory: Path) -> Path:
     def compile_one(item: tuple[Path, list[str]]) -> Path:
         source, flags = item
         target = directory / f"{source.stem}.o"
-        subprocess.run([*common, *flags, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run(
+            [*common, *flags, "-c", str(source), "-o", str(target)], check=True
+        )
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -55,7 +72,9 @@ def test_arithmetic(form: str, tmp_path: Path) -> None:
     program = build(form, tmp_path)
     # Address-space layouts that old sanitizer runtimes cannot map are avoided by setarch.
     command = ["setarch", "-R", str(program)] if form == "tsan" else [str(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("ok ") >= 14
     assert "FAILED" not in result.stdout

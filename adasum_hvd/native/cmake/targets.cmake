@@ -46,10 +46,13 @@ foreach(target IN ITEMS pytorch tensorflow)
     COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels_avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
-  # registry.h puts our op in front of Horovod's where the list of ops is made.
-  set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/operations.cc" TARGET_DIRECTORY ${target}
-    PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${ADASUM_NATIVE_DIR}/registry.h"
-    OBJECT_DEPENDS "${ADASUM_NATIVE_DIR}/registry.h")
+  # registry.h puts our op in front of Horovod's where the list of ops is made; join_fix.h mends join().
+  foreach(pair IN ITEMS operations:registry controller:join_fix)
+    string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
+    set(header "${ADASUM_NATIVE_DIR}/${CMAKE_MATCH_2}.h")
+    set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
+      PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${header}" OBJECT_DEPENDS "${header}")
+  endforeach()
   # site-packages/horovod/<framework> to the environment's lib: the MPI wheel of whichever environment this
   # is installed in comes before the one it was built with.
   set_property(TARGET ${target} APPEND PROPERTY BUILD_RPATH "$ORIGIN/../../../..")

@@ -1,0 +1,296 @@
+"""AdaSum against Horovod's own reductions, on this machine, in one run.
+
+    python benchmarks/allreduce.py                        # all of it
+    python benchmarks/allreduce.py --ranks 2 --cases "100 MB" --backends mpi
+    python benchmarks/allreduce.py compare old.json new.json
+
+Horovod's AdaSum and ours cannot both answer to `op=Adasum` in one job, so each
+configuration is two jobs, `ADASUM_HVD_OP=on` and `off`, started in turn `--rounds` times;
+inside a job the operations are interleaved. The figures to trust are ratios of medians
+between operations that ran in the same rounds.
+
+Columns: `algbw` is bytes reduced per second, `busbw` is `algbw * 2 (N - 1) / N`, what each
+rank sends (nccl-tests' definition); `#wrong` counts elements further from the float64
+reference than one rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+MB = 1_000_000
+CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
+    "1 KB": [256],
+    "64 KB": [16_384],
+    "1 MB": [MB // 4],
+    "16 MB": [16 * MB // 4],
+    "100 MB": [100 * MB // 4],
+    "161 x 1 KB": [256] * 161,
+    "1600 x 1 KB": [256] * 1600,
+}
+
+
+# ---- one rank of one job ----
+
+
+def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
+    """Return seconds per repetition of every operation, on this rank."""
+    import horovod.torch as horovod_torch
+    import torch
+
+    import adasum_hvd.torch as hvd
+
+    sizes = CASES[case]
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs = [torch.randn(size, generator=generator) for size in sizes]
+    tensors = [t.clone() for t in inputs]
+
+    def reduce_all(module: object, op: object, name: str) -> None:
+        handles = [
+            module.allreduce_async_(t, op=op, name=f"{case}.{name}.{k}")
+            for k, t in enumerate(tensors)
+        ]
+        for handle in handles:
+            module.synchronize(handle)
+
+    operations = {
+        "Average": lambda: reduce_all(horovod_torch, horovod_torch.Average, "average")
+    }
+    if off:
+        operations["Horovod AdaSum"] = lambda: reduce_all(
+            horovod_torch, horovod_torch.Adasum, "adasum"
+        )
+    else:
+        operations["AdaSum"] = lambda: reduce_all(hvd, hvd.Adasum, "adasum")
+        source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
+        operations["memcpy"] = lambda: target.copy_(source)
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for repetition in range(-3, repetitions):
+        for name, operation in operations.items():
+            for tensor, fresh in zip(tensors, inputs, strict=True):
+                tensor.copy_(fresh)
+            horovod_torch.barrier()
+            started = time.perf_counter()
+            operation()
+            if repetition >= 0:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def wrong_elements(case: str) -> int:
+    """Count elements of our result that are off by more than one float32 rounding."""
+    import numpy as np
+    import torch
+
+    import adasum_hvd.torch as hvd
+    from adasum_hvd import reference
+
+    wrong = 0
+    for k, size in enumerate(CASES[case][:5]):
+        checked = min(size, 200_000)
+        inputs = [
+            torch.randn(checked, generator=torch.Generator().manual_seed(100 * k + r))
+            for r in range(hvd.size())
+        ]
+        got = hvd.allreduce(
+            inputs[hvd.rank()], op=hvd.Adasum, name=f"wrong.{case}.{k}"
+        ).numpy()
+        wanted = reference.adasum([t.numpy() for t in inputs])
+        wrong += int(np.sum(np.abs(got - wanted) > 2.0**-23 * np.abs(wanted).max()))
+    return wrong
+
+
+def rank_main(case: str, off: bool, repetitions: int, output: Path) -> None:
+    """Measure on this rank; rank 0 writes the slowest rank's time of every repetition."""
+    import torch
+
+    import adasum_hvd.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    wrong = 0 if off else wrong_elements(case)
+    everyone = hvd.allgather_object(measure(case, off, repetitions))
+    slowest = {
+        name: [
+            max(times) for times in zip(*(rank[name] for rank in everyone), strict=True)
+        ]
+        for name in everyone[0]
+    }
+    if hvd.rank() == 0:
+        output.write_text(json.dumps({"times": slowest, "wrong": wrong}))
+
+
+# ---- the launcher ----
+
+
+def launch(backend: str, ranks: int, case: str, off: bool, repetitions: int) -> dict:
+    """Run one job and return what its rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "out.json")
+        if backend == "mpi":
+            words = [str(BIN / "mpirun"), "--oversubscribe", "-np", str(ranks)]
+        else:
+            words = [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo"]
+        words += [
+            sys.executable,
+            __file__,
+            "--rank",
+            case,
+            str(repetitions),
+            str(output),
+        ]
+        variables = {
+            **os.environ,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "ADASUM_HVD_OP": "off" if off else "on",
+        }
+        done = subprocess.run(
+            words, env=variables, capture_output=True, text=True, check=False
+        )
+        if not output.exists():
+            raise RuntimeError(
+                f"{backend} np={ranks} {case}: {(done.stdout + done.stderr)[-2000:]}"
+            )
+        return json.loads(output.read_text())
+
+
+def run_case(
+    backend: str, ranks: int, case: str, rounds: int, repetitions: int
+) -> dict:
+    """Return times of all operations for one configuration, on and off in turn."""
+    times: dict[str, list[float]] = {}
+    wrong = 0
+    for _ in range(rounds):
+        for off in (
+            (False, True) if backend == "mpi" and ranks & (ranks - 1) == 0 else (False,)
+        ):
+            result = launch(backend, ranks, case, off, repetitions)
+            wrong += result["wrong"]
+            for name, values in result["times"].items():
+                times.setdefault(name, []).extend(values)
+    return {
+        "backend": backend,
+        "ranks": ranks,
+        "case": case,
+        "times": times,
+        "wrong": wrong,
+    }
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return a percentile by the nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def show(row: dict) -> None:
+    """Print one configuration: a line per operation, and the ratios."""
+    ranks, case = row["ranks"], row["case"]
+    total = 4 * sum(CASES[case])
+    ours = statistics.median(row["times"]["AdaSum"])
+    for name, values in row["times"].items():
+        middle = statistics.median(values)
+        algbw = total / middle / 1e9
+        ratio = f"{ours / middle:5.2f}x" if name not in ("AdaSum", "memcpy") else ""
+        wrong = str(row["wrong"]) if name == "AdaSum" else ""
+        print(
+            f"{row['backend']:5s}{name:15s} float32 {total:11d} {total // 4:10d} {ranks:3d} |"
+            f"{min(values) * 1e3:9.3f}{middle * 1e3:9.3f}{percentile(values, 99) * 1e3:9.3f}"
+            f"{max(values) * 1e3:9.3f} |{algbw:7.2f}{algbw * 2 * (ranks - 1) / ranks:7.2f} |"
+            f"{wrong:>6s}  {ratio}",
+            flush=True,
+        )
+
+
+def machine() -> dict[str, object]:
+    """Return what a reader needs to know about where the figures come from."""
+    from importlib import metadata
+
+    models = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("torch", "horovod", "adasum-hvd")},
+    }
+
+
+def compare(old: Path, new: Path) -> None:
+    """Print, per configuration, how AdaSum's ratio to each operation changed."""
+
+    def ratios(path: Path) -> dict[tuple, float]:
+        found = {}
+        for row in json.loads(path.read_text())["rows"]:
+            ours = statistics.median(row["times"]["AdaSum"])
+            for name, values in row["times"].items():
+                if name not in ("AdaSum", "memcpy"):
+                    key = (row["backend"], row["ranks"], row["case"], name)
+                    found[key] = ours / statistics.median(values)
+        return found
+
+    before, after = ratios(old), ratios(new)
+    for key in sorted(before.keys() & after.keys()):
+        print(
+            f"{' '.join(map(str, key)):40s} {before[key]:6.2f}x -> {after[key]:6.2f}x"
+        )
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["--rank"]:
+        off = os.environ["ADASUM_HVD_OP"] == "off"
+        rank_main(sys.argv[2], off, int(sys.argv[3]), Path(sys.argv[4]))
+        return
+    if sys.argv[1:2] == ["compare"]:
+        compare(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--backends", nargs="+", default=["gloo", "mpi"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=10, help="per round")
+    parser.add_argument("--output", type=Path, default=Path("build/allreduce.json"))
+    arguments = parser.parse_args()
+    print(
+        f"{'operation':20s} dtype         bytes   elements ranks |   min ms   p50 ms   p99 ms"
+        "   max ms | algbw  busbw |#wrong  ours / it"
+    )
+    rows = []
+    for backend in arguments.backends:
+        for ranks in arguments.ranks:
+            for case in arguments.cases:
+                rows.append(
+                    run_case(
+                        backend, ranks, case, arguments.rounds, arguments.repetitions
+                    )
+                )
+                show(rows[-1])
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    print(f"results: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What shows only from outside a job: messages, timelines, deaths, disagreements."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, command, environment, run
+
+
+def start(
+    tmp_path: Path, backend: str, ranks: int, script: str, timeout=120, **variables: str
+):
+    """Run `script` on real ranks and return (exit status, output)."""
+    program = tmp_path / "script.py"
+    program.write_text(script)
+    words = [*command(backend, ranks), sys.executable, str(program)]
+    return run(words, environment(tuple(variables.items())), timeout)
+
+
+CALLS = """
+import sys, torch
+import adasum_hvd.torch as hvd
+hvd.init()
+for step in range(20):
+    for k in range(5):
+        hvd.allreduce(torch.ones(10), op=OP, name=f"tensor.{k}")
+print("DONE")
+"""
+
+
+def test_response_cache_hits(tmp_path):
+    """A repeated AdaSum is negotiated as often as a repeated Average: once per tensor."""
+    messages = {}
+    for op in ("average", "adasum"):
+        status, output = start(
+            tmp_path,
+            "gloo",
+            2,
+            CALLS.replace("OP", repr(op)),
+            HOROVOD_LOG_LEVEL="trace",
+            HOROVOD_CYCLE_TIME="0.1",
+        )
+        assert status == 0 and output.count("DONE") == 2, output[-2000:]
+        messages[op] = output.count("Adding messages from process-set rank")
+    # Two messages (one per rank) for each new tensor, and the one that init reduces.
+    assert messages["average"] >= 10
+    assert messages["adasum"] <= messages["average"] + 2
+
+
+def test_timeline_names_the_phases(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    script = """
+import torch
+import adasum_hvd.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(100000), op=hvd.Adasum, name="plain")
+hvd.allreduce(torch.ones(100000), op=hvd.AdasumDelta, name="weight")
+hvd.shutdown()
+"""
+    status, output = start(tmp_path, "gloo", 2, script, HOROVOD_TIMELINE=str(timeline))
+    assert status == 0, output[-2000:]
+    events = json.loads(timeline.read_text().rstrip().rstrip(",").rstrip("]") + "]")
+    names = {event.get("name") for event in events}
+    for phase in ("PACK", "EXCHANGE_GRAM", "SOLVE", "COMBINE_GATHER", "UNPACK"):
+        assert f"ADASUM_{phase}" in names
+        assert f"ADASUM_DELTA_{phase}" in names
+    tensors = {e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    assert "allreduce.adasum.delta/weight" in tensors
+
+
+def test_off_hands_on_to_horovod(tmp_path):
+    script = """
+import torch
+import adasum_hvd.torch as hvd
+hvd.init()
+result = hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Adasum, name="x")
+assert torch.equal(result, torch.tensor([1.0, 2.0]))
+assert hvd.counters().calls == 0
+print("DONE")
+"""
+    status, output = start(tmp_path, "mpi", 2, script, ADASUM_HVD_OP="off")
+    assert status == 0 and output.count("DONE") == 2, output[-2000:]
+    status, output = start(tmp_path, "gloo", 2, script, ADASUM_HVD_OP="off")
+    assert status != 0
+    assert "No Adasum operation enabled" in output or "Adasum" in output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_settings_that_differ_are_an_error_on_all_ranks(tmp_path, backend):
+    script = """
+import os, pytest
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["ADASUM_HVD_GROUP_SIZE"] = "2" if rank == "1" else "1"
+import adasum_hvd.torch as hvd
+with pytest.raises(ValueError, match="required the same ADASUM_HVD_.* got other ones on rank 1"):
+    hvd.init()
+print("DONE")
+"""
+    status, output = start(tmp_path, backend, 3, script)
+    assert status == 0 and output.count("DONE") == 3, output[-2000:]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_dead_rank_ends_the_job(tmp_path, backend):
+    script = """
+import os, torch
+import adasum_hvd.torch as hvd
+hvd.init()
+for step in range(1000):
+    if hvd.rank() == 1 and step == 3:
+        os._exit(7)
+    hvd.allreduce(torch.ones(200000), op=hvd.Adasum, name="x")
+print("DONE")
+"""
+    started = time.monotonic()
+    status, output = start(tmp_path, backend, 3, script, timeout=90)
+    assert status != 0
+    assert "DONE" not in output
+    assert "killed after" not in output
+    assert time.monotonic() - started < 80
+
+
+def test_example(tmp_path):
+    words = [
+        *command("gloo", 3),
+        sys.executable,
+        str(REPOSITORY / "examples/torch_digits.py"),
+    ]
+    words += [
+        "--op",
+        "adasum-grad,adasum-delta",
+        "--epochs",
+        "5",
+        "--output",
+        str(tmp_path),
+    ]
+    status, output = run(words, environment(), 200)
+    assert status == 0, output[-2000:]
+    results = json.loads((tmp_path / "torch_digits.json").read_text())
+    assert [r["op"] for r in results] == ["adasum-grad", "adasum-delta"]
+    assert all(r["identical"] for r in results)
+    assert all(r["accuracy"] > 0.5 for r in results)
+    assert (tmp_path / "torch_digits.png").stat().st_size > 10_000

@@ -1,0 +1,121 @@
+"""How Horovod's wheel is keyed, cached and built; the errors are those of real tools."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from adasum_hvd import build, cli, prerequisites
+
+
+def test_nothing_is_missing_here():
+    assert prerequisites.missing(need_venv=True) == []
+
+
+def test_a_compiler_without_cxx17_is_named(monkeypatch, tmp_path):
+    old = tmp_path / "old-g++"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    (problem,) = prerequisites.missing()
+    assert re.search(r"old-g\+\+ does not accept -std=c\+\+17; install g\+\+", problem)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    (problem,) = prerequisites.missing()
+    assert "install the package g++" in problem
+
+
+def test_key_follows_everything_that_decides_the_wheel(monkeypatch):
+    here = build.detect(["torch"], mpi=False)
+    assert here.key() == build.detect(["torch"], mpi=False).key()
+    assert here.key() != build.detect(["tensorflow"], mpi=False).key()
+    assert here.key() != build.detect(["torch"], mpi=True).key()
+    monkeypatch.setenv("HOROVOD_DEBUG", "1")
+    assert here.key() != build.detect(["torch"], mpi=False).key()
+
+
+def test_native_key_follows_the_sources(monkeypatch, tmp_path):
+    before = build.native_key()
+    monkeypatch.setattr(build, "NATIVE", tmp_path)
+    (tmp_path / "a.cc").write_text("int a;")
+    first = build.native_key()
+    (tmp_path / "a.cc").write_text("int b;")
+    assert len({before, first, build.native_key()}) == 3
+
+
+def test_sync_touches_only_what_changed(monkeypatch, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "cmake").mkdir(parents=True)
+    monkeypatch.setattr(build, "NATIVE", source)
+    for name in ("a.cc", "b.h", "cmake/c.cmake"):
+        (source / name).write_text(name)
+    build._sync_native(target)
+    os.utime(target / "a.cc", (1, 1))
+    (source / "b.h").write_text("new")
+    (source / "cmake/c.cmake").unlink()
+    build._sync_native(target)
+    assert (target / "a.cc").stat().st_mtime == 1
+    assert (target / "b.h").read_text() == "new"
+    assert not (target / "cmake/c.cmake").exists()
+
+
+def test_first_compiler_error_is_found(tmp_path):
+    broken = tmp_path / "broken.cc"
+    broken.write_text("int f() { return undeclared_name; }\n")
+    compiled = subprocess.run(
+        [prerequisites.compiler(), "-c", str(broken)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    log = tmp_path / "log"
+    log.write_text(
+        "[1/9] fine\nwarning: nothing\n" + compiled.stderr + "ninja: stopped\n"
+    )
+    assert "undeclared_name" in build._first_error(log)
+    assert not build._first_error(log).startswith("[1/9]")
+
+
+def test_a_failing_build_names_the_error_and_the_log(tmp_path):
+    script = "print('[1/2] Building CXX object x.cc.o'); print('x.cc:1: error: boom'); exit(2)"
+    log = tmp_path / "build.log"
+    with pytest.raises(
+        build.BuildError, match=r"x\.cc:1: error: boom[\s\S]*full log: .*build\.log"
+    ):
+        build._run_logged(
+            [sys.executable, "-c", script], tmp_path, dict(os.environ), log
+        )
+
+
+def test_progress_reads_ninja_and_make(capsys):
+    progress = build._Progress(interactive=True)
+    progress.feed("[12/80] Building CXX object horovod/torch/ops.cc.o\n")
+    progress.feed("[ 45%] Building CXX object gloo.cc.o\n")
+    shown = capsys.readouterr().out
+    assert " 15 %" in shown
+    assert " 45 %" in shown
+    assert "ops.cc.o" in shown
+
+
+def test_wanting_what_is_not_there(monkeypatch, capsys):
+    with pytest.raises(build.BuildError, match="required jax"):
+        build.detect(["jax"])
+    monkeypatch.setattr(build, "_scripts_path", lambda: "/nonexistent")
+    with pytest.raises(build.BuildError, match="required mpicxx on PATH"):
+        build.detect(["torch"], mpi=True)
+    with pytest.raises(build.BuildError, match="required cmake"):
+        build._cmake()
+    assert cli.main(["build", "--frameworks", "jax"]) == 1
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_installed_horovod_is_ours():
+    assert (
+        metadata.version("horovod") == f"{build.HOROVOD_VERSION}+{build.LOCAL_VERSION}"
+    )
+    assert Path(build.NATIVE, "cmake", "inject.cmake").exists()

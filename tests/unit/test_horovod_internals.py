@@ -1,0 +1,72 @@
+"""What this project relies on inside Horovod, pinned: a new Horovod must fail here first."""
+
+from __future__ import annotations
+
+import inspect
+
+import horovod
+from horovod.torch import mpi_ops
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import binding, ops
+from adasum_hvd.torch import ops as torch_ops
+
+
+def test_version():
+    assert horovod.__version__ == "0.28.1"
+
+
+def test_numbers_of_reductions():
+    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
+        assert getattr(mpi_ops, name) == getattr(ops, name) == getattr(hvd, name)
+
+
+def test_library_functions_and_handle_map():
+    for kind in ("", "grouped_"):
+        for dtype in ("HalfTensor", "FloatTensor", "DoubleTensor", "IntTensor"):
+            assert hasattr(
+                mpi_ops.mpi_lib, f"horovod_torch_{kind}allreduce_async_torch_{dtype}"
+            )
+    assert mpi_ops._handle_map == {}
+    source = inspect.getsource(mpi_ops.synchronize)
+    assert "_handle_map.pop(handle)[-1]" in source
+    assert "horovod_torch_wait_and_clear" in source
+
+
+def test_everything_of_horovod_torch_is_there():
+    public = {name for name in vars(horovod.torch) if not name.startswith("_")}
+    assert public <= set(vars(hvd))
+
+
+def test_the_op_answers():
+    assert binding.has_op(torch_ops.LIBRARY)
+    assert binding.version(torch_ops.LIBRARY)
+    assert binding.settings(torch_ops.LIBRARY)["op"] == "on"
+    assert binding.counters(torch_ops.LIBRARY).calls == 0
+
+
+def test_a_horovod_without_the_op_is_refused():
+    import ctypes
+
+    import pytest
+
+    with pytest.raises(
+        RuntimeError, match=r"required a Horovod built with.*run `adasum-hvd build`"
+    ):
+        binding.require_op(ctypes.CDLL(None))
+
+
+def test_bad_settings_are_refused(monkeypatch):
+    import pytest
+
+    for name, value in [
+        ("ADASUM_HVD_GROUP_OP", "mean"),
+        ("ADASUM_HVD_GROUP_SIZE", "-1"),
+        ("ADASUM_HVD_CHUNK_BYTES", "12k"),
+        ("ADASUM_HVD_KERNELS", "sse9"),
+        ("ADASUM_HVD_OP", "maybe"),
+    ]:
+        with monkeypatch.context() as context:
+            context.setenv(name, value)
+            with pytest.raises(ValueError, match=f'{name}: required .*, got "{value}"'):
+                binding.require_op(torch_ops.LIBRARY)
