@@ -73,8 +73,8 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
         )
     else:
         operations["AdaSum"] = lambda: reduce_all(hvd, hvd.Adasum, "adasum")
-        source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
-        operations["memcpy"] = lambda: target.copy_(source)
+    source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
+    operations["memcpy"] = lambda: target.copy_(source)
     times: dict[str, list[float]] = {name: [] for name in operations}
     for repetition in range(-3, repetitions):
         for name, operation in operations.items():

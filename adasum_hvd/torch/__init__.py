@@ -1,6 +1,5 @@
 """`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
 
-
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 

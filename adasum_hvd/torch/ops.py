@@ -9,6 +9,7 @@ on `mpi_ops._handle_map` and on the names of the library's functions, as they ar
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from adasum_hvd import ops, topology
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 DELTA_PREFIX = "adasum.delta/"
-_NATIVE_DTYPES = (torch.float16, torch.float32, torch.float64)
+_ADASUM = int(ops.Adasum)
 
 # Handles whose tensors travel as a copy, and where that copy goes when it is back.
 _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -73,9 +74,43 @@ def counters() -> _binding.Counters:
 
 
 def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
+    if type(op) is ops.ReduceOp and average is None:
+        return op
     if isinstance(op, str):
         op = ops.parse(op)
     return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
+
+
+def _travels_as_is(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.bfloat16 and tensor.is_contiguous()
+
+
+def _carry(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Any:
+    """Return what to send, what to receive, and (copy, where its result belongs) pairs."""
+    sent, received, carried = [], [], []
+    for tensor, output in zip(tensors, outputs, strict=True):
+        if not (_travels_as_is(tensor) and _travels_as_is(output)):
+            dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+            copy = tensor.detach().to(
+                dtype, copy=True, memory_format=torch.contiguous_format
+            )
+            carried.append((copy, output))
+            tensor = output = copy
+        sent.append(tensor)
+        received.append(output)
+    return sent, received, carried
+
+
+@functools.cache
+def _function_for(dtype: torch.dtype, device_type: str, grouped: bool) -> Any:
+    """Return the library's function for such tensors; ValueError when it has none."""
+    factory = (
+        mpi_ops._grouped_allreduce_function_factory
+        if grouped
+        else mpi_ops._allreduce_function_factory
+    )
+    probe = torch.empty(0, dtype=dtype, device=device_type)
+    return getattr(mpi_ops.mpi_lib, mpi_ops._check_function(factory, probe))
 
 
 def _enqueue(
@@ -98,32 +133,17 @@ def _enqueue(
         name = f"adasum.noname.{set_id}.{next(_nameless[set_id])}"
     if op is ops.AdasumDelta:
         name = DELTA_PREFIX + name
-    sent, received, carried = [], [], []
-    for tensor, output in zip(tensors, outputs, strict=True):
-        if tensor.dtype == torch.bfloat16 or not (
-            tensor.is_contiguous() and output.is_contiguous()
-        ):
-            dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-            copy = tensor.detach().to(
-                dtype, copy=True, memory_format=torch.contiguous_format
-            )
-            carried.append((copy, output))
-            tensor = output = copy
-        sent.append(tensor)
-        received.append(output)
-    factory = (
-        mpi_ops._grouped_allreduce_function_factory
-        if grouped
-        else mpi_ops._allreduce_function_factory
-    )
-    function = getattr(mpi_ops.mpi_lib, mpi_ops._check_function(factory, sent[0]))
+    sent, received, carried = tensors, outputs, []
+    if not all(map(_travels_as_is, (*tensors, *outputs))):
+        sent, received, carried = _carry(tensors, outputs)
+    function = _function_for(sent[0].dtype, sent[0].device.type, grouped)
     arguments = (sent, received) if grouped else (sent[0], received[0])
     try:
         handle = function(
             *arguments,
             1,  # divisor
             name.encode(),
-            int(ops.Adasum),
+            _ADASUM,
             prescale_factor,
             postscale_factor,
             process_set.process_set_id,
@@ -148,9 +168,8 @@ def synchronize(handle: int) -> Any:
     try:
         result = mpi_ops.synchronize(handle)
     finally:
-        mpi_ops._handle_map.pop(
-            handle, None
-        )  # Horovod forgets to when it raises ValueError
+        # Horovod forgets to where it raises ValueError.
+        mpi_ops._handle_map.pop(handle, None)
     for copy, output in carried:
         with torch.no_grad():
             output.copy_(copy)

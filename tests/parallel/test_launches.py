@@ -32,23 +32,23 @@ print("DONE")
 """
 
 
+def negotiations(tmp_path, op: str, **variables: str) -> int:
+    """Count the coordinator's negotiation messages in 20 rounds of 5 tensors on 2 ranks."""
+    variables |= {"HOROVOD_LOG_LEVEL": "trace", "HOROVOD_CYCLE_TIME": "0.1"}
+    script = CALLS.replace("OP", repr(op))
+    status, output = start(tmp_path, "gloo", 2, script, **variables)
+    assert status == 0, output[-2000:]
+    assert output.count("DONE") == 2
+    return output.count("Adding messages from process-set rank")
+
+
 def test_response_cache_hits(tmp_path):
-    """A repeated AdaSum is negotiated as often as a repeated Average: once per tensor."""
-    messages = {}
-    for op in ("average", "adasum"):
-        status, output = start(
-            tmp_path,
-            "gloo",
-            2,
-            CALLS.replace("OP", repr(op)),
-            HOROVOD_LOG_LEVEL="trace",
-            HOROVOD_CYCLE_TIME="0.1",
-        )
-        assert status == 0 and output.count("DONE") == 2, output[-2000:]
-        messages[op] = output.count("Adding messages from process-set rank")
-    # Two messages (one per rank) for each new tensor, and the one that init reduces.
-    assert messages["average"] >= 10
-    assert messages["adasum"] <= messages["average"] + 2
+    """A repeated AdaSum is negotiated once per tensor, as a repeated Average is."""
+    # Ranks may arrive in different cycles, which costs a message or two per new tensor.
+    average, adasum = (negotiations(tmp_path, op) for op in ("average", "adasum"))
+    assert 5 <= average <= 30
+    assert 5 <= adasum <= 30
+    assert negotiations(tmp_path, "adasum", HOROVOD_CACHE_CAPACITY="0") >= 100
 
 
 def test_timeline_names_the_phases(tmp_path):
@@ -59,6 +59,7 @@ import adasum_hvd.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(100000), op=hvd.Adasum, name="plain")
 hvd.allreduce(torch.ones(100000), op=hvd.AdasumDelta, name="weight")
+hvd.allreduce(torch.ones(1), op=hvd.Sum, name="last")  # the last event may stay unwritten
 hvd.shutdown()
 """
     status, output = start(tmp_path, "gloo", 2, script, HOROVOD_TIMELINE=str(timeline))
@@ -68,7 +69,7 @@ hvd.shutdown()
     for phase in ("PACK", "EXCHANGE_GRAM", "SOLVE", "COMBINE_GATHER", "UNPACK"):
         assert f"ADASUM_{phase}" in names
         assert f"ADASUM_DELTA_{phase}" in names
-    tensors = {e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    tensors = {e["args"].get("name") for e in events if e.get("name") == "process_name"}
     assert "allreduce.adasum.delta/weight" in tensors
 
 

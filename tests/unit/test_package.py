@@ -1,0 +1,82 @@
+"""What users install: a wheel and an sdist that can build the op, from an empty folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from adasum_hvd.build import NATIVE, _native_files
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> Path:
+    """Build the wheel and the sdist of a copy of the repository."""
+    directory = tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for name in tracked:
+        if (REPOSITORY / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((REPOSITORY / name).read_bytes())
+    build = (
+        "import setuptools.build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
+    )
+    subprocess.run(
+        [sys.executable, "-c", build.format(str(directory))],
+        cwd=source, check=True, capture_output=True,
+    )  # fmt: skip
+    return directory
+
+
+def test_both_hold_the_native_sources(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    (sdist,) = dist.glob("*.tar.gz")
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
+    for path in _native_files():
+        name = f"adasum_hvd/native/{path.relative_to(NATIVE)}"
+        assert name in in_wheel
+        assert name in in_sdist
+    assert "LICENSE" in in_sdist
+
+
+def test_wheel_imports_in_an_empty_environment(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
+    subprocess.run(install, check=True, cwd=tmp_path)
+    code = "from adasum_hvd import reference, ops, build; print(reference.adasum([[1.0], [2.0]]))"
+    shown = subprocess.run(
+        [str(python), "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "[1.5]"
+    doctor = subprocess.run(
+        [str(tmp_path / "env/bin/adasum-hvd"), "doctor"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert doctor.returncode == 1
+    assert "do: pip install torch" in doctor.stdout
+    refused = subprocess.run(
+        [str(python), "-m", "adasum_hvd", "build"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "required torch or tensorflow" in refused.stderr
