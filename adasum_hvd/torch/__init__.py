@@ -14,6 +14,8 @@ from adasum_hvd.ops import (
     ReduceOp,
     Sum,
 )
+from adasum_hvd.torch.amp import GradScaler
+from adasum_hvd.torch.distributed import mark_worker_local
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.ops import (
     allreduce,
@@ -29,4 +31,4 @@ from adasum_hvd.torch.ops import (
     settings,
     synchronize,
 )
-from adasum_hvd.torch.optimizer import DistributedOptimizer, mark_worker_local
+from adasum_hvd.torch.optimizer import DistributedOptimizer

@@ -243,6 +243,474 @@ def case_wrong_arguments() -> None:
         make(compression=object(), op="adasum")
 
 
+def distributed(
+    model: nn.Module, op: str, lr: float = 0.05, momentum: float = 0.9, **kwargs
+):
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+    return hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), op=op, **kwargs
+    )
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def case_clipping() -> None:
+    """Gradient variant: the reduced gradient is clipped; delta variant: the local one."""
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        model = model_of()
+        optimizer, simulation = (
+            distributed(model, op),
+            Simulation(sgd, op, hvd.size(), model),
+        )
+        untouched = copy.deepcopy(model)
+        free = Simulation(sgd, op, hvd.size(), untouched)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            simulation.zero_grad()
+            free.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            simulation.backward(step)
+            free.backward(step)
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            simulation.step(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05))
+            free.step()
+        check_same_everywhere(model)
+        check_equal(model, simulation.models[0])
+        with pytest.raises(AssertionError):
+            check_equal(model, free.models[0])
+
+
+def case_clip_delta_norm() -> None:
+    model = model_of()
+    optimizer = distributed(model, "adasum-delta", clip_delta_norm=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    change = torch.cat(
+        [(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+    )
+    assert abs(change.norm().item() - 1e-3) < 1e-5
+    check_same_everywhere(model)
+
+
+def case_accumulation() -> None:
+    """backward_passes_per_step: gradients add up, then one step and one reduction."""
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        model = model_of()
+        optimizer = distributed(model, op, backward_passes_per_step=3)
+        simulation = Simulation(sgd, op, hvd.size(), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            simulation.zero_grad()
+            for part in range(3):
+                loss_of(model, hvd.rank(), 10 * step + part).backward()
+                simulation.backward(10 * step + part)
+            optimizer.step()
+            simulation.step()
+        check_same_everywhere(model)
+        check_equal(model, simulation.models[0])
+    if hvd.size() > 1:
+        model = model_of()
+        optimizer = distributed(model, "adasum-grad")
+        loss_of(model, hvd.rank(), 0).backward()
+        with pytest.raises(RuntimeError, match="required at most 1 backward passes"):
+            loss_of(model, hvd.rank(), 1).backward()
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), 2).backward()
+        optimizer.step()
+        check_same_everywhere(model)
+
+
+def case_local_steps() -> None:
+    model = model_of()
+    optimizer = distributed(model, "adasum-delta", local_steps=3)
+    replicas = [copy.deepcopy(model) for _ in range(hvd.size())]
+    locals_ = [sgd(r.parameters()) for r in replicas]
+    for window in range(2):
+        start = [p.detach().clone() for p in replicas[0].parameters()]
+        for step in range(3 * window, 3 * window + 3):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            for rank, (replica, local) in enumerate(
+                zip(replicas, locals_, strict=True)
+            ):
+                local.zero_grad()
+                loss_of(replica, rank, step).backward()
+                local.step()
+        with torch.no_grad():
+            for old, *tensors in zip(
+                start, *(r.parameters() for r in replicas), strict=True
+            ):
+                new = old + reduce_tensors([t - old for t in tensors], "adasum")
+                for tensor in tensors:
+                    tensor.copy_(new)
+        check_same_everywhere(model)
+        check_equal(model, replicas[0])
+
+
+def case_exact_resume() -> None:
+    """Saved and loaded at any step, in the middle of a window too: the same bits."""
+    for op, kwargs in (
+        ("adasum-grad", {}),
+        ("adasum-delta", {}),
+        ("adasum-delta", {"local_steps": 3}),
+    ):
+        straight = model_of()
+        optimizer = distributed(straight, op, **kwargs)
+        saved = None
+        for step in range(6):
+            if step == 2:
+                saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+            optimizer.zero_grad()
+            loss_of(straight, hvd.rank(), step).backward()
+            optimizer.step()
+        resumed = model_of(1)
+        again = distributed(resumed, op, **kwargs)
+        resumed.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        for step in range(2, 6):
+            again.zero_grad()
+            loss_of(resumed, hvd.rank(), step).backward()
+            again.step()
+        for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(p, q)
+        plain = torch.optim.SGD(model_of().parameters(), 0.05, momentum=0.9)
+        plain.load_state_dict(optimizer.state_dict())
+
+
+def case_copies() -> None:
+    import pickle
+
+    for op in ("adasum-grad", "adasum-delta"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        loss_of(model, hvd.rank(), 0).backward()
+        optimizer.step()
+        both = copy.deepcopy((model, optimizer))
+        pickled = pickle.loads(pickle.dumps((model, optimizer)))
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), 1).backward()
+        optimizer.step()
+        for other_model, other in (both, pickled):
+            assert isinstance(other, type(optimizer))
+            other.zero_grad()
+            loss_of(other_model, hvd.rank(), 1).backward()
+            other.step()
+            for p, q in zip(model.parameters(), other_model.parameters(), strict=True):
+                assert torch.equal(p, q)
+
+
+def case_schedulers_groups_and_add_param_group() -> None:
+    for op in ("adasum-grad", "adasum-delta"):
+        model, extra = model_of(), nn.Linear(3, 3)
+        hvd.broadcast_parameters(extra.state_dict(), root_rank=0)
+        layers = list(model.children())
+        groups = [
+            {"params": layers[0].parameters(), "lr": 0.1},
+            {"params": [*layers[2].parameters(), *layers[4].parameters()]},
+        ]
+        optimizer = torch.optim.SGD(groups, 0.05, momentum=0.9)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(optimizer, op=op)
+        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        optimizer.add_param_group({"params": extra.parameters(), "lr": 0.2})
+        rates = []
+        for step in range(3):
+            optimizer.zero_grad()
+            images, labels = batch_of(hvd.rank(), step)
+            functional.cross_entropy(extra(model(images)), labels).backward()
+            optimizer.step()
+            before.step()
+            after.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert rates == pytest.approx([0.1 * 0.45**k for k in (1, 2, 3)])
+        check_same_everywhere(model)
+        check_same_everywhere(extra)
+
+
+def case_unused_and_frozen() -> None:
+    """A parameter that only some ranks used moves alike everywhere; one that none used, not."""
+    for op in ("adasum-grad", "adasum-delta", "average"):
+        model = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.3)
+        model[3].requires_grad_(False)
+        optimizer = torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad],
+            0.1,
+            momentum=0.9,
+            weight_decay=0.1,
+        )
+        optimizer = hvd.DistributedOptimizer(optimizer, op=op)
+        for _ in range(3):
+            optimizer.zero_grad()
+            used = [model[0]] + [model[1]] * (hvd.rank() == 0)
+            sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
+            optimizer.step()
+        check_same_everywhere(model)
+        for untouched in (model[2], model[3]):
+            assert all(
+                torch.equal(p, torch.full_like(p, 0.3)) for p in untouched.parameters()
+            )
+        for moved in (model[0], model[1]):
+            assert not any(
+                torch.equal(p, torch.full_like(p, 0.3)) for p in moved.parameters()
+            )
+
+
+def case_zero_grad() -> None:
+    for op in ("adasum-grad", "adasum-delta"):
+        for to_none in (True, False):
+            model = model_of()
+            optimizer, simulation = (
+                distributed(model, op),
+                Simulation(sgd, op, hvd.size(), model),
+            )
+            for step in range(3):
+                loss_of(model, hvd.rank(), 100 + step).backward()  # dropped
+                optimizer.zero_grad(set_to_none=to_none)
+                simulation.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                simulation.backward(step)
+                optimizer.step()
+                simulation.step()
+                optimizer.zero_grad(to_none)
+            check_same_everywhere(model)
+            check_equal(model, simulation.models[0])
+
+
+def case_groups_compression_and_buckets() -> None:
+    results = []
+    settings = [{}, {"groups": 2}, {"bucket_bytes": 1}, {"start_copy": "host"}]
+    first = None
+    for op in ("adasum-grad", "adasum-delta"):
+        for kwargs in settings:
+            model = model_of()
+            if "groups" in kwargs:
+                params = list(model.parameters())
+                kwargs = (
+                    {"groups": [params[:2], params[3:]]} if results else {"groups": 2}
+                )
+            optimizer = distributed(model, op, **kwargs)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.step()
+            results.append(
+                torch.cat([p.detach().flatten() for p in model.parameters()])
+            )
+            first = results[-1] if not kwargs else first
+            assert torch.equal(results[-1], first), "bucketing changed the result"
+        model = model_of()
+        optimizer = distributed(model, op, compression=hvd.Compression.fp16)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        check_same_everywhere(model)
+        rounded = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.testing.assert_close(rounded, first, rtol=0.02, atol=2e-3)
+        if hvd.size() > 1:
+            assert not torch.equal(rounded, first)
+            assert sum(optimizer.extra_bytes().values()) > 0
+
+
+def case_low_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for op in ("adasum-grad", "adasum-delta"):
+            model = model_of().to(dtype)
+            optimizer = distributed(model, op, lr=0.1)
+            losses = []
+            for step in range(8):
+                optimizer.zero_grad()
+                images, labels = batch_of(hvd.rank(), step % 2)
+                loss = functional.cross_entropy(model(images.to(dtype)).float(), labels)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert all(p.dtype == dtype for p in model.parameters())
+            digests = [p.detach().float() for p in model.parameters()]
+            everyone = hvd.allgather_object([d.sum().item() for d in digests])
+            assert all(e == everyone[0] for e in everyone)
+            means = np.mean(hvd.allgather_object(losses), axis=0)
+            assert means[-2:].mean() < means[:2].mean()
+
+
+def case_sparse_gradients() -> None:
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        for dense in (True, False):
+            torch.manual_seed(0)
+            table = nn.Embedding(20, 4, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), 0.1)
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, op=op, sparse_as_dense=dense
+            )
+            loss = table(torch.tensor([hvd.rank(), 5])).sum()
+            if not dense and op != "adasum-delta" and hvd.size() > 1:
+                with pytest.raises(
+                    ValueError, match=r"required a dense gradient.*sparse_as_dense=True"
+                ):
+                    loss.backward()
+                continue
+            loss.backward()
+            optimizer.step()
+            check_same_everywhere(table)
+
+
+def case_worker_local() -> None:
+    model = model_of()
+    hvd.mark_worker_local(model[4].weight)
+    optimizer = distributed(model, "adasum-delta")
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    weights = hvd.allgather_object(model[4].weight.detach().numpy())
+    assert hvd.size() == 1 or not np.array_equal(weights[0], weights[1])
+    rest = nn.ModuleList([model[0], model[2]])
+    check_same_everywhere(rest)
+    if hvd.size() > 1:
+        hvd.mark_worker_local(*model.parameters())
+        optimizer = distributed(model, "adasum-grad")
+        loss_of(model, hvd.rank(), 0).backward()
+        with pytest.raises(RuntimeError, match="replicas would drift apart"):
+            optimizer.step()
+
+
+def case_overlap() -> None:
+    results = []
+    for overlap in (False, True):
+        model = model_of()
+        optimizer = distributed(
+            model, "adasum-delta", overlap=overlap, bucket_bytes=4096
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        check_same_everywhere(model)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def closure_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> Callable:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def case_closures() -> None:
+    for op in ("adasum-grad", "adasum-delta"):
+        model = model_of()
+        optimizer, simulation = (
+            distributed(model, op),
+            Simulation(sgd, op, hvd.size(), model),
+        )
+        for step in range(3):
+            loss = optimizer.step(closure_of(model, optimizer, step))
+            assert loss.item() > 0
+            simulation.zero_grad()
+            simulation.backward(step)
+            simulation.step()
+        check_same_everywhere(model)
+        check_equal(model, simulation.models[0])
+    model = model_of()
+    lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    optimizer = hvd.DistributedOptimizer(
+        lbfgs, model.named_parameters(), op="adasum-grad"
+    )
+
+    optimizer.step(closure_of(model, optimizer, 0))
+    check_same_everywhere(model)
+
+
+def case_process_set() -> None:
+    if hvd.size() < 3:
+        return
+    pair = hvd.add_process_set([0, 2])
+    model = model_of()
+    optimizer = distributed(model, "adasum-delta", process_set=pair)
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    weights = hvd.allgather_object(model[0].weight.detach().numpy())
+    assert np.array_equal(weights[0], weights[2])
+    assert not np.array_equal(weights[0], weights[1])
+    hvd.remove_process_set(pair)
+
+
+def scaled_training(
+    model, optimizer, scaler, overflow_on: int | None, steps: int = 4
+) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if step == 1 and hvd.rank() == overflow_on:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def case_grad_scaler() -> None:
+    """One rank overflows: all skip, all shrink the scale, and training goes on as one."""
+    for op in ("adasum-grad", "adasum-delta", "average"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        scaler = hvd.GradScaler("cpu", init_scale=2.0**10)
+        scaled_training(model, optimizer, scaler, overflow_on=hvd.size() - 1)
+        check_same_everywhere(model)
+        assert all(p.isfinite().all() for p in model.parameters())
+        assert set(hvd.allgather_object(scaler.get_scale())) == {2.0**9}
+        simulation = Simulation(sgd, op, hvd.size(), model_of())
+        for step in (0, 2, 3):
+            simulation.zero_grad()
+            simulation.backward(step)
+            simulation.step()
+        check_equal(model, simulation.models[0], 1e-5)
+
+
+def case_torch_grad_scaler() -> None:
+    """torch's scaler: right after an own synchronize(), an error that names ours otherwise."""
+    for op in ("adasum-grad", "adasum-delta"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
+        if hvd.size() == 1:
+            scaler.step(optimizer)
+            continue
+        with pytest.raises(RuntimeError, match=r"use adasum_hvd\.torch\.GradScaler"):
+            scaler.step(optimizer)
+    model = model_of()
+    optimizer = distributed(model, "adasum-grad")
+    simulation = Simulation(sgd, "adasum-grad", hvd.size(), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        simulation.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        simulation.backward(step)
+        optimizer.synchronize()
+        if step != 1:
+            scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        simulation.step()
+    check_same_everywhere(model)
+    check_equal(model, simulation.models[0], 1e-5)
+
+
 def case_allgather_object() -> None:
     gathered = hvd.allgather_object({"rank": hvd.rank(), "text": "x" * hvd.rank()})
     assert [g["rank"] for g in gathered] == list(range(hvd.size()))

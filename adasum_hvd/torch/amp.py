@@ -1,0 +1,112 @@
+"""Mixed precision: one rank's overflow must count for all ranks, or the replicas part.
+
+torch's scaler looks at the gradients of its own rank. With the gradient variant that is
+right once the gradients are reduced (an infinity on one rank makes the reduced gradient
+non-finite everywhere); with the delta variant, whose gradients stay local, it never is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import Max, size
+
+from adasum_hvd.torch import ops as torch_ops
+
+_AGREED = "_adasum_scaler_agreed"
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose decisions are the same on all ranks.
+
+    A drop-in replacement: `scale`, `unscale_`, `step`, `update` and the state dict are
+    torch's. When any rank's gradients overflow, every rank skips the step (the delta
+    variant then reduces nothing new) and every rank's scale shrinks.
+
+    Example:
+        >>> scaler = hvd.GradScaler("cuda")       # doctest: +SKIP
+        >>> scaler.scale(loss).backward()         # doctest: +SKIP
+        >>> scaler.step(optimizer)                # doctest: +SKIP
+        >>> scaler.update()                       # doctest: +SKIP
+    """
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Reduce (gradient variant), unscale, and agree on overflow. Collective; blocks."""
+        variant = getattr(optimizer, "_variant", None)
+        if not self._enabled or variant is None:
+            super().unscale_(optimizer)
+            return
+        if variant == "gradient" and not optimizer._synchronized:
+            optimizer.synchronize()
+        super().unscale_(optimizer)
+        if variant == "delta":
+            self._agree(optimizer)
+
+    def _agree(self, optimizer: Any) -> None:
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        process_set = optimizer._options.process_set
+        if size() == 1 or not process_set.included():
+            return
+        local = torch.stack([flag.cpu().reshape(()) for flag in found.values()] or
+                            [torch.zeros(())]).max()  # fmt: skip
+        agreed = torch_ops.allreduce(
+            local.reshape(1), name="adasum.found_inf", op=Max, process_set=process_set
+        )
+        if not found:
+            found[torch.device("cpu")] = agreed.reshape(())
+        for flag in found.values():
+            flag.fill_(agreed.item())
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take `optimizer.step()` on all ranks or on none. Collective; blocks."""
+        if not self._enabled or getattr(optimizer, "_variant", None) is None:
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is torch.amp.grad_scaler.OptState.READY:
+            self.unscale_(optimizer)
+        setattr(optimizer, _AGREED, True)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            delattr(optimizer, _AGREED)
+
+
+def must_skip(optimizer: Any, consistent: bool) -> bool:
+    """Return whether a scaler asked this `step()` to do nothing.
+
+    Args:
+        optimizer: a distributed optimizer inside `step()`.
+        consistent: the gradients that the scaler looked at are the same on all ranks.
+
+    Raises:
+        RuntimeError: torch's own scaler decided on gradients that differ between ranks.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return False
+    if not consistent and not getattr(optimizer, _AGREED, False):
+        raise RuntimeError(
+            f"{optimizer._variant} variant on several ranks: required a scaler that agrees "
+            "over the ranks, got torch's GradScaler; use adasum_hvd.torch.GradScaler"
+            + (
+                ", or call optimizer.synchronize() before scaler.step() and step inside "
+                "optimizer.skip_synchronize()"
+                if optimizer._variant == "gradient"
+                else ""
+            )
+        )
+    if bool(found):
+        return True
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        torch._foreach_div_(gradients, scale.item())
+    # Both are dealt with; an optimizer that could use them itself must not do so again.
+    optimizer.grad_scale = optimizer.found_inf = None
+    return False

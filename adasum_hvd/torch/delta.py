@@ -1,0 +1,202 @@
+"""The delta variant: local steps, then `w = w_old + AdaSum(w_new - w_old)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from adasum_hvd.torch import amp
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
+
+_STATE_KEY = "adasum_delta"
+
+
+class DeltaOptimizer(DistributedBase):
+    """Takes the local step and reduces what it changed; parameters always hold weights."""
+
+    _variant = "delta"
+
+    def _configure(
+        self, names: dict[int, str], options: Options, compare: bool = True
+    ) -> None:
+        self._local_step = 0  # steps taken since the replicas were last equal
+        self._hooks: list[Any] = []
+        self._passes_left: dict[torch.Tensor, int] = {}
+        self._stepped: set[int] = set()  # buckets that overlap has stepped already
+        super()._configure(names, options, compare)
+
+    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+        bucket = Bucket(
+            f"weights.{index}",
+            members,
+            self._wire_dtype(members[0][1]),
+            self._options.op,
+            (1.0, 1.0),
+            self._options.process_set,
+        )
+        # The start is kept as the parameters are, not as they travel.
+        dtype = torch.promote_types(members[0][1].dtype, bucket.flat.dtype)
+        device = "cpu" if self._options.start_copy == "host" else bucket.flat.device
+        start = torch.empty(bucket.flat.shape, dtype=dtype, device=device)
+        self._starts.append(start)
+        pieces = start.split([view.numel() for view in bucket.views])
+        self._start_views.append(
+            [p.view(v.shape) for p, v in zip(pieces, bucket.views, strict=True)]
+        )
+        return bucket
+
+    def _build_buckets(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._starts: list[torch.Tensor] = []
+        self._start_views: list[list[torch.Tensor]] = []
+        super()._build_buckets()
+        self._hooks = []
+        if self._options.overlap:
+            self._index_of = {
+                p: i for i, b in enumerate(self._buckets) for p in b.params
+            }
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                for parameter in self._index_of
+            ]
+            self._reset_passes()
+
+    def _own_tensors(self) -> Iterable[torch.Tensor]:
+        return [*super()._own_tensors(), *self._starts]
+
+    # ---- overlap: a bucket is stepped as soon as its gradients are complete ----
+
+    def _reset_passes(self) -> None:
+        passes = self._options.backward_passes_per_step
+        self._passes_left = dict.fromkeys(self._index_of, passes)
+        self._missing = [len(bucket.params) for bucket in self._buckets]
+        self._stepped.clear()
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._passes_left[parameter] -= 1
+        if self._passes_left[parameter] != 0:
+            return
+        index = self._index_of[parameter]
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._keep_start(index)
+            self._step_only(set(self._buckets[index].params))
+            self._stepped.add(index)
+            self._start_reduction(index)
+
+    def _step_only(self, parameters: set[torch.Tensor]) -> None:
+        everything = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if p in parameters]
+            super().step()
+        finally:
+            for group, params in zip(self.param_groups, everything, strict=True):
+                group["params"] = params
+
+    # ---- the step ----
+
+    def _keep_start(self, index: int) -> None:
+        torch._foreach_copy_(self._start_views[index], self._buckets[index].params)
+
+    def _start_reduction(self, index: int) -> None:
+        bucket, start = self._buckets[index], self._starts[index]
+        if start.dtype == bucket.flat.dtype and start.device == bucket.flat.device:
+            torch._foreach_copy_(bucket.views, bucket.params)
+            bucket.flat.sub_(start)
+        else:
+            for view, param, old in zip(
+                bucket.views, bucket.params, self._start_views[index], strict=True
+            ):
+                view.copy_(param.to(start.dtype) - old.to(param.device))
+        bucket.start()
+
+    def _apply(self) -> None:
+        """Wait for the reduced deltas and set every parameter to start + delta."""
+        for bucket in self._buckets:
+            bucket.finish()
+        limit = self._options.clip_delta_norm
+        if limit is not None and self._buckets:
+            norms = [
+                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self._buckets
+            ]
+            norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+            for bucket in self._buckets if norm > limit else ():
+                bucket.flat.mul_(limit / norm)
+        for bucket, start, views in zip(
+            self._buckets, self._starts, self._start_views, strict=True
+        ):
+            start.add_(bucket.flat.to(start.device))
+            torch._foreach_copy_(bucket.params, views)
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> Any:
+        """Take the local step, and on every `local_steps`-th reduce and apply the change.
+
+        Collective on those steps: every rank of the process set; blocks.
+
+        Raises:
+            RuntimeError: torch's own GradScaler was used on several ranks, or there is
+                nothing to reduce.
+        """
+        self._check_something_is_reduced()
+        if self._options.overlap and self._reducing:
+            return self._overlapped_step(closure)
+        skip = amp.must_skip(self, consistent=self._alone)
+        if self._local_step == 0:
+            for index in range(len(self._buckets)):
+                self._keep_start(index)
+        result = None if skip else super().step(closure)
+        self._local_step += 1
+        if self._local_step >= self._options.local_steps:
+            self._local_step = 0
+            for index in range(len(self._buckets)):
+                self._start_reduction(index)
+            self._apply()
+        return result
+
+    def _overlapped_step(self, closure: StepClosure) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        rest = {p for group in self.param_groups for p in group["params"]}
+        for index, bucket in enumerate(self._buckets):
+            if index in self._stepped:
+                rest -= set(bucket.params)
+            else:
+                self._keep_start(index)
+        self._step_only(rest)
+        for index in range(len(self._buckets)):
+            if index not in self._stepped:
+                self._start_reduction(index)
+        self._apply()
+        self._reset_passes()
+        return result
+
+    # ---- resume inside a window of local steps ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus the start of an unfinished window of local steps."""
+        state = super().state_dict()
+        if self._local_step:
+            state[_STATE_KEY] = {
+                "local_step": self._local_step,
+                "starts": [start.clone() for start in self._starts],
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; a state dict of a plain optimizer starts a new window."""
+        state_dict = dict(state_dict)
+        window = state_dict.pop(_STATE_KEY, None)
+        super().load_state_dict(state_dict)
+        self._local_step = window["local_step"] if window else 0
+        if window:
+            for start, saved in zip(self._starts, window["starts"], strict=True):
+                start.copy_(saved)

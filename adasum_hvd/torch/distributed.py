@@ -1,0 +1,216 @@
+"""What the gradient and the delta variant of the distributed optimizer share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import global_process_set, is_initialized, rank
+
+from adasum_hvd import ops
+from adasum_hvd.torch.buckets import Bucket, NamedParameter, partition
+from adasum_hvd.torch.functions import allgather_object
+
+_LOCAL_MARK = "_adasum_worker_local"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `DistributedOptimizer` that outlive it; documented there."""
+
+    op: ops.ReduceOp
+    compression: Any = Compression.none
+    backward_passes_per_step: int = 1
+    local_steps: int = 1
+    gradient_predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: Any = global_process_set
+    start_copy: str = "device"
+    clip_delta_norm: float | None = None
+    overlap: bool = False
+    bucket_bytes: int = 16 << 20
+
+
+def mark_worker_local(*parameters: torch.Tensor) -> None:
+    """Exclude parameters from every reduction: each rank keeps and updates its own.
+
+    For parameters that exist on one rank only (tensor parallelism) or must differ.
+    Call it before `DistributedOptimizer`.
+    """
+    for parameter in parameters:
+        setattr(parameter, _LOCAL_MARK, True)
+
+
+def _is_reduced(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not getattr(parameter, _LOCAL_MARK, False)
+
+
+class DistributedBase(torch.optim.Optimizer):
+    """Buckets, names and copies; mixed in front of the user's optimizer class."""
+
+    _variant: str
+    # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
+    # `found_inf` and `grad_scale` here: see adasum_hvd/torch/amp.py.
+    _step_supports_amp_scaling = True
+
+    def _configure(
+        self, names: dict[int, str], options: Options, compare: bool = True
+    ) -> None:
+        self._names = names
+        self._options = options
+        self._compare = compare
+        included = options.process_set.included()
+        self._alone = not included or options.process_set.size() == 1
+        # A single rank goes through the buckets only where they do more than reduce.
+        self._reducing = included and (
+            not self._alone or options.clip_delta_norm is not None
+        )
+        self._buckets: list[Bucket] = []
+        self._build_buckets()
+
+    # ---- parameters and buckets ----
+
+    def _reduced_parameters(self) -> list[NamedParameter]:
+        return [
+            (self._names[id(parameter)], parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if _is_reduced(parameter)
+        ]
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        if self._options.compression is Compression.fp16:
+            return torch.float16
+        return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+    def _build_buckets(self) -> None:
+        for bucket in self._buckets:
+            bucket.close()
+        self._buckets = []
+        if not self._reducing:
+            return
+        named = self._reduced_parameters()
+        if self._compare:
+            self._compare_with_other_ranks(named)
+        options = self._options
+        lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
+        for index, members in enumerate(lists):
+            self._buckets.append(self._make_bucket(index, members))
+
+    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+        raise NotImplementedError
+
+    def _compare_with_other_ranks(self, named: Sequence[NamedParameter]) -> None:
+        mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+        theirs = allgather_object(mine, process_set=self._options.process_set)
+        for other, list_of_other in enumerate(theirs):
+            if list_of_other == theirs[0]:
+                continue
+            pairs = zip(theirs[0], list_of_other, strict=False)
+            first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            difference = (
+                f"{first[0]} on the first rank and {first[1]} on rank {other} of the "
+                "process set"
+                if first
+                else f"{len(theirs[0])} and {len(list_of_other)} parameters"
+            )
+            raise ValueError(
+                "DistributedOptimizer: required the same parameters in the same order on "
+                f"all ranks, got {difference} (this is rank {rank()}); build the model "
+                "alike, or mark what differs with mark_worker_local()"
+            )
+
+    def _check_something_is_reduced(self) -> None:
+        if self._reducing and not self._buckets:
+            raise RuntimeError(
+                "DistributedOptimizer: required parameters to reduce over "
+                f"{self._options.process_set.size()} ranks, got none that requires a "
+                "gradient and is not marked worker-local; the replicas would drift apart"
+            )
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        totals = {"device": 0, "host": 0}
+        for tensor in self._own_tensors():
+            key = "host" if tensor.device.type == "cpu" else "device"
+            totals[key] += tensor.numel() * tensor.element_size()
+        return totals
+
+    def _own_tensors(self) -> Iterable[torch.Tensor]:
+        return [bucket.flat for bucket in self._buckets]
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As torch's; the new parameters are reduced too. Collective."""
+        super().add_param_group(param_group)
+        if "_names" in self.__dict__:
+            index = len(self.param_groups) - 1
+            for j, parameter in enumerate(self.param_groups[index]["params"]):
+                self._names[id(parameter)] = f"group{index}.param{j}"
+            self._build_buckets()
+
+    # ---- the contract of Horovod's optimizer ----
+
+    def synchronize(self) -> None:
+        """Finish the reductions that backward started; see the variants."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` trust that `synchronize()` has been called, as Horovod's."""
+        yield
+
+    # ---- copies ----
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as torch's optimizers do, the distribution included."""
+        base = next(c for c in type(self).__mro__ if c.__module__ != __name__
+                    and not getattr(c, "_variant", None))  # fmt: skip
+        names = [
+            [self._names[id(parameter)] for parameter in group["params"]]
+            for group in self.param_groups
+        ]
+        state = {
+            "defaults": self.defaults,
+            "state": self.state,
+            "param_groups": self.param_groups,
+        }
+        return _restore, (base, state, names, _portable(self._options))
+
+
+def _portable(options: Options) -> dict[str, Any]:
+    """Return what of the options can leave the process: groups hold parameters."""
+    kept = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    kept["process_set"] = options.process_set.process_set_id
+    return kept
+
+
+def _restore(
+    base: type, state: dict, names: list[list[str]], kept: dict[str, Any]
+) -> Any:
+    """Undo `__reduce__`: a distributed optimizer again, or a plain one without Horovod."""
+    plain: Any = object.__new__(base)
+    plain.__setstate__(state)
+    if not is_initialized() or kept["process_set"] != 0:
+        warnings.warn(
+            f"{base.__name__}: Horovod is not initialized or the process set is not the "
+            "global one, so the copy is a plain optimizer; wrap it again",
+            stacklevel=2,
+        )
+        return plain
+    from adasum_hvd.torch.optimizer import wrap
+
+    name_of = {
+        id(parameter): name
+        for group, group_names in zip(plain.param_groups, names, strict=True)
+        for parameter, name in zip(group["params"], group_names, strict=True)
+    }
+    options = Options(**{**kept, "process_set": global_process_set})
+    return wrap(plain, name_of, options, compare=False)
+
+
+StepClosure = Callable[[], Any] | None

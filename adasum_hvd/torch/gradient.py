@@ -1,0 +1,183 @@
+"""The gradient variant: gradients are reduced, then every rank takes the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from adasum_hvd.torch import amp
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
+
+
+class GradientOptimizer(DistributedBase):
+    """Reduces gradients while backward runs; `step()` waits for the last of them."""
+
+    _variant = "gradient"
+
+    def _configure(
+        self, names: dict[int, str], options: Options, compare: bool = True
+    ) -> None:
+        self._hooks: list[Any] = []
+        self._passes_left: dict[torch.Tensor, int] = {}
+        self._bucket_of: dict[torch.Tensor, int] = {}
+        self._waiting: list[int] = []
+        self._synchronized = False
+        self._skip_synchronize = False
+        super()._configure(names, options, compare)
+
+    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+        factor = self._options.gradient_predivide_factor
+        return Bucket(
+            f"grad.{index}",
+            members,
+            self._wire_dtype(members[0][1]),
+            self._options.op,
+            (1.0 / factor, factor),
+            self._options.process_set,
+            with_flags=True,
+        )
+
+    def _build_buckets(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super()._build_buckets()
+        self._bucket_of = {
+            parameter: index
+            for index, bucket in enumerate(self._buckets)
+            for parameter in bucket.params
+        }
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in self._bucket_of
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        passes = self._options.backward_passes_per_step
+        self._passes_left = dict.fromkeys(self._bucket_of, passes)
+        self._waiting = [len(bucket.params) for bucket in self._buckets]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._synchronized = False
+        left = self._passes_left[parameter] - 1
+        if left < 0:
+            raise RuntimeError(
+                f"gradient of {self._names[id(parameter)]}: required at most "
+                f"{self._options.backward_passes_per_step} backward passes before step(), "
+                "got one more; raise backward_passes_per_step, or call step() or zero_grad()"
+            )
+        self._passes_left[parameter] = left
+        if left == 0:
+            index = self._bucket_of[parameter]
+            self._waiting[index] -= 1
+            if self._waiting[index] == 0:
+                self._start(self._buckets[index])
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.fill([self._dense(parameter) for parameter in bucket.params])
+        bucket.start()
+
+    def _dense(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
+            return gradient
+        if not self._options.sparse_as_dense:
+            raise ValueError(
+                f"gradient of {self._names[id(parameter)]}: required a dense gradient, got "
+                "a sparse one; pass sparse_as_dense=True, or make the layer with "
+                "sparse=False"
+            )
+        return gradient.to_dense()
+
+    def synchronize(self) -> None:
+        """Wait until every `.grad` holds the reduced gradient.
+
+        A gradient that is None here becomes the others' reduced gradient if any rank has
+        one, and stays None if none has, so that no rank alone moves an unused parameter.
+
+        Collective: every rank of the process set; blocks.
+        """
+        self._check_something_is_reduced()
+        for bucket in self._buckets:
+            if not bucket.in_flight:
+                self._start(bucket)
+        for bucket in self._buckets:
+            bucket.finish()
+            self._write_back(bucket)
+        self._reset()
+        self._synchronized = True
+
+    def _write_back(self, bucket: Bucket) -> None:
+        gradients, views = [], []
+        for index, parameter in enumerate(bucket.params):
+            gradient, view = parameter.grad, bucket.views[index]
+            if gradient is None:
+                if bucket.flags[index] != 0:
+                    parameter.grad = view.to(parameter.dtype, copy=True)
+            elif gradient.is_sparse:
+                dense = view.to(gradient.dtype)
+                parameter.grad = dense.to_sparse(gradient.sparse_dim())
+            else:
+                gradients.append(gradient)
+                views.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, views)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make `step()` use the gradients as they are, after an own `synchronize()`.
+
+        Example:
+            >>> opt.synchronize()                                      # doctest: +SKIP
+            >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1)  # doctest: +SKIP
+            >>> with opt.skip_synchronize():                           # doctest: +SKIP
+            ...     opt.step()
+        """
+        self._skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._skip_synchronize = False
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> Any:
+        """Take the optimizer's step with the reduced gradients. Collective; blocks.
+
+        A closure is reduced after each evaluation, so L-BFGS works too.
+
+        Raises:
+            RuntimeError: torch's own GradScaler saw gradients that were not reduced yet, or
+                there is nothing to reduce.
+        """
+        if closure is not None:
+
+            def reduced_closure() -> Any:
+                with torch.enable_grad():
+                    loss = closure()
+                self.synchronize()
+                return loss
+
+            result = super().step(reduced_closure)
+        else:
+            reduced = self._synchronized or self._skip_synchronize
+            if amp.must_skip(self, consistent=reduced or self._alone):
+                result = None
+            else:
+                if not reduced:
+                    self.synchronize()
+                result = super().step()
+        self._synchronized = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients that are being reduced are waited for and dropped."""
+        for bucket in self._buckets:
+            if bucket.in_flight:
+                bucket.finish()
+        self._reset()
+        self._synchronized = False
+        super().zero_grad(set_to_none)
