@@ -104,6 +104,8 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), op=op
     )
+    if hvd.rank() == 0:
+        print(hvd.banner(optimizer))
     batch = arguments.batch_size
     per_epoch = len(train_images) // (batch * hvd.size())
     steps = per_epoch * arguments.epochs

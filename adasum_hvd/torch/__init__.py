@@ -3,6 +3,7 @@
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
+from adasum_hvd.learning_rate import adasum_lr
 from adasum_hvd.ops import (
     Adasum,
     AdasumDelta,
@@ -17,6 +18,7 @@ from adasum_hvd.ops import (
 from adasum_hvd.torch.amp import GradScaler
 from adasum_hvd.torch.distributed import mark_worker_local
 from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.ops import (
     allreduce,
     allreduce_,
@@ -32,3 +34,4 @@ from adasum_hvd.torch.ops import (
     synchronize,
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas

@@ -1,0 +1,120 @@
+"""Are all ranks still the same model? And what is in force in this job?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.functions import allgather_object
+
+_calls: dict[int, int] = {}
+
+
+class ReplicaMismatch(RuntimeError):
+    """Replicas hold different values; the message names the first tensor and the ranks."""
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _tensors(
+    model: torch.nn.Module, optimizer: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    if optimizer is None or getattr(optimizer, "_variant", "gradient") == "delta":
+        return  # the delta variant's optimizer state is local by design
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{names.get(id(parameter), 'unnamed')}.{key}", value
+
+
+def check_replicas(
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    every: int = 1,
+    process_set: Any = mpi_ops.global_process_set,
+) -> bool:
+    """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
+
+    Args:
+        model: its parameters (worker-local ones excepted) and buffers.
+        optimizer: its state tensors too, except for the delta variant, where they differ.
+        every: do it on every k-th call for this model only, and return at once otherwise.
+        process_set: the ranks to compare.
+
+    Returns:
+        True when a comparison was made, False when this call was left out.
+
+    Raises:
+        ReplicaMismatch: on every rank; names the first tensor that differs and the ranks.
+
+    Collective: every rank of `process_set`; blocks when it compares.
+    """
+    calls = _calls[id(model)] = _calls.get(id(model), 0) + 1
+    if (calls - 1) % every:
+        return False
+    local = {
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "_adasum_worker_local", False)
+    }
+    mine = [
+        (name, _digest(tensor))
+        for name, tensor in _tensors(model, optimizer)
+        if not any(name == skip or name.startswith(f"{skip}.") for skip in local)
+    ]
+    everyone = allgather_object(mine, "adasum.check_replicas", process_set)
+    for position, expected in enumerate(everyone[0]):
+        found = [ranks[position : position + 1] for ranks in everyone]
+        different = [rank for rank, entry in enumerate(found) if entry != [expected]]
+        if different:
+            raise ReplicaMismatch(
+                f"replicas: required equal tensors on all {len(everyone)} ranks, got another "
+                f"{expected[0]} on ranks {different} than on rank 0 (this is rank "
+                f"{mpi_ops.rank()}); broadcast the parameters from rank 0, and look for data or "
+                "random numbers that differ where they must not"
+            )
+    return True
+
+
+def banner(optimizer: Any) -> str:
+    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+
+    Example:
+        >>> if hvd.rank() == 0:                       # doctest: +SKIP
+        ...     print(hvd.banner(optimizer))
+    """
+    options = optimizer._options
+    settings = torch_ops.settings()
+    backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
+    wire = sorted(
+        {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
+    )
+    extra = optimizer.extra_bytes()
+    groups = "AdaSum all the way"
+    if settings["group_op"] != "adasum":
+        size = settings["group_size"] or "a host's"
+        groups = f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
+    parts = [
+        f"adasum_hvd: {options.op.name} ({optimizer._variant} variant)",
+        f"{options.process_set.size()} ranks on {backend}",
+        groups if ops.is_adasum(options.op) else "no groups",
+        f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
+        "steps per reduction",
+        f"{' and '.join(wire) or 'nothing'} on the wire",
+        f"{settings['kernels']} kernels",
+        f"extra memory {extra['device'] / 2**20:.1f} MiB device, "
+        f"{extra['host'] / 2**20:.1f} MiB host",
+    ]
+    return "; ".join(parts)

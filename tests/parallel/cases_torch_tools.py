@@ -1,0 +1,155 @@
+"""The torch gradient reducer, the replica check and the banner, on real ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import adasum_hvd.torch as hvd
+
+
+def start() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def total(of) -> float:
+    return float(sum(of(rank) for rank in range(hvd.size())))
+
+
+def case_reducer_sums_and_means() -> None:
+    params = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16), torch.zeros(())]
+    gradients = tuple(torch.full_like(p, hvd.rank() + 1.0) for p in params)
+    for mean, degree, divisor in (
+        (True, None, hvd.size()),
+        (False, 7, 1),
+        (True, 3, 3),
+    ):
+        reducer = hvd.DistributedGradReducer(params, mean, degree)
+        reduced = reducer(gradients)
+        assert isinstance(reduced, tuple)
+        for result, given in zip(reduced, gradients, strict=True):
+            expected = torch.tensor(total(lambda r: r + 1), dtype=torch.float32)
+            expected = (expected * torch.tensor(1.0 / divisor)).to(given.dtype)
+            assert result.dtype == given.dtype
+            assert result.shape == given.shape
+            assert torch.equal(result, expected.expand(given.shape))
+        assert all(
+            torch.equal(g, torch.full_like(g, hvd.rank() + 1.0)) for g in gradients
+        )
+    single = hvd.DistributedGradReducer([params[0]])(gradients[0])
+    assert isinstance(single, torch.Tensor)
+
+
+def case_reducer_adds_float16_in_float32() -> None:
+    parameter = torch.zeros(1, dtype=torch.float16)
+    big = torch.full((1,), 40000.0, dtype=torch.float16)
+    mean = hvd.DistributedGradReducer([parameter])(big)
+    assert mean.item() == 40000.0  # a float16 sum would have overflowed
+
+
+def case_reducer_groups() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(5)]
+    params[1].layerwise_parallel = True
+    gradients = tuple(torch.full((2,), hvd.rank() + float(k)) for k in range(5))
+    plain = hvd.DistributedGradReducer(params, mean=False)(gradients)
+    assert torch.equal(plain[1], gradients[1])
+    split = hvd.DistributedGradReducer(params, mean=False, split_indices=[1, 3])
+    assert split._fusion == [1024, 1024, 1025, 1025, 1026]
+    with pytest.warns(UserWarning, match="required indices below 5"):
+        hvd.DistributedGradReducer(params, split_indices=[9])
+    for index, parameter in enumerate(params):
+        parameter.comm_fusion = index % 2
+    own = hvd.DistributedGradReducer(params, mean=False)
+    assert own._fusion == [0, 1, 0, 1, 0]
+    for results in (split(gradients), own(gradients)):
+        assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+    if hvd.size() > 2:
+        pair = hvd.add_process_set([0, 1])
+        if pair.included():
+            reducer = hvd.DistributedGradReducer(params[:1], group=pair)
+            assert torch.equal(reducer(gradients[0]), torch.full((2,), 0.5))
+        hvd.remove_process_set(pair)
+
+
+def case_reducer_sparse_and_in_place() -> None:
+    table = nn.Embedding(10, 2, sparse=True)
+    bias = nn.Parameter(torch.zeros(2))
+    unused = nn.Parameter(torch.zeros(2))
+    (table(torch.tensor([hvd.rank(), 9])) + bias).sum().backward()
+    reducer = hvd.DistributedGradReducer([table.weight, bias, unused])
+    reducer.reduce_gradients()
+    dense = table.weight.grad.to_dense()
+    assert torch.allclose(dense[9], torch.ones(2))
+    for rank in range(hvd.size()):
+        assert torch.allclose(dense[rank], torch.full((2,), 1 / hvd.size()))
+    assert torch.equal(bias.grad, torch.full((2,), 2.0))
+    assert torch.equal(unused.grad, torch.zeros(2))
+
+
+def case_reducer_refuses() -> None:
+    for degree in (0, -1, 2.0, "2"):
+        with pytest.raises(ValueError, match="degree must be larger than 0 and int"):
+            hvd.DistributedGradReducer([torch.zeros(1)], degree=degree)
+    with pytest.raises(
+        ValueError, match="required 1 gradients, one per parameter, got 2"
+    ):
+        hvd.DistributedGradReducer([torch.zeros(1)])((torch.ones(1), torch.ones(1)))
+
+
+def case_seed_example() -> None:
+    """Seed 001's documented example: loss 256."""
+    weight = nn.Parameter(torch.ones(16, 10))
+    loss = ((torch.ones(16, 16) @ weight) ** 2).mean()
+    loss.backward()
+    before = weight.grad.clone()
+    hvd.DistributedGradReducer([weight]).reduce_gradients()
+    assert loss.item() == 256.0
+    assert torch.equal(weight.grad, before)
+
+
+def case_check_replicas() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert hvd.check_replicas(model)
+    assert [hvd.check_replicas(model, every=3) for _ in range(5)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="adasum-grad")
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert hvd.check_replicas(nn.Sequential(model[0]), optimizer)
+    if hvd.size() > 1:
+        last = hvd.size() - 1
+        if hvd.rank() == last:
+            model[0].bias.data[1] += 1e-7
+        fresh = nn.Sequential(model[0])
+        with pytest.raises(
+            hvd.ReplicaMismatch, match=rf"another 0\.bias on ranks \[{last}\]"
+        ):
+            hvd.check_replicas(fresh)
+
+
+def case_banner() -> None:
+    model = nn.Linear(100, 100).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="adasum-delta", local_steps=2)
+    line = hvd.banner(optimizer)
+    assert "AdasumDelta (delta variant)" in line
+    assert f"{hvd.size()} ranks on {'MPI' if hvd.mpi_enabled() else 'Gloo'}" in line
+    assert "2 local steps" in line
+    if hvd.size() > 1:
+        assert "float32 on the wire" in line
+        assert optimizer.extra_bytes() == {"device": 0, "host": 2 * 4 * 10_100}
+    assert np.isfinite(optimizer.extra_bytes()["host"])
