@@ -31,6 +31,7 @@ private:
   struct Agreed {
     std::weak_ptr<horovod::common::Controller> controller;
     Tree tree;
+    ReduceSettings reduce;
     std::string disagreement; // why nothing can be reduced, or empty
   };
 

@@ -105,6 +105,21 @@ def case_every_dtype_and_size() -> dict[str, str]:
     return digests
 
 
+def case_bits_for_tensorflow() -> dict[str, str]:
+    """The inputs of cases_tensorflow_ops.py, whose bits must be these."""
+    digests = {}
+    for dtype in (np.float16, np.float32, np.float64):
+        digest = hashlib.sha256()
+        for size in (1, 7, 4096, 300, 4097, 100_003, 8):
+            values = np.random.default_rng([0, hvd.rank(), size]).standard_normal(size)
+            mine = torch.from_numpy(values.astype(dtype))
+            name = f"bits.{dtype.__name__}.{size}"
+            result = hvd.allreduce(mine, op=hvd.Adasum, name=name)
+            digest.update(result.numpy().tobytes())
+        digests[dtype.__name__] = digest.hexdigest()
+    return digests
+
+
 def case_fused_by_timing() -> None:
     tensors = [tensor_of(hvd.rank(), 50 + k, torch.float32, k) for k in range(60)]
     handles = [
