@@ -17,7 +17,7 @@ from adasum_hvd.ops import (
 )
 from adasum_hvd.torch.amp import GradScaler
 from adasum_hvd.torch.distributed import mark_worker_local
-from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.functions import allgather_object, broadcast_optimizer_state
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.ops import (
     allreduce,

@@ -384,6 +384,25 @@ def case_exact_resume() -> None:
         plain.load_state_dict(optimizer.state_dict())
 
 
+def case_broadcast_optimizer_state() -> None:
+    """One rank comes back from a checkpoint, the others start afresh: no step is taken."""
+    model = model_of()
+    optimizer = distributed(model, "adasum-grad", lr=0.01 * (1 + hvd.rank()))
+    if hvd.rank() == 0:
+        for p in model.parameters():
+            optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 3.0)
+    before = copy.deepcopy(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    for p in model.parameters():
+        assert torch.equal(
+            optimizer.state[p]["momentum_buffer"], torch.full_like(p, 3.0)
+        )
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ValueError, match="required a root_rank of"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=99)
+
+
 def case_copies() -> None:
     import pickle
 

@@ -1,0 +1,187 @@
+"""What the torch optimizer wrapper costs, beside the plain optimizer and Horovod's.
+
+    python benchmarks/optimizer.py                 # np 1 and 2, 1600 small and 25 M parameters
+
+Each operation of a round runs once per repetition, interleaved, after a warm-up; the figures
+are medians over repetitions of the slowest rank. "plain" is the unwrapped optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+
+
+def small_model():
+    """Return 1600 parameters of 256 elements, used one after the other."""
+    import torch
+    from torch import nn
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(
+                [nn.Parameter(torch.ones(256)) for _ in range(1600)]
+            )
+
+        def forward(self, x):
+            for scale in self.scales:
+                x = x * scale
+            return x.mean()
+
+    return Many(), torch.ones(256)
+
+
+def large_model():
+    """Return a perceptron of 25 M parameters."""
+    import torch
+    from torch import nn
+
+    layers = [nn.Linear(2048, 2048) for _ in range(6)]
+    return nn.Sequential(*layers), torch.ones(8, 2048)
+
+
+MODELS: dict[str, Callable] = {"1600 x 256": small_model, "25 M": large_model}
+
+
+def contenders(model_name: str):
+    """Return (model, input, optimizer) by name, every one with a model of its own."""
+    import horovod.torch as horovod_torch
+    import torch
+
+    import adasum_hvd.torch as hvd
+
+    def one(wrap: Callable):
+        model, inputs = MODELS[model_name]()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
+        return model, inputs, wrap(optimizer, model)
+
+    named = {
+        "plain": lambda opt, model: opt,
+        "Horovod Average": lambda opt, model: horovod_torch.DistributedOptimizer(
+            opt, model.named_parameters(), op=horovod_torch.Average
+        ),
+    }
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        named[op] = lambda opt, model, op=op: hvd.DistributedOptimizer(
+            opt, model.named_parameters(prefix=op), op=op
+        )
+    return {name: one(wrap) for name, wrap in named.items()}
+
+
+def rank_main(model_name: str, repetitions: int, output: Path) -> None:
+    """Measure on this rank; rank 0 writes the slowest rank's times."""
+    import torch
+
+    import adasum_hvd.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    runs = contenders(model_name)
+    times: dict[str, dict[str, list[float]]] = {
+        name: {"total": [], "step": []} for name in runs
+    }
+    for repetition in range(-3, repetitions):
+        for name, (model, inputs, optimizer) in runs.items():
+            optimizer.zero_grad()
+            hvd.barrier()
+            started = time.perf_counter()
+            model(inputs).mean().backward()
+            before_step = time.perf_counter()
+            optimizer.step()
+            ended = time.perf_counter()
+            if repetition >= 0:
+                times[name]["total"].append(ended - started)
+                times[name]["step"].append(ended - before_step)
+    everyone = hvd.allgather_object(times)
+    if hvd.rank() == 0:
+        slowest = {
+            name: {
+                kind: [
+                    max(v) for v in zip(*(r[name][kind] for r in everyone), strict=True)
+                ]
+                for kind in ("total", "step")
+            }
+            for name in runs
+        }
+        output.write_text(json.dumps(slowest))
+
+
+def launch(ranks: int, model_name: str, repetitions: int) -> dict:
+    """Run one job and return what its rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "out.json")
+        words = [
+            str(BIN / "horovodrun"),
+            "-np",
+            str(ranks),
+            "--gloo",
+            sys.executable,
+            __file__,
+        ]
+        words += ["--rank", model_name, str(repetitions), str(output)]
+        variables = {
+            **os.environ,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        done = subprocess.run(
+            words, env=variables, capture_output=True, text=True, check=False
+        )
+        if not output.exists():
+            raise RuntimeError((done.stdout + done.stderr)[-3000:])
+        return json.loads(output.read_text())
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), choices=list(MODELS)
+    )
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("build/optimizer.json"))
+    arguments = parser.parse_args()
+    rows = []
+    print(
+        f"{'model':12s} ranks {'optimizer':16s}  total ms  / plain  / Horovod   step ms  / plain"
+    )
+    for model_name in arguments.models:
+        for ranks in arguments.ranks:
+            times = launch(ranks, model_name, arguments.repetitions)
+            rows.append({"model": model_name, "ranks": ranks, "times": times})
+            medians = {
+                name: {kind: statistics.median(values) for kind, values in of.items()}
+                for name, of in times.items()
+            }
+            plain, horovod = medians["plain"], medians["Horovod Average"]
+            for name, of in medians.items():
+                print(
+                    f"{model_name:12s} {ranks:5d} {name:16s} {of['total'] * 1e3:9.2f}"
+                    f" {of['total'] / plain['total']:7.2f}x {of['total'] / horovod['total']:8.2f}x"
+                    f" {of['step'] * 1e3:9.2f} {of['step'] / plain['step']:7.2f}x",
+                    flush=True,
+                )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
