@@ -110,7 +110,9 @@ class Bucket:
         torch_ops.synchronize(handle)
 
     def close(self) -> None:
-        """Forget the bucket's segments in the op."""
+        """Wait for a reduction that is under way, and forget the segments in the op."""
+        if self.in_flight:
+            self.finish()
         if ops.is_adasum(self._op):
             binding.forget_segments(torch_ops.LIBRARY, self._entry)
 

@@ -144,7 +144,8 @@ class DeltaOptimizer(DistributedBase):
             RuntimeError: torch's own GradScaler was used on several ranks, or there is
                 nothing to reduce.
         """
-        self._check_something_is_reduced()
+        if self._local_step == 0:
+            self._follow_parameters()
         if self._options.overlap and self._reducing:
             return self._overlapped_step(closure)
         skip = amp.must_skip(self, consistent=self._alone)

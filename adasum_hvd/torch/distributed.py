@@ -93,6 +93,7 @@ class DistributedBase(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
+        self._in_buckets: set[torch.Tensor] = set()
         if not self._reducing:
             return
         named = self._reduced_parameters()
@@ -102,6 +103,7 @@ class DistributedBase(torch.optim.Optimizer):
         lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
         for index, members in enumerate(lists):
             self._buckets.append(self._make_bucket(index, members))
+            self._in_buckets.update(parameter for _, parameter in members)
 
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
         raise NotImplementedError
@@ -126,8 +128,28 @@ class DistributedBase(torch.optim.Optimizer):
                 "alike, or mark what differs with mark_worker_local()"
             )
 
-    def _check_something_is_reduced(self) -> None:
-        if self._reducing and not self._buckets:
+    def _follow_parameters(self) -> None:
+        """Rebuild the buckets when parameters were (un)frozen or replaced since.
+
+        Every rank runs the same program, so every rank comes to the same conclusion.
+
+        Raises:
+            RuntimeError: there is nothing to reduce on several ranks.
+        """
+        if not self._reducing:
+            return
+        current = {
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if _is_reduced(parameter)
+        }
+        if current != self._in_buckets:
+            for index, group in enumerate(self.param_groups):
+                for j, parameter in enumerate(group["params"]):
+                    self._names.setdefault(id(parameter), f"group{index}.param{j}")
+            self._build_buckets()
+        if not self._buckets:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to reduce over "
                 f"{self._options.process_set.size()} ranks, got none that requires a "

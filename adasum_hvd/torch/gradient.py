@@ -101,7 +101,7 @@ class GradientOptimizer(DistributedBase):
 
         Collective: every rank of the process set; blocks.
         """
-        self._check_something_is_reduced()
+        self._follow_parameters()
         for bucket in self._buckets:
             if not bucket.in_flight:
                 self._start(bucket)

@@ -483,6 +483,22 @@ def case_unused_and_frozen() -> None:
             )
 
 
+def case_unfreezing_later() -> None:
+    """Fine-tuning: a layer that is unfrozen after the wrapping is reduced from then on."""
+    for op in ("adasum-grad", "adasum-delta"):
+        model = model_of()
+        model[0].requires_grad_(False)
+        optimizer = distributed(model, op)
+        for step in range(4):
+            if step == 2:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            check_same_everywhere(model)
+        assert not torch.equal(model[0].weight, model_of()[0].weight)
+
+
 def case_zero_grad() -> None:
     for op in ("adasum-grad", "adasum-delta"):
         for to_none in (True, False):
