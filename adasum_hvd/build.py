@@ -422,7 +422,12 @@ def install(wheel: Path) -> None:
     """Install `wheel` into this environment with pip, in place of any other Horovod."""
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     wanted = f"{wheel} {wheel.stat().st_mtime_ns}"
-    if stamp.exists() and stamp.read_text() == wanted and _version_of("horovod"):
+    ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
+    if (
+        stamp.exists()
+        and stamp.read_text() == wanted
+        and _version_of("horovod") == ours
+    ):
         return
     command = [
         sys.executable,

@@ -47,7 +47,7 @@ private:
   void SolveSharedTensors();
   // 4. ill-conditioned tensors: the tree walked on vectors instead of the Gram matrix
   void SolveExplicitly(const std::set<int>& tensors, bool shared);
-  void EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels,
+  void EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels, double scale,
                      const std::vector<double>& leaves, const ExplicitTree& sides);
   Payload LevelSums(const Run& run, size_t level, const ExplicitTree& sides);
   // 5. combine
@@ -404,14 +404,14 @@ void Reduction::SolveExplicitly(const std::set<int>& tensors, bool shared) {
 }
 
 // Leaves in nodes_[i], for i the smallest rank of a node, that node's vector after `levels` levels, scaled
-// by the tensor's power of two.
-void Reduction::EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels,
+// by `scale`.
+void Reduction::EvaluateNodes(const Run& run, int64_t position, int64_t n, size_t levels, double scale,
                               const std::vector<double>& leaves, const ExplicitTree& sides) {
   nodes_.resize(size_, std::vector<double>(kBlockElements));
   std::vector<const void*> vectors(size_);
   PointAt(run, position, vectors);
   for (int rank = 0; rank < size_; ++rank) {
-    kernels_.widen[type_](vectors[rank], n, tensor_scales_[run.tensor] * leaves[rank], nodes_[rank].data());
+    kernels_.widen[type_](vectors[rank], n, scale * leaves[rank], nodes_[rank].data());
   }
   for (size_t level = 0; level < levels; ++level) {
     for (int merge : tree_.levels[level]) {
@@ -430,7 +430,7 @@ Reduction::Payload Reduction::LevelSums(const Run& run, size_t level, const Expl
   Payload sums(3 * merges.size());
   for (int64_t position = 0; position < run.count; position += kBlockElements) {
     const int64_t n = std::min(kBlockElements, run.count - position);
-    EvaluateNodes(run, position, n, level, tree_.leaf_weights, sides);
+    EvaluateNodes(run, position, n, level, tensor_scales_[run.tensor], tree_.leaf_weights, sides);
     for (size_t k = 0; k < merges.size(); ++k) {
       const Merge& merge = tree_.merges[merges[k]];
       const void* both[] = {nodes_[tree_.members[merge.left].front()].data(),
@@ -467,13 +467,14 @@ void Reduction::Combine(int64_t begin, int64_t end) {
       char* to = replicate_ ? Output(run) + position * element_bytes_
                             : result_[rank_] + (run.offset + position) * element_bytes_;
       if (walked != explicit_.end()) {
-        EvaluateNodes(run, position, n, tree_.levels.size(), tree_.leaf_weights, walked->second);
+        EvaluateNodes(run, position, n, tree_.levels.size(), tensor_scales_[run.tensor], tree_.leaf_weights,
+                      walked->second);
         kernels_.narrow[type_](nodes_[0].data(), n, scale_ / tensor_scales_[run.tensor], to);
       } else if (type_ == kFloat64 && size_ > 3) {
         // In the order of ranks 3/4 x may round where x does not; in the order of the tree only powers of
         // two of identical inputs occur.
-        EvaluateNodes(run, position, n, tree_.levels.size(), c, plain_sum_);
-        kernels_.narrow[type_](nodes_[0].data(), n, 1.0 / tensor_scales_[run.tensor], to);
+        EvaluateNodes(run, position, n, tree_.levels.size(), 1.0, c, plain_sum_);
+        kernels_.narrow[type_](nodes_[0].data(), n, 1.0, to);
       } else {
         PointAt(run, position, vectors);
         kernels_.combine[type_](vectors.data(), c.data(), size_, n, to);

@@ -37,10 +37,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or variant is None:
             super().unscale_(optimizer)
             return
+        refuse_with_overlap(optimizer, scaled=True)
         if variant == "gradient" and not optimizer._synchronized:
             optimizer.synchronize()
         super().unscale_(optimizer)
-        if variant == "delta":
+        # Reduced gradients are the same everywhere; local ones are not.
+        if variant == "delta" or optimizer._any_worker_local:
             self._agree(optimizer)
 
     def _agree(self, optimizer: Any) -> None:
@@ -70,6 +72,20 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             delattr(optimizer, _AGREED)
+
+
+def refuse_with_overlap(optimizer: Any, scaled: bool = False) -> None:
+    """Raise when a scaler meets overlap=True, whose steps use gradients as they come.
+
+    Raises:
+        RuntimeError: `scaled`, or a scaler called this `step()`, and overlap is on.
+    """
+    scaled = scaled or getattr(optimizer, "found_inf", None) is not None
+    if scaled and optimizer._options.overlap:
+        raise RuntimeError(
+            "overlap=True: required training without a gradient scaler, got one; scaled "
+            "gradients would be applied during backward, so pass overlap=False"
+        )
 
 
 def must_skip(optimizer: Any, consistent: bool) -> bool:

@@ -19,18 +19,16 @@ class DeltaOptimizer(DistributedBase):
 
     _variant = "delta"
 
-    def _configure(
-        self, names: dict[int, str], options: Options, compare: bool = True
-    ) -> None:
+    def _configure(self, names: dict[int, str], options: Options) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
         self._hooks: list[Any] = []
         self._passes_left: dict[torch.Tensor, int] = {}
         self._stepped: set[int] = set()  # buckets that overlap has stepped already
-        super()._configure(names, options, compare)
+        super()._configure(names, options)
 
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
         bucket = Bucket(
-            f"weights.{index}",
+            f"weights.{self._instance}.{index}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
@@ -49,6 +47,13 @@ class DeltaOptimizer(DistributedBase):
         return bucket
 
     def _build_buckets(self) -> None:
+        if self._local_step or self._stepped:
+            raise RuntimeError(
+                "DistributedOptimizer: required parameters to change between reductions, got "
+                f"a change {self._local_step} local steps into a window"
+                + (" and after an overlapped backward" if self._stepped else "")
+                + "; call step() until the window is complete first"
+            )
         for hook in self._hooks:
             hook.remove()
         self._starts: list[torch.Tensor] = []
@@ -59,10 +64,7 @@ class DeltaOptimizer(DistributedBase):
             self._index_of = {
                 p: i for i, b in enumerate(self._buckets) for p in b.params
             }
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                for parameter in self._index_of
-            ]
+            self._hooks = [self._hook(parameter) for parameter in self._index_of]
             self._reset_passes()
 
     def _own_tensors(self) -> Iterable[torch.Tensor]:
@@ -79,7 +81,13 @@ class DeltaOptimizer(DistributedBase):
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._passes_left[parameter] -= 1
-        if self._passes_left[parameter] != 0:
+        if self._passes_left[parameter] < 0:
+            raise RuntimeError(
+                f"gradient of {self._names[id(parameter)]}: required at most "
+                f"{self._options.backward_passes_per_step} backward passes before step() with "
+                "overlap=True, got one more; raise backward_passes_per_step, or call step()"
+            )
+        if self._passes_left[parameter] > 0:
             return
         index = self._index_of[parameter]
         self._missing[index] -= 1
@@ -161,7 +169,23 @@ class DeltaOptimizer(DistributedBase):
             self._apply()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's.
+
+        Raises:
+            RuntimeError: overlap has already stepped with these gradients.
+        """
+        if self._stepped:
+            raise RuntimeError(
+                "zero_grad(): required step() after a backward pass with overlap=True, got "
+                "none; the gradients have been applied already and cannot be dropped"
+            )
+        if self._options.overlap and self._reducing:
+            self._reset_passes()
+        super().zero_grad(set_to_none)
+
     def _overlapped_step(self, closure: StepClosure) -> Any:
+        amp.refuse_with_overlap(self)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,6 +203,16 @@ class DeltaOptimizer(DistributedBase):
         self._apply()
         self._reset_passes()
         return result
+
+    def __reduce__(self) -> Any:
+        """As the base's; not inside a window of local steps, where only state_dict will do."""
+        if self._local_step:
+            raise RuntimeError(
+                "copying a DistributedOptimizer: required a complete window of local_steps, got "
+                f"{self._local_step} of {self._options.local_steps}; use state_dict(), which "
+                "holds the window's start"
+            )
+        return super().__reduce__()
 
     # ---- resume inside a window of local steps ----
 
@@ -201,3 +235,7 @@ class DeltaOptimizer(DistributedBase):
         if window:
             for start, saved in zip(self._starts, window["starts"], strict=True):
                 start.copy_(saved)
+
+
+# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
+DeltaOptimizer.step.hooked = True

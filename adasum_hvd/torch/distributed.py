@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from adasum_hvd.torch.buckets import Bucket, NamedParameter, partition
 from adasum_hvd.torch.functions import allgather_object
 
 _LOCAL_MARK = "_adasum_worker_local"
+_instances = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,11 @@ class DistributedBase(torch.optim.Optimizer):
     # `found_inf` and `grad_scale` here: see adasum_hvd/torch/amp.py.
     _step_supports_amp_scaling = True
 
-    def _configure(
-        self, names: dict[int, str], options: Options, compare: bool = True
-    ) -> None:
+    def _configure(self, names: dict[int, str], options: Options) -> None:
         self._names = names
         self._options = options
-        self._compare = compare
+        self._instance = next(_instances)
+        self._any_worker_local = False  # on any rank
         included = options.process_set.included()
         self._alone = not included or options.process_set.size() == 1
         # A single rank goes through the buckets only where they do more than reduce.
@@ -97,20 +99,44 @@ class DistributedBase(torch.optim.Optimizer):
         if not self._reducing:
             return
         named = self._reduced_parameters()
-        if self._compare:
-            self._compare_with_other_ranks(named)
+        self._compare_with_other_ranks(named)
         options = self._options
         lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
         for index, members in enumerate(lists):
             self._buckets.append(self._make_bucket(index, members))
             self._in_buckets.update(parameter for _, parameter in members)
 
+    def _hook(self, parameter: torch.Tensor) -> Any:
+        """Call `_on_gradient` after each backward, without keeping the optimizer alive."""
+        reference = weakref.ref(self)
+
+        def on_gradient(ready: torch.Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._on_gradient(ready)
+
+        return parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        raise NotImplementedError
+
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
         raise NotImplementedError
 
     def _compare_with_other_ranks(self, named: Sequence[NamedParameter]) -> None:
         mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
-        theirs = allgather_object(mine, process_set=self._options.process_set)
+        has_local = any(
+            getattr(parameter, _LOCAL_MARK, False)
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+        gathered = allgather_object(
+            (mine, self._instance, has_local), process_set=self._options.process_set
+        )
+        theirs, instances, local = zip(*gathered, strict=True)
+        # A number of its own in the buckets' names keeps optimizers of one job apart.
+        self._instance = max(instances)
+        self._any_worker_local = any(local)
         for other, list_of_other in enumerate(theirs):
             if list_of_other == theirs[0]:
                 continue
@@ -189,7 +215,10 @@ class DistributedBase(torch.optim.Optimizer):
     # ---- copies ----
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as torch's optimizers do, the distribution included."""
+        """Copy and pickle as torch's optimizers do, the distribution included.
+
+        Collective, as the constructor: every rank copies or unpickles.
+        """
         base = next(c for c in type(self).__mro__ if c.__module__ != __name__
                     and not getattr(c, "_variant", None))  # fmt: skip
         names = [
@@ -232,7 +261,7 @@ def _restore(
         for parameter, name in zip(group["params"], group_names, strict=True)
     }
     options = Options(**{**kept, "process_set": global_process_set})
-    return wrap(plain, name_of, options, compare=False)
+    return wrap(plain, name_of, options)
 
 
 StepClosure = Callable[[], Any] | None

@@ -62,7 +62,56 @@ def broadcast_optimizer_state(
         raise ValueError(
             f"broadcast_optimizer_state: required a root_rank of {list(ranks)}, got {root_rank}"
         )
-    mine = optimizer.state_dict() if mpi_ops.rank() == root_rank else None
-    states = allgather_object(mine, "adasum.optimizer_state", process_set)
-    if mpi_ops.rank() != root_rank:
-        optimizer.load_state_dict(states[list(ranks).index(root_rank)])
+    root = list(ranks).index(root_rank)
+    is_root = mpi_ops.rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    outline = _outline(optimizer.state_dict(), tensors) if is_root else None
+    shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+    gathered = allgather_object(
+        (outline, shapes), "adasum.optimizer_state", process_set
+    )
+    outline, shapes = gathered[root]
+    # One tensor at a time, through the host: a pickle of everything may pass MPI's 2 GiB.
+    received = []
+    for index, (shape, dtype) in enumerate(shapes):
+        copy = (
+            tensors[index].cpu().contiguous()
+            if is_root
+            else torch.empty(shape, dtype=dtype)
+        )
+        mpi_ops.broadcast_(
+            copy,
+            root_rank,
+            name=f"adasum.optimizer_state.{index}",
+            process_set=process_set,
+        )
+        received.append(copy)
+    if not is_root:
+        optimizer.load_state_dict(_fill(outline, received))
+
+
+class _Place(int):
+    """Where a tensor was in an outline: its index in the list of tensors."""
+
+
+def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `value` with every tensor replaced by its place, and append it to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Undo :func:`_outline`."""
+    if isinstance(value, _Place):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {key: _fill(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_fill(item, tensors) for item in value)
+    return value

@@ -7,9 +7,9 @@ References:
 
 from __future__ import annotations
 
-import collections
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from horovod.torch import mpi_ops
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
-_reducers: dict[int, itertools.count] = collections.defaultdict(itertools.count)
+_reducers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _fusion_groups(
@@ -85,8 +85,8 @@ class DistributedGradReducer:
             )
         self._factor = 1.0 / degree if mean else None
         self._fusion = _fusion_groups(self._parameters, fusion_type, split_indices)
-        set_id = self._group.process_set_id
-        self._name = f"grad_reducer.{set_id}.{next(_reducers[set_id])}"
+        count = _reducers.setdefault(self._group, itertools.count())
+        self._name = f"grad_reducer.{self._group.process_set_id}.{next(count)}"
 
     def __call__(self, gradients: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Return the reduced gradients: a tensor for a tensor, a tuple for a sequence.
@@ -155,7 +155,8 @@ class DistributedGradReducer:
     def reduce_gradients(self) -> None:
         """Reduce every parameter's `.grad` in place. Collective; blocks.
 
-        A gradient that is None counts as zeros, and then exists on this rank too.
+        A gradient that is None counts as dense zeros, and then exists on this rank too; a
+        sparse gradient must exist on every rank.
         """
         for parameter in self._parameters:
             if parameter.grad is None:

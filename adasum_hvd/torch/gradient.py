@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from adasum_hvd import ops
 from adasum_hvd.torch import amp
+from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 
@@ -18,21 +20,20 @@ class GradientOptimizer(DistributedBase):
 
     _variant = "gradient"
 
-    def _configure(
-        self, names: dict[int, str], options: Options, compare: bool = True
-    ) -> None:
+    def _configure(self, names: dict[int, str], options: Options) -> None:
         self._hooks: list[Any] = []
         self._passes_left: dict[torch.Tensor, int] = {}
         self._bucket_of: dict[torch.Tensor, int] = {}
         self._waiting: list[int] = []
         self._synchronized = False
         self._skip_synchronize = False
-        super()._configure(names, options, compare)
+        self._touched = False  # a gradient has come since the last step or zero_grad
+        super()._configure(names, options)
 
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
         factor = self._options.gradient_predivide_factor
         return Bucket(
-            f"grad.{index}",
+            f"grad.{self._instance}.{index}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
@@ -44,25 +45,39 @@ class GradientOptimizer(DistributedBase):
     def _build_buckets(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._drain()
         super()._build_buckets()
         self._bucket_of = {
             parameter: index
             for index, bucket in enumerate(self._buckets)
             for parameter in bucket.params
         }
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in self._bucket_of
-        ]
+        self._hooks = [self._hook(parameter) for parameter in self._bucket_of]
         self._reset()
 
     def _reset(self) -> None:
         passes = self._options.backward_passes_per_step
         self._passes_left = dict.fromkeys(self._bucket_of, passes)
         self._waiting = [len(bucket.params) for bucket in self._buckets]
+        self._touched = False
+
+    def _drain(self) -> None:
+        """Finish what backward started. Collective after a backward pass.
+
+        Where ranks used different parameters, a bucket may be under way on one rank and not
+        on another: all ranks start what they have not, or the first would wait for ever.
+        """
+        if not self._touched:
+            return
+        for bucket in self._buckets:
+            if not bucket.in_flight:
+                self._start(bucket)
+        for bucket in self._buckets:
+            bucket.finish()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._synchronized = False
+        self._touched = True
         left = self._passes_left[parameter] - 1
         if left < 0:
             raise RuntimeError(
@@ -147,21 +162,24 @@ class GradientOptimizer(DistributedBase):
     def step(self, closure: StepClosure = None) -> Any:
         """Take the optimizer's step with the reduced gradients. Collective; blocks.
 
-        A closure is reduced after each evaluation, so L-BFGS works too.
+        After each evaluation of a closure its gradients are reduced and its loss averaged, so
+        that L-BFGS comes to the same decisions on all ranks. Returns the first local loss.
 
         Raises:
             RuntimeError: torch's own GradScaler saw gradients that were not reduced yet, or
                 there is nothing to reduce.
         """
         if closure is not None:
+            losses: list[Any] = []
 
             def reduced_closure() -> Any:
                 with torch.enable_grad():
-                    loss = closure()
+                    losses.append(closure())
                 self.synchronize()
-                return loss
+                return self._mean_loss(losses[-1])
 
-            result = super().step(reduced_closure)
+            super().step(reduced_closure)
+            result = losses[0] if losses else None
         else:
             reduced = self._synchronized or self._skip_synchronize
             if amp.must_skip(self, consistent=reduced or self._alone):
@@ -173,11 +191,28 @@ class GradientOptimizer(DistributedBase):
         self._synchronized = False
         return result
 
+    def _mean_loss(self, loss: Any) -> Any:
+        """Return the loss that all ranks see: a line search must not part them."""
+        if self._alone or loss is None:
+            return loss
+        local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
+        return torch_ops.allreduce(
+            local,
+            name=f"adasum.loss.{self._instance}",
+            op=ops.Average,
+            process_set=self._options.process_set,
+        ).reshape(())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Gradients that are being reduced are waited for and dropped."""
-        for bucket in self._buckets:
-            if bucket.in_flight:
-                bucket.finish()
+        """As torch's. Gradients that are being reduced are waited for and dropped.
+
+        Collective where a backward pass has not been followed by `step()`.
+        """
+        self._drain()
         self._reset()
         self._synchronized = False
         super().zero_grad(set_to_none)
+
+
+# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
+GradientOptimizer.step.hooked = True

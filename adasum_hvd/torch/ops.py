@@ -8,9 +8,9 @@ on `mpi_ops._handle_map` and on the names of the library's functions, as they ar
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +20,7 @@ from horovod.torch.compression import Compression
 
 from adasum_hvd import binding as _binding
 from adasum_hvd import ops, topology
+from adasum_hvd.torch.functions import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 DELTA_PREFIX = "adasum.delta/"
@@ -29,7 +30,7 @@ _ADASUM = int(ops.Adasum)
 _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
 # leaves a rank out; these counts are per process set.
-_nameless: dict[int, itertools.count] = collections.defaultdict(itertools.count)
+_nameless: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def init(
@@ -48,8 +49,7 @@ def init(
 
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
-        ValueError: a setting is invalid.
-        HorovodInternalError: the ranks' settings differ; raised on every rank.
+        ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
 
     Collective: every rank calls it; blocks until all have.
     """
@@ -58,9 +58,24 @@ def init(
     mpi_ops.init(*args, **kwargs)
     _carried.clear()
     _nameless.clear()
-    if settings()["op"] == "on":
-        # The ranks compare their settings in the first reduction: have it now.
-        allreduce_(torch.zeros(1), name="adasum.init", op=ops.Adasum)
+    _compare_settings()
+
+
+def _compare_settings() -> None:
+    """Raise on every rank when the ranks' settings differ; needs no AdaSum to find out."""
+    mine = {
+        k: v for k, v in settings().items() if k != "kernels"
+    }  # those give the same bits
+    theirs = allgather_object(mine, "adasum.settings")
+    for rank, other in enumerate(theirs):
+        different = [name for name in other if other[name] != theirs[0][name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got "
+                f"{name}={other[name]} on rank {rank} and {theirs[0][name]} on rank 0 (this is "
+                f"rank {mpi_ops.rank()}); export them on every host"
+            )
 
 
 def settings() -> dict[str, object]:
@@ -129,8 +144,8 @@ def _enqueue(
     float32 copy; `synchronize` copies the result to where it belongs.
     """
     if name is None:
-        set_id = process_set.process_set_id
-        name = f"adasum.noname.{set_id}.{next(_nameless[set_id])}"
+        count = _nameless.setdefault(process_set, itertools.count())
+        name = f"adasum.noname.{process_set.process_set_id}.{next(count)}"
     if op is ops.AdasumDelta:
         name = DELTA_PREFIX + name
     sent, received, carried = tensors, outputs, []

@@ -78,6 +78,10 @@ def _checked_options(options: Options, delta: bool) -> None:
             raise ValueError(
                 f"{name}: required op=AdasumDelta, got op={options.op.name}"
             )
+    if options.op in (ops.Min, ops.Product):
+        raise ValueError(
+            f"op: required average, sum, max or an AdaSum variant, got {options.op.name}"
+        )
     if options.gradient_predivide_factor != 1.0 and options.op is not ops.Average:
         raise ValueError(
             f"gradient_predivide_factor: required op=Average, got op={options.op.name}"
@@ -111,7 +115,6 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
     options: Options,
-    compare: bool = True,
 ) -> Any:
     """Return `optimizer`'s state in an instance of the variant that the op asks for."""
     variant = DeltaOptimizer if options.op is ops.AdasumDelta else GradientOptimizer
@@ -123,7 +126,7 @@ def wrap(
     distributed.__dict__.update(optimizer.__dict__)
     # A scheduler made before this call has wrapped the old object's step().
     distributed.__dict__.pop("step", None)
-    distributed._configure(names, options, compare)
+    distributed._configure(names, options)
     return distributed
 
 

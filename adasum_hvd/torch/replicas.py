@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from adasum_hvd import ops
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.functions import allgather_object
 
-_calls: dict[int, int] = {}
+_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model
 
 
 class ReplicaMismatch(RuntimeError):
@@ -61,7 +62,7 @@ def check_replicas(
 
     Collective: every rank of `process_set`; blocks when it compares.
     """
-    calls = _calls[id(model)] = _calls.get(id(model), 0) + 1
+    calls = _calls[model] = _calls.get(model, 0) + 1
     if (calls - 1) % every:
         return False
     local = {
@@ -75,9 +76,10 @@ def check_replicas(
         if not any(name == skip or name.startswith(f"{skip}.") for skip in local)
     ]
     everyone = allgather_object(mine, "adasum.check_replicas", process_set)
-    for position, expected in enumerate(everyone[0]):
+    longest = max(everyone, key=len)
+    for position, expected in enumerate(longest):
         found = [ranks[position : position + 1] for ranks in everyone]
-        different = [rank for rank, entry in enumerate(found) if entry != [expected]]
+        different = [rank for rank, entry in enumerate(found) if entry != found[0]]
         if different:
             raise ReplicaMismatch(
                 f"replicas: required equal tensors on all {len(everyone)} ranks, got another "

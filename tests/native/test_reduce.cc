@@ -302,6 +302,12 @@ void IdenticalInputsComeBackBitForBit() {
   }
 }
 
+void WideRangeInOneFloat64Tensor() {
+  const Maker wide = [](int, size_t, int64_t k) { return k % 2 == 0 ? 1e200 : 1e-200; };
+  const std::vector<Tensors> tensors = MakeTensors(4, {64}, kFloat64, wide);
+  Check(ReduceAll(tensors, For(4, kFloat64)) == tensors[0].bytes, "small elements were flushed");
+}
+
 void OrthogonalInputsAddUp() {
   const int ranks = 5;
   const Maker disjoint = [](int rank, size_t tensor, int64_t k) {
@@ -556,6 +562,7 @@ int main() {
       {"agrees with the float64 tree", AgreesWithTheFloat64Tree},
       {"same bits in every form", SameBitsInEveryForm},
       {"identical inputs come back bit for bit", IdenticalInputsComeBackBitForBit},
+      {"wide range in one float64 tensor", WideRangeInOneFloat64Tensor},
       {"orthogonal inputs add up", OrthogonalInputsAddUp},
       {"twice the other gives one and a half", TwiceTheOtherGivesOneAndAHalf},
       {"zero is neutral", ZeroIsNeutral},
