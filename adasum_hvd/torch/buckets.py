@@ -62,14 +62,9 @@ class Bucket:
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
         prefix = torch_ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
         self._entry = f"allreduce.{prefix}{self._name}"
-        self._segments = [*sizes, *[1] * flags]
         if ops.is_adasum(op):
-            binding.register_segments(torch_ops.LIBRARY, self._entry, self._segments)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the flat tensor."""
-        return self.flat.numel() * self.flat.element_size()
+            segments = [*sizes, *[1] * flags]
+            binding.register_segments(torch_ops.LIBRARY, self._entry, segments)
 
     @property
     def in_flight(self) -> bool:

@@ -78,9 +78,9 @@ class DistributedBase(torch.optim.Optimizer):
 
     # ---- parameters and buckets ----
 
-    def _reduced_parameters(self) -> list[NamedParameter]:
+    def _reduced_parameters(self) -> list[torch.Tensor]:
         return [
-            (self._names[id(parameter)], parameter)
+            parameter
             for group in self.param_groups
             for parameter in group["params"]
             if _is_reduced(parameter)
@@ -98,7 +98,7 @@ class DistributedBase(torch.optim.Optimizer):
         self._in_buckets: set[torch.Tensor] = set()
         if not self._reducing:
             return
-        named = self._reduced_parameters()
+        named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
         self._compare_with_other_ranks(named)
         options = self._options
         lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
@@ -164,13 +164,7 @@ class DistributedBase(torch.optim.Optimizer):
         """
         if not self._reducing:
             return
-        current = {
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if _is_reduced(parameter)
-        }
-        if current != self._in_buckets:
+        if set(self._reduced_parameters()) != self._in_buckets:
             for index, group in enumerate(self.param_groups):
                 for j, parameter in enumerate(group["params"]):
                     self._names.setdefault(id(parameter), f"group{index}.param{j}")
