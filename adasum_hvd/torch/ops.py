@@ -172,6 +172,29 @@ def _enqueue(
     return handle
 
 
+def _outputs_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _dispatch(
+    horovods: Any,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None,
+    name: str | None,
+    op: Any,
+    factors: tuple[float, float, Any],
+    grouped: bool,
+    in_place: bool,
+) -> int:
+    """Start an AdaSum ourselves, and every other reduction with Horovod's own function."""
+    reduction = _reduction(op, average)
+    if not ops.is_adasum(reduction):
+        what = tensors if grouped else tensors[0]
+        return horovods(what, None, name, int(reduction), *factors)
+    outputs = tensors if in_place else _outputs_for(tensors)
+    return _enqueue(tensors, outputs, name, reduction, *factors, grouped)
+
+
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its output, as Horovod's does.
 
@@ -221,27 +244,16 @@ def allreduce_async(
 
     Collective: every rank of `process_set`; does not block.
     """
-    reduction = _reduction(op, average)
-    if not ops.is_adasum(reduction):
-        return mpi_ops.allreduce_async(
-            tensor,
-            None,
-            name,
-            int(reduction),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return _enqueue(
+    factors = (prescale_factor, postscale_factor, process_set)
+    return _dispatch(
+        mpi_ops.allreduce_async,
         [tensor],
-        [output],
+        average,
         name,
-        reduction,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        False,
+        op,
+        factors,
+        grouped=False,
+        in_place=False,
     )
 
 
@@ -255,26 +267,16 @@ def allreduce_async_(
     process_set: Any = mpi_ops.global_process_set,
 ) -> int:
     """Start reducing `tensor` in place; arguments and errors as :func:`allreduce_async`."""
-    reduction = _reduction(op, average)
-    if not ops.is_adasum(reduction):
-        return mpi_ops.allreduce_async_(
-            tensor,
-            None,
-            name,
-            int(reduction),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
-    return _enqueue(
+    factors = (prescale_factor, postscale_factor, process_set)
+    return _dispatch(
+        mpi_ops.allreduce_async_,
         [tensor],
-        [tensor],
+        average,
         name,
-        reduction,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        False,
+        op,
+        factors,
+        grouped=False,
+        in_place=True,
     )
 
 
@@ -291,29 +293,16 @@ def grouped_allreduce_async(
 
     Arguments and errors as :func:`allreduce_async`; `synchronize` returns a tuple.
     """
-    reduction = _reduction(op, average)
-    if not ops.is_adasum(reduction):
-        return mpi_ops.grouped_allreduce_async(
-            tensors,
-            None,
-            name,
-            int(reduction),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
-    outputs = [
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
-    ]
-    return _enqueue(
+    factors = (prescale_factor, postscale_factor, process_set)
+    return _dispatch(
+        mpi_ops.grouped_allreduce_async,
         tensors,
-        outputs,
+        average,
         name,
-        reduction,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        True,
+        op,
+        factors,
+        grouped=True,
+        in_place=False,
     )
 
 
@@ -327,26 +316,16 @@ def grouped_allreduce_async_(
     process_set: Any = mpi_ops.global_process_set,
 ) -> int:
     """Start reducing several tensors in place; see :func:`grouped_allreduce_async`."""
-    reduction = _reduction(op, average)
-    if not ops.is_adasum(reduction):
-        return mpi_ops.grouped_allreduce_async_(
-            tensors,
-            None,
-            name,
-            int(reduction),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
-    return _enqueue(
+    factors = (prescale_factor, postscale_factor, process_set)
+    return _dispatch(
+        mpi_ops.grouped_allreduce_async_,
         tensors,
-        tensors,
+        average,
         name,
-        reduction,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        True,
+        op,
+        factors,
+        grouped=True,
+        in_place=True,
     )
 
 
@@ -357,9 +336,7 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, options: tuple, *tensors: torch.Tensor) -> Any:
         ctx.options = options
         grouped, name, op, prescale_factor, postscale_factor, process_set = options
-        outputs = [
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
-        ]
+        outputs = _outputs_for(tensors)
         handle = _enqueue(
             tensors,
             outputs,
