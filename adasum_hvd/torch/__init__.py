@@ -16,9 +16,9 @@ from adasum_hvd.ops import (
     Sum,
 )
 from adasum_hvd.torch.amp import GradScaler
-from adasum_hvd.torch.distributed import mark_worker_local
 from adasum_hvd.torch.functions import allgather_object, broadcast_optimizer_state
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
+from adasum_hvd.torch.marks import mark_replicated_over, mark_worker_local
 from adasum_hvd.torch.ops import (
     allreduce,
     allreduce_,
@@ -35,3 +35,7 @@ from adasum_hvd.torch.ops import (
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
+from adasum_hvd.torch.wrap_cells import (
+    AdaSumByDeltaWeightWrapCell,
+    AdaSumByGradWrapCell,
+)

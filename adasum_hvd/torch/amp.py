@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.synchronize()
         super().unscale_(optimizer)
         # Reduced gradients are the same everywhere; local ones are not.
-        if variant == "delta" or optimizer._any_worker_local:
+        if variant == "delta" or optimizer._any_partial:
             self._agree(optimizer)
 
     def _agree(self, optimizer: Any) -> None:

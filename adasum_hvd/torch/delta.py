@@ -26,14 +26,16 @@ class DeltaOptimizer(DistributedBase):
         self._stepped: set[int] = set()  # buckets that overlap has stepped already
         super()._configure(names, options)
 
-    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: Any
+    ) -> Bucket:
         bucket = Bucket(
-            f"weights.{self._instance}.{index}",
+            f"weights.{label}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
             (1.0, 1.0),
-            self._options.process_set,
+            process_set,
         )
         # The start is kept as the parameters are, not as they travel.
         dtype = torch.promote_types(members[0][1].dtype, bucket.flat.dtype)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import global_process_set, is_initialized, rank
+from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 
 from adasum_hvd import ops
+from adasum_hvd.torch import marks
 from adasum_hvd.torch.buckets import Bucket, NamedParameter, partition
 from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
-_LOCAL_MARK = "_adasum_worker_local"
 _instances = itertools.count()
 
 
@@ -40,18 +41,8 @@ class Options:
     bucket_bytes: int = 16 << 20
 
 
-def mark_worker_local(*parameters: torch.Tensor) -> None:
-    """Exclude parameters from every reduction: each rank keeps and updates its own.
-
-    For parameters that exist on one rank only (tensor parallelism) or must differ.
-    Call it before `DistributedOptimizer`.
-    """
-    for parameter in parameters:
-        setattr(parameter, _LOCAL_MARK, True)
-
-
 def _is_reduced(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad and not getattr(parameter, _LOCAL_MARK, False)
+    return parameter.requires_grad and not marks.is_worker_local(parameter)
 
 
 class DistributedBase(torch.optim.Optimizer):
@@ -66,7 +57,7 @@ class DistributedBase(torch.optim.Optimizer):
         self._names = names
         self._options = options
         self._instance = next(_instances)
-        self._any_worker_local = False  # on any rank
+        self._any_partial = False  # some rank has parameters that not all ranks reduce
         included = options.process_set.included()
         self._alone = not included or options.process_set.size() == 1
         # A single rank goes through the buckets only where they do more than reduce.
@@ -101,10 +92,25 @@ class DistributedBase(torch.optim.Optimizer):
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
         self._compare_with_other_ranks(named)
         options = self._options
-        lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
-        for index, members in enumerate(lists):
-            self._buckets.append(self._make_bucket(index, members))
-            self._in_buckets.update(parameter for _, parameter in members)
+        for process_set, of_set in self._by_process_set(named):
+            lists = partition(
+                of_set, self._wire_dtype, options.bucket_bytes, options.groups
+            )
+            for index, members in enumerate(lists):
+                label = f"{self._instance}.{process_set.process_set_id}.{index}"
+                self._buckets.append(self._make_bucket(label, members, process_set))
+                self._in_buckets.update(parameter for _, parameter in members)
+
+    def _by_process_set(
+        self, named: Sequence[NamedParameter]
+    ) -> Iterator[tuple[Any, list[NamedParameter]]]:
+        """Yield the parameters that each process set reduces, in one order on all ranks."""
+        by_id: dict[int, tuple[Any, list[NamedParameter]]] = {}
+        for name, parameter in named:
+            process_set = marks.holders(parameter) or self._options.process_set
+            key = process_set.process_set_id
+            by_id.setdefault(key, (process_set, []))[1].append((name, parameter))
+        yield from (by_id[key] for key in sorted(by_id))
 
     def _hook(self, parameter: torch.Tensor) -> Any:
         """Call `_on_gradient` after each backward, without keeping the optimizer alive."""
@@ -120,13 +126,22 @@ class DistributedBase(torch.optim.Optimizer):
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: Any
+    ) -> Bucket:
         raise NotImplementedError
 
     def _compare_with_other_ranks(self, named: Sequence[NamedParameter]) -> None:
-        mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+        """Raise on every rank unless all holders of a parameter list it alike. Collective."""
+        everyone = tuple(self._options.process_set.ranks or range(size()))
+        mine: dict[tuple[int, ...], list[Any]] = {everyone: []}
+        for name, parameter in named:
+            process_set = marks.holders(parameter)
+            ranks = tuple(process_set.ranks) if process_set else everyone
+            described = (name, tuple(parameter.shape), str(parameter.dtype))
+            mine.setdefault(ranks, []).append(described)
         has_local = any(
-            getattr(parameter, _LOCAL_MARK, False)
+            marks.is_worker_local(parameter)
             for group in self.param_groups
             for parameter in group["params"]
         )
@@ -136,22 +151,13 @@ class DistributedBase(torch.optim.Optimizer):
         theirs, instances, local = zip(*gathered, strict=True)
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self._instance = max(instances)
-        self._any_worker_local = any(local)
-        for other, list_of_other in enumerate(theirs):
-            if list_of_other == theirs[0]:
-                continue
-            pairs = zip(theirs[0], list_of_other, strict=False)
-            first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            difference = (
-                f"{first[0]} on the first rank and {first[1]} on rank {other} of the "
-                "process set"
-                if first
-                else f"{len(theirs[0])} and {len(list_of_other)} parameters"
-            )
+        compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())
+        partly = any(len(of_rank) > 1 for of_rank in theirs)
+        self._any_partial = partly or any(local)
+        if partly and self._options.clip_delta_norm is not None:
             raise ValueError(
-                "DistributedOptimizer: required the same parameters in the same order on "
-                f"all ranks, got {difference} (this is rank {rank()}); build the model "
-                "alike, or mark what differs with mark_worker_local()"
+                "clip_delta_norm: required all parameters on all ranks, got some marked with "
+                "mark_replicated_over(); the ranks' norms, and so their replicas, would differ"
             )
 
     def _follow_parameters(self) -> None:

@@ -30,15 +30,17 @@ class GradientOptimizer(DistributedBase):
         self._touched = False  # a gradient has come since the last step or zero_grad
         super()._configure(names, options)
 
-    def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: Any
+    ) -> Bucket:
         factor = self._options.gradient_predivide_factor
         return Bucket(
-            f"grad.{self._instance}.{index}",
+            f"grad.{label}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
             (1.0 / factor, factor),
-            self._options.process_set,
+            process_set,
             with_flags=True,
         )
 
@@ -182,7 +184,8 @@ class GradientOptimizer(DistributedBase):
             result = losses[0] if losses else None
         else:
             reduced = self._synchronized or self._skip_synchronize
-            if amp.must_skip(self, consistent=reduced or self._alone):
+            consistent = self._alone or (reduced and not self._any_partial)
+            if amp.must_skip(self, consistent):
                 result = None
             else:
                 if not reduced:

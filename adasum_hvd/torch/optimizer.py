@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.mpi_ops import global_process_set, rank
 
-from adasum_hvd import ops
+from adasum_hvd import ops, parallel
 from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.delta import DeltaOptimizer
 from adasum_hvd.torch.distributed import Options
 from adasum_hvd.torch.gradient import GradientOptimizer
+from adasum_hvd.torch.modes import find_modes
 
 _classes: dict[tuple[type, type], type] = {}
 
@@ -146,6 +147,8 @@ def DistributedOptimizer(
     clip_delta_norm: float | None = None,
     overlap: bool = False,
     bucket_bytes: int = Options.bucket_bytes,
+    model: Any = None,
+    allow_modes: Collection[str] = (),
 ) -> Any:
     """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
 
@@ -173,12 +176,16 @@ def DistributedOptimizer(
             gradient scalers and optimizers that look at all parameters at once then come
             too late.
         bucket_bytes: parameters travel in flat buckets of about this many bytes.
+        model: the module, pipeline stage or engine that is trained, to be looked over for
+            parallel modes that leave no trace on parameters; see docs/parallel.md.
+        allow_modes: parallel modes to let pass, by the name that the error gives.
 
     Returns:
         An instance of a subclass of `type(optimizer)`.
 
     Raises:
         ValueError: bad arguments, or parameters that differ between the ranks; on all ranks.
+        RuntimeError: a parallel mode that AdaSum cannot mix with, on any rank; on all ranks.
         NotImplementedError: a compression that is not a cast to float16.
 
     Collective: every rank of `process_set`; blocks until the parameter lists are compared.
@@ -209,4 +216,5 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
     )
     _checked_options(options, delta)
+    parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

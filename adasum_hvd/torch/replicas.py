@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.parameter_lists import Ranks
 
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model
 
@@ -28,16 +30,31 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _tensors(
     model: torch.nn.Module, optimizer: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name, tensor, the parameter or buffer whose marks count for it)."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, tensor, tensor
     if optimizer is None or getattr(optimizer, "_variant", "gradient") == "delta":
         return  # the delta variant's optimizer state is local by design
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                yield f"{names.get(id(parameter), 'unnamed')}.{key}", value
+                name = names.get(id(parameter), "unnamed")
+                yield f"{name}.{key}", value, parameter
+
+
+def _digests(
+    model: torch.nn.Module, optimizer: Any, everyone: Ranks
+) -> dict[Ranks, list[tuple[str, str]]]:
+    """Return, for every set of ranks that share tensors, their names and digests."""
+    digests: dict[Ranks, list[tuple[str, str]]] = {everyone: []}
+    for name, tensor, marked in _tensors(model, optimizer):
+        if not marks.is_worker_local(marked):
+            process_set = marks.holders(marked)
+            ranks = tuple(process_set.ranks) if process_set else everyone
+            digests.setdefault(ranks, []).append((name, _digest(tensor)))
+    return digests
 
 
 def check_replicas(
@@ -49,7 +66,8 @@ def check_replicas(
     """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
 
     Args:
-        model: its parameters (worker-local ones excepted) and buffers.
+        model: its parameters and buffers. Worker-local ones are left out, and those marked
+            with `mark_replicated_over` are compared over the ranks that hold them.
         optimizer: its state tensors too, except for the delta variant, where they differ.
         every: do it on every k-th call for this model only, and return at once otherwise.
         process_set: the ranks to compare.
@@ -65,29 +83,29 @@ def check_replicas(
     calls = _calls[model] = _calls.get(model, 0) + 1
     if (calls - 1) % every:
         return False
-    local = {
-        name
-        for name, parameter in model.named_parameters()
-        if getattr(parameter, "_adasum_worker_local", False)
-    }
-    mine = [
-        (name, _digest(tensor))
-        for name, tensor in _tensors(model, optimizer)
-        if not any(name == skip or name.startswith(f"{skip}.") for skip in local)
-    ]
-    everyone = allgather_object(mine, "adasum.check_replicas", process_set)
-    longest = max(everyone, key=len)
+    everyone: Ranks = tuple(process_set.ranks)
+    mine = _digests(model, optimizer, everyone)
+    gathered = allgather_object(mine, "adasum.check_replicas", process_set)
+    by_rank = dict(zip(everyone, gathered, strict=True))
+    for ranks in sorted({ranks for digests in gathered for ranks in digests}):
+        _compare(ranks, [by_rank.get(rank, {}).get(ranks, []) for rank in ranks])
+    return True
+
+
+def _compare(ranks: Ranks, digests: Sequence[list[tuple[str, str]]]) -> None:
+    longest = max(digests, key=lambda of_rank: len(of_rank))
     for position, expected in enumerate(longest):
-        found = [ranks[position : position + 1] for ranks in everyone]
-        different = [rank for rank, entry in enumerate(found) if entry != found[0]]
+        found = [of_rank[position : position + 1] for of_rank in digests]
+        different = [
+            r for r, entry in zip(ranks, found, strict=True) if entry != found[0]
+        ]
         if different:
             raise ReplicaMismatch(
-                f"replicas: required equal tensors on all {len(everyone)} ranks, got another "
-                f"{expected[0]} on ranks {different} than on rank 0 (this is rank "
-                f"{mpi_ops.rank()}); broadcast the parameters from rank 0, and look for data or "
-                "random numbers that differ where they must not"
+                f"replicas: required equal tensors on all {len(ranks)} ranks, got another "
+                f"{expected[0]} on ranks {different} than on rank {ranks[0]} (this is rank "
+                f"{mpi_ops.rank()}); broadcast the parameters from rank {ranks[0]}, and look for "
+                "data or random numbers that differ where they must not"
             )
-    return True
 
 
 def banner(optimizer: Any) -> str:

@@ -1,0 +1,129 @@
+"""The rules of MindSpore's AdaSum cells on a job's parallel context.
+
+References:
+    Seed 002 (`_parallel_check`); SEEDS rows 1A, checks 1 to 5.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+MODES = (
+    "stand_alone",
+    "data_parallel",
+    "hybrid_parallel",
+    "semi_auto_parallel",
+    "auto_parallel",
+)
+SEED_MIN_DEVICES = 16  # two groups of eight
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """A job's parallel mode, with MindSpore's names.
+
+    Args:
+        mode: one of `MODES`.
+        device_num: ranks in the job, all pipeline stages together.
+        pipeline_stages: stages that the model is cut into; 1 is none.
+        enable_parallel_optimizer: optimizer states are sharded over the ranks.
+        gradients_mean: gradients inside a group are averaged, not summed.
+
+    Raises:
+        TypeError: a number that is no int, or a switch that is no bool.
+        ValueError: an unknown mode, a number below 1, or more stages than devices.
+    """
+
+    mode: str = "data_parallel"
+    device_num: int = 1
+    pipeline_stages: int = 1
+    enable_parallel_optimizer: bool = False
+    gradients_mean: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(
+                f"parallel mode: required one of {', '.join(MODES)}, got {self.mode!r}"
+            )
+        for name in ("device_num", "pipeline_stages"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: required an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}: required at least 1, got {value}")
+        for name in ("enable_parallel_optimizer", "gradients_mean"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: required a bool, got {getattr(self, name)!r}")
+        if self.pipeline_stages > self.device_num:
+            raise ValueError(
+                f"pipeline_stages: required at most device_num={self.device_num}, got "
+                f"{self.pipeline_stages}"
+            )
+
+    @property
+    def stage_device_num(self) -> int:
+        """Ranks in one pipeline stage."""
+        return self.device_num // self.pipeline_stages
+
+
+def check(
+    context: ParallelContext,
+    min_devices: int = 2,
+    power_of_two: bool = False,
+    strict: bool = False,
+) -> None:
+    """Check, in MindSpore's order, that AdaSum can run in this context.
+
+    Stand-alone; data or hybrid parallel (a warning); optimizer sharding; pipeline stages;
+    number of devices.
+
+    Args:
+        context: the job.
+        min_devices: fewest ranks in a stage.
+        power_of_two: the ranks in a stage must be a power of two; our op needs no such thing.
+        strict: MindSpore's rule: at least 16 ranks and a power of two.
+
+    Raises:
+        RuntimeError: AdaSum cannot run; the message says what was required and found.
+
+    Example:
+        >>> check(ParallelContext("auto_parallel", 16), strict=True)
+        >>> check(ParallelContext("auto_parallel", 12), strict=True)
+        Traceback (most recent call last):
+            ...
+        RuntimeError: AdaSum: required at least 16 devices and a power of two, got 12; ...
+    """
+    if strict:
+        min_devices, power_of_two = max(min_devices, SEED_MIN_DEVICES), True
+    if context.mode == "stand_alone":
+        raise RuntimeError(
+            "AdaSum: required a distributed job, got parallel mode stand_alone; start several "
+            "ranks, as with horovodrun -np 4"
+        )
+    if context.mode in ("data_parallel", "hybrid_parallel"):
+        warnings.warn(
+            f"AdaSum: in parallel mode {context.mode} the boost switch (adasum_hvd.boost) is "
+            "the recommended way to enable AdaSum",
+            stacklevel=2,
+        )
+    if context.enable_parallel_optimizer:
+        raise RuntimeError(
+            "AdaSum: required whole optimizer states on every rank, got optimizer sharding "
+            "(enable_parallel_optimizer); switch the sharding off"
+        )
+    if context.pipeline_stages > 1:
+        raise RuntimeError(
+            "AdaSum: required the whole model on every rank, got "
+            f"pipeline_stages={context.pipeline_stages}; use one stage"
+        )
+    found = context.stage_device_num
+    is_power = found & (found - 1) == 0
+    if found < min_devices or (power_of_two and not is_power):
+        rule = f"at least {min_devices} devices" + (
+            " and a power of two" if power_of_two else ""
+        )
+        raise RuntimeError(
+            f"AdaSum: required {rule}, got {found}; start another number of ranks"
+            + (", or pass relaxed=True to a wrap cell" if power_of_two else "")
+        )

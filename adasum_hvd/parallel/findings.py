@@ -1,0 +1,120 @@
+"""What a program was found to do that AdaSum cannot mix with, and the error it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+_PARTS = (
+    "each rank holds other parts of the parameters, and adding parts of different tensors "
+    "means nothing"
+)
+_REDUCED = "gradients are averaged already, so that AdaSum would see equal ones"
+
+# mode -> (why AdaSum cannot mix with it, what to do)
+_REASONS = {
+    "ddp": (_REDUCED, "pass the module inside, ddp.module, to the training loop"),
+    "fsdp1": (
+        _PARTS + "; FSDP reduces the gradients itself besides",
+        "train the unwrapped module",
+    ),
+    "fsdp2": (
+        _PARTS + "; fully_shard reduces the gradients itself besides",
+        "train the module without fully_shard",
+    ),
+    "dtensor": (
+        _PARTS,
+        "keep the parameters whole, or mark_worker_local() those that only this rank steps",
+    ),
+    "zero_redundancy": (
+        "each rank steps a share of the parameters and then overwrites the others' with its "
+        "own",
+        "give DistributedOptimizer the optimizer that ZeroRedundancyOptimizer was made from",
+    ),
+    "deepspeed": (
+        "its engine reduces, shards and steps by itself",
+        "give DistributedOptimizer a plain torch optimizer over the module's parameters",
+    ),
+    "pipeline": (
+        "each rank holds another stage of the model, and adding different layers means "
+        "nothing",
+        "use one stage, or reduce each stage over its replicas with mark_replicated_over()",
+    ),
+    "several_devices": (
+        "Horovod pins a rank to one device, and a model cut over several is known to stop "
+        "learning (horovod#2244)",
+        "start one rank per device, each with the whole model",
+    ),
+    "tf_strategy": (
+        "the strategy replicates and reduces the variables itself",
+        "build and train the model outside of the strategy's scope, one rank per device",
+    ),
+    "keras_distribution": (
+        "keras.distribution shards or replicates the variables itself",
+        "call keras.distribution.set_distribution(None), and start one rank per device",
+    ),
+}
+FOUND_MODES = tuple(_REASONS)
+
+
+class Finding(NamedTuple):
+    """A parallel mode that a rank was found to use.
+
+    Fields: `mode`, one of `FOUND_MODES`; `found`, what it was seen by; `stages`, of a
+    pipeline.
+    """
+
+    mode: str
+    found: str
+    stages: int = 1
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether optimizer states are spread over the ranks in this mode."""
+        return self.mode in ("fsdp1", "fsdp2", "zero_redundancy", "deepspeed")
+
+
+def refuse(
+    findings: Sequence[Sequence[Finding]],
+    allow_modes: Collection[str] = (),
+    rank: int = 0,
+) -> None:
+    """Raise for the first mode that was found on any rank and is not allowed.
+
+    Args:
+        findings: every rank's, in rank order and the same on every rank, so that all raise.
+        allow_modes: modes to let pass, of `FOUND_MODES`.
+        rank: the caller's, for the message.
+
+    Raises:
+        RuntimeError: what was found and where, why AdaSum cannot mix with it, what to do,
+            and which argument overrides it.
+        ValueError: `allow_modes` holds no such mode.
+    """
+    if isinstance(allow_modes, str) or not set(allow_modes) <= _REASONS.keys():
+        raise ValueError(
+            f"allow_modes: required names of {', '.join(_REASONS)}, got {allow_modes!r}"
+        )
+    refused = [
+        (where, finding)
+        for where, of_rank in enumerate(findings)
+        for finding in of_rank
+        if finding.mode not in allow_modes
+    ]
+    if not refused:
+        return
+    first = refused[0][1]
+    ranks = sorted({where for where, finding in refused if finding.mode == first.mode})
+    because, remedy = _REASONS[first.mode]
+    raise RuntimeError(
+        f"AdaSum: required the same whole model on every rank, got {first.found} on "
+        f"{_ranks_text(ranks, len(findings))}: {because}; {remedy}, or pass "
+        f'allow_modes=("{first.mode}",) if you know it to be right (this is rank {rank} of '
+        f"{len(findings)})"
+    )
+
+
+def _ranks_text(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size:
+        return "all ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

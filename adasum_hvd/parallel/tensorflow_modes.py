@@ -1,0 +1,53 @@
+"""Finding out from TensorFlow's and Keras's own objects how a program is parallel.
+
+Nothing is imported here, as in `torch_modes.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from adasum_hvd.parallel.findings import Finding
+
+
+def _strategies(variables: Iterable[Any]) -> list[Any]:
+    """Return the strategy in scope and those that the variables were made under."""
+    tensorflow = sys.modules["tensorflow"]
+    found = [tensorflow.distribute.get_strategy()]
+    for variable in variables:
+        # Keras 3 keeps the TensorFlow variable in .value.
+        inner = getattr(variable, "value", None)
+        inner = variable if callable(inner) or inner is None else inner
+        strategy = getattr(inner, "distribute_strategy", None)
+        if strategy is not None:
+            found.append(strategy)
+    return found
+
+
+def detect(variables: Iterable[Any] = ()) -> list[Finding]:
+    """Return the parallel modes in force here, at most one finding for each.
+
+    Args:
+        variables: TensorFlow or Keras 3 variables that are to be reduced.
+
+    Finds `tf.distribute` strategies of more than one replica, in scope or under which the
+    variables were made, and a `keras.distribution` over more than one device.
+    """
+    findings = []
+    strategies = _strategies(variables) if "tensorflow" in sys.modules else []
+    for strategy in strategies:
+        replicas = strategy.num_replicas_in_sync
+        if replicas > 1:
+            name = type(strategy).__name__
+            findings.append(Finding("tf_strategy", f"{name} of {replicas} replicas"))
+            break
+    distribution = sys.modules.get("keras.distribution")
+    current = distribution.distribution() if distribution else None
+    if current is not None and current.device_mesh.devices.size > 1:
+        name, devices = type(current).__name__, current.device_mesh.devices.size
+        findings.append(
+            Finding("keras_distribution", f"Keras {name} over {devices} devices")
+        )
+    return findings

@@ -1,0 +1,132 @@
+"""Finding out from torch's own objects how a program is parallel.
+
+Nothing is imported here: an object of a package exists only after its package was loaded, so
+a class that `sys.modules` does not hold cannot be in use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from adasum_hvd.parallel.context import ParallelContext
+from adasum_hvd.parallel.findings import Finding
+
+
+def _is(value: Any, module: str, *names: str) -> bool:
+    """Return whether `value` is an instance of a class that has been loaded."""
+    loaded = sys.modules.get(module)
+    return any(isinstance(value, getattr(loaded, name, ())) for name in names)
+
+
+def _is_deepspeed(value: Any) -> bool:
+    # deepspeed.ops holds plain torch optimizers, such as DeepSpeedCPUAdam, which are welcome.
+    return any(
+        cls.__module__.startswith("deepspeed.runtime.") for cls in type(value).__mro__
+    )
+
+
+def _named(parameters: Sequence[Any], example: str) -> str:
+    plural = "s" if len(parameters) > 1 else ""
+    return f"{len(parameters)} parameter{plural} {example}"
+
+
+def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[Finding]:
+    flat = [
+        p
+        for p in parameters
+        # The second is how FSDP1 marks parameters with use_orig_params=True.
+        if _is(p, "torch.distributed.fsdp", "FlatParameter")
+        or getattr(p, "_fsdp_flattened", False)
+    ]
+    if flat:
+        yield Finding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
+    shards = [p for p in parameters if _is(p, "torch.distributed.tensor", "DTensor")]
+    if shards:
+        mesh = shards[0].device_mesh
+        axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        yield Finding(
+            shard_mode,
+            _named(
+                shards,
+                f"that are DTensors (FSDP2 or tensor parallelism), placed "
+                f"{tuple(shards[0].placements)} on a mesh of shape {tuple(mesh.shape)}{axes}",
+            ),
+        )
+    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
+    if partitioned:
+        yield Finding("deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3"))
+    devices = {str(p.device) for p in parameters if p.device.type != "cpu"}
+    if len(devices) > 1:
+        yield Finding("several_devices", f"parameters on {', '.join(sorted(devices))}")
+
+
+def _in_optimizer(optimizer: Any) -> Iterator[Finding]:
+    if _is(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+        yield Finding("zero_redundancy", "a ZeroRedundancyOptimizer")
+    if _is_deepspeed(optimizer):
+        yield Finding("deepspeed", f"DeepSpeed's {type(optimizer).__name__}")
+
+
+def _in_model(model: Any) -> Iterator[Finding]:
+    pipelining = "torch.distributed.pipelining"
+    if _is(model, pipelining, "PipelineStage", "Pipe") and model.num_stages > 1:
+        found = f"a {type(model).__name__} of {model.num_stages} stages"
+        yield Finding("pipeline", found, model.num_stages)
+    if _is_deepspeed(model):
+        stage = f" with ZeRO stage {model.zero_optimization_stage()}"
+        yield Finding("deepspeed", f"a {type(model).__name__}{stage}")
+    inner = getattr(model, "submod", model)
+    wrappers = {
+        "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
+        "fsdp1": ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
+    }
+    modules = list(inner.modules()) if hasattr(inner, "modules") else []
+    for mode, (package, name) in wrappers.items():
+        if any(_is(module, package, name) for module in modules):
+            yield Finding(mode, f"a module of {name}")
+
+
+def detect(
+    parameters: Iterable[Any] = (), optimizer: Any = None, model: Any = None
+) -> list[Finding]:
+    """Return the parallel modes that these objects show, at most one finding for each.
+
+    Args:
+        parameters: tensors that are to be reduced; without worker-local ones.
+        optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
+        model: a module, a DeepSpeed engine, a pipelining stage or pipe. Only the model shows
+            DistributedDataParallel and pipelines, which leave no trace on parameters.
+
+    Example:
+        >>> detect()
+        []
+    """
+    in_model = list(_in_model(model)) if model is not None else []
+    fully_shard = any(finding.mode == "fsdp2" for finding in in_model)
+    found = [
+        *_in_optimizer(optimizer),
+        *in_model,
+        *_in_parameters(list(parameters), "fsdp2" if fully_shard else "dtensor"),
+    ]
+    first: dict[str, Finding] = {}
+    for finding in found:
+        first.setdefault(finding.mode, finding)
+    return list(first.values())
+
+
+def context_of(
+    findings: Iterable[Finding], size: int, gradients_mean: bool = True
+) -> ParallelContext:
+    """Return what was found on `size` ranks, in MindSpore's words."""
+    findings = list(findings)
+    stages = max((finding.stages for finding in findings), default=1)
+    return ParallelContext(
+        mode="stand_alone" if size == 1 else "data_parallel",
+        device_num=size,
+        pipeline_stages=min(stages, size),
+        enable_parallel_optimizer=any(f.shards_optimizer for f in findings),
+        gradients_mean=gradients_mean,
+    )

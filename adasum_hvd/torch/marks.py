@@ -1,0 +1,69 @@
+"""Parameters that not all ranks hold: stepped locally, or reduced over those that hold them.
+
+References:
+    SEEDS row 1B: parameters that only one rank holds are updated locally, and those with
+    fewer replicas than the group are never mixed with the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import rank
+
+_LOCAL = "_adasum_worker_local"
+_HOLDERS = "_adasum_holders"
+
+
+def mark_worker_local(*tensors: torch.Tensor) -> None:
+    """Exclude parameters from every reduction: each rank keeps and updates its own.
+
+    For parameters that exist on one rank only (tensor parallelism) or must differ. Call it
+    before `DistributedOptimizer`. A buffer may be marked too: `check_replicas` then leaves
+    it out.
+    """
+    for tensor in tensors:
+        setattr(tensor, _LOCAL, True)
+
+
+def mark_replicated_over(process_set: Any, *tensors: torch.Tensor) -> None:
+    """Reduce parameters over the ranks that hold them, never with other ranks' parameters.
+
+    For experts, tensor-parallel shards or pipeline stages with replicas on some ranks only.
+    Call it before `DistributedOptimizer`, on the ranks that hold the parameters, with the
+    same names, shapes and order on each of them; (un)freeze them on all ranks of the job in
+    the same step. A set of one rank makes them worker-local.
+
+    Args:
+        process_set: a registered Horovod process set that this rank is in.
+        *tensors: parameters, and buffers for `check_replicas`.
+
+    Raises:
+        ValueError: the process set is not registered, or this rank is not in it.
+
+    Example:
+        >>> pair = hvd.add_process_set([0, 1])                          # doctest: +SKIP
+        >>> if pair.included():                                         # doctest: +SKIP
+        ...     hvd.mark_replicated_over(pair, *expert.parameters())
+    """
+    if process_set.process_set_id is None or not process_set.included():
+        raise ValueError(
+            "mark_replicated_over: required a registered process set with this rank in it, "
+            f"got {process_set} (this is rank {rank()}); register it with "
+            "hvd.add_process_set on every rank, and mark on the ranks inside it"
+        )
+    for tensor in tensors:
+        setattr(tensor, _HOLDERS, process_set)
+
+
+def holders(tensor: torch.Tensor) -> Any:
+    """Return the process set given to :func:`mark_replicated_over`, or None."""
+    return getattr(tensor, _HOLDERS, None)
+
+
+def is_worker_local(tensor: torch.Tensor) -> bool:
+    """Return whether only this rank steps the parameter."""
+    process_set = holders(tensor)
+    alone = process_set is not None and process_set.size() == 1
+    return alone or getattr(tensor, _LOCAL, False)

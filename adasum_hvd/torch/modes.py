@@ -1,0 +1,37 @@
+"""The parallel modes that all ranks were found to use; see `adasum_hvd/parallel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.torch.mpi_ops import global_process_set
+
+from adasum_hvd.parallel import Finding
+from adasum_hvd.parallel.torch_modes import detect
+from adasum_hvd.torch import marks
+from adasum_hvd.torch.functions import allgather_object
+
+
+def find_modes(
+    optimizer: Any, model: Any = None, process_set: Any = global_process_set
+) -> list[list[Finding]]:
+    """Return what every rank of `process_set` was found to use, in rank order.
+
+    Args:
+        optimizer: any optimizer; its parameters are looked at, worker-local ones excepted.
+        model: see :func:`adasum_hvd.parallel.torch_modes.detect`.
+        process_set: the ranks to ask. A rank outside of it, or alone in it, reduces nothing,
+            so that nothing can be mixed, and gets empty lists.
+
+    Collective: every rank of `process_set`; blocks.
+    """
+    if not process_set.included() or process_set.size() == 1:
+        return []
+    parameters = [
+        parameter
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+        if not marks.is_worker_local(parameter)
+    ]
+    mine = detect(parameters, optimizer, model)
+    return allgather_object(mine, "adasum.parallel_modes", process_set)

@@ -1,0 +1,141 @@
+"""MindSpore's names for the two variants: `AdaSumByGradWrapCell`, `AdaSumByDeltaWeightWrapCell`.
+
+References:
+    Seeds 000 and 002; SEEDS rows 1A and 1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import global_process_set, size
+
+from adasum_hvd import ops
+from adasum_hvd.parallel import ParallelContext
+from adasum_hvd.parallel.torch_modes import context_of
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.buckets import NamedParameter
+from adasum_hvd.torch.grad_reducer import DistributedGradReducer
+from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.wrap_cells import check_job
+
+
+class WrapCell:
+    """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
+
+    Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
+    those of `optimizer`, the `DistributedOptimizer` inside; give that one to LR schedulers.
+
+    Args:
+        optimizer: a torch optimizer.
+        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
+            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
+        named_parameters: as `DistributedOptimizer`'s.
+        context: the parallel context to check; by default what was found in the job.
+        model: as `DistributedOptimizer`'s.
+        gradient_group: a process set, this rank's group: gradients given to the cell are
+            averaged over it (summed with `gradients_mean=False`) before anything else, as
+            MindSpore's TrainOneStepCell does.
+
+    Raises:
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
+            two, other groups; in this order, and before the type of `optimizer` is looked at.
+        TypeError: `optimizer` is no torch optimizer.
+
+    Collective: every rank; blocks.
+
+    Example:
+        >>> hvd.init(group_op="average", group_size=8)                  # doctest: +SKIP
+        >>> optim = hvd.AdaSumByDeltaWeightWrapCell(                    # doctest: +SKIP
+        ...     torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        >>> optim(torch.autograd.grad(loss, optim.parameters))          # doctest: +SKIP
+    """
+
+    _op: ops.ReduceOp
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        relaxed: bool = False,
+        named_parameters: Iterable[NamedParameter] | None = None,
+        context: ParallelContext | None = None,
+        model: Any = None,
+        gradient_group: Any = None,
+    ):
+        found = find_modes(optimizer, model)
+        if context is None:
+            context = context_of([f for of_rank in found for f in of_rank], size())
+        check_job(context, torch_ops.settings(), relaxed)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__}: required a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+        self.optimizer = DistributedOptimizer(
+            optimizer, named_parameters, op=self._op, model=model
+        )
+        self._reducer = None
+        if gradient_group is not None:
+            self._reducer = DistributedGradReducer(
+                self.parameters, context.gradients_mean, group=gradient_group
+            )
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The optimizer's parameters, in the order in which gradients are given."""
+        groups = self.optimizer.param_groups
+        return tuple(parameter for group in groups for parameter in group["params"])
+
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> Any:
+        """Step with `gradients`, one per parameter, and return what the optimizer returns.
+
+        Raises:
+            ValueError: other shapes or another number of gradients than of parameters.
+
+        Collective: every rank; blocks.
+        """
+        parameters = self.parameters
+        shapes = [None if g is None else tuple(g.shape) for g in gradients]
+        required = [tuple(parameter.shape) for parameter in parameters]
+        if shapes != required:
+            raise ValueError(
+                f"{type(self).__name__}: required one gradient per parameter, of shapes "
+                f"{required}, got {shapes}"
+            )
+        if self._reducer is not None:
+            gradients = self._reducer(tuple(gradients))
+        # Drops what a backward pass by torch has left in .grad.
+        self.optimizer.zero_grad()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.detach().to(parameter.dtype)  # type: ignore[union-attr]
+        try:
+            return self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet: __init__ has raised
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class AdaSumByGradWrapCell(WrapCell):
+    """Reduces gradients with AdaSum, then takes the optimizer's step; returns its result."""
+
+    _op = ops.AdasumGrad
+
+
+class AdaSumByDeltaWeightWrapCell(WrapCell):
+    """Takes the optimizer's step, reduces the weights' change; returns the parameters."""
+
+    _op = ops.AdasumDelta
+
+    def __call__(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        """Step with `gradients` and return the updated parameters; errors as the base's."""
+        super().__call__(gradients)
+        return self.parameters

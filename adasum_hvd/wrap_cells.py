@@ -1,0 +1,43 @@
+"""What the AdaSum wrap cells of all frameworks check before they wrap an optimizer.
+
+References:
+    Seed 002; SEEDS rows 1A and 1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from adasum_hvd.parallel import ParallelContext, check
+
+SEED_GROUP_SIZE = 8
+
+
+def check_job(
+    context: ParallelContext, settings: Mapping[str, object], relaxed: bool = False
+) -> None:
+    """Check that a job meets the constraints of MindSpore's cells.
+
+    Args:
+        context: the job's parallel context.
+        settings: the op's settings, as `hvd.settings()` returns them.
+        relaxed: lift the constraints that our op does not need: any number of ranks from
+            two, any groups.
+
+    Raises:
+        RuntimeError: a parallel mode or number of ranks that is refused, or, unless
+            `relaxed`, groups other than of 8 ranks averaged (summed, where the context says
+            `gradients_mean=False`).
+    """
+    check(context, strict=not relaxed)
+    if relaxed:
+        return
+    required = ("average" if context.gradients_mean else "sum", SEED_GROUP_SIZE)
+    found = (settings["group_op"], settings["group_size"])
+    if found != required:
+        raise RuntimeError(
+            "AdaSum wrap cell: required group_op={!r} and group_size={}, got {!r} and {}; call "
+            "hvd.init(group_op={!r}, group_size={}), or pass relaxed=True".format(
+                *required, *found, *required
+            )
+        )
