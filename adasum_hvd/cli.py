@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from adasum_hvd import build as builder
-from adasum_hvd import doctor
+from adasum_hvd import doctor, hosts
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -24,6 +25,18 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.run()
+
+
+def _hosts(arguments: argparse.Namespace) -> int:
+    try:
+        found = hosts.read(arguments.rank_table)
+        if arguments.hostfile:
+            arguments.hostfile.write_text(hosts.hostfile(found))
+    except (hosts.RankTableError, OSError) as error:
+        print(f"adasum-hvd hosts: {error}", file=sys.stderr)
+        return 1
+    print(hosts.arguments(found))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="explain this installation and what it lacks"
     )
     check.set_defaults(run=_doctor)
+
+    table = commands.add_parser(
+        "hosts", help="turn an Ascend rank table into horovodrun's -np and -H"
+    )
+    table.add_argument("rank_table", type=Path, help="JSON, version 1.0")
+    table.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="also write a hostfile"
+    )
+    table.set_defaults(run=_hosts)
     return parser
 
 

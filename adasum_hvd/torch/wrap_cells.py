@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set, size
+from horovod.torch.mpi_ops import size
 
 from adasum_hvd import ops
 from adasum_hvd.parallel import ParallelContext
@@ -110,7 +110,8 @@ class WrapCell:
         # Drops what a backward pass by torch has left in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.detach().to(parameter.dtype)  # type: ignore[union-attr]
+            assert gradient is not None
+            parameter.grad = gradient.detach().to(parameter.dtype, copy=True)
         try:
             return self.optimizer.step()
         finally:

@@ -1,0 +1,142 @@
+"""An Ascend rank table as Horovod's `-H` and hostfile.
+
+Horovod numbers ranks host by host, in the order of `-H`, so a table fits when each server
+holds consecutive ranks. What else it says (device addresses, network cards) is Ascend's.
+
+References:
+    Seed 004 (`rank_table_16pcs.json`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+
+
+class RankTableError(ValueError):
+    """A rank table that cannot be turned into hosts; the message says which item and why."""
+
+
+class Host(NamedTuple):
+    """A host's name or address, and the ranks it runs."""
+
+    name: str
+    slots: int
+
+
+def read(path: Path) -> list[Host]:
+    """Return the hosts of a rank table file, in the order of their ranks.
+
+    Raises:
+        RankTableError: the file is missing, no JSON, or no complete table of version 1.0
+            whose servers hold consecutive ranks.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except OSError as error:
+        raise RankTableError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # JSON, UTF-8
+        raise RankTableError(f"{path}: required JSON, got {error}") from error
+    try:
+        return hosts(table)
+    except RankTableError as error:
+        raise RankTableError(f"{path}: {error}") from None
+
+
+def hosts(table: Any) -> list[Host]:
+    """Return the hosts of a parsed rank table; as :func:`read`.
+
+    Example:
+        >>> hosts({"version": "1.0", "server_count": "1", "status": "completed",
+        ...        "server_list": [{"server_id": "10.0.0.1",
+        ...                         "device": [{"device_id": "0", "rank_id": "0"}]}]})
+        [Host(name='10.0.0.1', slots=1)]
+    """
+    _require(isinstance(table, dict), "a JSON object", table)
+    _require(table.get("version") == "1.0", 'version "1.0"', table.get("version"))
+    _require(
+        table.get("status") == "completed", 'status "completed"', table.get("status")
+    )
+    servers = table.get("server_list")
+    _require(isinstance(servers, list) and servers, "a server_list", servers)
+    count = table.get("server_count")
+    _require(
+        str(count) == str(len(servers)),
+        f"server_count {len(servers)}, the length of server_list",
+        count,
+    )
+    ranks_of: dict[str, list[int]] = {}
+    for position, server in enumerate(servers):
+        name, ranks = _server(server, f"server_list[{position}]")
+        _require(name not in ranks_of, "each server_id once", f"{name} twice")
+        ranks_of[name] = ranks
+    found = sorted(rank for ranks in ranks_of.values() for rank in ranks)
+    _require(
+        found == list(range(len(found))),
+        f"rank_id 0 to {len(found) - 1}, each once",
+        found,
+    )
+    for name, ranks in ranks_of.items():
+        consecutive = list(range(ranks[0], ranks[0] + len(ranks)))
+        _require(
+            ranks == consecutive,
+            "consecutive rank_id on each server, as Horovod numbers ranks host by host",
+            f"{ranks} on {name}",
+        )
+    in_order = sorted(ranks_of, key=lambda name: ranks_of[name][0])
+    return [Host(name, len(ranks_of[name])) for name in in_order]
+
+
+def _server(server: Any, where: str) -> tuple[str, list[int]]:
+    _require(isinstance(server, dict), f"an object as {where}", server)
+    name = server.get("server_id")
+    _require(
+        isinstance(name, str) and _HOST_NAME.fullmatch(name),
+        f"a host name or IPv4 address as server_id of {where}",
+        name,
+    )
+    devices = server.get("device")
+    _require(
+        isinstance(devices, list) and devices, f"a device list in {where}", devices
+    )
+    ids = [
+        _number(device, key, f"{where}.device[{position}]")
+        for position, device in enumerate(devices)
+        for key in ("device_id", "rank_id")
+    ]
+    _require(
+        len(set(ids[::2])) == len(devices), f"each device_id once in {where}", ids[::2]
+    )
+    return name, sorted(ids[1::2])
+
+
+def _number(device: Any, key: str, where: str) -> int:
+    _require(isinstance(device, dict), f"an object as {where}", device)
+    text = device.get(key)
+    is_number = isinstance(text, int | str) and not isinstance(text, bool)
+    _require(
+        is_number and re.fullmatch("[0-9]+", str(text)),
+        f"a number as {key} of {where}",
+        text,
+    )
+    return int(text)
+
+
+def _require(condition: Any, required: str, found: Any) -> None:
+    if not condition:
+        raise RankTableError(f"rank table: required {required}, got {found!r}")
+
+
+def arguments(found: list[Host]) -> str:
+    """Return `-np` and `-H` for horovodrun."""
+    ranks = sum(host.slots for host in found)
+    return f"-np {ranks} -H {','.join(f'{h.name}:{h.slots}' for h in found)}"
+
+
+def hostfile(found: list[Host]) -> str:
+    """Return the text of a hostfile for `horovodrun --hostfile`."""
+    return "".join(f"{host.name} slots={host.slots}\n" for host in found)
