@@ -80,7 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--checkpoint-steps", type=int, default=0, help="besides every epoch's end")
     add("--max-steps", type=int, help="stop after this many steps in all")
-    add("--log", type=Path, help="append one JSON object per epoch")
+    add("--epoch-log", type=Path, help="append one JSON object per epoch")
     add("--seed", type=int, default=1)
     if parser.parse_known_args(argv)[0].data != "imagenet":
         parser.set_defaults(**SMALL)
@@ -92,7 +92,7 @@ class Training:
 
     def __init__(self, arguments: argparse.Namespace, switch: boost.Boost):
         self.arguments = arguments
-        self.log = monitors.Log(arguments.log)
+        self.log = monitors.Log(arguments.epoch_log)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", hvd.local_rank())

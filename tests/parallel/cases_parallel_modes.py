@@ -1,0 +1,252 @@
+"""Parallel modes found by DistributedOptimizer, and parameters that not all ranks hold."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import reference
+
+TOLERANCE = 1e-6
+
+
+def start() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    path = os.path.join(tempfile.mkdtemp(), "store")
+    path = hvd.broadcast_object(path)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size()
+    )
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def sgd(module: nn.Module, **options) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), 0.1, **options)
+
+
+def refuses(match: str, optimizer, **options) -> None:
+    for op in ("adasum-delta", "adasum-grad", "average"):
+        with pytest.raises(RuntimeError, match=match) as caught:
+            hvd.DistributedOptimizer(optimizer, op=op, **options)
+        assert f"this is rank {hvd.rank()} of {hvd.size()}" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def case_fsdp1() -> None:
+    cpu = torch.device("cpu")
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(
+            nn.Linear(8, 8), device_id=cpu, use_orig_params=use_orig_params
+        )
+        match = r'FullyShardedDataParallel on all ranks.*allow_modes=\("fsdp1",\)'
+        refuses(match, sgd(model))
+        refuses(match, sgd(model), model=model)
+
+
+def case_fsdp2() -> None:
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
+    refuses(r"2 parameters that are DTensors.*Shard\(dim=0\)", sgd(model))
+    refuses(r'FSDPModule.*allow_modes=\("fsdp2",\)', sgd(model), model=model)
+
+
+def case_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (hvd.size(),), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    refuses(r"DTensors.*named \('tp',\).*mark_worker_local", sgd(model))
+    hvd.mark_worker_local(*model[0].parameters())
+    hvd.broadcast_parameters(model[1].state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(sgd(model), op="adasum-delta")
+    torch.manual_seed(0)
+    model(torch.randn(3, 8)).sum().backward()
+    before = model[0].weight.to_local().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight.to_local(), before)
+    hvd.check_replicas(model[1])
+
+
+def case_zero_redundancy() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    refuses("ZeroRedundancyOptimizer.*was made from", optimizer)
+    hvd.DistributedOptimizer(optimizer, allow_modes=("zero_redundancy",))
+
+
+def case_pipeline() -> None:
+    module = nn.Linear(3, 3)
+    stage = PipelineStage(module, hvd.rank(), hvd.size(), torch.device("cpu"))
+    found = rf"a PipelineStage of {hvd.size()} stages on all ranks"
+    refuses(found, sgd(module), model=stage)
+    # Without the stage object, layers that differ show it.
+    other = nn.Linear(3, 3 + hvd.rank())
+    with pytest.raises(ValueError, match="a stage of a pipeline or a shard"):
+        hvd.DistributedOptimizer(sgd(other))
+
+
+def case_ddp() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    refuses(
+        r"DistributedDataParallel on all ranks.*ddp\.module", sgd(model), model=model
+    )
+
+
+def case_one_rank_is_enough() -> None:
+    module = nn.Linear(3, 3)
+    last = hvd.size() - 1
+    stage = PipelineStage(module, 0, 2, torch.device("cpu"))
+    model = stage if hvd.rank() == last else module
+    refuses(rf"stages on rank {last}:", sgd(module), model=model)
+    with pytest.raises(
+        ValueError, match=r"required names of ddp, fsdp1.*got 'pipeline'"
+    ):
+        hvd.DistributedOptimizer(sgd(module), allow_modes="pipeline")
+    hvd.DistributedOptimizer(sgd(module), model=model, allow_modes=["pipeline"])
+
+
+# ---- parameters that some ranks hold ----
+
+
+def halves():
+    """Return the process set of this rank's half of the ranks."""
+    half = hvd.size() // 2
+    sets = [
+        hvd.add_process_set(range(half)),
+        hvd.add_process_set(range(half, 2 * half)),
+    ]
+    return sets, sets[hvd.rank() // half]
+
+
+class Mixed(nn.Module):
+    """A trunk that all ranks hold, and an expert of another shape on each half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = hvd.rank() // (hvd.size() // 2)
+        torch.manual_seed(7)
+        self.trunk = nn.Linear(4, 4)
+        self.expert = nn.Linear(4, 2 + half)
+        torch.manual_seed(100 + hvd.rank())
+        self.inputs = torch.randn(5, 4)
+
+    def loss(self) -> torch.Tensor:
+        return self.expert(self.trunk(self.inputs).tanh()).square().sum()
+
+
+def adasum_over(ranks, tensor: torch.Tensor) -> np.ndarray:
+    """Return the reference's AdaSum of the ranks' `tensor`."""
+    everyone = hvd.allgather_object(tensor.detach().numpy())
+    return reference.adasum([everyone[rank] for rank in ranks])
+
+
+def case_replicated_over_process_sets() -> None:
+    sets, mine = halves()
+    for op in ("adasum-delta", "adasum-grad"):
+        model = Mixed()
+        hvd.mark_replicated_over(mine, *model.expert.parameters())
+        if mine.ranks == [0] and hvd.size() == 2:
+            assert mine.size() == 1  # worker-local then
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model, momentum=0.9), model.named_parameters(), op=op
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model.loss()
+            # The first step's momentum is the gradient; later ones only keep replicas equal.
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            before = [p.detach().clone() for p in model.parameters()]
+            model.loss().backward()
+            optimizer.step()
+        hvd.check_replicas(model)
+        assert len(gradients) == len(before) == 4
+    plain = Mixed()
+    hvd.mark_replicated_over(mine, *plain.expert.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        sgd(plain), plain.named_parameters(), op="adasum-delta"
+    )
+    before = [p.detach().clone() for p in plain.parameters()]
+    plain.loss().backward()
+    gradients = [p.grad.clone() for p in plain.parameters()]
+    optimizer.step()
+    for index, parameter in enumerate(plain.parameters()):
+        ranks = range(hvd.size()) if index < 2 else mine.ranks
+        expected = before[index].numpy() - adasum_over(ranks, 0.1 * gradients[index])
+        np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=TOLERANCE)
+    hvd.check_replicas(plain)
+    if hvd.size() == 4:
+        if hvd.rank() == 3:
+            plain.expert.bias.data[0] += 1
+        with pytest.raises(
+            hvd.ReplicaMismatch, match=r"expert.bias on ranks \[3\] than on rank 2"
+        ):
+            hvd.check_replicas(plain)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_partly_replicated_overflow() -> None:
+    """An overflow in one half's expert skips the step on all ranks."""
+    sets, mine = halves()
+    for op in ("adasum-delta", "adasum-grad"):
+        model = Mixed()
+        hvd.mark_replicated_over(mine, *model.expert.parameters())
+        optimizer = hvd.DistributedOptimizer(sgd(model), op=op)
+        scaler = hvd.GradScaler("cpu", init_scale=4.0)
+        before = model.trunk.weight.detach().clone()
+        scaler.scale(model.loss()).backward()
+        if op == "adasum-grad":
+            optimizer.synchronize()
+        if hvd.rank() == 0:
+            model.expert.bias.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.trunk.weight, before)
+        assert scaler.get_scale() == 2.0
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_replicated_refusals() -> None:
+    sets, mine = halves()
+    other = next(s for s in sets if s is not mine)
+    model = Mixed()
+    with pytest.raises(ValueError, match="registered process set with this rank in it"):
+        hvd.mark_replicated_over(other, *model.expert.parameters())
+    if hvd.size() == 4:
+        hvd.mark_replicated_over(mine, *model.expert.parameters())
+        with pytest.raises(
+            ValueError, match="clip_delta_norm: required all parameters"
+        ):
+            hvd.DistributedOptimizer(sgd(model), op="adasum-delta", clip_delta_norm=1.0)
+        # One rank of a set forgets a parameter: the ranks of the other set hear of it too.
+        model.expert.bias.requires_grad_(hvd.rank() != 1)
+        with pytest.raises(
+            ValueError, match=r"of \[0, 1\], got 2 and 1 parameters on ranks 0 and 1"
+        ):
+            hvd.DistributedOptimizer(sgd(model), op="adasum-delta")
+        # A set that reaches beyond the optimizer's own.
+        fresh = Mixed()
+        hvd.mark_replicated_over(mine, *fresh.expert.parameters())
+        inner = hvd.add_process_set([0, 2])
+        if inner.included():
+            with pytest.raises(ValueError, match=r"rank 1 outside of \[0, 2\]"):
+                hvd.DistributedOptimizer(sgd(fresh), process_set=inner)
+        hvd.remove_process_set(inner)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)

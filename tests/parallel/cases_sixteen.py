@@ -1,0 +1,102 @@
+"""What needs 16 ranks: the strict wrap cells, and the tutorial in its groups of eight."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from launch import REPOSITORY
+from torch import nn
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import boost, reference
+from adasum_hvd.parallel import ParallelContext
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+
+import resnet50_imagenet
+
+CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
+TOLERANCE = 1e-6
+
+
+def start() -> None:
+    hvd.init(group_op="average", group_size=8)
+    torch.set_num_threads(1)
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def layer_and_gradients() -> tuple[nn.Module, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    torch.manual_seed(1 + hvd.rank())
+    return layer, [torch.randn_like(p) for p in layer.parameters()]
+
+
+def combined(gradient: torch.Tensor) -> np.ndarray:
+    """Return the reference: means of groups of 8, AdaSum over the two groups."""
+    everyone = hvd.allgather_object(gradient.numpy())
+    return reference.adasum(everyone, group_op="average", group_size=8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def case_strict_cells() -> None:
+    for cell_class in CELLS:
+        layer, gradients = layer_and_gradients()
+        before = [p.detach().clone() for p in layer.parameters()]
+        with pytest.warns(UserWarning, match=r"data_parallel.*adasum_hvd\.boost"):
+            cell = cell_class(torch.optim.SGD(layer.parameters(), 0.5))
+        result = cell(gradients)
+        assert (result is None) == (cell_class is CELLS[0])
+        for old, parameter, gradient in zip(
+            before, layer.parameters(), gradients, strict=True
+        ):
+            expected = old.numpy() - 0.5 * combined(gradient)
+            np.testing.assert_allclose(
+                parameter.detach(), expected, rtol=0, atol=TOLERANCE
+            )
+        hvd.check_replicas(layer)
+
+
+def case_cell_over_seed_groups() -> None:
+    """With the group's process set Adam sees the group's mean, as in MindSpore."""
+    sets = [hvd.add_process_set(range(8)), hvd.add_process_set(range(8, 16))]
+    mine = sets[hvd.rank() // 8]
+    layer, gradients = layer_and_gradients()
+    before = [p.detach().clone() for p in layer.parameters()]
+    context = ParallelContext("auto_parallel", hvd.size())
+    cell = hvd.AdaSumByDeltaWeightWrapCell(
+        torch.optim.Adam(layer.parameters(), 0.1), context=context, gradient_group=mine
+    )
+    cell(gradients)
+    for old, parameter, gradient in zip(
+        before, layer.parameters(), gradients, strict=True
+    ):
+        everyone = np.stack(hvd.allgather_object(gradient.numpy()))
+        # Adam's first step is -lr times the sign of the group's mean.
+        deltas = [0.1 * np.sign(everyone[k : k + 8].mean(0)) for k in (0, 8)]
+        expected = old.numpy() - reference.adasum(deltas)
+        np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=1e-5)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_tutorial() -> float:
+    """ResNet-50 on digits, two groups of eight: the loss falls, replicas stay equal."""
+    arguments = resnet50_imagenet.parse(["--data", "digits", "--epochs", "3"])
+    switch = boost.switch(arguments.boost_level, arguments.boost_config)
+    assert switch.init_arguments() == {"group_op": "average", "group_size": 8}
+    training = resnet50_imagenet.Training(arguments, switch)
+    losses = []
+    training.log.epoch = lambda *values: losses.append(values[4][1])
+    training.resume()
+    training.run()
+    assert training.step == 33 == 3 * training.steps_per_epoch
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] < 0.6 * losses[0]
+    return losses[2]

@@ -1,0 +1,139 @@
+"""The wrap cells on few ranks: what is refused, what relaxed=True lifts."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import reference
+from adasum_hvd.parallel import ParallelContext
+
+CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
+AUTO = "auto_parallel"
+
+
+def start() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="AdaSum: in parallel mode")
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def case_order_of_checks() -> None:
+    """The parallel checks come before the optimizer's type."""
+    size = hvd.size()
+    for cell in CELLS:
+        found = "stand_alone" if size == 1 else f"power of two, got {size}"
+        with pytest.raises(RuntimeError, match=found):
+            cell("no optimizer")
+        for context, match in (
+            (ParallelContext("stand_alone", 12), "stand_alone"),
+            (ParallelContext(AUTO, 12, 2, True), "optimizer sharding"),
+            (ParallelContext(AUTO, 12, 2), "pipeline_stages=2"),
+            (ParallelContext(AUTO, 12), "at least 16 devices.*got 12; .*relaxed=True"),
+            (ParallelContext(AUTO, 16), "required group_op='average' and group_size=8"),
+            (
+                ParallelContext(AUTO, 16, gradients_mean=False),
+                "required group_op='sum' and group_size=8",
+            ),
+        ):
+            with pytest.raises(RuntimeError, match=match):
+                cell("no optimizer", context=context)
+        with pytest.raises(
+            TypeError, match=r"required a torch\.optim\.Optimizer, got str"
+        ):
+            cell("no optimizer", relaxed=True, context=ParallelContext(AUTO, 12))
+
+
+def case_found_modes_become_the_context() -> None:
+    if hvd.size() == 1:
+        return
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stage = PipelineStage(module, 0, 2, torch.device("cpu"))
+    model = stage if hvd.rank() == hvd.size() - 1 else module
+    with pytest.raises(RuntimeError, match="pipeline_stages=2"):
+        hvd.AdaSumByGradWrapCell(optimizer, relaxed=True, model=model)
+    dist.destroy_process_group()
+
+
+def relaxed(cell, layer: nn.Module, **options):
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    return cell(optimizer, relaxed=True, **options)
+
+
+def case_relaxed() -> None:
+    for cell_class in CELLS:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        before = [p.detach().clone() for p in layer.parameters()]
+        if hvd.size() == 1:
+            with pytest.raises(RuntimeError, match="stand_alone"):
+                relaxed(cell_class, layer)
+            continue
+        cell = relaxed(cell_class, layer, named_parameters=layer.named_parameters())
+        torch.manual_seed(hvd.rank())
+        loss = layer(torch.randn(4, 3)).square().sum()
+        gradients = torch.autograd.grad(loss, cell.parameters)
+        copies = [gradient.clone() for gradient in gradients]
+        result = cell(gradients)
+        assert all(map(torch.equal, gradients, copies))  # what was given is not touched
+        if cell_class is CELLS[1]:
+            assert all(a is b for a, b in zip(result, layer.parameters(), strict=True))
+        for old, parameter, gradient in zip(
+            before, layer.parameters(), copies, strict=True
+        ):
+            everyone = hvd.allgather_object(gradient.numpy())
+            expected = old.numpy() - 0.5 * reference.adasum(everyone)
+            np.testing.assert_allclose(parameter.detach(), expected, atol=1e-6)
+        assert all(p.grad is None for p in layer.parameters())
+
+
+def case_is_used_as_an_optimizer() -> None:
+    if hvd.size() == 1:
+        return
+    for cell_class in CELLS:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        cell = relaxed(cell_class, layer)
+        schedule = torch.optim.lr_scheduler.StepLR(cell.optimizer, 1)
+        before = layer.weight.detach().clone()
+        layer(torch.full((1, 3), 1.0 + hvd.rank())).sum().backward()
+        cell.step()
+        cell.zero_grad()
+        schedule.step()
+        assert cell.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert cell.state_dict()["param_groups"]
+        assert not torch.equal(layer.weight, before)
+        hvd.check_replicas(layer)
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = cell.nonsense
+
+
+def case_wrong_gradients() -> None:
+    if hvd.size() == 1:
+        return
+    layer = nn.Linear(3, 2)
+    cell = relaxed(CELLS[1], layer)
+    wrong = (
+        [torch.zeros(2, 3)],
+        [torch.zeros(2, 3), None],
+        [torch.zeros(2), torch.zeros(2)],
+    )
+    for gradients in wrong:
+        with pytest.raises(
+            ValueError, match="AdaSumByDeltaWeightWrapCell: required one"
+        ):
+            cell(gradients)
+    cell([torch.zeros(2, 3), torch.zeros(2)])

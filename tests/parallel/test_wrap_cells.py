@@ -1,0 +1,49 @@
+"""Wrap cells and the tutorial, on few ranks and on MindSpore's least, 16."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from launch import REPOSITORY, Configuration, case_names, command, environment, run
+
+CONFIGURATIONS = [
+    Configuration("cases_wrap_cells", "gloo", 1),
+    Configuration("cases_wrap_cells", "gloo", 3),
+    Configuration("cases_tutorial", "gloo", 2),
+    Configuration("cases_sixteen", "gloo", 16),
+]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "name"),
+    [(c, name) for c in CONFIGURATIONS for name in case_names(c.cases)],
+    ids=str,
+)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
+def test_tutorial_command_line(tmp_path):
+    program = str(REPOSITORY / "examples/resnet50_imagenet.py")
+    log = tmp_path / "log.jsonl"
+    words = [*command("gloo", 2), sys.executable, program, "--data", "synthetic"]
+    words += ["--batch-size", "64", "--epochs", "2", "--epoch-log", str(log)]
+    words += ["--checkpoint", str(tmp_path / "checkpoints")]
+    # 2 ranks are one group of eight: no AdaSum, and it says so.
+    status, output = run(words, environment(), 100)
+    assert status == 0, output[-2000:]
+    assert "2 ranks are one group of device_number=8" in output
+    assert "epoch: 2 step: 10 loss is " in output
+    assert len(log.read_text().splitlines()) == 2
+    status, output = run(words, environment(), 100)
+    assert status == 0 and "resumed after step 20" in output, output[-2000:]
+
+
+def test_tutorial_help():
+    program = str(REPOSITORY / "examples/resnet50_imagenet.py")
+    finished = subprocess.run(
+        [sys.executable, program, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--boost-config JSON" in finished.stdout

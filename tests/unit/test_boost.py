@@ -1,0 +1,171 @@
+"""The boost switch: levels, modes, precedence, errors, warnings; no state in between."""
+
+from __future__ import annotations
+
+import doctest
+import warnings
+
+import pytest
+
+from adasum_hvd import boost, ops
+from adasum_hvd.boost import Boost, switch
+
+# The tutorial's second listing.
+TUTORIAL = {
+    "boost": {
+        "mode": "manual",
+        "less_bn": False,
+        "grad_freeze": False,
+        "adasum": True,
+        "grad_accumulation": False,
+        "dim_reduce": False,
+    }
+}
+
+
+class Job:
+    """What the switch asks a framework's module for."""
+
+    def __init__(self, ranks: int, group_op: str = "average", group_size: int = 8):
+        self._ranks = ranks
+        self._settings = {
+            "group_op": group_op,
+            "group_size": group_size,
+            "kernels": "x",
+        }
+
+    def size(self) -> int:
+        return self._ranks
+
+    def settings(self) -> dict[str, object]:
+        return self._settings
+
+
+def quiet(*arguments, **options) -> Boost:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return switch(*arguments, **options)
+
+
+def manual(**flags) -> dict:
+    return {"boost": {"mode": "manual", **flags}}
+
+
+def test_levels():
+    assert quiet() == quiet("O0") == Boost()
+    with pytest.warns(UserWarning, match="turns on grad_freeze and less_bn") as caught:
+        assert not switch("O1").adasum
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="turns on grad_freeze and less_bn"):
+        assert switch("O2").adasum
+
+
+def test_tutorial():
+    assert quiet("O2", TUTORIAL) == Boost(adasum=True)
+    assert quiet("O0", TUTORIAL) == Boost(adasum=True)
+
+
+def test_manual_overrides_the_level_and_keeps_the_rest():
+    with pytest.warns(UserWarning, match="grad_freeze and less_bn"):
+        assert not switch("O2", manual(adasum=False)).adasum
+    with pytest.warns(UserWarning, match="turns on less_bn, which"):
+        assert switch("O2", manual(grad_freeze=False)).adasum
+    with pytest.warns(UserWarning, match="mode 'manual' ignores adasom"):
+        assert not switch("O0", manual(adasom=True)).adasum
+
+
+def test_auto_ignores_flags_loudly():
+    with pytest.warns(
+        UserWarning, match=r"'auto' ignores adasum; set mode to \"manual\""
+    ):
+        assert not switch("O0", {"boost": {"adasum": True}}).adasum
+    with pytest.warns(UserWarning, match="'auto' ignores dim_reduce"):
+        switch("O0", {"boost": {"dim_reduce": True}})
+
+
+def test_enable_and_disable_all():
+    assert quiet("O2", {"boost": {"mode": "disable_all"}}) == Boost()
+    with pytest.raises(
+        NotImplementedError,
+        match=r"got dim_reduce, grad_freeze, less_bn.*dim_reduce would exclude",
+    ):
+        switch("O0", {"boost": {"mode": "enable_all"}})
+
+
+@pytest.mark.parametrize("flag", ["less_bn", "grad_freeze", "dim_reduce"])
+def test_algorithms_elsewhere(flag):
+    with pytest.raises(NotImplementedError, match=f"got {flag}, which"):
+        switch("O0", manual(adasum=True, **{flag: True}))
+
+
+def test_accumulation():
+    config = manual(grad_accumulation=True, adasum=True)
+    config["grad_accumulation"] = {"grad_accumulation_step": 4}
+    assert quiet("O0", config).accumulation_steps == 4
+    assert quiet("O0", manual(grad_accumulation=True)).accumulation_steps == 1
+    config["boost"]["grad_accumulation"] = False
+    with pytest.warns(UserWarning, match="nothing reads grad_accumulation"):
+        assert switch("O0", config).accumulation_steps == 1
+
+
+def test_common():
+    common = {"common": {"device_number": 4}}
+    assert quiet("O0", {**TUTORIAL, **common}).init_arguments() == {
+        "group_op": "average",
+        "group_size": 4,
+    }
+    summed = quiet("O0", TUTORIAL, gradients_mean=False)
+    assert summed.init_arguments() == {"group_op": "sum", "group_size": 8}
+    for groups in ([50, 100], 50):
+        with pytest.warns(UserWarning, match="gradient_split_groups has no effect"):
+            switch("O0", {"common": {"gradient_split_groups": groups}})
+    with pytest.raises(ValueError, match="required a list of ints or an int, got '50'"):
+        switch("O0", {"common": {"gradient_split_groups": "50"}})
+    with pytest.warns(UserWarning, match=r"nothing reads adasum, common\.devices"):
+        switch("O0", {"common": {"devices": 4}, "adasum": True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (("O3",), ValueError, "boost_level: required one of O0, O1, O2, got 'O3'"),
+        (("O0", {"boost": {"mode": "all"}}), ValueError, "one of auto, manual.*'all'"),
+        (("O0", manual(adasum=1)), TypeError, "boost adasum: required a bool, got 1"),
+        (("O0", [1]), TypeError, "boost_config_dict: required a dict"),
+        (("O0", {"boost": "auto"}), TypeError, r"\['boost'\]: required a dict"),
+        (("O0", {"common": {"device_number": 0}}), ValueError, "at least 1, got 0"),
+        (("O0", {"common": {"device_number": 8.0}}), TypeError, "required an int"),
+    ],
+)
+def test_bad_input(arguments, error, match):
+    with pytest.raises(error, match=match):
+        switch(*arguments)
+
+
+def test_no_state_between_calls():
+    quiet("O0", TUTORIAL)
+    with pytest.warns(UserWarning, match="grad_freeze and less_bn"):
+        assert switch("O2") == Boost(adasum=True)
+    assert quiet("O0") == Boost()
+
+
+def test_optimizer_arguments():
+    with_adasum = quiet("O0", TUTORIAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert with_adasum.optimizer_arguments(Job(16)) == {
+            "op": ops.AdasumDelta,
+            "backward_passes_per_step": 1,
+        }
+        # The seed turns AdaSum off, silently, unless ranks // 8 is a power of two above 1.
+        assert with_adasum.optimizer_arguments(Job(24))["op"] is ops.AdasumDelta
+        assert Boost().optimizer_arguments(Job(4, "adasum", 0))["op"] is ops.Average
+    assert Boost(gradients_mean=False).optimizer_arguments(Job(4))["op"] is ops.Sum
+    with pytest.warns(UserWarning, match="8 ranks are one group of device_number=8"):
+        with_adasum.optimizer_arguments(Job(8))
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\*\*boost.init_arguments"):
+        with_adasum.optimizer_arguments(Job(16, "adasum", 0))
+
+
+def test_examples():
+    assert doctest.testmod(boost).failed == 0

@@ -1,0 +1,124 @@
+"""MindSpore's parallel checks: rules, order, messages; and what was found as a context."""
+
+from __future__ import annotations
+
+import doctest
+import warnings
+
+import pytest
+
+from adasum_hvd.parallel import Finding, ParallelContext, check, context, refuse
+from adasum_hvd.parallel.torch_modes import context_of
+
+
+def quiet(*arguments, **options) -> None:
+    """Run `check`, with a warning as an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(*arguments, **options)
+
+
+def test_accepts():
+    quiet(ParallelContext("auto_parallel", 2))
+    quiet(ParallelContext("semi_auto_parallel", 3))
+    for devices in (16, 32, 1024):
+        quiet(ParallelContext("auto_parallel", devices), strict=True)
+    quiet(ParallelContext("auto_parallel", 1), min_devices=1)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "hybrid_parallel"])
+def test_recommends_boost(mode):
+    with pytest.warns(UserWarning, match=rf"{mode}.*adasum_hvd\.boost"):
+        check(ParallelContext(mode, 16), strict=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8, 12, 15, 17, 24, 48])
+def test_strict_number_of_devices(devices):
+    match = f"at least 16 devices and a power of two, got {devices}"
+    with pytest.raises(RuntimeError, match=match):
+        check(ParallelContext("auto_parallel", devices), strict=True)
+
+
+def test_relaxed_number_of_devices():
+    with pytest.raises(RuntimeError, match="at least 2 devices, got 1"):
+        check(ParallelContext("auto_parallel", 1))
+    with pytest.raises(
+        RuntimeError, match="at least 4 devices and a power of two, got 6"
+    ):
+        check(ParallelContext("auto_parallel", 6), min_devices=4, power_of_two=True)
+
+
+def test_order():
+    """Each mistake hides those behind it, as in the seed."""
+    wrong = {
+        "enable_parallel_optimizer": True,
+        "pipeline_stages": 2,
+        "device_num": 12,
+    }
+    with pytest.raises(RuntimeError, match="stand_alone"):
+        check(ParallelContext("stand_alone", **wrong), strict=True)
+    with (
+        pytest.raises(RuntimeError, match="optimizer sharding"),
+        pytest.warns(UserWarning, match="boost"),  # comes before the sharding's error
+    ):
+        check(ParallelContext("data_parallel", **wrong), strict=True)
+    wrong["enable_parallel_optimizer"] = False
+    with pytest.raises(RuntimeError, match="pipeline_stages=2"):
+        check(ParallelContext("auto_parallel", **wrong), strict=True)
+    wrong["pipeline_stages"] = 1
+    with pytest.raises(RuntimeError, match="got 12"):
+        check(ParallelContext("auto_parallel", **wrong), strict=True)
+
+
+def test_bad_contexts():
+    assert (
+        ParallelContext("auto_parallel", 32, pipeline_stages=2).stage_device_num == 16
+    )
+    with pytest.raises(
+        ValueError, match=r"required one of stand_alone.*got 'parallel'"
+    ):
+        ParallelContext("parallel")
+    for name in ("device_num", "pipeline_stages"):
+        with pytest.raises(TypeError, match=f"{name}: required an int, got True"):
+            ParallelContext(**{name: True})
+        with pytest.raises(ValueError, match=f"{name}: required at least 1, got 0"):
+            ParallelContext(**{name: 0})
+    with pytest.raises(TypeError, match="gradients_mean: required a bool, got 1"):
+        ParallelContext(gradients_mean=1)
+    with pytest.raises(ValueError, match="at most device_num=2, got 4"):
+        ParallelContext(device_num=2, pipeline_stages=4)
+
+
+def test_context_of_findings():
+    found = [Finding("pipeline", "stages", 4), Finding("zero_redundancy", "it")]
+    assert context_of(found, 16) == ParallelContext("data_parallel", 16, 4, True)
+    assert context_of([], 1) == ParallelContext("stand_alone", 1)
+    assert not context_of([Finding("ddp", "it")], 2).enable_parallel_optimizer
+
+
+def test_refuse():
+    refuse([])
+    refuse([[], []])
+    pipeline = Finding("pipeline", "a PipelineStage of 2 stages", 2)
+    everywhere = [[pipeline]] * 3
+    with pytest.raises(
+        RuntimeError,
+        match=r'PipelineStage of 2 stages on all ranks: each rank.*allow_modes=\("pipeline",\)'
+        r".*this is rank 1 of 3",
+    ):
+        refuse(everywhere, rank=1)
+    with pytest.raises(RuntimeError, match="on ranks 0, 2:"):
+        refuse([[pipeline], [], [pipeline]])
+    refuse(everywhere, allow_modes=["pipeline"])
+    ddp = [[pipeline, Finding("ddp", "a module of DDP")]]
+    with pytest.raises(RuntimeError, match="a module of DDP"):
+        refuse(ddp, allow_modes=["pipeline"])
+    for bad in ("pipeline", ["pipelines"]):
+        with pytest.raises(ValueError, match="allow_modes: required names of ddp"):
+            refuse([], allow_modes=bad)
+
+
+def test_examples():
+    results = doctest.testmod(context, optionflags=doctest.ELLIPSIS)
+    assert results.attempted >= 2
+    assert results.failed == 0

@@ -1,0 +1,66 @@
+"""Detection of TensorFlow's and Keras's strategies; in a process of its own each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROLOGUE = """
+import tensorflow as tf
+from adasum_hvd.parallel.tensorflow_modes import detect
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras
+"""
+
+
+def run(script: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+def test_nothing_loaded():
+    run("""
+import sys
+from adasum_hvd.parallel.tensorflow_modes import detect
+assert detect() == []
+assert "tensorflow" not in sys.modules
+""")
+
+
+def test_strategies():
+    run(
+        PROLOGUE
+        + """
+assert detect([tf.Variable(1.0), keras.Variable(1.0)]) == []
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    (finding,) = detect()
+    mirrored, in_keras = tf.Variable(1.0), keras.Variable(1.0)
+assert finding.mode == "tf_strategy" and "MirroredStrategy of 2" in finding.found, finding
+for variable in (mirrored, in_keras):
+    assert [f.mode for f in detect([variable])] == ["tf_strategy"], variable
+one = tf.distribute.MirroredStrategy(["CPU:0"])
+with one.scope():
+    assert detect([tf.Variable(1.0)]) == []
+"""
+    )
+
+
+def test_keras_distribution():
+    run(
+        PROLOGUE
+        + """
+mesh = keras.distribution.DeviceMesh((2,), ["batch"], ["cpu:0", "cpu:1"])
+layout = keras.distribution.LayoutMap(mesh)
+distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+keras.distribution.set_distribution(distribution)
+(finding,) = detect()
+assert finding.mode == "keras_distribution", finding
+assert "ModelParallel over 2 devices" in finding.found, finding
+keras.distribution.set_distribution(None)
+assert detect() == []
+"""
+    )
