@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         if variant == "gradient" and not optimizer._synchronized:
             optimizer.synchronize()
         super().unscale_(optimizer)
-        # Reduced gradients are the same everywhere; local ones are not.
+        # Gradients that all ranks reduced are the same everywhere; others are not.
         if variant == "delta" or optimizer._any_partial:
             self._agree(optimizer)
 
@@ -108,7 +108,7 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
             + (
                 ", or call optimizer.synchronize() before scaler.step() and step inside "
                 "optimizer.skip_synchronize()"
-                if optimizer._variant == "gradient"
+                if optimizer._variant == "gradient" and not optimizer._any_partial
                 else ""
             )
         )

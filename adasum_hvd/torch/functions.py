@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
+from adasum_hvd.torch import marks
+
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: Any = mpi_ops.global_process_set
@@ -45,7 +47,8 @@ def broadcast_optimizer_state(
 
     Horovod's takes a step with zero gradients where there is no state yet, which decays
     weights, and for a distributed optimizer is collective on some ranks only after one of
-    them has loaded a checkpoint. This one only copies.
+    them has loaded a checkpoint. This one only copies, and leaves the state of parameters that
+    are marked (worker-local, or replicated over some ranks) as it is on each rank.
 
     Args:
         optimizer: any torch optimizer, distributed or not.
@@ -87,7 +90,20 @@ def broadcast_optimizer_state(
         )
         received.append(copy)
     if not is_root:
-        optimizer.load_state_dict(_fill(outline, received))
+        state = _fill(outline, received)
+        _keep_own(optimizer, state["state"])
+        optimizer.load_state_dict(state)
+
+
+def _keep_own(optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
+    """Put this rank's own state back for parameters that not all ranks hold."""
+    own = optimizer.state_dict()["state"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if marks.is_marked(parameter):
+            state.pop(index, None)
+            if index in own:
+                state[index] = own[index]
 
 
 class _Place(int):

@@ -67,3 +67,8 @@ def is_worker_local(tensor: torch.Tensor) -> bool:
     process_set = holders(tensor)
     alone = process_set is not None and process_set.size() == 1
     return alone or getattr(tensor, _LOCAL, False)
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Return whether not all ranks hold the parameter."""
+    return holders(tensor) is not None or is_worker_local(tensor)

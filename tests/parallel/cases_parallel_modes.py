@@ -201,6 +201,44 @@ def case_replicated_over_process_sets() -> None:
         hvd.remove_process_set(process_set)
 
 
+def case_broadcast_leaves_marked_state_alone() -> None:
+    sets, mine = halves()
+    model = Mixed()
+    hvd.mark_replicated_over(mine, *model.expert.parameters())
+    optimizer = hvd.DistributedOptimizer(sgd(model, momentum=0.9), op="adasum-delta")
+    model.loss().backward()
+    optimizer.step()
+    momentum = {p: s["momentum_buffer"].clone() for p, s in optimizer.state.items()}
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for parameter, before in momentum.items():
+        after = optimizer.state[parameter]["momentum_buffer"]
+        everyone = hvd.allgather_object(after.tolist())
+        if parameter.shape[0] == 4:  # the trunk: now the root's on all ranks
+            assert everyone == everyone[:1] * hvd.size()
+        else:
+            assert torch.equal(after, before)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_torch_scaler_is_refused_where_ranks_differ() -> None:
+    """Even after synchronize(): gradients of the two halves' experts are not the same."""
+    sets, mine = halves()
+    model = Mixed()
+    hvd.mark_replicated_over(mine, *model.expert.parameters())
+    optimizer = hvd.DistributedOptimizer(sgd(model), op="adasum-grad")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model.loss()).backward()
+    optimizer.synchronize()
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(RuntimeError, match=r"use adasum_hvd\.torch\.GradScaler$"),
+    ):
+        scaler.step(optimizer)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
 def case_partly_replicated_overflow() -> None:
     """An overflow in one half's expert skips the step on all ranks."""
     sets, mine = halves()
