@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class DistributedBase(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
-        self._in_buckets: set[torch.Tensor] = set()
+        self._in_buckets: set[int] = set()  # by id
         if not self._reducing:
             return
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
@@ -104,21 +103,10 @@ class DistributedBase(torch.optim.Optimizer):
         lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
         for index, members in enumerate(lists):
             self._buckets.append(self._make_bucket(index, members))
-            self._in_buckets.update(parameter for _, parameter in members)
+            self._in_buckets.update(id(parameter) for _, parameter in members)
 
-    def _hook(self, parameter: torch.Tensor) -> Any:
-        """Call `_on_gradient` after each backward, without keeping the optimizer alive."""
-        reference = weakref.ref(self)
-
-        def on_gradient(ready: torch.Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._on_gradient(ready)
-
-        return parameter.register_post_accumulate_grad_hook(on_gradient)
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        raise NotImplementedError
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[id(parameter)]
 
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
         raise NotImplementedError
@@ -164,7 +152,7 @@ class DistributedBase(torch.optim.Optimizer):
         """
         if not self._reducing:
             return
-        if set(self._reduced_parameters()) != self._in_buckets:
+        if set(map(id, self._reduced_parameters())) != self._in_buckets:
             for index, group in enumerate(self.param_groups):
                 for j, parameter in enumerate(group["params"]):
                     self._names.setdefault(id(parameter), f"group{index}.param{j}")
