@@ -9,6 +9,7 @@ import torch
 
 from adasum_hvd.torch import amp
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.countdown import GradientCountdown
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 
 _STATE_KEY = "adasum_delta"
@@ -21,8 +22,7 @@ class DeltaOptimizer(DistributedBase):
 
     def _configure(self, names: dict[int, str], options: Options) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
-        self._hooks: list[Any] = []
-        self._passes_left: dict[torch.Tensor, int] = {}
+        self._countdown: GradientCountdown | None = None
         self._stepped: set[int] = set()  # buckets that overlap has stepped already
         super()._configure(names, options)
 
@@ -56,48 +56,35 @@ class DeltaOptimizer(DistributedBase):
                 + (" and after an overlapped backward" if self._stepped else "")
                 + "; call step() until the window is complete first"
             )
-        for hook in self._hooks:
-            hook.remove()
+        if self._countdown:
+            self._countdown.close()
         self._starts: list[torch.Tensor] = []
         self._start_views: list[list[torch.Tensor]] = []
         super()._build_buckets()
-        self._hooks = []
         if self._options.overlap:
-            self._index_of = {
-                p: i for i, b in enumerate(self._buckets) for p in b.params
-            }
-            self._hooks = [self._hook(parameter) for parameter in self._index_of]
-            self._reset_passes()
+            self._countdown = GradientCountdown(
+                self._buckets,
+                self._options.backward_passes_per_step,
+                self._name_of,
+                self._step_bucket,
+            )
 
     def _own_tensors(self) -> Iterable[torch.Tensor]:
         return [*super()._own_tensors(), *self._starts]
 
     # ---- overlap: a bucket is stepped as soon as its gradients are complete ----
 
-    def _reset_passes(self) -> None:
-        passes = self._options.backward_passes_per_step
-        self._passes_left = dict.fromkeys(self._index_of, passes)
-        self._missing = [len(bucket.params) for bucket in self._buckets]
+    def _reset_overlap(self) -> None:
+        if self._countdown:
+            self._countdown.reset()
         self._stepped.clear()
 
     @torch.no_grad()
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        self._passes_left[parameter] -= 1
-        if self._passes_left[parameter] < 0:
-            raise RuntimeError(
-                f"gradient of {self._names[id(parameter)]}: required at most "
-                f"{self._options.backward_passes_per_step} backward passes before step() with "
-                "overlap=True, got one more; raise backward_passes_per_step, or call step()"
-            )
-        if self._passes_left[parameter] > 0:
-            return
-        index = self._index_of[parameter]
-        self._missing[index] -= 1
-        if self._missing[index] == 0:
-            self._keep_start(index)
-            self._step_only(set(self._buckets[index].params))
-            self._stepped.add(index)
-            self._start_reduction(index)
+    def _step_bucket(self, index: int) -> None:
+        self._keep_start(index)
+        self._step_only(set(self._buckets[index].params))
+        self._stepped.add(index)
+        self._start_reduction(index)
 
     def _step_only(self, parameters: set[torch.Tensor]) -> None:
         everything = [group["params"] for group in self.param_groups]
@@ -182,8 +169,7 @@ class DeltaOptimizer(DistributedBase):
                 "zero_grad(): required step() after a backward pass with overlap=True, got "
                 "none; the gradients have been applied already and cannot be dropped"
             )
-        if self._options.overlap and self._reducing:
-            self._reset_passes()
+        self._reset_overlap()
         super().zero_grad(set_to_none)
 
     def _overlapped_step(self, closure: StepClosure) -> Any:
@@ -203,7 +189,7 @@ class DeltaOptimizer(DistributedBase):
             if index not in self._stepped:
                 self._start_reduction(index)
         self._apply()
-        self._reset_passes()
+        self._reset_overlap()
         return result
 
     def __reduce__(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class DistributedBase(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
-        self._in_buckets: set[torch.Tensor] = set()
+        self._in_buckets: set[int] = set()  # by id
         if not self._reducing:
             return
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
@@ -99,7 +98,7 @@ class DistributedBase(torch.optim.Optimizer):
             for index, members in enumerate(lists):
                 label = f"{self._instance}.{process_set.process_set_id}.{index}"
                 self._buckets.append(self._make_bucket(label, members, process_set))
-                self._in_buckets.update(parameter for _, parameter in members)
+                self._in_buckets.update(id(parameter) for _, parameter in members)
 
     def _by_process_set(
         self, named: Sequence[NamedParameter]
@@ -112,19 +111,8 @@ class DistributedBase(torch.optim.Optimizer):
             by_id.setdefault(key, (process_set, []))[1].append((name, parameter))
         yield from (by_id[key] for key in sorted(by_id))
 
-    def _hook(self, parameter: torch.Tensor) -> Any:
-        """Call `_on_gradient` after each backward, without keeping the optimizer alive."""
-        reference = weakref.ref(self)
-
-        def on_gradient(ready: torch.Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._on_gradient(ready)
-
-        return parameter.register_post_accumulate_grad_hook(on_gradient)
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        raise NotImplementedError
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[id(parameter)]
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: Any
@@ -170,7 +158,7 @@ class DistributedBase(torch.optim.Optimizer):
         """
         if not self._reducing:
             return
-        if set(self._reduced_parameters()) != self._in_buckets:
+        if set(map(id, self._reduced_parameters())) != self._in_buckets:
             for index, group in enumerate(self.param_groups):
                 for j, parameter in enumerate(group["params"]):
                     self._names.setdefault(id(parameter), f"group{index}.param{j}")

@@ -12,6 +12,7 @@ from adasum_hvd import ops
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.countdown import GradientCountdown
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 
 
@@ -21,13 +22,9 @@ class GradientOptimizer(DistributedBase):
     _variant = "gradient"
 
     def _configure(self, names: dict[int, str], options: Options) -> None:
-        self._hooks: list[Any] = []
-        self._passes_left: dict[torch.Tensor, int] = {}
-        self._bucket_of: dict[torch.Tensor, int] = {}
-        self._waiting: list[int] = []
-        self._synchronized = False
+        self._countdown: GradientCountdown | None = None
+        self._was_synchronized = False
         self._skip_synchronize = False
-        self._touched = False  # a gradient has come since the last step or zero_grad
         super()._configure(names, options)
 
     def _make_bucket(
@@ -45,23 +42,30 @@ class GradientOptimizer(DistributedBase):
         )
 
     def _build_buckets(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
         self._drain()
+        if self._countdown:
+            self._countdown.close()
         super()._build_buckets()
-        self._bucket_of = {
-            parameter: index
-            for index, bucket in enumerate(self._buckets)
-            for parameter in bucket.params
-        }
-        self._hooks = [self._hook(parameter) for parameter in self._bucket_of]
-        self._reset()
+        self._countdown = GradientCountdown(
+            self._buckets,
+            self._options.backward_passes_per_step,
+            self._name_of,
+            self._on_complete,
+        )
 
-    def _reset(self) -> None:
-        passes = self._options.backward_passes_per_step
-        self._passes_left = dict.fromkeys(self._bucket_of, passes)
-        self._waiting = [len(bucket.params) for bucket in self._buckets]
-        self._touched = False
+    @property
+    def _synchronized(self) -> bool:
+        """Whether the gradients are the reduced ones: none has come since."""
+        return self._was_synchronized and not self._touched
+
+    @property
+    def _touched(self) -> bool:
+        return self._countdown is not None and self._countdown.touched
+
+    def _reset(self, synchronized: bool) -> None:
+        self._was_synchronized = synchronized
+        if self._countdown:
+            self._countdown.reset()
 
     def _drain(self) -> None:
         """Finish what backward started. Collective after a backward pass.
@@ -77,22 +81,8 @@ class GradientOptimizer(DistributedBase):
         for bucket in self._buckets:
             bucket.finish()
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        self._synchronized = False
-        self._touched = True
-        left = self._passes_left[parameter] - 1
-        if left < 0:
-            raise RuntimeError(
-                f"gradient of {self._names[id(parameter)]}: required at most "
-                f"{self._options.backward_passes_per_step} backward passes before step(), "
-                "got one more; raise backward_passes_per_step, or call step() or zero_grad()"
-            )
-        self._passes_left[parameter] = left
-        if left == 0:
-            index = self._bucket_of[parameter]
-            self._waiting[index] -= 1
-            if self._waiting[index] == 0:
-                self._start(self._buckets[index])
+    def _on_complete(self, index: int) -> None:
+        self._start(self._buckets[index])
 
     def _start(self, bucket: Bucket) -> None:
         bucket.fill([self._dense(parameter) for parameter in bucket.params])
@@ -125,8 +115,7 @@ class GradientOptimizer(DistributedBase):
         for bucket in self._buckets:
             bucket.finish()
             self._write_back(bucket)
-        self._reset()
-        self._synchronized = True
+        self._reset(synchronized=True)
 
     def _write_back(self, bucket: Bucket) -> None:
         gradients, views = [], []
@@ -191,7 +180,7 @@ class GradientOptimizer(DistributedBase):
                 if not reduced:
                     self.synchronize()
                 result = super().step()
-        self._synchronized = False
+        self._was_synchronized = False
         return result
 
     def _mean_loss(self, loss: Any) -> Any:
@@ -212,8 +201,7 @@ class GradientOptimizer(DistributedBase):
         Collective where a backward pass has not been followed by `step()`.
         """
         self._drain()
-        self._reset()
-        self._synchronized = False
+        self._reset(synchronized=False)
         super().zero_grad(set_to_none)
 
 

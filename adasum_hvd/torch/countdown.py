@@ -1,0 +1,84 @@
+"""Counts gradients as backward makes them, to know when a bucket has all of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from adasum_hvd.torch.buckets import Bucket
+
+
+class GradientCountdown:
+    """Hooks on the parameters of all buckets that tell when a bucket is complete.
+
+    Args:
+        buckets: the buckets, each parameter in one of them.
+        passes: backward passes that a parameter's gradient takes.
+        name_of: the parameter's name for the error.
+        on_complete: bound method, called with the bucket's index; held weakly, because the
+            parameters keep the hooks and must not keep the optimizer.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        passes: int,
+        name_of: Callable[[torch.Tensor], str],
+        on_complete: Callable[[int], None],
+    ):
+        self._passes = passes
+        self._name_of = weakref.WeakMethod(name_of)
+        self._on_complete = weakref.WeakMethod(on_complete)
+        self._sizes = [len(bucket.params) for bucket in buckets]
+        self._left = [passes] * sum(self._sizes)
+        self._missing = list(self._sizes)
+        self.touched = False  # a gradient has come since the last reset
+        places = [
+            (parameter, index)
+            for index, bucket in enumerate(buckets)
+            for parameter in bucket.params
+        ]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(slot, index))
+            for slot, (parameter, index) in enumerate(places)
+        ]
+
+    def _hook(self, slot: int, index: int) -> Callable[[torch.Tensor], None]:
+        left, missing = self._left, self._missing
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            self.touched = True
+            left[slot] -= 1
+            if left[slot] < 0:
+                self._refuse(parameter)
+            if left[slot] == 0:
+                missing[index] -= 1
+                if missing[index] == 0:
+                    on_complete: Any = self._on_complete()
+                    if on_complete is not None:
+                        on_complete(index)
+
+        return on_gradient
+
+    def _refuse(self, parameter: torch.Tensor) -> None:
+        name_of: Any = self._name_of()
+        if name_of is not None:
+            raise RuntimeError(
+                f"gradient of {name_of(parameter)}: required at most {self._passes} backward "
+                "passes before step(), got one more; raise backward_passes_per_step, or call "
+                "step() or zero_grad()"
+            )
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self._left[:] = [self._passes] * len(self._left)
+        self._missing[:] = self._sizes
+        self.touched = False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
