@@ -119,7 +119,7 @@ def _number(device: Any, key: str, where: str) -> int:
     text = device.get(key)
     is_number = isinstance(text, int | str) and not isinstance(text, bool)
     _require(
-        is_number and re.fullmatch("[0-9]+", str(text)),
+        is_number and re.fullmatch("[0-9]{1,9}", str(text)),
         f"a number as {key} of {where}",
         text,
     )

@@ -100,6 +100,7 @@ DEVICE = [*FIRST, "device", 1]
         (change(DEVICE, []), r"an object as server_list\[0\]\.device\[1\]"),
         (change([*DEVICE, "rank_id"], "x"), r"a number as rank_id of .*device\[1\]"),
         (change([*DEVICE, "rank_id"], "-1"), "a number as rank_id"),
+        (change([*DEVICE, "rank_id"], "1" * 5000), "a number as rank_id"),
         (change([*DEVICE, "rank_id"], None), "a number as rank_id"),
         (change([*DEVICE, "rank_id"], "0"), "rank_id 0 to 3, each once"),
         (change([*DEVICE, "rank_id"], "9"), "rank_id 0 to 3, each once"),

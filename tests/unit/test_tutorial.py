@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_learning_rate():
     np.testing.assert_allclose(steps[warmup:], -0.8 / (total - warmup))
     assert rates[-1] == pytest.approx(0.8 / (total - warmup))
     assert recipe.learning_rate(3, 0, 3, 0.8, 0.1) == pytest.approx(0.1)
+    assert doctest.testmod(recipe) == (0, 1)
 
 
 @pytest.fixture
