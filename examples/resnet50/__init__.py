@@ -1,1 +1,1 @@
-"""The parts of `resnet50_imagenet.py`: model, data, recipe, monitors, checkpoints."""
+"""The parts of `resnet50_imagenet.py`."""

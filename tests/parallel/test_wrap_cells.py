@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -43,7 +42,6 @@ def test_tutorial_command_line(tmp_path):
 
 def test_tutorial_help():
     program = str(REPOSITORY / "examples/resnet50_imagenet.py")
-    finished = subprocess.run(
-        [sys.executable, program, "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--boost-config JSON" in finished.stdout
+    status, output = run([sys.executable, program, "--help"], environment(), 60)
+    assert status == 0
+    assert "--boost-config JSON" in output
