@@ -9,6 +9,7 @@ import pytest
 
 from adasum_hvd.parallel import Finding, ParallelContext, check, context, refuse
 from adasum_hvd.parallel.torch_modes import context_of
+from adasum_hvd.wrap_cells import check_job
 
 
 def quiet(*arguments, **options) -> None:
@@ -116,6 +117,23 @@ def test_refuse():
     for bad in ("pipeline", ["pipelines"]):
         with pytest.raises(ValueError, match="allow_modes: required names of ddp"):
             refuse([], allow_modes=bad)
+
+
+def test_wrap_cells_need_the_seeds_groups():
+    eights = {"group_op": "average", "group_size": 8}
+    whole = {"group_op": "adasum", "group_size": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_job(ParallelContext("auto_parallel", 16), eights)
+        check_job(ParallelContext("auto_parallel", 3), whole, relaxed=True)
+    for groups, mean in (
+        (whole, True),
+        ({**eights, "group_size": 4}, True),
+        (eights, False),
+    ):
+        context = ParallelContext("auto_parallel", 16, gradients_mean=mean)
+        with pytest.raises(RuntimeError, match="AdaSum wrap cell: required group_op="):
+            check_job(context, groups)
 
 
 def test_examples():
