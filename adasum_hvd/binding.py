@@ -61,6 +61,16 @@ def settings(library: ctypes.CDLL) -> dict[str, object]:
     return json.loads(_text(library, "horovod_adasum_settings"))
 
 
+def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:
+    """Return how the ranks of a process set reach each other, and why not by shared memory.
+
+    Empty before the first AdaSum in that process set.
+    """
+    call = library.horovod_adasum_path
+    call.restype = ctypes.c_char_p
+    return call(process_set_id).decode()
+
+
 def counters(library: ctypes.CDLL) -> Counters:
     """Return how much the op has reduced in this process."""
     values = (ctypes.c_int64 * len(Counters._fields))()

@@ -59,6 +59,9 @@ def init(
     _carried.clear()
     _nameless.clear()
     _compare_settings()
+    if mpi_ops.size() > 1 and settings()["op"] == "on":
+        # Connects the ranks now, when an error is easy to understand, not in the first step.
+        allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
 
 
 def _compare_settings() -> None:

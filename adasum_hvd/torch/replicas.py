@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import ops
+from adasum_hvd import binding, ops
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.functions import allgather_object
@@ -122,6 +122,7 @@ def banner(optimizer: Any) -> str:
         {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
     )
     extra = optimizer.extra_bytes()
+    path = binding.path(torch_ops.LIBRARY, options.process_set.process_set_id)
     groups = "AdaSum all the way"
     if settings["group_op"] != "adasum":
         size = settings["group_size"] or "a host's"
@@ -129,6 +130,7 @@ def banner(optimizer: Any) -> str:
     parts = [
         f"adasum_hvd: {options.op.name} ({optimizer._variant} variant)",
         f"{options.process_set.size()} ranks on {backend}",
+        f"exchange over {path or 'what the first reduction finds'}",
         groups if ops.is_adasum(options.op) else "no groups",
         f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
         "steps per reduction",

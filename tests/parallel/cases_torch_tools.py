@@ -150,6 +150,7 @@ def case_banner() -> None:
     assert f"{hvd.size()} ranks on {'MPI' if hvd.mpi_enabled() else 'Gloo'}" in line
     assert "2 local steps" in line
     if hvd.size() > 1:
+        assert "exchange over shared memory" in line
         assert "float32 on the wire" in line
         assert optimizer.extra_bytes() == {"device": 0, "host": 2 * 4 * 10_100}
     assert np.isfinite(optimizer.extra_bytes()["host"])

@@ -13,13 +13,22 @@ TINY = (
     ("ADASUM_HVD_REPLICATE_BYTES", "0"),
 )
 PORTABLE = (("ADASUM_HVD_KERNELS", "portable"), ("ADASUM_HVD_REPLICATE_BYTES", "0"))
+NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
+STAGED = (("ADASUM_HVD_LOCAL", "staged"), ("ADASUM_HVD_LOCAL_RING_BYTES", "4096"))
 PLAIN = [
-    *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3, 4, 5, 8)),
-    *(Configuration(CASES, "mpi", ranks) for ranks in (2, 3, 4)),
+    *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2)),
+    Configuration(CASES, "gloo", 3, NETWORK),
+    Configuration(CASES, "gloo", 4),
+    Configuration(CASES, "gloo", 5, NETWORK),
+    Configuration(CASES, "gloo", 8),
+    Configuration(CASES, "mpi", 2, NETWORK),
+    Configuration(CASES, "mpi", 3),
+    Configuration(CASES, "mpi", 4, NETWORK),
 ]
 SPECIAL = [
-    Configuration(CASES, "mpi", 3, TINY),
+    Configuration(CASES, "mpi", 3, TINY + NETWORK),
     Configuration(CASES, "gloo", 4, PORTABLE),
+    Configuration(CASES, "gloo", 3, TINY + STAGED),
     Configuration(CASES, "gloo", 3, hosts="localhost:1,127.0.0.1:2"),
     Configuration(
         CASES,
@@ -50,6 +59,7 @@ def test_case(outcome_of, configuration: Configuration, name: str) -> None:
         (PLAIN[3], PLAIN[8]),
         (PLAIN[2], SPECIAL[0]),
         (PLAIN[3], SPECIAL[1]),
+        (PLAIN[2], SPECIAL[2]),
     ],
     ids=lambda configuration: str(configuration),
 )

@@ -1,4 +1,4 @@
-"""The op's arithmetic in C++, ranks as threads: as it is built, and under sanitizers."""
+"""The op's arithmetic and shared memory in C++, ranks as threads, also under sanitizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adasum_hvd import prerequisites
 from adasum_hvd.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
-CORE = (
+ARITHMETIC = (
     "tree.cc",
     "gram.cc",
     "kernels.cc",
@@ -22,6 +22,8 @@ CORE = (
     "reduce.cc",
     "kernels_portable.cc",
 )
+SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
+PROGRAMS = {"test_reduce": (ARITHMETIC, 15), "test_local": (SHARED_MEMORY, 6)}
 X86_FLAGS = {
     "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.cc": [
@@ -35,8 +37,8 @@ FORMS = {
 }
 
 
-def build(form: str, directory: Path) -> Path:
-    """Compile the arithmetic and its tests with the flags of the injected CMake."""
+def build(name: str, form: str, directory: Path) -> Path:
+    """Compile a test program and what it tests with the flags of the injected CMake."""
     cxx = prerequisites.compiler()
     common = [
         cxx,
@@ -48,9 +50,10 @@ def build(form: str, directory: Path) -> Path:
         "-pthread",
     ]
     common += [f"-I{NATIVE}", f"-I{TESTS}", *FORMS[form]]
-    sources = {NATIVE / name: [] for name in CORE} | {TESTS / "test_reduce.cc": []}
-    if platform.machine() == "x86_64":
-        sources |= {NATIVE / name: flags for name, flags in X86_FLAGS.items()}
+    parts, _ = PROGRAMS[name]
+    sources = {NATIVE / part: [] for part in parts} | {TESTS / f"{name}.cc": []}
+    if parts is ARITHMETIC and platform.machine() == "x86_64":
+        sources |= {NATIVE / part: flags for part, flags in X86_FLAGS.items()}
 
     def compile_one(item: tuple[Path, list[str]]) -> Path:
         source, flags = item
@@ -62,14 +65,15 @@ def build(form: str, directory: Path) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources.items()))
-    program = directory / "test_reduce"
+    program = directory / name
     subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
     return program
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_arithmetic(form: str, tmp_path: Path) -> None:
-    program = build(form, tmp_path)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str, form: str, tmp_path: Path) -> None:
+    program = build(name, form, tmp_path)
     command = [str(program)]
     if (
         form == "tsan"
@@ -81,5 +85,5 @@ def test_arithmetic(form: str, tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok ") >= 14
+    assert result.stdout.count("ok ") == PROGRAMS[name][1]
     assert "FAILED" not in result.stdout

@@ -1,0 +1,317 @@
+// Shared memory between ranks: threads for the exchanges, processes where one has to die.
+//
+// Prints "ok NAME" or "FAILED NAME: why" per test, and exits with the number of failures.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "transport_local.h"
+
+using namespace adasum_hvd;
+
+namespace {
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void Check(bool condition, const std::string& what) {
+  if (!condition) {
+    throw Failure(what);
+  }
+}
+
+// Gathers two integers of each rank, in memory that forked processes share too.
+class Board {
+public:
+  explicit Board(int ranks) : ranks_(ranks) {
+    void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    shared_ = new (memory) Shared();
+  }
+  ~Board() { munmap(shared_, sizeof(Shared)); }
+
+  AllgatherTwo For(int rank) {
+    auto round = std::make_shared<int>(0);
+    return [this, rank, round](int first, int second) {
+      Shared::Round& here = shared_->rounds[(*round)++];
+      here.values[2 * rank] = first;
+      here.values[2 * rank + 1] = second;
+      here.arrived.fetch_add(1);
+      while (here.arrived.load() < ranks_) {
+        std::this_thread::yield();
+      }
+      return std::vector<int>(here.values, here.values + 2 * ranks_);
+    };
+  }
+
+private:
+  struct Shared {
+    struct Round {
+      std::atomic<int> arrived{0};
+      int values[32] = {};
+    } rounds[4];
+  };
+  int ranks_;
+  Shared* shared_;
+};
+
+std::vector<int> Ranks(int size) {
+  std::vector<int> ranks(size);
+  for (int rank = 0; rank < size; ++rank) {
+    ranks[rank] = rank;
+  }
+  return ranks;
+}
+
+std::unique_ptr<LocalGroup> Join(Board& board, int rank, int size, const LocalSettings& settings,
+                                 std::string& why_not) {
+  return ConnectLocalRanks(Ranks(size), rank, Ranks(size), settings, board.For(rank), why_not);
+}
+
+std::unique_ptr<LocalTransport> Connect(Board& board, int rank, int size, const LocalSettings& settings) {
+  std::string why_not;
+  std::unique_ptr<LocalGroup> group = Join(board, rank, size, settings, why_not);
+  Check(group != nullptr, "not connected: " + why_not);
+  return std::make_unique<LocalTransport>(std::move(group));
+}
+
+void InThreads(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(size);
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+char ByteOf(int from, int to, int exchange, size_t position) {
+  return static_cast<char>(31 * from + 17 * to + 7 * exchange + position + position / 251);
+}
+
+// Every pair exchanges messages of lengths of its own, several exchanges in flight.
+void ExchangeAndCheck(int ranks, const LocalSettings& settings) {
+  const std::vector<size_t> lengths = {1, 0, 7, 4096, 16384, 16385, 30001, 64, 70000, 5};
+  auto length = [&](int from, int to, int exchange) {
+    return lengths[(3 * from + 5 * to + exchange) % lengths.size()];
+  };
+  constexpr int kExchanges = 12, kInFlight = 3;
+  Board board(ranks);
+  InThreads(ranks, [&](int rank) {
+    auto transport = Connect(board, rank, ranks, settings);
+    Check(transport->direct() == (settings.mode == LocalMode::kDirect), "another mode than asked for");
+    std::vector<std::vector<std::vector<char>>> sent(kExchanges), received(kExchanges);
+    auto check = [&](int exchange) {
+      transport->Wait();
+      for (int peer = 0; peer < ranks; ++peer) {
+        for (size_t k = 0; k < received[exchange][peer].size() && peer != rank; ++k) {
+          Check(received[exchange][peer][k] == ByteOf(peer, rank, exchange, k),
+                "exchange " + std::to_string(exchange) + ", byte " + std::to_string(k));
+        }
+      }
+      sent[exchange].clear(); // the buffers are ours again
+    };
+    for (int exchange = 0; exchange < kExchanges; ++exchange) {
+      std::vector<Message> messages(ranks);
+      sent[exchange].resize(ranks);
+      received[exchange].resize(ranks);
+      for (int peer = 0; peer < ranks; ++peer) {
+        std::vector<char>& out = sent[exchange][peer];
+        out.resize(length(rank, peer, exchange));
+        for (size_t k = 0; k < out.size(); ++k) {
+          out[k] = ByteOf(rank, peer, exchange, k);
+        }
+        std::vector<char>& in = received[exchange][peer];
+        in.resize(length(peer, rank, exchange));
+        messages[peer] = {out.data(), static_cast<int64_t>(out.size()), in.data(),
+                          static_cast<int64_t>(in.size())};
+      }
+      transport->Start(messages);
+      if (exchange >= kInFlight) {
+        check(exchange - kInFlight);
+      }
+    }
+    for (int exchange = kExchanges - kInFlight; exchange < kExchanges; ++exchange) {
+      check(exchange);
+    }
+  });
+}
+
+void MessagesArrive() {
+  for (int ranks : {2, 3, 5}) {
+    for (LocalMode mode : {LocalMode::kDirect, LocalMode::kStaged}) {
+      for (int64_t ring_bytes : {320, 4096, 256 << 10}) {
+        LocalSettings settings;
+        settings.mode = mode;
+        settings.ring_bytes = ring_bytes;
+        ExchangeAndCheck(ranks, settings);
+      }
+    }
+  }
+}
+
+// What Wait throws on this rank, which expects a message of rank 1.
+std::string ErrorOf(LocalTransport& transport, int64_t bytes) {
+  std::vector<char> buffer(bytes);
+  std::vector<Message> messages(transport.size());
+  messages[1] = {buffer.data(), bytes, buffer.data(), bytes};
+  try {
+    transport.Exchange(messages);
+  } catch (const std::runtime_error& error) {
+    try {
+      transport.Start(messages);
+    } catch (const std::runtime_error& again) {
+      Check(std::string(error.what()) == again.what(), "another error the second time");
+      return error.what();
+    }
+  }
+  return "";
+}
+
+void CheckNames(const std::string& error, const std::string& why) {
+  Check(error.find("got none of rank 1 on rank 0") != std::string::npos &&
+            error.find(why) != std::string::npos,
+        "the error is \"" + error + "\"");
+}
+
+void EndedPeerIsNamed() {
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    auto transport = Connect(board, rank, 2, LocalSettings());
+    if (rank == 0) {
+      CheckNames(ErrorOf(*transport, 100), "has ended");
+    }
+  });
+}
+
+void SilentPeerIsNamed() {
+  Board board(2);
+  std::atomic<bool> done{false};
+  InThreads(2, [&](int rank) {
+    LocalSettings settings;
+    settings.timeout_seconds = 1;
+    auto transport = Connect(board, rank, 2, settings);
+    if (rank == 0) {
+      CheckNames(ErrorOf(*transport, 100), "nothing came from it for 1 s");
+      done = true;
+    }
+    while (!done) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+}
+
+// The peer is killed while long messages go to and fro; a child of it keeps its descriptors open.
+void KilledPeerIsNamed() {
+#if !defined(__SANITIZE_THREAD__) // which cannot follow a fork
+  for (LocalMode mode : {LocalMode::kDirect, LocalMode::kStaged}) {
+    Board board(2);
+    LocalSettings settings;
+    settings.mode = mode;
+    const pid_t child = fork();
+    if (child == 0) {
+      auto transport = Connect(board, 1, 2, settings);
+      const pid_t grandchild = fork();
+      if (grandchild == 0) {
+        sleep(5);
+        _exit(0);
+      }
+      std::vector<char> buffer(1 << 20), other(1 << 20);
+      for (int k = 0; k < 5; ++k) {
+        transport->Exchange({{buffer.data(), 1 << 20, other.data(), 1 << 20}, {}});
+      }
+      raise(SIGKILL);
+    }
+    auto transport = Connect(board, 0, 2, settings);
+    std::vector<char> buffer(1 << 20), other(1 << 20);
+    for (int k = 0; k < 5; ++k) {
+      transport->Exchange({{}, {buffer.data(), 1 << 20, other.data(), 1 << 20}});
+    }
+    const auto started = std::chrono::steady_clock::now();
+    CheckNames(ErrorOf(*transport, 1 << 20), "");
+    Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(3), "it took too long");
+    waitpid(child, nullptr, 0);
+  }
+#endif
+}
+
+void AllOrNone() {
+  Board board(3);
+  InThreads(3, [&](int rank) {
+    AllgatherTwo plain = board.For(rank);
+    int calls = 0;
+    // Rank 2 says that it has no socket.
+    const AllgatherTwo broken = [&](int first, int second) {
+      return plain(rank == 2 && calls++ == 0 ? -1 : first, second);
+    };
+    std::string why_not;
+    auto group = ConnectLocalRanks(Ranks(3), rank, Ranks(3), LocalSettings(), broken, why_not);
+    Check(group == nullptr && !why_not.empty(), "connected without rank 2");
+  });
+}
+
+void StrangersAreRefused() {
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    AllgatherTwo plain = board.For(rank);
+    int calls = 0;
+    // Rank 1 sees another nonce than the one rank 0 gave.
+    const AllgatherTwo forged = [&](int first, int second) {
+      std::vector<int> all = plain(first, second);
+      all[1] ^= rank == 1 && calls++ == 0 ? 1 : 0;
+      return all;
+    };
+    std::string why_not;
+    auto group = ConnectLocalRanks(Ranks(2), rank, Ranks(2), LocalSettings(), forged, why_not);
+    Check(group == nullptr, "a wrong nonce was taken");
+    Check(rank == 1 || why_not.find("not a rank of this job") != std::string::npos, why_not);
+  });
+}
+
+} // namespace
+
+int main() {
+  const std::pair<const char*, void (*)()> tests[] = {{"messages arrive", MessagesArrive},
+                                                      {"an ended peer is named", EndedPeerIsNamed},
+                                                      {"a silent peer is named", SilentPeerIsNamed},
+                                                      {"a killed peer is named", KilledPeerIsNamed},
+                                                      {"all ranks or none", AllOrNone},
+                                                      {"strangers are refused", StrangersAreRefused}};
+  int failures = 0;
+  for (const auto& [name, test] : tests) {
+    try {
+      test();
+      std::printf("ok %s\n", name);
+    } catch (const std::exception& error) {
+      ++failures;
+      std::printf("FAILED %s: %s\n", name, error.what());
+    }
+    std::fflush(stdout);
+  }
+  return failures;
+}
