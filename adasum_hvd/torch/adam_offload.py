@@ -123,14 +123,23 @@ class AdamOffload(torch.optim.Optimizer):
             "step": 0,
         }
         groups.set_lr(defaults, lr)
-        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
+        if num_threads is not None and (
+            type(num_threads) is not int or num_threads < 1
+        ):
             raise ValueError(
                 f"AdamOffload: num_threads: required an int >= 1, got {num_threads!r}"
             )
         listed, order = groups.split(params)
         names = groups.names_by_id(named_parameters)
-        listed = [groups.complete(group, defaults, names) for group in listed]
-        groups.check_together(listed, names)
+        completed = [groups.complete(group, defaults, names) for group in listed]
+        listed = [group for group, _ in completed]
+        groups.check_together(
+            [
+                named
+                for group, found in completed
+                for named in zip(found, group["params"], strict=True)
+            ]
+        )
         if order is not None:
             groups.set_order(listed, order)
         super().__init__(listed, defaults)
@@ -175,7 +184,7 @@ class AdamOffload(torch.optim.Optimizer):
             raise TypeError(
                 f"AdamOffload: param_group: required a dict, got {type(param_group).__name__}"
             )
-        param_group = groups.complete(param_group, self.defaults)
+        param_group, _ = groups.complete(param_group, self.defaults)
         if self.param_groups:
             first = self.param_groups[0]
             param_group["step"] = first["step"]

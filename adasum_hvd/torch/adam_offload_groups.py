@@ -76,8 +76,10 @@ def split(params: Any) -> tuple[list[Group], list[torch.Tensor] | None]:
 
 def complete(
     group: Group, defaults: Group, names: dict[int, str] | None = None
-) -> Group:
-    """Return one group with everything in it checked; what is missing is inherited.
+) -> tuple[Group, list[str]]:
+    """Return one group with everything in it checked, and its parameters' names.
+
+    What the group lacks is inherited. An unknown name is empty.
 
     Args:
         group: as the caller wrote it, or one that :func:`split` returned.
@@ -114,7 +116,7 @@ def complete(
         adam.check_bool(key, group.get(key, defaults[key]))
     if ungrouped and not all(adam.is_decayed(name) for name in group_names):
         group["no_decay"] = [not adam.is_decayed(name) for name in group_names]
-    return group
+    return group, group_names
 
 
 def _tensors(
@@ -129,7 +131,9 @@ def _tensors(
         )
     tensors, found = [], []
     for element in params:
-        name, tensor = element if _is_named(element) else (None, element)
+        name, tensor = "", element
+        if _is_named(element):
+            name, tensor = element
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 "AdamOffload: params: required parameters only, or dicts only, got "
@@ -145,7 +149,7 @@ def _tensors(
                 f"{tensor.device}"
             )
         tensors.append(tensor)
-        found.append(name if name is not None else names.get(id(tensor), ""))
+        found.append(name or names.get(id(tensor), ""))
     if not tensors:
         raise ValueError("AdamOffload: params: empty parameter list in a group")
     return tensors, found
@@ -153,9 +157,7 @@ def _tensors(
 
 def _is_named(element: Any) -> bool:
     return (
-        isinstance(element, tuple)
-        and len(element) == 2
-        and isinstance(element[0], str)
+        isinstance(element, tuple) and len(element) == 2 and isinstance(element[0], str)
     )
 
 
@@ -211,27 +213,29 @@ def names_by_id(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int,
     return {id(parameter): name for name, parameter in named}
 
 
-def check_together(groups: list[Group], names: dict[int, str]) -> None:
-    """Check what no group shows alone: parameters given twice, unnamed ones, vectors of rates.
+def check_together(named: list[tuple[str, torch.Tensor]]) -> None:
+    """Check what no group shows alone.
+
+    Args:
+        named: all parameters with their names, which are empty where they are unknown.
 
     Raises:
         RuntimeError: a parameter, or its name, occurs twice.
-        ValueError: names were given but not for all, or vectors differ in length.
+        ValueError: some have names and some have not.
     """
-    elements = [element for group in groups for element in group["params"]]
-    ids = Counter(id(e[1] if _is_named(e) else e) for e in elements)
-    given = Counter(e[0] for e in elements if _is_named(e))
-    if max(ids.values(), default=0) > 1 or max(given.values(), default=0) > 1:
-        twice = [name for name, n in given.items() if n > 1]
-        twice += [names.get(i, "unnamed") for i, n in ids.items() if n > 1]
+    ids = Counter(id(parameter) for _, parameter in named)
+    names = Counter(name for name, _ in named if name)
+    if len(ids) < len(named) or any(count > 1 for count in names.values()):
+        twice = sorted(
+            {n or "(unnamed)" for n, p in named if ids[id(p)] > 1 or names[n] > 1}
+        )
         raise RuntimeError(
             f"AdamOffload: params: required each parameter once, got twice: {twice}"
         )
-    unnamed = sum(names.get(i) is None for i in ids)
-    if names and unnamed:
+    if names and len(names) < len(named):
         raise ValueError(
             "AdamOffload: named_parameters: required a name for every parameter, got none for "
-            f"{unnamed} of {len(ids)}"
+            f"{len(named) - len(names)} of {len(named)}"
         )
 
 

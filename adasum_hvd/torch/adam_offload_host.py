@@ -84,8 +84,8 @@ class Job:
         flat = [None if t is None else t.detach().view(-1) for t in tensors]
         for start in range(0, total, elements):
             end = start + elements
-            piece = [None if t is None else t[start:end] for t in flat]
-            yield Job(self.param, *piece, last=end >= total)
+            w, g, m, v, out = (None if t is None else t[start:end] for t in flat)
+            yield Job(self.param, w, g, m, v, out, end >= total)
 
 
 @contextmanager

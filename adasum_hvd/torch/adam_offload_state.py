@@ -27,7 +27,9 @@ class Shield:
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy where its memory is part of a larger piece."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    return (
+        tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    )
 
 
 def exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +70,8 @@ def imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         )
     for group, own in zip(saved, ours, strict=False):
         groups.adopt(group)
-        group.setdefault("step", int(max(steps, default=0)))
+        # torch's Adam carries our groups' "step" along and does not count in it.
+        group["step"] = int(max(steps, default=group.get("step", 0)))
         for key, value in own.items():
             if key != "params":
                 group.setdefault(key, value)
@@ -111,7 +114,9 @@ def settled(
         value = values.get(key)
         source = value.tensor if isinstance(value, Shield) else value
         if source is None:
-            source = param.detach() if key == "master" else torch.zeros((), device="cpu")
+            source = (
+                param.detach() if key == "master" else torch.zeros((), device="cpu")
+            )
         elif not isinstance(value, Shield) and key not in old:
             new[key] = source  # unpickled or copied with us: ours already
             continue

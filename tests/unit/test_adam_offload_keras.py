@@ -52,7 +52,11 @@ def test_trajectory_is_the_reference_and_torch(settings):
         step_in_graph([tf.constant(g), tf.constant(1.0)])
         theirs.grad = torch.from_numpy(g.copy())
         torch_optimizer.step()
-        rate = settings["lr"] if isinstance(settings["lr"], float) else settings["lr"][step]
+        rate = (
+            settings["lr"]
+            if isinstance(settings["lr"], float)
+            else settings["lr"][step]
+        )
         adam.reference_step(w, g.astype(np.float64), m, v, step + 1,
                             **{**reference_settings, "lr": rate})  # fmt: skip
     here = variable.numpy()
@@ -82,7 +86,9 @@ def test_fit_save_and_resume(tmp_path):
     y = x @ np.arange(8, dtype=np.float32)
     model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
     model.compile(optimizer=AdamOffload(0.05, weight_decay=1e-4), loss="mse")
-    first, last = model.fit(x, y, epochs=20, shuffle=False, verbose=0).history["loss"][::19]
+    first, last = model.fit(x, y, epochs=20, shuffle=False, verbose=0).history["loss"][
+        ::19
+    ]
     assert last < 0.7 * first
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
