@@ -107,7 +107,7 @@ def complete(
         set_lr(group, group["lr"])
     decay = group.get("weight_decay", defaults["weight_decay"])
     group["weight_decay"] = adam.check_weight_decay(decay)
-    beta1, beta2 = group.get("betas", defaults["betas"])
+    beta1, beta2 = {**defaults, **group}["betas"]
     group["betas"] = (adam.check_beta("beta1", beta1), adam.check_beta("beta2", beta2))
     adam.check_positive("eps", group.get("eps", defaults["eps"]))
     scale = group.get("loss_scale", defaults["loss_scale"])

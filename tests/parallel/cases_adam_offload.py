@@ -91,9 +91,10 @@ class Simulation:
             model.zero_grad()
             backward(model, step, rank)
             new = [w.copy() for w in self.weights]
-            for w, p, m, v in zip(new, model.parameters(), self.m[rank], self.v[rank], strict=True):  # fmt: skip
+            for i, p in enumerate(model.parameters()):
+                m, v = self.m[rank][i], self.v[rank][i]
                 g = p.grad.double().numpy()
-                adam.reference_step(w, g, m, v, step + 1, **self.settings)
+                adam.reference_step(new[i], g, m, v, step + 1, **self.settings)
             after.append(new)
         for i, w in enumerate(self.weights):
             deltas = [(new[i] - w).astype(np.float32) for new in after]
@@ -106,7 +107,9 @@ class Simulation:
 
 def case_delta_variant_reduces_the_masters() -> None:
     for dtype in DTYPES:
-        for settings in ({}, {"use_nesterov": True, "weight_decay": 0.1}):
+        for more in ({}, {"use_nesterov": True, "weight_decay": 0.1}):
+            # With a small eps the first steps are sign-like and amplify rounding.
+            settings = {"eps": 1e-2, **more}
             model = model_of(dtype)
             simulation = Simulation(model, lr=0.01, **settings)
             optimizer = wrapped(model, settings=settings)
@@ -114,8 +117,8 @@ def case_delta_variant_reduces_the_masters() -> None:
                 train(optimizer, model, step, step + 1)
                 simulation.step(step)
             check_same_everywhere(model.float() if dtype != torch.float32 else model)
-            # A gradient of the rounded model is rounded too, so 1e-6 holds for float32.
-            tolerance = 2e-5 if dtype == torch.float32 else 2e-3
+            # A gradient of the rounded model is rounded, too.
+            tolerance = 2e-6 if dtype == torch.float32 else 2e-3
             check_equal(
                 masters(optimizer),
                 [torch.from_numpy(w).float() for w in simulation.weights],
@@ -191,7 +194,7 @@ def case_exact_resume_and_copies() -> None:
 def case_broadcast_optimizer_state() -> None:
     model = model_of(torch.bfloat16)
     optimizer = wrapped(model)
-    train(optimizer, model, 0, 1 + (hvd.rank() == 0) * 0)
+    train(optimizer, model, 0, 1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     moments = [s["exp_avg"] for s in optimizer.state.values()]
     digests = hvd.allgather_object([m.numpy().tobytes() for m in moments])
@@ -242,23 +245,18 @@ def case_frozen_parameters_come_and_go() -> None:
 
 
 def case_grad_scaler_skips_on_all_ranks() -> None:
-    model = model_of(torch.float16)
+    model = model_of(torch.bfloat16)
     optimizer = wrapped(model)
     scaler = hvd.GradScaler("cpu", init_scale=64.0)
     images, labels = batch_of(hvd.rank(), 0)
     for step in range(3):
         optimizer.zero_grad()
-        output = model(images.half()).float()
+        output = model(images.bfloat16()).float()
         scaler.scale(functional.cross_entropy(output, labels)).backward()
         if step == 1 and hvd.rank() == 0:
             model[0].bias.grad[0] = float("inf")
         before = [p.detach().clone() for p in model.parameters()]
-        try:
-            scaler.step(optimizer)
-        except ValueError as error:
-            # torch's rule, whichever the optimizer: unscale_ takes no float16 gradients.
-            assert "Attempting to unscale FP16 gradients" in str(error)
-            return
+        scaler.step(optimizer)
         scaler.update()
         moved = any(
             not torch.equal(a, b)
