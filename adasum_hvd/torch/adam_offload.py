@@ -324,7 +324,9 @@ class AdamOffload(torch.optim.Optimizer):
             group["lr"] = rate
         on_cuda = [param for _, _, param in work if param.is_cuda]
         grad_scale = getattr(self, "grad_scale", None)
-        self._transfers.collect(on_cuda, passes=0 if grad_scale is None else 1)
+        # A scaler that hands over no scale (it may be None) has unscaled in place.
+        unscaled = hasattr(self, "found_inf") and grad_scale is None
+        self._transfers.collect(on_cuda, unscaled)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         with threads(self.defaults["num_threads"] or thread_budget()):
             self._host.run(

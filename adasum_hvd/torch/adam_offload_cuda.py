@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-_STALE_STEPS = 2  # after so many steps with outdated early copies there are no more
+_STALE_STEPS = (
+    2  # after so many steps in a row with outdated early copies there are no more
+)
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
@@ -28,9 +30,10 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     nbytes = elements * like.element_size()
     memory = mmap.mmap(-1, nbytes)
-    tensor = torch.frombuffer(memory, dtype=like.dtype, count=elements)
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=elements)
+    buffer = flat.view(like.shape)
     cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(tensor.data_ptr(), nbytes, 0))
+    code = int(cudart.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
     if code:
         warnings.warn(
             f"AdamOffload: page-locking {nbytes} bytes of host memory failed (CUDA error "
@@ -39,9 +42,9 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
         )
     else:
         # `memory` in the arguments keeps the mapping until it is unlocked.
-        release = weakref.finalize(tensor, _unlock, tensor.data_ptr(), memory)
+        release = weakref.finalize(buffer, _unlock, buffer.data_ptr(), memory)
         release.atexit = False
-    return tensor.view(like.shape)
+    return buffer
 
 
 def _unlock(address: int, memory: mmap.mmap) -> None:
@@ -53,7 +56,6 @@ class Transfers:
 
     def __init__(self) -> None:
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
-        self._bases: list[torch.Tensor] = []
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._hooks: dict[torch.Tensor, Any] = {}
         # By parameter: the gradient that was copied, its version then, and when it is there.
@@ -115,29 +117,32 @@ class Transfers:
         grad.record_stream(down)
         self._copied[param] = (weakref.ref(grad), grad._version, arrived)
 
-    def collect(self, params: Iterable[torch.Tensor], passes: int = 0) -> None:
+    def collect(self, params: Iterable[torch.Tensor], unscaled: bool = False) -> None:
         """Begin every copy that backward has not begun, or that the gradient has outlived.
 
-        A gradient may have been clipped, unscaled or replaced after it was copied; its
-        version counter says so.
+        A gradient may have been clipped or replaced after it was copied; its version counter
+        says so.
 
         Args:
             params: in the order in which they will be updated.
-            passes: in-place passes since backward that left the values alone. GradScaler
-                makes one where it leaves unscaling to the optimizer: it looks for infinities
-                by multiplying with 1.
+            unscaled: a GradScaler has unscaled the gradients, which no version counter says.
         """
-        stale = False
+        stale = used = False
         for param in params:
             self.watch(param)
             copied = self._copied.get(param)
             if copied is not None:
                 grad, version, _ = copied
-                if grad() is param.grad and version + passes == param.grad._version:
+                same = grad() is param.grad and version == param.grad._version
+                if same and not unscaled:
+                    used = True
                     continue
                 stale = True
             self._begin(param)
-        self._stale_steps = self._stale_steps + 1 if stale else 0
+        if stale:
+            self._stale_steps += 1
+        elif used:
+            self._stale_steps = 0
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
         """Return the gradient in the pinned buffer; blocks until it is there."""
