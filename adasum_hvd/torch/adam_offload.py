@@ -219,15 +219,16 @@ class AdamOffload(torch.optim.Optimizer):
         return listed[::-1]
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[param]
+        state, dtype = self.state[param], master_dtype(param)
         if "exp_avg" not in state:
-            dtype = master_dtype(param)
             for key in states.MOMENTS:
                 state[key] = torch.zeros(param.shape, dtype=dtype, device="cpu")
+        elif state["exp_avg"].dtype != dtype:  # the model went to float64, or back
+            state.update({key: value.to(dtype) for key, value in state.items()})
         if "master" not in state and not is_own_master(param):
-            state["master"] = torch.empty(
-                param.shape, dtype=master_dtype(param), device="cpu"
-            ).copy_(param.detach())
+            state["master"] = torch.empty(param.shape, dtype=dtype, device="cpu").copy_(
+                param.detach()
+            )
         return state
 
     @torch.no_grad()
@@ -351,20 +352,22 @@ class AdamOffload(torch.optim.Optimizer):
             yield hypers[key], self._job(param)
 
     def _job(self, param: torch.Tensor) -> Job:
-        weights, state = self.master(param), self.state[param]
-        out = None
+        state = self._state_of(param)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        if "master" not in state:
+            return Job(param, param, param.grad.contiguous(), *moments, None, False)
+        weights, out = self.master(param), None
         if param.is_cuda:
             grad = self._transfers.gradient(param)
             out = grad if self._publishing else None
         else:
             grad = param.grad.contiguous()
-            if weights is not param and param.is_contiguous() and self._publishing:
+            if self._publishing and param.is_contiguous():
                 out = param
-        return Job(param, weights, grad, state["exp_avg"], state["exp_avg_sq"], out)
+        return Job(param, weights, grad, *moments, out, True)
 
     def _updated(self, param: torch.Tensor) -> None:
-        if "master" not in self.state[param]:
-            return
+        """Bring a new master back to its parameter, or remember to."""
         if not self._publishing:
             self._unpublished.add(param)
         elif param.is_cuda:

@@ -29,7 +29,7 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
     if elements == 0:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     nbytes = elements * like.element_size()
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes)  # shared: a fork must not move the parent's pages
     flat = torch.frombuffer(memory, dtype=like.dtype, count=elements)
     buffer = flat.view(like.shape)
     cudart = torch.cuda.cudart()
@@ -64,7 +64,7 @@ class Transfers:
 
     def watch(self, param: torch.Tensor) -> None:
         """Copy the parameter's gradient after every backward, until `step()` asks for it."""
-        if param in self._hooks or not param.requires_grad:
+        if param in self._hooks or not (param.requires_grad and param.is_leaf):
             return
         reference = weakref.ref(self)
 

@@ -15,7 +15,7 @@ import torch
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.buckets import Bucket
 from adasum_hvd.torch.delta import DeltaOptimizer
-from adasum_hvd.torch.distributed import StepClosure
+from adasum_hvd.torch.distributed import DistributedBase, StepClosure
 
 
 class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
@@ -55,7 +55,7 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
         self.step_parameters(parameters)
 
     def _step_rest(self, parameters: set[torch.Tensor]) -> None:
-        AdamOffload.step(self)
+        super(DistributedBase, self).step()  # AdamOffload's, which counts the step
 
     def step(self, closure: StepClosure = None) -> Any:
         """As the base's. Parameters change when the reduction is done, masters before it."""

@@ -169,7 +169,7 @@ def set_lr(group: Group, lr: Any) -> None:
         ValueError: likewise.
     """
     if isinstance(lr, torch.Tensor):
-        lr = lr.detach().cpu().numpy()
+        lr = lr.detach().cpu().double().numpy()
     parsed = adam.parse_lr(lr)
     if isinstance(parsed, float):
         group["lr"] = parsed

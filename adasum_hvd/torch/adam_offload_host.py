@@ -63,7 +63,7 @@ class Job:
         exp_avg: first moment, as `weights`.
         exp_avg_sq: second moment, as `weights`.
         out: receives the new weights in its own dtype, or None.
-        last: nothing of this parameter follows.
+        report: say when it is done.
     """
 
     param: torch.Tensor
@@ -72,7 +72,7 @@ class Job:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     out: torch.Tensor | None
-    last: bool = True
+    report: bool
 
     def pieces(self, elements: int) -> Iterator[Job]:
         """Yield the job in pieces of at most so many elements."""
@@ -85,7 +85,7 @@ class Job:
         for start in range(0, total, elements):
             end = start + elements
             w, g, m, v, out = (None if t is None else t[start:end] for t in flat)
-            yield Job(self.param, w, g, m, v, out, end >= total)
+            yield Job(self.param, w, g, m, v, out, self.report and end >= total)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ class HostAdam:
         Args:
             work: what to do, with one `Hyper` object for all jobs that share it; taken one by
                 one, so that a job may wait for its gradient.
-            done: called with a parameter as soon as it is updated.
+            done: called with a parameter as soon as it is updated, where its job says so.
             batch_elements: jobs that the kernel can do alone are handed to it together, up to
                 so many elements.
         """
@@ -166,7 +166,7 @@ class HostAdam:
         for job in batch:
             if job.out is not None:
                 job.out.copy_(job.weights)
-            if job.last:
+            if job.report:
                 done(job.param)
         batch.clear()
 

@@ -21,8 +21,8 @@ def master_dtype(param: torch.Tensor) -> torch.dtype:
 def is_own_master(param: torch.Tensor) -> bool:
     """Return whether the host can update the parameter itself."""
     return (
-        param.device.type == "cpu"
-        and param.dtype == master_dtype(param)
+        param.is_cpu
+        and param.dtype in (torch.float32, torch.float64)
         and param.is_contiguous()
     )
 

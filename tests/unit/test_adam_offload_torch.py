@@ -502,7 +502,8 @@ def test_master_follows_parameters_that_others_changed():
 def test_parameters_that_move_to_another_dtype():
     model = nn.Linear(4, 4)
     optimizer = offload(model.parameters(), 1e-2)
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    for dtype in dtypes:
         model.to(dtype)
         before = model.weight.detach().float().clone()
         for p in model.parameters():
