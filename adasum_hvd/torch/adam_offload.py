@@ -6,8 +6,8 @@ A step runs through these files:
     adam_offload.py -> adam_offload_cuda.py (gradients arrive) -> adam_offload_host.py
     (arithmetic) -> adam_offload_cuda.py (parameters return)
 
-with `adam_offload_groups.py` for arguments, `adam_offload_state.py` for state dicts and
-`adam_offload_plan.py` for bytes and threads.
+with `adam_offload_masters.py` for the weights, `adam_offload_groups.py` for arguments,
+`adam_offload_state.py` for state dicts and `adam_offload_plan.py` for bytes and threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import torch
 from adasum_hvd import adam
 from adasum_hvd.torch import adam_offload_groups as groups
 from adasum_hvd.torch import adam_offload_state as states
-from adasum_hvd.torch.adam_offload_cuda import Transfers
 from adasum_hvd.torch.adam_offload_host import HostAdam, Hyper, Job, threads
+from adasum_hvd.torch.adam_offload_masters import MasterOptimizer
 from adasum_hvd.torch.adam_offload_plan import (
     Plan,
-    is_own_master,
-    master_dtype,
     plan,
     prints_plan,
     thread_budget,
@@ -36,7 +34,7 @@ from adasum_hvd.torch.adam_offload_plan import (
 _CUDA_BATCH_ELEMENTS = 1 << 20  # handed to the kernel at once while others travel
 
 
-class AdamOffload(torch.optim.Optimizer):
+class AdamOffload(MasterOptimizer):
     r"""Adam on the host, for parameters on CUDA devices or the CPU.
 
     .. math::
@@ -155,12 +153,8 @@ class AdamOffload(torch.optim.Optimizer):
         """Set up what is neither state nor settings, and is not copied."""
         self.lock = threading.RLock()
         self._host = HostAdam()
-        self._transfers = Transfers()
-        # By parameter with a master: (address, version) when the two agreed last.
-        self._agreed: dict[torch.Tensor, tuple[int, int]] = {}
+        self._begin_masters()
         self._partly: set[torch.Tensor] = set()  # updated ahead of step()
-        self._publishing = True
-        self._unpublished: set[torch.Tensor] = set()
         for group in self.param_groups:
             self._watch(group)
 
@@ -217,51 +211,6 @@ class AdamOffload(torch.optim.Optimizer):
         if any("order" in group for group in self.param_groups):
             listed.sort(key=lambda item: item[0]["order"][item[1]])
         return listed[::-1]
-
-    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state, dtype = self.state[param], master_dtype(param)
-        if "exp_avg" not in state:
-            for key in states.MOMENTS:
-                state[key] = torch.zeros(param.shape, dtype=dtype, device="cpu")
-        elif state["exp_avg"].dtype != dtype:  # the model went to float64, or back
-            state.update({key: value.to(dtype) for key, value in state.items()})
-        if "master" not in state and not is_own_master(param):
-            state["master"] = torch.empty(param.shape, dtype=dtype, device="cpu").copy_(
-                param.detach()
-            )
-        return state
-
-    @torch.no_grad()
-    def master(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the host tensor that holds a parameter's weights: its master, or itself.
-
-        Where the parameter differs from its rounded master, the master takes its value.
-        """
-        master = self._state_of(param).get("master")
-        if master is None:
-            return param
-        if self._agreed.get(param) != (param.data_ptr(), param._version):
-            here = param.detach().cpu()
-            same = here == master.to(param.dtype)
-            master.copy_(torch.where(same, master, here.to(master.dtype)))
-            self._agree(param)
-        return master
-
-    def refresh_master(self) -> None:
-        """Look for parameters that others have changed by ways that torch does not count."""
-        self._agreed.clear()
-
-    def _agree(self, param: torch.Tensor) -> None:
-        self._agreed[param] = (param.data_ptr(), param._version)
-
-    def adopt_master(self, param: torch.Tensor, home: torch.Tensor) -> None:
-        """Keep a parameter's master in `home` from now on.
-
-        Args:
-            param: one that is not its own master.
-            home: on the host, contiguous, of the master's shape and dtype; overwritten.
-        """
-        self.state[param]["master"] = home.copy_(self.master(param))
 
     # ---- the step ----
 
@@ -365,42 +314,6 @@ class AdamOffload(torch.optim.Optimizer):
             if self._publishing and param.is_contiguous():
                 out = param
         return Job(param, weights, grad, *moments, out, True)
-
-    def _updated(self, param: torch.Tensor) -> None:
-        """Bring a new master back to its parameter, or remember to."""
-        if not self._publishing:
-            self._unpublished.add(param)
-        elif param.is_cuda:
-            self._transfers.send(param)
-        else:
-            if not param.is_contiguous():
-                param.copy_(self.state[param]["master"])
-            self._agree(param)
-
-    # ---- weights that are not final yet: see delta.py ----
-
-    def hold_back(self) -> None:
-        """Let steps change masters only, until :meth:`publish`."""
-        self._publishing = False
-
-    @torch.no_grad()
-    def publish(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        """Round masters into their parameters: those held back, and `parameters`."""
-        self._publishing = True
-        pending = {*self._unpublished, *parameters}
-        self._unpublished.clear()
-        for param in pending:
-            master = self.state.get(param, {}).get("master")
-            if master is None:
-                continue
-            if param.is_cuda:
-                self._transfers.buffer(param).copy_(master)
-                self._transfers.send(param)
-            else:
-                param.copy_(master)
-        self._transfers.finish()
-        for param in pending:
-            self._agree(param)
 
     # ---- state dicts and copies ----
 
