@@ -9,18 +9,19 @@ scaled gradients, Nesterov) is done on pieces that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from adasum_hvd import adam
 
-PIECE_ELEMENTS = 1 << 17
+PIECE_ELEMENTS = 1 << 18  # per thread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hyper:
     """What one call of the kernel has in common.
 
@@ -44,12 +45,17 @@ class Hyper:
     torch_eps: bool
     step: int
 
-    @property
+    @cached_property
     def kernel_eps(self) -> float:
         """The eps for which the kernel's result is ours."""
         if self.torch_eps:
             return self.eps
         return self.eps / adam.corrections(*self.betas, self.step)[1]
+
+    @cached_property
+    def kernel_step(self) -> torch.Tensor:
+        """The step as the kernel wants it."""
+        return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
 
 
 @dataclass(slots=True)
@@ -80,12 +86,16 @@ class Job:
         if total <= elements:
             yield self
             return
-        tensors = (self.weights, self.grad, self.exp_avg, self.exp_avg_sq, self.out)
-        flat = [None if t is None else t.detach().view(-1) for t in tensors]
-        for start in range(0, total, elements):
-            end = start + elements
-            w, g, m, v, out = (None if t is None else t[start:end] for t in flat)
-            yield Job(self.param, w, g, m, v, out, self.report and end >= total)
+        pieces = [
+            tensor.detach().view(-1).split(elements)
+            for tensor in (self.weights, self.grad, self.exp_avg, self.exp_avg_sq)
+        ]
+        outs: Sequence[torch.Tensor | None] = [None] * len(pieces[0])
+        if self.out is not None:
+            outs = self.out.detach().view(-1).split(elements)
+        for index, (w, g, m, v) in enumerate(zip(*pieces, strict=True)):
+            report = self.report and index == len(outs) - 1
+            yield Job(self.param, w, g, m, v, outs[index], report)
 
 
 @contextmanager
@@ -199,6 +209,8 @@ class HostAdam:
             scratch = torch.empty(2, elements, dtype=dtype, device="cpu")
             self._scratch[dtype] = scratch
         flat = scratch[which, : sum(sizes)]
+        if len(tensors) == 1:
+            return [flat.view(tensors[0].shape)], flat
         views = [
             piece.view(tensor.shape)
             for piece, tensor in zip(flat.split(sizes), tensors, strict=True)
@@ -223,14 +235,13 @@ def _kernel(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
 ) -> None:
-    step = torch.tensor(float(hyper.step), dtype=torch.float32, device="cpu")
     torch._fused_adam_(
         weights,
         grads,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [step] * len(weights),
+        [hyper.kernel_step] * len(weights),
         lr=hyper.lr,
         beta1=hyper.betas[0],
         beta2=hyper.betas[1],
