@@ -15,8 +15,13 @@ from adasum_hvd.ops import (
     ReduceOp,
     Sum,
 )
+from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.amp import GradScaler
-from adasum_hvd.torch.functions import allgather_object, broadcast_optimizer_state
+from adasum_hvd.torch.functions import (
+    allgather_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.marks import mark_replicated_over, mark_worker_local
 from adasum_hvd.torch.ops import (

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.torch.buckets import Bucket
-
 
 class GradientCountdown:
     """Hooks on the parameters of all buckets that tell when a bucket is complete.
 
     Args:
-        buckets: the buckets, each parameter in one of them.
+        members: the parameters of each bucket, each parameter in one of them.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
         on_complete: bound method, called with the bucket's index; held weakly, because the
@@ -24,7 +22,7 @@ class GradientCountdown:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        members: Sequence[Sequence[torch.Tensor]],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
         on_complete: Callable[[int], None],
@@ -32,14 +30,14 @@ class GradientCountdown:
         self._passes = passes
         self._name_of = weakref.WeakMethod(name_of)
         self._on_complete = weakref.WeakMethod(on_complete)
-        self._sizes = [len(bucket.params) for bucket in buckets]
+        self._sizes = [len(parameters) for parameters in members]
         self._left = [passes] * sum(self._sizes)
         self._missing = list(self._sizes)
         self.touched = False  # a gradient has come since the last reset
         places = [
             (parameter, index)
-            for index, bucket in enumerate(buckets)
-            for parameter in bucket.params
+            for index, parameters in enumerate(members)
+            for parameter in parameters
         ]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(slot, index))

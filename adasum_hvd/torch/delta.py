@@ -29,16 +29,17 @@ class DeltaOptimizer(DistributedBase):
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: Any
     ) -> Bucket:
+        weights = [(name, self._weights(parameter)) for name, parameter in members]
         bucket = Bucket(
             f"weights.{label}",
-            members,
+            weights,
             self._wire_dtype(members[0][1]),
             self._options.op,
             (1.0, 1.0),
             process_set,
         )
         # The start is kept as the parameters are, not as they travel.
-        dtype = torch.promote_types(members[0][1].dtype, bucket.flat.dtype)
+        dtype = torch.promote_types(weights[0][1].dtype, bucket.flat.dtype)
         device = "cpu" if self._options.start_copy == "host" else bucket.flat.device
         start = torch.empty(bucket.flat.shape, dtype=dtype, device=device)
         self._starts.append(start)
@@ -46,7 +47,12 @@ class DeltaOptimizer(DistributedBase):
         self._start_views.append(
             [p.view(v.shape) for p, v in zip(pieces, bucket.views, strict=True)]
         )
+        self._members.append([parameter for _, parameter in members])
         return bucket
+
+    def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that holds the parameter's weights; steps change it in place."""
+        return parameter
 
     def _build_buckets(self) -> None:
         if self._local_step or self._stepped:
@@ -60,10 +66,11 @@ class DeltaOptimizer(DistributedBase):
             self._countdown.close()
         self._starts: list[torch.Tensor] = []
         self._start_views: list[list[torch.Tensor]] = []
+        self._members: list[list[torch.Tensor]] = []  # parameters by bucket
         super()._build_buckets()
         if self._options.overlap:
             self._countdown = GradientCountdown(
-                self._buckets,
+                self._members,
                 self._options.backward_passes_per_step,
                 self._name_of,
                 self._step_bucket,
@@ -82,7 +89,7 @@ class DeltaOptimizer(DistributedBase):
     @torch.no_grad()
     def _step_bucket(self, index: int) -> None:
         self._keep_start(index)
-        self._step_only(set(self._buckets[index].params))
+        self._step_only(set(self._members[index]))
         self._stepped.add(index)
         self._start_reduction(index)
 
@@ -95,6 +102,9 @@ class DeltaOptimizer(DistributedBase):
         finally:
             for group, params in zip(self.param_groups, everything, strict=True):
                 group["params"] = params
+
+    def _step_rest(self, parameters: set[torch.Tensor]) -> None:
+        self._step_only(parameters)
 
     # ---- the step ----
 
@@ -179,12 +189,12 @@ class DeltaOptimizer(DistributedBase):
             with torch.enable_grad():
                 result = closure()
         rest = {p for group in self.param_groups for p in group["params"]}
-        for index, bucket in enumerate(self._buckets):
+        for index in range(len(self._buckets)):
             if index in self._stepped:
-                rest -= set(bucket.params)
+                rest -= set(self._members[index])
             else:
                 self._keep_start(index)
-        self._step_only(rest)
+        self._step_rest(rest)
         for index in range(len(self._buckets)):
             if index not in self._stepped:
                 self._start_reduction(index)

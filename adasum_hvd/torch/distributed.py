@@ -213,11 +213,7 @@ class DistributedBase(torch.optim.Optimizer):
             [self._names[id(parameter)] for parameter in group["params"]]
             for group in self.param_groups
         ]
-        state = {
-            "defaults": self.defaults,
-            "state": self.state,
-            "param_groups": self.param_groups,
-        }
+        state = self.__getstate__()
         return _restore, (base, state, names, _portable(self._options))
 
 

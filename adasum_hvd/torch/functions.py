@@ -38,6 +38,43 @@ def allgather_object(
     ]
 
 
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the root's parameters.
+
+    As Horovod's, and also for bfloat16, which Horovod has no type for. Horovod writes behind
+    torch's back; here the tensors count as modified, so that `AdamOffload` notices.
+
+    Args:
+        params: a state dict, or a list of tensors or (name, tensor) pairs.
+        root_rank: the rank whose values count.
+
+    Raises:
+        ValueError: `params` is neither a dict nor a list.
+
+    Collective: every rank; blocks.
+    """
+    if not isinstance(params, dict | list):
+        raise ValueError(
+            "broadcast_parameters: required a dict or a list, got "
+            f"{type(params).__name__}"
+        )
+    listed = sorted(params.items()) if isinstance(params, dict) else params
+    named = [p if isinstance(p, tuple) else (None, p) for p in listed]
+    carried = []
+    for name, tensor in named:
+        bits = tensor.detach()
+        if bits.dtype == torch.bfloat16:
+            bits = bits.view(torch.int16)
+        sent = bits.contiguous()
+        handle = mpi_ops.broadcast_async_(sent, root_rank, name)
+        carried.append((handle, tensor, bits, sent))
+    for handle, tensor, bits, sent in carried:
+        mpi_ops.synchronize(handle)
+        if sent is not bits:
+            bits.copy_(sent)
+        torch.autograd.graph.increment_version(tensor)
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,

@@ -47,7 +47,7 @@ class GradientOptimizer(DistributedBase):
             self._countdown.close()
         super()._build_buckets()
         self._countdown = GradientCountdown(
-            self._buckets,
+            [bucket.params for bucket in self._buckets],
             self._options.backward_passes_per_step,
             self._name_of,
             self._on_complete,

@@ -23,6 +23,8 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops, parallel
+from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.torch.adam_offload_delta import OffloadDeltaOptimizer
 from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.delta import DeltaOptimizer
 from adasum_hvd.torch.distributed import Options
@@ -118,7 +120,10 @@ def wrap(
     options: Options,
 ) -> Any:
     """Return `optimizer`'s state in an instance of the variant that the op asks for."""
-    variant = DeltaOptimizer if options.op is ops.AdasumDelta else GradientOptimizer
+    variant: type = GradientOptimizer
+    if options.op is ops.AdasumDelta:
+        offloaded = isinstance(optimizer, AdamOffload)
+        variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
     key = (variant, type(optimizer))
     if key not in _classes:
         name = f"Distributed{type(optimizer).__name__}"

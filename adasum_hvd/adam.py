@@ -1,0 +1,244 @@
+"""`AdamOffload`'s arguments and formula, for every framework; knows none of them.
+
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    l = lr sqrt(1 - beta2^t) / (1 - beta1^t)
+    w = w - l n / (sqrt(v) + eps),   n = m,  or  beta1 m + (1 - beta1) g  with Nesterov
+
+eps stands outside the bias correction, which is not where torch has it. The gradient is
+`g = (gradient + loss_scale weight_decay w) / loss_scale`, and t counts steps from 1.
+
+References:
+    SEEDS row 1E; arXiv 1412.6980, the efficient form before section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Schedule = Callable[[int], Any] | tuple[float, ...]
+UNDECAYED = ("beta", "gamma")  # ungrouped parameters with these in their names
+
+
+def _got(value: Any) -> str:
+    return f"got {value!r} ({type(value).__name__})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_beta(name: str, value: Any) -> float:
+    """Return an exponential decay rate.
+
+    Raises:
+        TypeError: it is not a float.
+        ValueError: it is not in the open interval (0, 1).
+    """
+    if not isinstance(value, float):
+        raise TypeError(f"AdamOffload: {name}: required a float, {_got(value)}")
+    if not 0.0 < value < 1.0:
+        raise ValueError(
+            f"AdamOffload: {name}: required a float in (0, 1), got {value!r}"
+        )
+    return value
+
+
+def check_positive(name: str, value: Any, integers: bool = False) -> float:
+    """Return a finite number above zero as a float.
+
+    Raises:
+        TypeError: it is not a float, nor an int where `integers` are welcome.
+        ValueError: it is not above zero and finite.
+    """
+    if not (isinstance(value, float) or (integers and _is_number(value))):
+        raise TypeError(f"AdamOffload: {name}: required a float, {_got(value)}")
+    if not 0.0 < value < math.inf:
+        raise ValueError(
+            f"AdamOffload: {name}: required a finite number > 0, got {value!r}"
+        )
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return a bool.
+
+    Raises:
+        TypeError: it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"AdamOffload: {name}: required a bool, {_got(value)}")
+    return value
+
+
+def check_weight_decay(value: Any) -> float:
+    """Return the L2 penalty as a float.
+
+    Raises:
+        TypeError: it is neither an int nor a float.
+        ValueError: it is negative or not finite.
+    """
+    if not _is_number(value):
+        raise TypeError(
+            f"AdamOffload: weight_decay: required an int or a float, {_got(value)}"
+        )
+    if not 0.0 <= value < math.inf:
+        raise ValueError(
+            f"AdamOffload: weight_decay: required a finite number >= 0, got {value!r}"
+        )
+    return float(value)
+
+
+def check_rate(value: Any) -> float:
+    """Return one learning rate as a float.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is negative or not finite.
+    """
+    value = value.item() if hasattr(value, "item") else value
+    if not _is_number(value):
+        raise TypeError(f"AdamOffload: lr: required numbers, {_got(value)}")
+    if not 0.0 <= value < math.inf:
+        raise ValueError(
+            f"AdamOffload: lr: required a finite number >= 0, got {value!r}"
+        )
+    return float(value)
+
+
+def parse_lr(value: Any) -> float | Schedule:
+    """Return what a learning rate argument means.
+
+    Args:
+        value: a number; a 0-d array (the same for all steps); a 1-d array or a finite
+            iterable (the i-th step, counted from 0, takes the i-th value); or a schedule,
+            called with the step counted from 0.
+
+    Returns:
+        A float, a tuple of floats, or the callable.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: a rate is negative, or the array has more than one dimension or no value.
+    """
+    if _is_number(value):
+        return check_rate(value)
+    if hasattr(value, "__array__") and not callable(value):
+        array = np.asarray(value, dtype=np.float64)
+        if array.ndim > 1:
+            raise ValueError(
+                "AdamOffload: lr: required a tensor of at most 1 dimension, got shape "
+                f"{array.shape}"
+            )
+        if array.ndim == 0:
+            return check_rate(array)
+        value = array
+    if callable(value):
+        return value
+    if isinstance(value, bool | str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(
+            "AdamOffload: lr: required an int, a float, a tensor, an iterable or a schedule "
+            f"(called with the step), {_got(value)}"
+        )
+    rates = tuple(check_rate(rate) for rate in value)
+    if not rates:
+        raise ValueError("AdamOffload: lr: required at least one value, got none")
+    return rates
+
+
+def rate_at(schedule: Schedule, step: int) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    Raises:
+        IndexError: a vector of rates has no value for this step.
+        TypeError: a schedule returned no number.
+        ValueError: a schedule returned a negative rate.
+    """
+    if callable(schedule):
+        return check_rate(schedule(step))
+    if step >= len(schedule):
+        raise IndexError(
+            f"AdamOffload: lr: required a rate for step {step} (counted from 0), got a vector "
+            f"of {len(schedule)}; give as many rates as there are steps"
+        )
+    return schedule[step]
+
+
+def check_same_length(schedules: Sequence[Any]) -> None:
+    """Raise when the groups' vectors of rates differ in length.
+
+    Raises:
+        ValueError: they do.
+    """
+    lengths = {len(s) for s in schedules if isinstance(s, tuple)}
+    if len(lengths) > 1:
+        raise ValueError(
+            "AdamOffload: lr: required vectors of one length in all groups, got lengths "
+            f"{sorted(lengths)}"
+        )
+
+
+def is_decayed(name: str) -> bool:
+    """Return whether an ungrouped parameter of this name is subject to weight decay.
+
+    Example:
+        >>> is_decayed("layer1.bias"), is_decayed("norm.gamma")
+        (True, False)
+    """
+    return not any(part in name for part in UNDECAYED)
+
+
+def corrections(beta1: float, beta2: float, t: int) -> tuple[float, float]:
+    """Return `1 - beta1^t` and `sqrt(1 - beta2^t)`, for t counted from 1."""
+    return 1.0 - beta1**t, math.sqrt(1.0 - beta2**t)
+
+
+def reference_step(
+    w: np.ndarray,
+    g: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    t: int,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    use_nesterov: bool = False,
+    weight_decay: float = 0.0,
+    loss_scale: float = 1.0,
+    torch_eps: bool = False,
+) -> None:
+    """Take step t in place, in float64: the definition that the frameworks are tested by.
+
+    Args:
+        w: weights, float64, any shape.
+        g: gradients of the scaled loss, as `w`.
+        m: first moment, as `w`, zero before step 1.
+        v: second moment, likewise.
+        t: the step, counted from 1.
+        lr: learning rate of this step.
+        beta1: decay rate of `m`.
+        beta2: decay rate of `v`.
+        eps: added to `sqrt(v)`.
+        use_nesterov: Nesterov's numerator.
+        weight_decay: L2 penalty.
+        loss_scale: what the loss was multiplied by.
+        torch_eps: add eps to the bias-corrected `sqrt(v)`, as torch does.
+
+    Example:
+        >>> w, m, v = np.ones(1), np.zeros(1), np.zeros(1)
+        >>> reference_step(w, np.ones(1), m, v, 1, lr=0.1)
+        >>> round(float(w[0]), 6)
+        0.9
+    """
+    g = (g + loss_scale * weight_decay * w) / loss_scale
+    m[...] = beta1 * m + (1 - beta1) * g
+    v[...] = beta2 * v + (1 - beta2) * g * g
+    numerator = beta1 * m + (1 - beta1) * g if use_nesterov else m
+    first, second = corrections(beta1, beta2, t)
+    eps = eps * second if torch_eps else eps
+    w -= lr * second / first * numerator / (np.sqrt(v) + eps)

@@ -1,0 +1,200 @@
+"""`AdamOffload` for Keras 3 on TensorFlow: Adam with its moments on the host CPU.
+
+The arithmetic is TensorFlow's own Adam kernel, placed on the CPU: eps is where the seed has
+it. The kernel would compute `1 - beta2^t` in float32, with errors up to 3e-5 in the first
+steps, so the bias correction is folded into the learning rate, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from adasum_hvd import adam
+
+_HOST = "CPU:0"
+
+
+@keras.saving.register_keras_serializable(package="adasum_hvd")
+class RateVector(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate per step, counted from 0.
+
+    Args:
+        rates: one for each step.
+    """
+
+    def __init__(self, rates: Sequence[float]):
+        self.rates = [float(rate) for rate in rates]
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """Return the rate of a step; beyond the last one an assertion fails."""
+        with tf.device(_HOST):
+            step, count = tf.cast(step, tf.int64), len(self.rates)
+            message = (
+                f"AdamOffload: lr: required a rate per step, got a vector of {count}"
+            )
+            tf.debugging.assert_less(step, tf.constant(count, tf.int64), message)
+            return tf.gather(tf.constant(self.rates, tf.float32), step)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {"rates": self.rates}
+
+
+@keras.saving.register_keras_serializable(package="adasum_hvd")
+class AdamOffload(keras.optimizers.Optimizer):
+    """Adam on the host CPU, for variables on any device; the formula of `adasum_hvd/adam.py`.
+
+    A float32 (or float64) variable on the CPU is updated in place. Any other has a master of
+    float32 (float64 for float64) on the host, from which it is rounded in every step; where
+    the variable was changed by others, it counts.
+
+    Args:
+        learning_rate: a number or a 0-d tensor; a 1-d tensor or iterable with a rate per step;
+            or a Keras schedule.
+        beta1: decay rate of the first moment, a float in (0, 1).
+        beta2: decay rate of the second moment, a float in (0, 1).
+        eps: a float > 0, added to the square root of the second moment.
+        use_locking: the kernel locks variable and moments while it updates them.
+        use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
+        weight_decay: L2 penalty >= 0 (not Keras's decoupled one), except for variables with
+            "beta" or "gamma" in their path and those of `exclude_from_weight_decay()`.
+        loss_scale: what the loss was multiplied by, > 0.
+        name: of the optimizer.
+        **kwargs: as for every Keras optimizer: clipnorm, gradient_accumulation_steps, ...
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> optimizer = AdamOffload(0.01)                      # doctest: +SKIP
+        >>> model.compile(optimizer=optimizer, loss="mse")     # doctest: +SKIP
+
+    References:
+        SEEDS row 1E.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+        name: str = "adam_offload",
+        **kwargs: Any,
+    ):
+        rate = adam.parse_lr(learning_rate)
+        # Keras's own weight_decay is the decoupled one, so it stays unset.
+        super().__init__(
+            learning_rate=RateVector(rate) if isinstance(rate, tuple) else rate,
+            name=name,
+            **kwargs,
+        )
+        self.beta1 = adam.check_beta("beta1", beta1)
+        self.beta2 = adam.check_beta("beta2", beta2)
+        self.eps = adam.check_positive("eps", eps)
+        self.use_locking = adam.check_bool("use_locking", use_locking)
+        self.use_nesterov = adam.check_bool("use_nesterov", use_nesterov)
+        self.l2_weight_decay = adam.check_weight_decay(weight_decay)
+        self.loss_scale = adam.check_positive("loss_scale", loss_scale, integers=True)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create moments, and masters where they are needed, on the host."""
+        if self.built:
+            return
+        super().build(variables)
+        self._moments: list[tuple[Any, Any]] = []
+        self._masters: list[Any] = []
+        for variable in variables:
+            dtype = "float64" if variable.dtype == "float64" else "float32"
+            base = variable.path.replace("/", "_")
+            with tf.device(_HOST):
+                self._moments.append(
+                    (
+                        self.add_variable(
+                            variable.shape, "zeros", dtype, name=f"{base}_momentum"
+                        ),
+                        self.add_variable(
+                            variable.shape, "zeros", dtype, name=f"{base}_velocity"
+                        ),
+                    )
+                )
+                # Zeros: the first step sees that the variable differs, and takes it over.
+                own = variable.dtype == dtype and "GPU" not in variable.value.device
+                self._masters.append(
+                    None
+                    if own
+                    else self.add_variable(
+                        variable.shape, "zeros", dtype, name=f"{base}_master"
+                    )
+                )
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable and its moments."""
+        index = self._get_variable_index(variable)
+        variable = self._trainable_variables[index]  # Keras hands over TensorFlow's
+        momentum, velocity = self._moments[index]
+        master = self._masters[index]
+        with tf.device(_HOST):
+            if master is not None:
+                here = tf.identity(variable.value)
+                same = tf.cast(master.value, here.dtype) == here
+                master.value.assign(
+                    tf.where(same, master.value, tf.cast(here, master.dtype))
+                )
+            weights = variable.value if master is None else master.value
+            tf.raw_ops.ResourceApplyAdam(
+                var=weights.handle,
+                m=momentum.value.handle,
+                v=velocity.value.handle,
+                beta1_power=tf.zeros((), weights.dtype),
+                beta2_power=tf.zeros((), weights.dtype),
+                lr=tf.cast(self._corrected(learning_rate, weights.dtype), weights.dtype),
+                beta1=tf.constant(self.beta1, weights.dtype),
+                beta2=tf.constant(self.beta2, weights.dtype),
+                epsilon=tf.constant(self.eps, weights.dtype),
+                grad=self._unscaled(gradient, variable, weights),
+                use_locking=self.use_locking,
+                use_nesterov=self.use_nesterov,
+            )  # fmt: skip
+            rounded = tf.cast(weights.read_value(), variable.dtype)
+        if master is not None:
+            variable.value.assign(rounded)
+
+    def _corrected(self, learning_rate: Any, dtype: tf.DType) -> tf.Tensor:
+        """Return `lr sqrt(1 - beta2^t) / (1 - beta1^t)`, float64, for the kernel's betas."""
+        step = tf.cast(self.iterations + 1, tf.float64)
+        beta1, beta2 = (
+            tf.cast(tf.constant(beta, dtype), tf.float64)
+            for beta in (self.beta1, self.beta2)
+        )
+        correction = tf.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+        return tf.cast(learning_rate, tf.float64) * correction
+
+    def _unscaled(self, gradient: Any, variable: Any, weights: Any) -> tf.Tensor:
+        gradient = tf.cast(tf.convert_to_tensor(gradient), weights.dtype)
+        decayed = adam.is_decayed(variable.path) and self._use_weight_decay(variable)
+        if self.l2_weight_decay and decayed:
+            gradient += self.l2_weight_decay * self.loss_scale * weights
+        return gradient if self.loss_scale == 1.0 else gradient / self.loss_scale
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {
+            **super().get_config(),
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "eps": self.eps,
+            "use_locking": self.use_locking,
+            "use_nesterov": self.use_nesterov,
+            "weight_decay": self.l2_weight_decay,
+            "loss_scale": self.loss_scale,
+        }

@@ -1,0 +1,72 @@
+"""The delta variant over `AdamOffload`: deltas are those of the masters, on the host.
+
+A master lives in its bucket's flat tensor. A step keeps the start (on the host too), updates
+the flat tensor in place, turns it into the delta, reduces that where it is, and makes weights
+of it again; only then are parameters written. The device holds nothing for any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.torch.buckets import Bucket
+from adasum_hvd.torch.delta import DeltaOptimizer
+from adasum_hvd.torch.distributed import DistributedBase, StepClosure
+
+
+class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
+    """`DeltaOptimizer` whose weights are masters; parameters that are their own change nothing."""
+
+    def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self.master(parameter)
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return super()._wire_dtype(self._weights(parameter))
+
+    def _make_bucket(self, *args: Any) -> Bucket:
+        bucket = super()._make_bucket(*args)
+        for index, parameter in enumerate(self._members[-1]):
+            weights, view = bucket.params[index], bucket.views[index]
+            # With float16 on the wire the bucket is too coarse to be a master.
+            if weights is not parameter and weights.dtype == view.dtype:
+                self.adopt_master(parameter, view)
+                bucket.params[index] = view
+        return bucket
+
+    def _own_tensors(self) -> Iterable[torch.Tensor]:
+        flats = [
+            bucket.flat
+            for bucket in self._buckets
+            if any(p is not v for p, v in zip(bucket.params, bucket.views, strict=True))
+        ]
+        return [*flats, *self._starts]
+
+    def _keep_start(self, index: int) -> None:
+        for parameter in self._members[index]:
+            self.master(parameter)  # follows what others have changed since
+        super()._keep_start(index)
+
+    def _step_only(self, parameters: set[torch.Tensor]) -> None:
+        self.hold_back()
+        self.step_parameters(parameters)
+
+    def _step_rest(self, parameters: set[torch.Tensor]) -> None:
+        super(DistributedBase, self).step()  # AdamOffload's, which counts the step
+
+    def step(self, closure: StepClosure = None) -> Any:
+        """As the base's. Parameters change when the reduction is done, masters before it."""
+        if self._reducing and self._local_step + 1 >= self._options.local_steps:
+            self.hold_back()
+        return super().step(closure)
+
+    def _apply(self) -> None:
+        super()._apply()
+        self.publish(p for members in self._members for p in members)
+
+
+# torch wraps step() with its hooks once per class; AdamOffload's is wrapped already.
+OffloadDeltaOptimizer.step.hooked = True  # type: ignore[attr-defined]

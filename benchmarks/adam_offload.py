@@ -1,0 +1,230 @@
+"""AdamOffload's step on the CPU, beside torch's own Adams and DeepSpeed's CPUAdam.
+
+    python benchmarks/adam_offload.py               # 25 M and 100 M float32 parameters
+
+Every contender has parameters and state of its own, the gradients are shared. In each
+repetition each one takes a step, in an order that rotates. Ratios are to torch's fused Adam in
+the same run, of the medians and, for a machine with other work, of the minima. GB/s counts
+what Adam must move: it reads weights, gradients and two moments and writes all but the
+gradients. DeepSpeed takes part where it is
+installed and its extension builds. Before that, every contender's second step is compared
+with the float64 definition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from adasum_hvd import adam
+from adasum_hvd.torch.adam_offload import AdamOffload
+
+LR = 1e-3
+TENSOR_ELEMENTS = 1_000_000
+CHECKED = 1000  # elements of the first tensor
+BASELINE = "torch fused"
+Params = list[torch.nn.Parameter]
+
+
+def deepspeed_adam(params: Params):
+    """Return DeepSpeed's CPUAdam as plain Adam; raises where it does not import or build."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, lr=LR, adamw_mode=False)
+
+
+def offload(**settings) -> Callable:
+    """Return a maker of quiet AdamOffloads."""
+    return lambda params: AdamOffload(params, LR, verbose=False, **settings)
+
+
+# Name -> (maker, settings of the definition, dtype of the parameters).
+CONTENDERS: dict[str, tuple[Callable, dict, torch.dtype]] = {
+    BASELINE: (
+        lambda params: torch.optim.Adam(params, LR, fused=True),
+        {"torch_eps": True},
+        torch.float32,
+    ),
+    "AdamOffload": (offload(), {}, torch.float32),
+    "AdamOffload Nesterov": (
+        offload(use_nesterov=True),
+        {"use_nesterov": True},
+        torch.float32,
+    ),
+    "AdamOffload scaled": (
+        offload(loss_scale=128.0, weight_decay=0.01),
+        {"loss_scale": 128.0, "weight_decay": 0.01},
+        torch.float32,
+    ),
+    "AdamOffload bfloat16": (offload(), {}, torch.bfloat16),
+    "torch for-loop": (
+        lambda params: torch.optim.Adam(params, LR, foreach=False),
+        {"torch_eps": True},
+        torch.float32,
+    ),
+    "DeepSpeed CPUAdam": (deepspeed_adam, {"torch_eps": True}, torch.float32),
+}
+
+
+class Contender:
+    """Parameters of its own and the optimizer that updates them."""
+
+    def __init__(self, name: str, weights: list[torch.Tensor], grads: dict):
+        maker, self.settings, dtype = CONTENDERS[name]
+        self.params = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in weights]
+        for param, grad in zip(self.params, grads[dtype], strict=True):
+            param.grad = grad
+        self.optimizer = maker(self.params)
+        self.times: list[float] = []
+
+    def verify(self) -> float:
+        """Take two steps; return the largest error over the largest weight."""
+        param = self.params[0]
+        w = param.detach()[:CHECKED].double().numpy()
+        g = param.grad[:CHECKED].double().numpy()
+        m, v = np.zeros(CHECKED), np.zeros(CHECKED)
+        for step in (1, 2):
+            self.optimizer.step()
+            adam.reference_step(w, g, m, v, step, LR, **self.settings)
+        if isinstance(self.optimizer, AdamOffload):
+            param = self.optimizer.master(param)
+        found = param.detach()[:CHECKED].double().numpy()
+        return float(np.abs(found - w).max() / np.abs(w).max())
+
+    def step(self) -> None:
+        """Take a step and keep its time."""
+        started = time.perf_counter()
+        self.optimizer.step()
+        self.times.append(time.perf_counter() - started)
+
+
+def copy_bandwidth(elements: int, repetitions: int) -> float:
+    """Return GB/s, read and written, of one tensor's copy into another."""
+    source, target = torch.ones(elements), torch.zeros(elements)
+    times = []
+    for _ in range(repetitions + 1):
+        started = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - started)
+    return 8 * elements / statistics.median(times[1:]) / 1e9
+
+
+def measure(names: list[str], millions: int, repetitions: int, slow: int) -> dict:
+    """Return one row per contender for so many million parameters."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (TENSOR_ELEMENTS,)
+    weights = [torch.randn(shape, generator=generator) for _ in range(millions)]
+    grads32 = [torch.randn(shape, generator=generator) for _ in range(millions)]
+    grads = {torch.float32: grads32, torch.bfloat16: [g.bfloat16() for g in grads32]}
+    running, rows, obstacles = {}, [], {}
+    for name in names:
+        try:
+            running[name] = Contender(name, weights, grads)
+        except Exception as error:
+            obstacles[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    errors = {name: contender.verify() for name, contender in running.items()}
+    names = list(running)
+    for repetition in range(repetitions):
+        for offset in range(len(names)):
+            name = names[(repetition + offset) % len(names)]
+            if name != "torch for-loop" or repetition < slow:
+                running[name].step()
+    baseline = np.array(running[BASELINE].times) * 1e3
+    elements = millions * TENSOR_ELEMENTS
+    for name, contender in running.items():
+        times = np.array(contender.times) * 1e3
+        itemsize = contender.params[0].element_size()
+        masters = 4 if itemsize < 4 else 0  # read and written beside the parameter
+        moved = elements * (16 + 2 * masters + (3 if not masters else 2) * itemsize)
+        median = float(np.median(times))
+        rows.append(
+            {
+                "optimizer": name,
+                "elements": elements,
+                "min_ms": float(times.min()),
+                "p50_ms": median,
+                "p99_ms": float(np.percentile(times, 99)),
+                "max_ms": float(times.max()),
+                "gb_per_s": moved / median / 1e6,
+                "over_fused": median / float(np.median(baseline)),
+                "min_over_fused": float(times.min() / baseline.min()),
+                "relative_error": errors[name],
+            }
+        )
+    copy = copy_bandwidth(elements, 10)
+    return {"rows": rows, "copy_gb_per_s": copy, "left_out": obstacles}
+
+
+def hardware() -> dict[str, str]:
+    """Return versions and the processor's name."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": names[0] if names else platform.processor(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def show(result: dict) -> None:
+    """Print the table of one size."""
+    print(
+        f"{'optimizer':22s} {'elements':>11s} {'min':>8s} {'p50':>8s} {'p99':>8s} {'max ms':>8s}"
+        f" {'GB/s':>6s} {'/ fused':>8s} {'min / min':>9s} {'error':>8s}"
+    )
+    for row in result["rows"]:
+        print(
+            f"{row['optimizer']:22s} {row['elements']:11d} {row['min_ms']:8.2f}"
+            f" {row['p50_ms']:8.2f} {row['p99_ms']:8.2f} {row['max_ms']:8.2f}"
+            f" {row['gb_per_s']:6.1f} {row['over_fused']:7.2f}x {row['min_over_fused']:8.2f}x"
+            f" {row['relative_error']:8.0e}"
+        )
+    print(f"copy bandwidth of this machine: {result['copy_gb_per_s']:.1f} GB/s")
+    for name, why in result["left_out"].items():
+        print(f"left out: {name}: {why}")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--optimizers", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS)
+    )
+    parser.add_argument("--millions", type=int, nargs="+", default=[25, 100])
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--slow-repetitions", type=int, default=5, help="for-loop Adam")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/adam_offload.json")
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    report = {"hardware": hardware(), "sizes": []}
+    print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
+    for millions in arguments.millions:
+        names = [BASELINE, *(n for n in arguments.optimizers if n != BASELINE)]
+        result = measure(
+            names, millions, arguments.repetitions, arguments.slow_repetitions
+        )
+        report["sizes"].append(result)
+        show(result)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""AdamOffload under DistributedOptimizer on Gloo and MPI."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Configuration, case_names
+
+CASES = "cases_adam_offload"
+CONFIGURATIONS = [
+    Configuration(CASES, "gloo", 1),
+    Configuration(CASES, "gloo", 3),
+    Configuration(CASES, "mpi", 2),
+]
+
+
+@pytest.mark.parametrize("name", case_names(CASES))
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)

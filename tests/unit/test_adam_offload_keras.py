@@ -1,0 +1,135 @@
+"""Keras's `AdamOffload` against the float64 definition and the torch one."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from adasum_hvd import adam
+from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
+from adasum_hvd.torch.adam_offload import AdamOffload as TorchAdamOffload
+
+STEPS = 100
+SETTINGS = {
+    "plain": {},
+    "nesterov": {"use_nesterov": True},
+    "everything": {
+        "use_nesterov": True,
+        "weight_decay": 0.1,
+        "loss_scale": 128.0,
+        "use_locking": True,
+    },
+    "vector": {"lr": [0.01 * 0.98**i for i in range(STEPS)]},
+}
+
+
+def gradient(step: int, shape: tuple[int, ...]) -> np.ndarray:
+    generator = np.random.default_rng(step)
+    magnitude = 10.0 ** generator.integers(-6, 1, shape)
+    return (generator.standard_normal(shape) * magnitude).astype(np.float32)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+def test_trajectory_is_the_reference_and_torch(settings):
+    settings = {"lr": 0.01, **settings}
+    start = np.random.default_rng(1).standard_normal((40, 30)).astype(np.float32)
+    variable = keras.Variable(start, name="kernel")
+    scalar = keras.Variable(np.float32(2.0), name="scalar")
+    theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    keras_settings = {k: v for k, v in settings.items() if k != "lr"}
+    optimizer = AdamOffload(settings["lr"], **keras_settings)
+    torch_optimizer = TorchAdamOffload([theirs], verbose=False, **settings)
+    w, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+    reference_settings = {k: v for k, v in settings.items() if k != "use_locking"}
+    step_in_graph = tf.function(
+        lambda grads: optimizer.apply(grads, [variable, scalar])
+    )
+    for step in range(STEPS):
+        g = gradient(step, start.shape) * np.float32(settings.get("loss_scale", 1))
+        step_in_graph([tf.constant(g), tf.constant(1.0)])
+        theirs.grad = torch.from_numpy(g.copy())
+        torch_optimizer.step()
+        rate = (
+            settings["lr"]
+            if isinstance(settings["lr"], float)
+            else settings["lr"][step]
+        )
+        adam.reference_step(w, g.astype(np.float64), m, v, step + 1,
+                            **{**reference_settings, "lr": rate})  # fmt: skip
+    here = variable.numpy()
+    assert np.abs(here - w).max() <= 1e-6 * np.abs(w).max()
+    assert np.abs(here - theirs.detach().numpy()).max() <= 1e-6 * np.abs(w).max()
+    assert "CPU" in optimizer._moments[0][0].value.device
+    assert np.isfinite(scalar.numpy())
+
+
+def test_bfloat16_variable_has_a_float32_master():
+    start = np.ones(64, np.float32)
+    variable = keras.Variable(start, dtype="bfloat16", name="kernel")
+    optimizer = AdamOffload(1e-4)
+    for _ in range(40):
+        optimizer.apply([tf.ones(64, tf.bfloat16)], [variable])
+    # 40 steps of 1e-4 are below bfloat16's spacing at 1: one by one they would be lost.
+    assert float(variable.numpy()[0]) == pytest.approx(1 - 40e-4, abs=4e-3)
+    assert float(variable.numpy()[0]) < 1
+    variable.assign(np.full(64, 3.0))  # by somebody else: it counts
+    optimizer.apply([tf.ones(64, tf.bfloat16)], [variable])
+    assert float(variable.numpy()[0]) == pytest.approx(3.0, abs=1e-2)
+
+
+def test_fit_save_and_resume(tmp_path):
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    y = x @ np.arange(8, dtype=np.float32)
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
+    model.compile(optimizer=AdamOffload(0.05, weight_decay=1e-4), loss="mse")
+    first, last = model.fit(x, y, epochs=20, shuffle=False, verbose=0).history["loss"][
+        ::19
+    ]
+    assert last < 0.7 * first
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(again.optimizer, AdamOffload)
+    assert again.optimizer.l2_weight_decay == 1e-4
+    for which in (model, again):
+        which.fit(x, y, epochs=2, shuffle=False, verbose=0)
+    for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_beta_and_gamma_are_not_decayed():
+    kernel, gamma = (keras.Variable(np.ones(3), name=n) for n in ("kernel", "gamma"))
+    optimizer = AdamOffload(0.1, weight_decay=0.5)
+    optimizer.apply([tf.zeros(3), tf.zeros(3)], [kernel, gamma])
+    assert (kernel.numpy() < 1).all()
+    assert (gamma.numpy() == 1).all()
+
+
+def test_vector_of_rates_ends():
+    variable = keras.Variable(np.ones(3), name="kernel")
+    optimizer = AdamOffload([0.1])
+    assert RateVector.from_config(RateVector([0.1]).get_config()).rates == [0.1]
+    optimizer.apply([tf.ones(3)], [variable])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a vector of 1"):
+        optimizer.apply([tf.ones(3)], [variable])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"beta1": 1}, TypeError),
+        ({"eps": 0.0}, ValueError),
+        ({"learning_rate": -1.0}, ValueError),
+        ({"learning_rate": "fast"}, TypeError),
+        ({"use_nesterov": 1}, TypeError),
+        ({"loss_scale": 0}, ValueError),
+        ({"weight_decay": -0.1}, ValueError),
+    ],
+    ids=str,
+)
+def test_refuses(wrong, error):
+    with pytest.raises(error, match="AdamOffload: "):
+        AdamOffload(**wrong)
