@@ -68,7 +68,7 @@ docs: setup
 	$(BIN)/python -m pytest tests/unit/test_docs.py --doctest-modules adasum_hvd
 
 wheel: setup
-	rm -rf dist
+	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	PYTHON=$(PYTHON) .ci/wheel dist/*.whl
 

@@ -64,7 +64,7 @@ pip_volumes() {
   local path certificates=/etc/ssl/certs/ca-certificates.crt
   {
     echo "[global]"
-    python3 -m pip config list | sed -nE "/^global\.cert=/d; s/^global\.([a-z-]+)='(.*)'\$/\1 = \2/p"
+    { python3 -m pip config list 2> /dev/null || true; } | sed -nE "/^global\.cert=/d; s/^global\.([a-z-]+)='(.*)'\$/\1 = \2/p"
     [ ! -e $certificates ] || echo "cert = /run/host-certificates.crt"
   } > "$work/pip.conf"
   printf -- '--volume=%s:%s:ro\n' "$work/pip.conf" /etc/pip.conf
