@@ -29,24 +29,28 @@ class Missing(RuntimeError):
 
 
 def cuda_home() -> Path:
-    """Return the CUDA toolkit's folder: of $HOROVOD_CUDA_HOME, $CUDA_HOME, nvcc on PATH.
+    """Return the CUDA toolkit's folder.
+
+    It is $HOROVOD_CUDA_HOME, else $CUDA_HOME, else that of nvcc on PATH, else
+    /usr/local/cuda.
 
     Raises:
-        Missing: none of them holds bin/nvcc.
+        Missing: there is no bin/nvcc in it.
     """
+    chosen = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
     found = shutil.which("nvcc")
-    candidates = [
-        os.environ.get("HOROVOD_CUDA_HOME"),
-        os.environ.get("CUDA_HOME"),
-        found and str(Path(found).resolve().parents[1]),
-        "/usr/local/cuda",
-    ]
-    for home in filter(None, candidates):
-        if Path(home, "bin", "nvcc").exists():
-            return Path(home)
-    raise Missing(
-        "required nvcc of the CUDA toolkit, got none; install the toolkit or set CUDA_HOME"
-    )
+    if chosen:
+        home = Path(chosen)
+    elif found:
+        home = Path(found).resolve().parents[1]
+    else:
+        home = Path("/usr/local/cuda")
+    if not Path(home, "bin", "nvcc").exists():
+        raise Missing(
+            f"required nvcc of the CUDA toolkit, got none in {home}; install the toolkit "
+            "or set CUDA_HOME"
+        )
+    return home
 
 
 def nccl_home() -> Path:
@@ -86,7 +90,8 @@ def torch_devices(nvcc: str) -> str:
         nvcc: the release of the CUDA toolkit in use.
 
     Raises:
-        Missing: torch is a CPU build, or built with another major release of CUDA.
+        Missing: torch is a CPU build, built with another major release of CUDA, or does not
+            say for which devices.
     """
     shown = subprocess.run(
         [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True
@@ -102,9 +107,12 @@ def torch_devices(nvcc: str) -> str:
             f"required nvcc of CUDA {cuda.split('.')[0]}, with which torch is built, got "
             f"{nvcc}; set CUDA_HOME to a CUDA {cuda} toolkit"
         )
-    return ",".join(
-        map(str, sorted({int(n) for n in re.findall(r"sm_(\d+)\b", flags)}))
-    )
+    devices = {int(number) for number in re.findall(r"sm_(\d+)\b", flags)}
+    if not devices:
+        raise Missing(
+            f"required torch's list of devices, got {flags!r}; set HOROVOD_BUILD_CUDA_CC_LIST"
+        )
+    return ",".join(map(str, sorted(devices)))
 
 
 def settings(

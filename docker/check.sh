@@ -3,11 +3,11 @@
 # image: one chroot, network namespace, host name and ssh server per service. Needs root, debootstrap, buildah
 # and 20 GB; takes 18 minutes on 2 cores, of which Horovod 8.
 #
-#   sudo docker/check.sh                    build, run, remove everything
-#   sudo docker/check.sh --keep             leave the work folder: debootstrap's root, the Horovod wheel, the image
-#   sudo WORK=FOLDER docker/check.sh --run  only run, in the image that --keep left
+#   sudo docker/check.sh         build, run, remove everything
+#   sudo docker/check.sh --keep  leave debootstrap's root, the Horovod wheel and the image; the next call takes them up
+#   sudo docker/check.sh --run   only run, in the image that --keep left
 #
-# WORK        work folder, default: a new one under /var/tmp
+# WORK        where the folder adasum-docker is made, default: /var/tmp
 # VOLUMES     folders of this machine that pip's configuration points to, e.g. "/opt/wheels"
 # COMMAND     what the job runs, default: the command of docker-compose.yml
 set -euo pipefail
@@ -22,9 +22,11 @@ case ${1:-} in
   "" | --keep | --run) mode=${1:-} ;;
   *) echo "check.sh: required --keep, --run or nothing, got $1" >&2; exit 2 ;;
 esac
-work=${WORK:-$(mktemp --directory --tmpdir=/var/tmp adasum-docker.XXXX)}
+work=$(realpath "${WORK:-/var/tmp}")/adasum-docker
 export TMPDIR=$work/tmp # for buildah's caches
 mkdir -p "$TMPDIR"
+exec 9> "$work/lock"
+flock --nonblock 9 || { echo "check.sh: another one runs in $work; wait for its end" >&2; exit 1; }
 base=localhost/adasum-hvd-base image=localhost/adasum-hvd:cpu
 bridge=adasum0 subnet=10.213.77
 store=(--root "$work/storage" --runroot "$work/run" --storage-driver vfs)
