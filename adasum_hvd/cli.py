@@ -13,7 +13,9 @@ from adasum_hvd import doctor, hosts
 def _build(arguments: argparse.Namespace) -> int:
     frameworks = arguments.frameworks.split(",") if arguments.frameworks else None
     try:
-        wheel = builder.build(frameworks, arguments.mpi, force=arguments.force)
+        wheel = builder.build(
+            frameworks, arguments.mpi, arguments.gpu, force=arguments.force
+        )
         if not arguments.no_install:
             builder.install(wheel)
     except builder.BuildError as error:
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     mpi = build.add_mutually_exclusive_group()
     mpi.add_argument("--mpi", action="store_true", default=None, help="require MPI")
     mpi.add_argument("--no-mpi", dest="mpi", action="store_false", help="leave MPI out")
+    build.add_argument(
+        "--gpu", choices=["nccl"], help="GPU operations too; needs nvcc and pip's NCCL"
+    )
     build.add_argument("--no-install", action="store_true", help="only make the wheel")
     build.add_argument("--force", action="store_true", help="do not use a cached wheel")
     build.set_defaults(run=_build)

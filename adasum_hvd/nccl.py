@@ -1,0 +1,181 @@
+"""What a build of Horovod with NCCL needs: nvcc, NCCL and the devices that torch is made for.
+
+NCCL is the one that pip installed next to torch or TensorFlow, so that a process holds one
+copy of it. Each variable below is Horovod's own; one that the user has set wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+# From site-packages/horovod/<framework>, where the built libraries are installed.
+RPATH = "$ORIGIN/../../nvidia/nccl/lib"
+_ASK_TORCH = (
+    "import torch; print(torch.version.cuda or ''); "
+    "print(torch._C._cuda_getArchFlags() if torch.version.cuda else '')"
+)
+
+
+class Missing(RuntimeError):
+    """Something that a build with NCCL needs is not there; the message says what to do."""
+
+
+def cuda_home() -> Path:
+    """Return the CUDA toolkit's folder.
+
+    It is $HOROVOD_CUDA_HOME, else $CUDA_HOME, else that of nvcc on PATH, else
+    /usr/local/cuda.
+
+    Raises:
+        Missing: there is no bin/nvcc in it.
+    """
+    chosen = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc")
+    if chosen:
+        home = Path(chosen)
+    elif found:
+        home = Path(found).resolve().parents[1]
+    else:
+        home = Path("/usr/local/cuda")
+    if not Path(home, "bin", "nvcc").exists():
+        raise Missing(
+            f"required nvcc of the CUDA toolkit, got none in {home}; install the toolkit "
+            "or set CUDA_HOME"
+        )
+    return home
+
+
+def nccl_home() -> Path:
+    """Return the folder of pip's NCCL, with `include/nccl.h` and `lib/libnccl.so.2`.
+
+    Raises:
+        Missing: neither package is installed.
+    """
+    for package in _PACKAGES:
+        try:
+            distribution = metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            continue
+        home = Path(str(distribution.locate_file("nvidia/nccl")))
+        if Path(home, "include", "nccl.h").exists():
+            return home
+    raise Missing(
+        f"required NCCL's header and library, got none in {sys.prefix}; "
+        f"pip install {_PACKAGES[0]} (or set HOROVOD_NCCL_HOME)"
+    )
+
+
+def nvcc_version(home: Path) -> str:
+    """Return the release of the nvcc in `home`, such as "13.0"."""
+    shown = subprocess.run(
+        [str(home / "bin" / "nvcc"), "--version"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    match = re.search(r"release (\d+\.\d+)", shown.stdout)
+    return match[1] if match else "unknown"
+
+
+def torch_devices(nvcc: str) -> str:
+    """Return the installed torch's compute capabilities, such as "75,80,90".
+
+    Args:
+        nvcc: the release of the CUDA toolkit in use.
+
+    Raises:
+        Missing: torch is a CPU build, built with another major release of CUDA, or does not
+            say for which devices.
+    """
+    shown = subprocess.run(
+        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True
+    )
+    cuda, flags = (shown.stdout.splitlines() + ["", ""])[:2]
+    if not cuda:
+        raise Missing(
+            "required torch built with CUDA, got a CPU build; install torch from an index "
+            "with CUDA wheels, or leave out --gpu"
+        )
+    if cuda.split(".")[0] != nvcc.split(".")[0]:
+        raise Missing(
+            f"required nvcc of CUDA {cuda.split('.')[0]}, with which torch is built, got "
+            f"{nvcc}; set CUDA_HOME to a CUDA {cuda} toolkit"
+        )
+    devices = {int(number) for number in re.findall(r"sm_(\d+)\b", flags)}
+    if not devices:
+        raise Missing(
+            f"required torch's list of devices, got {flags!r}; set HOROVOD_BUILD_CUDA_CC_LIST"
+        )
+    return ",".join(map(str, sorted(devices)))
+
+
+def settings(
+    frameworks: Mapping[str, str], chosen: Mapping[str, str]
+) -> dict[str, str]:
+    """Return Horovod's variables for a build with NCCL.
+
+    Args:
+        frameworks: what Horovod is built for, by name.
+        chosen: what the user has set already; kept as it is.
+
+    Raises:
+        Missing: see the other functions here.
+    """
+    home = cuda_home()
+    found = {"HOROVOD_NCCL_LINK": "SHARED", "HOROVOD_CUDA_HOME": str(home)}
+    if not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LIB"} & chosen.keys():
+        found["HOROVOD_NCCL_HOME"] = str(nccl_home())
+    if "torch" in frameworks and "HOROVOD_BUILD_CUDA_CC_LIST" not in chosen:
+        found["HOROVOD_BUILD_CUDA_CC_LIST"] = torch_devices(nvcc_version(home))
+    return {**found, **chosen, "HOROVOD_GPU_OPERATIONS": "NCCL"}
+
+
+def versions(chosen: Mapping[str, str]) -> str:
+    """Return the versions of nvcc and NCCL that the variables in `chosen` name."""
+    header = Path(chosen.get("HOROVOD_NCCL_HOME", ""), "include", "nccl.h")
+    code = header.exists() and re.search(
+        r"NCCL_VERSION_CODE\s+(\d+)", header.read_text(errors="replace")
+    )
+    nvcc = nvcc_version(Path(chosen["HOROVOD_CUDA_HOME"]))
+    return f"nvcc {nvcc}, NCCL {code[1] if code else 'of the system'}"
+
+
+def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
+    """Return what the tools that Horovod's build calls need beyond :func:`settings`.
+
+    Args:
+        chosen: the build's variables so far.
+        target: where links to NCCL may be made, see :func:`_linkable`.
+    """
+    home = chosen["HOROVOD_CUDA_HOME"]
+    found = {
+        "CUDA_HOME": home,  # torch's CMake and Horovod's nvcc flags ask for these
+        "PATH": os.pathsep.join([str(Path(home, "bin")), chosen["PATH"]]),
+    }
+    if "HOROVOD_NCCL_HOME" in chosen:
+        found["HOROVOD_NCCL_HOME"] = str(
+            _linkable(Path(chosen["HOROVOD_NCCL_HOME"]), target)
+        )
+    return found
+
+
+def _linkable(home: Path, target: Path) -> Path:
+    """Return a folder that CMake can link against, for the NCCL in `home`.
+
+    pip's package has `libnccl.so.2` but not the `libnccl.so` that a linker looks for; then
+    `target` is made, with links to the package's files. Any other `home` is returned as it is.
+    """
+    library = home / "lib" / "libnccl.so.2"
+    if not library.exists() or library.with_suffix("").exists():
+        return home
+    shutil.rmtree(target, ignore_errors=True)
+    (target / "lib").mkdir(parents=True)
+    (target / "lib" / "libnccl.so").symlink_to(library)
+    (target / "include").symlink_to(home / "include")
+    return target
