@@ -6,37 +6,20 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank
 
-from adasum_hvd import ops
-from adasum_hvd.torch.buckets import Bucket, NamedParameter, partition
+from adasum_hvd.agreement import compare_parameters
+from adasum_hvd.options import Options
+from adasum_hvd.partition import partition
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.functions import allgather_object
 
 _LOCAL_MARK = "_adasum_worker_local"
 _instances = itertools.count()
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `DistributedOptimizer` that outlive it; documented there."""
-
-    op: ops.ReduceOp
-    compression: Any = Compression.none
-    backward_passes_per_step: int = 1
-    local_steps: int = 1
-    gradient_predivide_factor: float = 1.0
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
-    sparse_as_dense: bool = False
-    process_set: Any = global_process_set
-    start_copy: str = "device"
-    clip_delta_norm: float | None = None
-    overlap: bool = False
-    bucket_bytes: int = 16 << 20
 
 
 def mark_worker_local(*parameters: torch.Tensor) -> None:
@@ -90,6 +73,10 @@ class DistributedBase(torch.optim.Optimizer):
             return torch.float16
         return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
+    def _describe(self, parameter: torch.Tensor) -> tuple[tuple, int]:
+        dtype = self._wire_dtype(parameter)
+        return (dtype, parameter.device), parameter.numel() * dtype.itemsize
+
     def _build_buckets(self) -> None:
         for bucket in self._buckets:
             bucket.close()
@@ -100,7 +87,7 @@ class DistributedBase(torch.optim.Optimizer):
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
         self._compare_with_other_ranks(named)
         options = self._options
-        lists = partition(named, self._wire_dtype, options.bucket_bytes, options.groups)
+        lists = partition(named, self._describe, options.bucket_bytes, options.groups)
         for index, members in enumerate(lists):
             self._buckets.append(self._make_bucket(index, members))
             self._in_buckets.update(id(parameter) for _, parameter in members)
@@ -125,22 +112,7 @@ class DistributedBase(torch.optim.Optimizer):
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self._instance = max(instances)
         self._any_worker_local = any(local)
-        for other, list_of_other in enumerate(theirs):
-            if list_of_other == theirs[0]:
-                continue
-            pairs = zip(theirs[0], list_of_other, strict=False)
-            first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            difference = (
-                f"{first[0]} on the first rank and {first[1]} on rank {other} of the "
-                "process set"
-                if first
-                else f"{len(theirs[0])} and {len(list_of_other)} parameters"
-            )
-            raise ValueError(
-                "DistributedOptimizer: required the same parameters in the same order on "
-                f"all ranks, got {difference} (this is rank {rank()}); build the model "
-                "alike, or mark what differs with mark_worker_local()"
-            )
+        compare_parameters("DistributedOptimizer", theirs, rank())
 
     def _follow_parameters(self) -> None:
         """Rebuild the buckets when parameters were (un)frozen or replaced since.

@@ -28,13 +28,12 @@ class GradientOptimizer(DistributedBase):
         super()._configure(names, options)
 
     def _make_bucket(self, index: int, members: Sequence[NamedParameter]) -> Bucket:
-        factor = self._options.gradient_predivide_factor
         return Bucket(
             f"grad.{self._instance}.{index}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
-            (1.0 / factor, factor),
+            self._options.factors,
             self._options.process_set,
             with_flags=True,
         )

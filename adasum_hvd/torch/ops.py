@@ -18,8 +18,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression
 
+from adasum_hvd import agreement, ops, topology
 from adasum_hvd import binding as _binding
-from adasum_hvd import ops, topology
 from adasum_hvd.torch.functions import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -58,24 +58,8 @@ def init(
     mpi_ops.init(*args, **kwargs)
     _carried.clear()
     _nameless.clear()
-    _compare_settings()
-
-
-def _compare_settings() -> None:
-    """Raise on every rank when the ranks' settings differ; needs no AdaSum to find out."""
-    mine = {
-        k: v for k, v in settings().items() if k != "kernels"
-    }  # those give the same bits
-    theirs = allgather_object(mine, "adasum.settings")
-    for rank, other in enumerate(theirs):
-        different = [name for name in other if other[name] != theirs[0][name]]
-        if different:
-            name = different[0]
-            raise ValueError(
-                "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got "
-                f"{name}={other[name]} on rank {rank} and {theirs[0][name]} on rank 0 (this is "
-                f"rank {mpi_ops.rank()}); export them on every host"
-            )
+    theirs = allgather_object(agreement.comparable(settings()), "adasum.settings")
+    agreement.compare_settings(theirs, mpi_ops.rank())
 
 
 def settings() -> dict[str, object]:
