@@ -60,7 +60,7 @@ class Bucket:
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
-        prefix = torch_ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
+        prefix = ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
         self._entry = f"allreduce.{prefix}{self._name}"
         if ops.is_adasum(op):
             segments = [*sizes, *[1] * flags]

@@ -23,7 +23,6 @@ from adasum_hvd import binding as _binding
 from adasum_hvd.torch.functions import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
-DELTA_PREFIX = "adasum.delta/"
 _ADASUM = int(ops.Adasum)
 
 # Handles whose tensors travel as a copy, and where that copy goes when it is back.
@@ -131,7 +130,7 @@ def _enqueue(
         count = _nameless.setdefault(process_set, itertools.count())
         name = f"adasum.noname.{process_set.process_set_id}.{next(count)}"
     if op is ops.AdasumDelta:
-        name = DELTA_PREFIX + name
+        name = ops.DELTA_PREFIX + name
     sent, received, carried = tensors, outputs, []
     if not all(map(_travels_as_is, (*tensors, *outputs))):
         sent, received, carried = _carry(tensors, outputs)
