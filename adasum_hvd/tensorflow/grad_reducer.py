@@ -101,14 +101,14 @@ class DistributedGradReducer:
             else:
                 groups.setdefault(self._fusion[index], []).append(index)
         for fusion, indices in groups.items():
-            reduce = tf_ops.named_group(
+            totals = tf_ops.reduce_named(
+                [tf.cast(gradients[index], tf.float32) for index in indices],
                 f"{self._name}.{fusion}",
                 ops.Sum,
                 (1.0, 1.0),
                 self._group.process_set_id,
             )
-            wide = [tf.cast(gradients[index], tf.float32) for index in indices]
-            for index, total in zip(indices, reduce(*wide), strict=True):
+            for index, total in zip(indices, totals, strict=True):
                 results[index] = tf.cast(
                     total * self._factor, tf.convert_to_tensor(gradients[index]).dtype
                 )

@@ -103,24 +103,13 @@ def wire_dtype(dtype: Any, compression: Any = Compression.none) -> tf.DType:
 
 
 @functools.cache
-def named_group(
+def _named_function(
     name: str,
     op: ops.ReduceOp,
     factors: tuple[float, float],
     process_set_id: int,
+    specs: tuple[tf.TensorSpec, ...],
 ) -> Any:
-    """Return a function that reduces tensors of one dtype under exactly this name.
-
-    TensorFlow prefixes an operation's name with every scope and function around it, and counts
-    some of them up; names then depend on what else is in a rank's graph, and Horovod waits for
-    ever for a name that one rank lacks. A function that is never inlined keeps its own.
-
-    Args:
-        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
-        op: the reduction.
-        factors: prescale and postscale factor.
-        process_set_id: the ranks that reduce.
-    """
     code = int(ops.Adasum if ops.is_adasum(op) else op)
     if op is ops.AdasumDelta:
         name = ops.DELTA_PREFIX + name
@@ -135,9 +124,37 @@ def named_group(
             process_set_id=process_set_id,
         )
 
-    return tf.function(
+    function = tf.function(
         reduce, autograph=False, experimental_attributes={"_noinline": True}
     )
+    return function.get_concrete_function(*specs)
+
+
+def reduce_named(
+    tensors: Sequence[Any],
+    name: str,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set_id: int,
+) -> list[Any]:
+    """Return tensors of one dtype reduced under exactly this name.
+
+    TensorFlow prefixes an operation's name with every scope and function around it, and counts
+    some of them up; names then depend on what else is in a rank's graph, and Horovod waits for
+    ever for a name that one rank lacks. A function that is never inlined keeps its own.
+
+    Args:
+        tensors: of one dtype that Horovod knows.
+        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
+        op: the reduction.
+        factors: prescale and postscale factor.
+        process_set_id: the ranks that reduce.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
+    function = _named_function(name, op, factors, process_set_id, specs)
+    return list(function(*tensors))
 
 
 def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:

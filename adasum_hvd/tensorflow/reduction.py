@@ -131,13 +131,13 @@ class Reduction:
         results: list[Any] = [None] * len(tensors)
         for number, members in enumerate(buckets):
             wire = kinds[id(members[0][1])][0]
-            reduce = tf_ops.named_group(
+            reduced = tf_ops.reduce_named(
+                [tf.cast(tensors[index], wire) for index, _ in members],
                 f"{label}.{number}",
                 options.op,
                 options.factors,
                 options.process_set.process_set_id,
             )
-            reduced = reduce(*(tf.cast(tensors[index], wire) for index, _ in members))
             for (index, _), tensor in zip(members, reduced, strict=True):
                 results[index] = tf.cast(tensor, tensors[index].dtype)
         return results
@@ -173,6 +173,7 @@ def all_of(flag: Any, process_set: Any) -> Any:
     """
     tf_ops.refuse_xla("agreement on finite gradients")
     name = f"adasum.all_of.{use_in_graph('adasum.all_of')}"
-    reduce = tf_ops.named_group(name, ops.Min, (1.0, 1.0), process_set.process_set_id)
-    (agreed,) = reduce(tf.cast(flag, tf.int32))
+    (agreed,) = tf_ops.reduce_named(
+        [tf.cast(flag, tf.int32)], name, ops.Min, (1.0, 1.0), process_set.process_set_id
+    )
     return tf.cast(agreed, tf.bool)

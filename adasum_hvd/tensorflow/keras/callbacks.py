@@ -115,7 +115,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         Raises:
             ValueError: the ranks have different metrics; on every rank.
         """
-        mine = {name: float(value) for name, value in (logs or {}).items()}
+        logs = {} if logs is None else logs
+        mine = {name: float(value) for name, value in logs.items()}
         everyone = allgather_object(
             mine, name="adasum.metrics", process_set=self._process_set
         )
@@ -126,7 +127,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
                     f"{sorted(theirs)} on rank {rank} and {sorted(everyone[0])} on rank 0 "
                     f"(this is rank {mpi_ops.rank()})"
                 )
-        for name in mine if logs is not None else ():
+        for name in mine:
             logs[name] = sum(theirs[name] for theirs in everyone) / len(everyone)
 
 
@@ -197,7 +198,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = _inner(self.model.optimizer)
         old = float(optimizer.learning_rate)
         optimizer.learning_rate = new
-        if self._momentum_correction and getattr(optimizer, "momentum", 0) and old > 0:
+        if self._momentum_correction and getattr(optimizer, "momentum", None) and old:
             for velocity in getattr(optimizer, "momentums", ()):
                 velocity.assign(velocity * (new / old))
 
