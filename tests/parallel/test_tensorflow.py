@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
-from launch import Configuration, case_names
+from launch import REPOSITORY, Configuration, case_names, command, environment, run
 
 CASES = "cases_tensorflow_ops+cases_keras_optimizer+cases_keras_modes"
 CONFIGURATIONS = [
@@ -27,3 +30,23 @@ def test_same_bits_as_torch(outcome_of, configuration: Configuration) -> None:
     assert len({str(result) for result in ours.values()}) == 1
     assert ours[0] == torchs[0]
     assert len(ours[0]) == 3
+
+
+def test_keras_example(tmp_path) -> None:
+    example = str(REPOSITORY / "examples/keras_digits.py")
+    words = [*command("gloo", 2), sys.executable, example]
+    words += ["--op", "adasum-delta", "--epochs", "2", "--output", str(tmp_path)]
+    status, output = run(words, environment(), 150)
+    assert status == 0, output[-3000:]
+    result = json.loads((tmp_path / "keras_digits.json").read_text())
+    assert result["identical"]
+    assert result["accuracy"] > 0.6
+    assert (tmp_path / "keras_digits.keras").exists()
+
+
+def test_custom_loop_example() -> None:
+    example = str(REPOSITORY / "examples/tensorflow2_custom_loop.py")
+    words = [*command("gloo", 2), sys.executable, example, "--steps", "60"]
+    status, output = run([*words, "--op", "adasum-grad", "--tape"], environment(), 150)
+    assert status == 0, output[-3000:]
+    assert "replicas identical: True" in output

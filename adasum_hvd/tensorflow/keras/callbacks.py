@@ -53,7 +53,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer"
             )
         self._broadcast_done = self._checked = False
-        if self.model.built and optimizer.built:
+        if self.model.built:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
