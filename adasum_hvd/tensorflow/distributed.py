@@ -16,7 +16,6 @@ from adasum_hvd.tensorflow.reduction import (
     name_of,
 )
 from adasum_hvd.tensorflow.saving import saved_config
-from adasum_hvd.tensorflow.tape import dense
 from adasum_hvd.tensorflow.window import SAVED, Window
 
 
@@ -92,6 +91,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     # ---- the step ----
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As Keras's, with one reduction per step. Collective; blocks (eagerly).
 
@@ -121,9 +121,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients in the form in which they are accumulated and applied."""
-        if self._adasum.gradients.length == 1:
-            return grads
-        return dense(grads, variables, sparse_as_dense=True)
+        return grads
 
     def _refuse_overwritten(self, variables: Sequence[Any]) -> None:
         for variable in variables if self._adasum.reducing else ():
@@ -139,7 +137,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
         sums = [window.of(variable) for variable in variables]
         for total, grad in zip(sums, grads, strict=True):
             if grad is not None:
-                total.assign_add(tf.cast(grad, total.dtype))
+                total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
 
         def step() -> None:
             totals = [

@@ -76,7 +76,7 @@ def broadcast_variables(
         ]
 
     if tf.executing_eagerly():
-        tf.function(assign_all, autograph=False)()
+        tf.function(assign_all, autograph=False).get_concrete_function()()
         return None
     return tf.group(*assign_all())
 

@@ -23,6 +23,11 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, KerasDistributed | DistributedLossScale)
 
 
+def inner(optimizer: Any) -> Any:
+    """Return the optimizer inside a loss scale, and any other as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def wrap(optimizer: Any, options: Options) -> Any:
     """Return `optimizer`'s variables and settings in an instance of the variant of the op.
 
@@ -57,7 +62,7 @@ def _taken_over(optimizer: Any, mixin: type) -> Any:
             "__module__": __name__,
             "__doc__": base.__doc__,
             "_base": base,
-            "from_config": SavedOptimizer.from_config,
+            "from_config": staticmethod(SavedOptimizer.from_config),
         }
         _classes[mixin, base] = type(CLASS_NAME, (mixin, base), attributes)
     distributed: Any = object.__new__(_classes[mixin, base])

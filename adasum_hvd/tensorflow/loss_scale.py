@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.reduction import all_of, is_alone
@@ -34,6 +35,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         process_set = self._adasum.options.process_set
         return finite if is_alone(process_set) else all_of(finite, process_set)
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
 

@@ -253,6 +253,8 @@ def grouped_allreduce(
         )  # fmt: skip
     for tensor in tensors:
         refuse_sparse(tensor, "AdaSum")
+    if not tensors:
+        return []
     results: list[Any] = [None] * len(tensors)
     by_dtype: dict[tf.DType, list[int]] = {}
     with tf.device(device_dense):

@@ -195,6 +195,20 @@ def case_keras_custom_loops() -> None:
     check_equal(model, trained("average"))
 
 
+def case_keras_names_do_not_depend_on_the_graph() -> None:
+    """Rank 0 has built other models before and computes more in the same step."""
+    metrics = []
+    if hvd.rank() == 0:
+        fit(compiled(momentum()), 2)
+        metrics = ["mae", keras.metrics.MeanSquaredError(), "cosine_similarity"]
+    for op in ("average", "adasum-delta"):
+        scaled = keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=4.0)
+        optimizer = hvd.DistributedOptimizer(scaled, op=op, bucket_bytes=100)
+        model = compiled(optimizer, metrics=metrics, steps_per_execution=2)
+        fit(model)
+        check_equal(model, trained(op))
+
+
 def case_keras_embeddings() -> None:
     def model_with(**kwargs: object) -> keras.Model:
         model = keras.Sequential(
@@ -249,6 +263,14 @@ def case_keras_saving() -> None:
         assert type(loaded.optimizer) is type(models[0].optimizer)
         train_part(loaded, 1, 3)
         assert digest_of(loaded) == digest_of(models[0]), "resumed with other bits"
+    plain = compiled(momentum())
+    train_part(plain, 0, 1)
+    plain.save(path)
+    loaded = hvd.load_model(path, op="adasum-delta")
+    hvd.broadcast_variables([*loaded.weights, *loaded.optimizer.variables])
+    assert int(loaded.optimizer.iterations) == 1
+    fit(loaded)
+    check_same_everywhere(loaded)
     scaled = keras.optimizers.LossScaleOptimizer(momentum())
     model = compiled(hvd.DistributedOptimizer(scaled, op="adasum-delta"))
     fit(model, half)

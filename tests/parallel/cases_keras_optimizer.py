@@ -14,7 +14,7 @@ import tensorflow as tf
 import adasum_hvd.tensorflow.keras as hvd
 
 STEPS = 4
-OPS = ("average", "sum", "adasum-grad", "adasum-delta")
+OPS = ("average", "sum", "adasum", "adasum-grad", "adasum-delta")
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
     "sgd": (lambda **k: keras.optimizers.SGD(0.1, **k), lambda: numerics.Sgd(0.1)),
     "momentum": (

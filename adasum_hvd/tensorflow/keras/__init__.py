@@ -1,5 +1,5 @@
 """`horovod.tensorflow.keras` that reduces: `import adasum_hvd.tensorflow.keras as hvd`."""
 
 from adasum_hvd.tensorflow import *
-from adasum_hvd.tensorflow.compile import compile
 from adasum_hvd.tensorflow.keras import callbacks
+from adasum_hvd.tensorflow.keras.models import compile, load_model

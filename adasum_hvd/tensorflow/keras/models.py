@@ -1,4 +1,4 @@
-"""`model.compile` with the settings that a distributed optimizer needs."""
+"""Compiling and loading Keras models for a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from adasum_hvd.tensorflow.keras_optimizer import is_distributed, wrap
+from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
 
 
 def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -22,9 +23,9 @@ def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> No
         **kwargs: as `model.compile`.
 
     Raises:
-        ValueError: `jit_compile` is given and not False.
+        ValueError: `jit_compile=True`.
     """
-    if kwargs.setdefault("jit_compile", False) not in (False, "auto"):
+    if kwargs.get("jit_compile", "auto") not in (False, "auto"):
         raise ValueError(
             f"compile: required jit_compile=False, got {kwargs['jit_compile']!r}; XLA cannot "
             "compile a reduction"
@@ -40,3 +41,23 @@ def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> No
         inside = keras.optimizers.LossScaleOptimizer(optimizer._plain())
         optimizer = wrap(inside, optimizer._adasum.options)
     model.compile(optimizer, *args, **kwargs)
+
+
+def load_model(filepath: Any, custom_objects: Any = None, **options: Any) -> Any:
+    """Load a model that was saved with a plain or a distributed optimizer, ready to go on.
+
+    Args:
+        filepath: as `keras.models.load_model`.
+        custom_objects: as `keras.models.load_model`.
+        **options: arguments of `DistributedOptimizer`, for a model with a plain optimizer; one
+            saved with a distributed optimizer has it back with its own.
+
+    Returns:
+        The model; its optimizer, if it has one, is distributed.
+    """
+    model = keras.models.load_model(filepath, custom_objects=custom_objects)
+    if model.optimizer is not None:
+        if not is_distributed(model.optimizer):
+            model.optimizer = DistributedOptimizer(model.optimizer, **options)
+        model.jit_compile = False
+    return model
