@@ -23,7 +23,7 @@ from cases_keras_optimizer import (
 
 import adasum_hvd.tensorflow.keras as hvd
 
-VARIANTS = ("average", "adasum-grad", "adasum-delta")
+VARIANTS = ("adasum-grad", "adasum-delta")
 
 
 def momentum(**kwargs: object) -> keras.optimizers.Optimizer:

@@ -8,16 +8,25 @@ import sys
 import pytest
 from launch import REPOSITORY, Configuration, case_names, command, environment, run
 
-CASES = "cases_tensorflow_ops+cases_keras_optimizer+cases_keras_modes"
+NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
 CONFIGURATIONS = [
-    Configuration(CASES, "gloo", 2),
-    Configuration(CASES, "gloo", 3),
-    Configuration(CASES, "mpi", 2),
+    Configuration(f"{NUMBERS}+cases_keras_modes", "gloo", 2),
+    Configuration(NUMBERS, "gloo", 3),
+    Configuration(NUMBERS, "mpi", 2),
 ]
 TORCH = {ranks: Configuration("cases_torch_ops", "gloo", ranks) for ranks in (2, 3)}
+CASES = [
+    pytest.param(configuration, name, id=f"{configuration}-{name}")
+    for configuration in CONFIGURATIONS
+    for name in case_names(configuration.cases)
+]
 
 
-@pytest.mark.parametrize("name", case_names(CASES))
+@pytest.mark.parametrize(("configuration", "name"), CASES)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)
