@@ -28,11 +28,6 @@ def test_case(outcome_of, configuration: Configuration, name: str) -> None:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_case(outcome_of, configuration: Configuration, name: str) -> None:
-    outcome_of(configuration).check(name, configuration.ranks)
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_same_bits_as_torch(outcome_of, configuration: Configuration) -> None:
     ours = outcome_of(configuration).results("case_every_dtype_and_size")
     torchs = outcome_of(TORCH[configuration.ranks]).results("case_bits_for_tensorflow")
