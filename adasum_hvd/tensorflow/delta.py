@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from adasum_hvd.tensorflow.distributed import KerasDistributed
+from adasum_hvd.tensorflow.reduction import identities
 
 
 def wide(variable: Any) -> Any:
@@ -74,7 +75,8 @@ class DeltaOptimizer(KerasDistributed):
             starts = [wide(state.starts.of(variable)) for variable in changed]
         changes = [wide(v) - start for v, start in zip(changed, starts, strict=True)]
         reduced = bounded(
-            state.reduction(changes, changed), state.options.clip_delta_norm
+            state.reduction(changes, changed, identities(changed)),
+            state.options.clip_delta_norm,
         )
         for variable, start, change in zip(changed, starts, reduced, strict=True):
             variable.assign(tf.cast(start + change, variable.dtype))

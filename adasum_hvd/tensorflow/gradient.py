@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adasum_hvd.tensorflow.distributed import KerasDistributed
-from adasum_hvd.tensorflow.reduction import is_worker_local
+from adasum_hvd.tensorflow.reduction import identities, is_worker_local
 from adasum_hvd.tensorflow.tape import dense
 
 
@@ -38,7 +38,8 @@ class GradientOptimizer(KerasDistributed):
             for grad, variable in zip(grads, variables, strict=True)
             if not is_worker_local(variable)
         ]
-        reduced = iter(state.reduction(mine, chosen) if chosen else ())
+        key = identities(chosen)
+        reduced = iter(state.reduction(mine, chosen, key) if chosen else ())
         return [
             grad if is_worker_local(variable) else next(reduced)
             for grad, variable in zip(grads, variables, strict=True)

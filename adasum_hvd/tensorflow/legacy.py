@@ -9,7 +9,12 @@ import tensorflow as tf
 
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.delta import bounded, wide
-from adasum_hvd.tensorflow.reduction import Reduction, is_alone, is_worker_local
+from adasum_hvd.tensorflow.reduction import (
+    Reduction,
+    is_alone,
+    is_worker_local,
+    use_in_graph,
+)
 from adasum_hvd.tensorflow.tape import dense
 
 _classes: dict[tuple[type, type], type] = {}
@@ -36,6 +41,10 @@ class _Legacy(tf.compat.v1.train.Optimizer):
             )
         return chosen
 
+    def _reduce(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        reduction = self._adasum_reduction
+        return reduction(tensors, variables, use_in_graph(reduction))
+
 
 class _LegacyGradient(_Legacy):
     """The gradient variant: `compute_gradients` returns reduced gradients."""
@@ -46,9 +55,7 @@ class _LegacyGradient(_Legacy):
         chosen = self._chosen(pairs)
         gradients, variables = zip(*chosen, strict=True)
         sparse_as_dense = self._adasum_options.sparse_as_dense
-        reduced = self._adasum_reduction(
-            dense(gradients, variables, sparse_as_dense), variables
-        )
+        reduced = self._reduce(dense(gradients, variables, sparse_as_dense), variables)
         by_variable = dict(zip(map(id, variables), reduced, strict=True))
         return [(by_variable.get(id(v), gradient), v) for gradient, v in pairs]
 
@@ -72,7 +79,7 @@ class _LegacyDelta(_Legacy):
                 for variable, start in zip(variables, starts, strict=True)
             ]
         limit = self._adasum_options.clip_delta_norm
-        reduced = bounded(self._adasum_reduction(changes, variables), limit)
+        reduced = bounded(self._reduce(changes, variables), limit)
         return tf.group(
             *(
                 variable.assign(tf.cast(start + change, variable.dtype.base_dtype))

@@ -32,8 +32,10 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite. Collective."""
         finite = super().check_finite(grads)
-        process_set = self._adasum.options.process_set
-        return finite if is_alone(process_set) else all_of(finite, process_set)
+        process_set = self._options.process_set
+        if is_alone(process_set):
+            return finite
+        return all_of(finite, self._adasum.reduction, process_set)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

@@ -64,8 +64,8 @@ def name_of(variable: Any) -> str:
     return str(name)
 
 
-def use_in_graph(label: str) -> int:
-    """Return how often this was called with `label` while the outermost graph was traced.
+def use_in_graph(user: Hashable) -> int:
+    """Return how often this was called with `user` while the outermost graph was traced.
 
     Operations of one graph may run at the same time and then need names of their own.
     """
@@ -75,8 +75,8 @@ def use_in_graph(label: str) -> int:
     while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
         graph = graph.outer_graph
     counts = _uses.setdefault(graph, Counter())
-    counts[label] += 1
-    return counts[label] - 1
+    counts[user] += 1
+    return counts[user] - 1
 
 
 class Reduction:
@@ -91,12 +91,16 @@ class Reduction:
         self._what, self._options = what, options
         self._known: dict[Hashable, int] = {}
 
-    def __call__(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, tensors: Sequence[Any], variables: Sequence[Any], key: Hashable
+    ) -> list[Any]:
         """Return `tensors` reduced, one per variable.
 
         Args:
             tensors: dense, one per variable.
             variables: what they belong to; shapes and dtypes in the same order on all ranks.
+            key: tells this list from others of the same shapes that may be reduced at the same
+                time. All ranks must see a key for the first time together.
 
         Raises:
             ValueError: the ranks' lists differ; on every rank, the first time.
@@ -116,7 +120,7 @@ class Reduction:
             (name_of(variable), tuple(tensor.shape), tensor.dtype.name)
             for tensor, variable in zip(tensors, variables, strict=True)
         ]
-        label = self._label(described)
+        label = self.label(key, described)
         options = self._options
         kinds = {
             id(variable): self._kind(tensor)
@@ -146,9 +150,9 @@ class Reduction:
         wire = tf_ops.wire_dtype(tensor.dtype, self._options.compression)
         return wire, (tensor.shape.num_elements() or 0) * wire.size
 
-    def _label(self, described: Sequence[Described]) -> str:
-        """Return the beginning of the tensors' names, after comparing with the other ranks."""
-        key = tuple(entry[1:] for entry in described)
+    def label(self, key: Hashable, described: Sequence[Described]) -> str:
+        """Return a name that is this list's on all ranks. Collective the first time."""
+        key = (key, *(entry[1:] for entry in described))
         if key not in self._known:
             self._known[key] = self._compare(described)
         return f"{self._what}.{self._known[key]}"
@@ -166,14 +170,27 @@ class Reduction:
         return next(_numbers.setdefault(process_set, itertools.count()))
 
 
-def all_of(flag: Any, process_set: Any) -> Any:
+def all_of(flag: Any, reduction: Reduction, process_set: Any) -> Any:
     """Return whether the boolean scalar `flag` is true on all ranks of `process_set`.
 
-    Collective: every rank of `process_set`.
+    Args:
+        flag: a boolean scalar.
+        reduction: gives the flag its name; one flag at a time.
+        process_set: the ranks that agree.
+
+    Collective: every rank of `process_set`; blocks (eagerly).
     """
     tf_ops.refuse_xla("agreement on finite gradients")
-    name = f"adasum.all_of.{use_in_graph('adasum.all_of')}"
     (agreed,) = tf_ops.reduce_named(
-        [tf.cast(flag, tf.int32)], name, ops.Min, (1.0, 1.0), process_set.process_set_id
+        [tf.cast(flag, tf.int32)],
+        reduction.label("all_of", ()),
+        ops.Min,
+        (1.0, 1.0),
+        process_set.process_set_id,
     )
     return tf.cast(agreed, tf.bool)
+
+
+def identities(variables: Sequence[Any]) -> tuple[int, ...]:
+    """Return a key of variables that outlive the key."""
+    return tuple(map(id, variables))

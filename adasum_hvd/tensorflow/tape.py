@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from adasum_hvd.tensorflow.reduction import (
 
 _classes: dict[type, type] = {}
 # A tape lives for one step: what the ranks have compared must outlive it.
-_reductions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_reductions: dict[Options, Reduction] = {}
 
 
 def dense(
@@ -42,6 +41,13 @@ def dense(
             gradient = tf.convert_to_tensor(gradient)
         result.append(gradient)
     return result
+
+
+def _reduction_of(options: Options) -> Reduction:
+    """Return the reduction that all tapes with these options share."""
+    if options not in _reductions:
+        _reductions[options] = Reduction("DistributedGradientTape", options)
+    return _reductions[options]
 
 
 class _Tape(tf.GradientTape):
@@ -79,13 +85,11 @@ class _Tape(tf.GradientTape):
         if not kept:
             return gradients
         places, found, variables = zip(*kept, strict=True)
-        by_use = _reductions.setdefault(options.process_set, {})
-        key = (use_in_graph("tape"), options.op, options.compression, options.factors)
-        if key not in by_use:
-            by_use[key] = Reduction("DistributedGradientTape", options)
         ready = dense(found, variables, options.sparse_as_dense)
-        for place, reduced in zip(places, by_use[key](ready, variables), strict=True):
-            flat[place] = reduced
+        reduction = _reduction_of(options)
+        results = reduction(ready, variables, use_in_graph(reduction))
+        for place, result in zip(places, results, strict=True):
+            flat[place] = result
         return tf.nest.pack_sequence_as(gradients, flat)
 
 
