@@ -49,6 +49,15 @@ std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
   return found->second;
 }
 
+// How the ranks of each process set reach each other, for people to read.
+std::mutex paths_mutex;
+std::unordered_map<int, std::string> paths;
+
+void SetPath(int process_set_id, std::string path) {
+  std::lock_guard<std::mutex> guard(paths_mutex);
+  paths[process_set_id] = std::move(path);
+}
+
 const char* PhaseName(Phase phase, bool delta) {
   switch (phase) {
   case Phase::kPack: return delta ? "ADASUM_DELTA_PACK" : "ADASUM_PACK";
@@ -86,7 +95,7 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
   return !settings_.off && (entries.empty() || entries.front().device == CPU_DEVICE_ID);
 }
 
-const AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
+AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
   Agreed& agreed = agreed_[process_set_id];
   if (agreed.controller.lock() == process_set.controller) {
     return agreed;
@@ -97,7 +106,7 @@ const AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet&
   std::vector<int> gathered;
   controller.Allgather2Ints({host, settings_.Fingerprint()}, gathered);
   std::vector<int> hosts;
-  agreed = {process_set.controller, {}, settings_.reduce, settings_.error};
+  agreed = {process_set.controller, {}, settings_.reduce, settings_.error, nullptr};
   for (int rank = 0; rank < controller.GetSize(); ++rank) {
     hosts.push_back(gathered[2 * rank]);
     if (gathered[2 * rank + 1] != gathered[1]) {
@@ -109,14 +118,43 @@ const AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet&
     }
   }
   agreed.tree = BuildTree(hosts, settings_.group_op, settings_.group_size);
+  const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](int h) { return h == hosts[0]; });
   if (agreed.reduce.replicate_bytes < 0) {
-    const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](int h) { return h == hosts[0]; });
     agreed.reduce.replicate_bytes = one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
+  }
+  if (one_host && controller.GetSize() > 1) {
+    ConnectLocally(agreed, process_set_id, controller);
+  } else {
+    SetPath(process_set_id, one_host ? "one rank" : "network");
   }
   return agreed;
 }
 
-std::unique_ptr<Transport> AdasumOp::TransportFor(hvd::ProcessSet& process_set) const {
+void AdasumOp::ConnectLocally(Agreed& agreed, int process_set_id, hvd::Controller& controller) {
+  if (settings_.local.mode == LocalMode::kOff) {
+    SetPath(process_set_id, "network (ADASUM_HVD_LOCAL=off)");
+    return;
+  }
+  std::vector<int> members(controller.GetSize());
+  std::iota(members.begin(), members.end(), 0);
+  std::string why_not;
+  std::unique_ptr<LocalGroup> group = ConnectLocalRanks(
+      members, controller.GetRank(), controller.GetGlobalRanks(), settings_.local,
+      [&](int first, int second) {
+        std::vector<int> gathered;
+        controller.Allgather2Ints({first, second}, gathered);
+        return gathered;
+      },
+      why_not);
+  if (group == nullptr) {
+    SetPath(process_set_id, "network (no shared memory: " + why_not + ")");
+    return;
+  }
+  SetPath(process_set_id, group->direct ? "shared memory, direct" : "shared memory, staged");
+  agreed.local = std::make_unique<LocalTransport>(std::move(group));
+}
+
+std::unique_ptr<Transport> AdasumOp::NetworkFor(hvd::ProcessSet& process_set) const {
 #if HAVE_MPI
   if (global_state_->control_operation == hvd::LibType::MPI) {
     return std::make_unique<MpiTransport>(
@@ -140,7 +178,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  const Agreed& agreed = AgreedFor(process_set_id, process_set);
+  Agreed& agreed = AgreedFor(process_set_id, process_set);
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }
@@ -181,9 +219,9 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   };
   // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
   const double scale = response.prescale_factor() * response.postscale_factor();
-  std::unique_ptr<Transport> transport = TransportFor(process_set);
+  std::unique_ptr<Transport> network = agreed.local ? nullptr : NetworkFor(process_set);
   const ReduceResult result = Reduce(tensors, type, agreed.tree, scale, agreed.reduce, *settings_.kernels,
-                                     *transport, scratch_, observer);
+                                     agreed.local ? *agreed.local : *network, scratch_, observer);
   if (in_phase) {
     timeline.ActivityEndAll(entries);
   }
@@ -219,6 +257,15 @@ __attribute__((visibility("default"))) const char* horovod_adasum_settings_error
 // Fills five counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node.
 __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
   std::copy(adasum_hvd::counters.begin(), adasum_hvd::counters.end(), values);
+}
+
+// How the ranks of a process set reach each other; empty before the first reduction in it. Valid until the
+// next call on the same thread.
+__attribute__((visibility("default"))) const char* horovod_adasum_path(int process_set_id) {
+  static thread_local std::string text;
+  std::lock_guard<std::mutex> guard(adasum_hvd::paths_mutex);
+  text = adasum_hvd::paths[process_set_id];
+  return text.c_str();
 }
 
 // Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it.

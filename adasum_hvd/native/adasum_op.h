@@ -9,6 +9,7 @@
 #include "horovod/common/ops/collective_operations.h"
 #include "reduce.h"
 #include "settings.h"
+#include "transport_local.h"
 
 namespace adasum_hvd {
 
@@ -32,11 +33,13 @@ private:
     std::weak_ptr<horovod::common::Controller> controller;
     Tree tree;
     ReduceSettings reduce;
-    std::string disagreement; // why nothing can be reduced, or empty
+    std::string disagreement;              // why nothing can be reduced, or empty
+    std::unique_ptr<LocalTransport> local; // where all ranks share a host's memory
   };
 
-  const Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
-  std::unique_ptr<Transport> TransportFor(horovod::common::ProcessSet& process_set) const;
+  Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
+  void ConnectLocally(Agreed& agreed, int process_set_id, horovod::common::Controller& controller);
+  std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;
 
   Settings settings_;
   Scratch scratch_;

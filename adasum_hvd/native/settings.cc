@@ -1,12 +1,16 @@
 #include "settings.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <sstream>
 
 namespace adasum_hvd {
 namespace {
+
+constexpr int64_t kRingGranule = 64; // positions on cache lines
 
 std::string Variable(const char* name) {
   const char* value = std::getenv(name);
@@ -46,6 +50,15 @@ const char* GroupOpName(GroupOp group_op) {
   }
 }
 
+const char* LocalModeName(LocalMode mode) {
+  switch (mode) {
+  case LocalMode::kDirect: return "direct";
+  case LocalMode::kStaged: return "staged";
+  case LocalMode::kOff: return "off";
+  default: return "auto";
+  }
+}
+
 Settings Settings::FromEnvironment() {
   Settings settings;
   const std::string op = Variable("ADASUM_HVD_OP");
@@ -65,6 +78,18 @@ Settings Settings::FromEnvironment() {
   } else if (!group_op.empty() && group_op != "adasum") {
     Refuse(settings, "ADASUM_HVD_GROUP_OP", "adasum, average or sum", group_op);
   }
+  ReadInteger(settings, "ADASUM_HVD_TIMEOUT_SECONDS", 1, settings.local.timeout_seconds);
+  ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
+  settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
+  const std::string local = Variable("ADASUM_HVD_LOCAL");
+  const LocalMode modes[] = {LocalMode::kAuto, LocalMode::kDirect, LocalMode::kStaged, LocalMode::kOff};
+  const auto mode = std::find_if(std::begin(modes), std::end(modes),
+                                 [&](LocalMode one) { return local == LocalModeName(one); });
+  if (mode != std::end(modes)) {
+    settings.local.mode = *mode;
+  } else if (!local.empty()) {
+    Refuse(settings, "ADASUM_HVD_LOCAL", "auto, direct, staged or off", local);
+  }
   const std::string kernels = Variable("ADASUM_HVD_KERNELS");
   settings.kernels = ChooseKernels(kernels.c_str());
   if (settings.kernels == nullptr) {
@@ -77,7 +102,8 @@ Settings Settings::FromEnvironment() {
 int Settings::Fingerprint() const {
   std::ostringstream text; // kernels may differ: they give the same bits
   text << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' ' << max_message_bytes << ' '
-       << GroupOpName(group_op) << ' ' << group_size << ' ' << error;
+       << GroupOpName(group_op) << ' ' << group_size << ' ' << LocalModeName(local.mode) << ' '
+       << local.ring_bytes << ' ' << error;
   return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
 }
 
@@ -86,7 +112,9 @@ std::string Settings::Json() const {
   text << "{\"op\": \"" << (off ? "off" : "on") << "\", \"kernels\": \"" << kernels->name
        << "\", \"group_op\": \"" << GroupOpName(group_op) << "\", \"group_size\": " << group_size
        << ", \"chunk_bytes\": " << reduce.chunk_bytes << ", \"replicate_bytes\": " << reduce.replicate_bytes
-       << ", \"max_message_bytes\": " << max_message_bytes << "}";
+       << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \"" << LocalModeName(local.mode)
+       << "\", \"local_ring_bytes\": " << local.ring_bytes
+       << ", \"timeout_seconds\": " << local.timeout_seconds << "}";
   return text.str();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels.h"
+#include "local_bootstrap.h"
 #include "reduce.h"
 #include "tree.h"
 
@@ -16,6 +17,8 @@ struct Settings {
   int64_t max_message_bytes = 1 << 30; // ADASUM_HVD_MAX_MESSAGE_BYTES: the longest single MPI message
   GroupOp group_op = GroupOp::kAdasum; // ADASUM_HVD_GROUP_OP: adasum, average or sum
   int group_size = 0;                  // ADASUM_HVD_GROUP_SIZE: ranks in a group; 0 is a host
+  LocalSettings local;                 // ADASUM_HVD_LOCAL, ADASUM_HVD_LOCAL_RING_BYTES,
+                                       // ADASUM_HVD_TIMEOUT_SECONDS
   const Kernels* kernels = nullptr;    // ADASUM_HVD_KERNELS: portable, avx2 or avx512
   std::string error;                   // the first variable that holds no valid value, and why
 
@@ -25,5 +28,6 @@ struct Settings {
 };
 
 const char* GroupOpName(GroupOp group_op);
+const char* LocalModeName(LocalMode mode);
 
 } // namespace adasum_hvd

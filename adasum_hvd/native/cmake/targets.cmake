@@ -21,7 +21,8 @@ if(TARGET tensorflow)
   endif()
 endif()
 
-set(ADASUM_SOURCES adasum_op.cc gram.cc kernels.cc kernels_portable.cc layout.cc reduce.cc settings.cc tree.cc)
+set(ADASUM_SOURCES adasum_op.cc gram.cc kernels.cc kernels_portable.cc layout.cc local_bootstrap.cc
+  local_segment.cc reduce.cc settings.cc transport_local.cc tree.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport_gloo.cc)
 endif()
@@ -37,7 +38,6 @@ foreach(target IN ITEMS pytorch tensorflow)
   if(NOT TARGET ${target})
     continue()
   endif()
-  get_target_property(target_dir ${target} SOURCE_DIR)
   target_sources(${target} PRIVATE ${ADASUM_SOURCES})
   # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
   set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
@@ -56,5 +56,5 @@ foreach(target IN ITEMS pytorch tensorflow)
   # site-packages/horovod/<framework> to the environment's lib: the MPI wheel of whichever environment this
   # is installed in comes before the one it was built with.
   set_property(TARGET ${target} APPEND PROPERTY BUILD_RPATH "$ORIGIN/../../../..")
-  message(STATUS "AdaSum: op added to ${target} (${target_dir})")
+  message(STATUS "AdaSum: op added to ${target}")
 endforeach()

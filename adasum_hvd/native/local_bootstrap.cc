@@ -1,0 +1,255 @@
+#include "local_bootstrap.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <system_error>
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int kStepMilliseconds = 10000; // for each step of the handshake
+constexpr int kNoName = -1;
+
+// The first words on a socket, with the sender's shared memory attached. The nonce went over Horovod's own
+// network, so a stranger's process, or a rank of an earlier job, does not know it.
+struct Hello {
+  int nonce_of_receiver;
+  int sender;
+};
+
+[[noreturn]] void ThrowErrno(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+// The kernel picks a free name in the abstract namespace: a zero byte and five hexadecimal digits.
+Descriptor Listen(int backlog, int& name) {
+  Descriptor socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  socklen_t length = sizeof(sa_family_t);
+  if (socket_.value() < 0 || bind(socket_.value(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(socket_.value(), backlog) != 0) {
+    ThrowErrno("unix socket");
+  }
+  length = sizeof(address);
+  if (getsockname(socket_.value(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    ThrowErrno("name of a unix socket");
+  }
+  const std::string digits(address.sun_path + 1, length - sizeof(sa_family_t) - 1);
+  name = static_cast<int>(std::stoul(digits, nullptr, 16));
+  return socket_;
+}
+
+Descriptor ConnectTo(int name) {
+  Descriptor socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  const int digits = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "%05x", name);
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + digits);
+  if (socket_.value() < 0 || connect(socket_.value(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    ThrowErrno("connection to a rank of this host");
+  }
+  return socket_;
+}
+
+void WaitReadable(int socket_) {
+  pollfd waiting = {socket_, POLLIN, 0};
+  const int ready = poll(&waiting, 1, kStepMilliseconds);
+  if (ready == 0) {
+    errno = ETIMEDOUT;
+  }
+  if (ready <= 0) {
+    ThrowErrno("answer of a rank of this host");
+  }
+}
+
+void SendHello(int socket_, const Hello& hello, int descriptor) {
+  iovec part = {const_cast<Hello*>(&hello), sizeof hello};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* attached = CMSG_FIRSTHDR(&message);
+  attached->cmsg_level = SOL_SOCKET;
+  attached->cmsg_type = SCM_RIGHTS;
+  attached->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(attached), &descriptor, sizeof(int));
+  if (sendmsg(socket_, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello)) {
+    ThrowErrno("sending shared memory to a rank of this host");
+  }
+}
+
+// Returns the attached descriptor and the sender; throws when the words are not those of this job.
+std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
+  WaitReadable(socket_);
+  Hello hello = {};
+  iovec part = {&hello, sizeof hello};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const ssize_t received = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
+  Descriptor descriptor;
+  for (cmsghdr* one = CMSG_FIRSTHDR(&message); one != nullptr; one = CMSG_NXTHDR(&message, one)) {
+    if (one->cmsg_level == SOL_SOCKET && one->cmsg_type == SCM_RIGHTS) {
+      int value;
+      std::memcpy(&value, CMSG_DATA(one), sizeof value);
+      descriptor = Descriptor(value);
+    }
+  }
+  ucred peer = {};
+  socklen_t length = sizeof peer;
+  getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length);
+  if (received != static_cast<ssize_t>(sizeof hello) || descriptor.value() < 0 ||
+      hello.nonce_of_receiver != my_nonce || peer.uid != geteuid()) {
+    throw std::runtime_error("a process that is not a rank of this job called");
+  }
+  return {std::move(descriptor), hello.sender};
+}
+
+Descriptor WatchProcess(int socket_) {
+#ifdef SYS_pidfd_open
+  ucred peer = {};
+  socklen_t length = sizeof peer;
+  if (getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.pid > 0) {
+    return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+  }
+#endif
+  return Descriptor();
+}
+
+bool MayRead(LocalSegment& segment) {
+  uint64_t found = 0;
+  iovec here = {&found, sizeof found};
+  iovec there = {reinterpret_cast<void*>(segment.header().probe_address), sizeof found};
+  const auto process_id = static_cast<pid_t>(segment.header().process_id);
+  return process_vm_readv(process_id, &here, 1, &there, 1, 0) == static_cast<ssize_t>(sizeof found) &&
+         found == kProbe;
+}
+
+void Join(LocalGroup& group, int listening, const std::vector<int>& names, const std::vector<int>& nonces) {
+  const int size = static_cast<int>(names.size());
+  auto keep = [&](int peer, Descriptor socket_, Descriptor memory) {
+    group.peers[peer].segment = std::make_unique<LocalSegment>(memory.Release(), size, group.ring_bytes);
+    group.peers[peer].process = WatchProcess(socket_.value());
+    group.peers[peer].socket = std::move(socket_);
+  };
+  // A connection is complete as soon as it waits in the listener's queue, so nobody blocks anybody.
+  std::vector<Descriptor> called(group.rank);
+  for (int peer = 0; peer < group.rank; ++peer) {
+    called[peer] = ConnectTo(names[peer]);
+    SendHello(called[peer].value(), {nonces[peer], group.rank}, group.mine->descriptor());
+  }
+  for (int callers = group.rank + 1; callers < size; ++callers) {
+    WaitReadable(listening);
+    Descriptor socket_(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
+    auto [memory, peer] = ReceiveHello(socket_.value(), nonces[group.rank]);
+    if (peer <= group.rank || peer >= size || group.peers[peer].segment != nullptr) {
+      throw std::runtime_error("a rank of this host called twice");
+    }
+    SendHello(socket_.value(), {nonces[peer], group.rank}, group.mine->descriptor());
+    keep(peer, std::move(socket_), std::move(memory));
+  }
+  for (int peer = 0; peer < group.rank; ++peer) {
+    auto [memory, sender] = ReceiveHello(called[peer].value(), nonces[group.rank]);
+    keep(peer, std::move(called[peer]), std::move(memory));
+  }
+}
+
+} // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  std::swap(value_, other.value_);
+  return *this;
+}
+
+Descriptor::~Descriptor() {
+  if (value_ >= 0) {
+    close(value_);
+  }
+}
+
+int Descriptor::Release() {
+  const int value = value_;
+  value_ = -1;
+  return value;
+}
+
+std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
+                                              const std::vector<int>& global_ranks,
+                                              const LocalSettings& settings, const AllgatherTwo& allgather,
+                                              std::string& why_not) {
+  auto group = std::make_unique<LocalGroup>();
+  const int size = static_cast<int>(members.size());
+  group->rank = member;
+  group->peers.resize(size);
+  group->global_ranks = global_ranks;
+  group->ring_bytes = settings.ring_bytes;
+  group->timeout_seconds = settings.timeout_seconds;
+
+  int name = kNoName;
+  Descriptor listening;
+  const int nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
+  try {
+    group->mine = std::make_unique<LocalSegment>(size, settings.ring_bytes);
+    listening = Listen(size, name);
+    if (settings.mode != LocalMode::kStaged) {
+      // Where the kernel lets only parents read (Yama), allow this user's processes.
+      prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+    }
+  } catch (const std::exception& error) {
+    why_not = error.what();
+  }
+  const std::vector<int> all = allgather(name, nonce);
+  std::vector<int> names, nonces;
+  for (int rank : members) {
+    names.push_back(all[2 * rank]);
+    nonces.push_back(all[2 * rank + 1]);
+  }
+
+  bool joined = std::find(names.begin(), names.end(), kNoName) == names.end();
+  bool readable = settings.mode != LocalMode::kStaged;
+  try {
+    if (joined) {
+      Join(*group, listening.value(), names, nonces);
+      for (int peer = 0; peer < size; ++peer) {
+        readable = readable && (peer == member || MayRead(*group->peers[peer].segment));
+      }
+    }
+  } catch (const std::exception& error) {
+    joined = false;
+    why_not = error.what();
+  }
+  const std::vector<int> outcomes = allgather(joined, readable);
+  bool all_joined = true;
+  group->direct = true;
+  for (size_t rank = 0; rank < outcomes.size() / 2; ++rank) {
+    all_joined = all_joined && outcomes[2 * rank] != 0;
+    group->direct = group->direct && outcomes[2 * rank + 1] != 0;
+  }
+  if (all_joined && (group->direct || settings.mode != LocalMode::kDirect)) {
+    return group;
+  }
+  if (why_not.empty()) {
+    why_not = all_joined ? "a rank may not read the memory of another" : "another rank could not connect";
+  }
+  return nullptr;
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,69 @@
+// Finds the other ranks of this host and exchanges shared memory with them, over unix sockets.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "local_segment.h"
+
+namespace adasum_hvd {
+
+enum class LocalMode {
+  kAuto,   // direct where the kernel allows it, else staged
+  kDirect, // long messages are read from the sender's memory: one copy
+  kStaged, // every byte goes through the rings: two copies
+  kOff,    // the network transport, on one host too
+};
+
+struct LocalSettings {
+  LocalMode mode = LocalMode::kAuto;
+  int64_t ring_bytes = 256 << 10; // shared memory per ordered pair of ranks; a multiple of 64
+  int timeout_seconds = 60;       // without any progress, before a wait ends in an error
+};
+
+// A descriptor that is closed with its owner.
+class Descriptor {
+public:
+  explicit Descriptor(int value = -1) : value_(value) {}
+  Descriptor(Descriptor&& other) noexcept : value_(other.Release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+  int value() const { return value_; }
+  int Release();
+
+private:
+  int value_;
+};
+
+struct LocalPeer {
+  std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
+  Descriptor socket;                     // closed by the kernel when the peer ends
+  Descriptor process;                    // pidfd, where the kernel has them and shows the peer's id
+};
+
+struct LocalGroup {
+  int rank = 0; // of this process among the ranks of the host
+  std::unique_ptr<LocalSegment> mine;
+  std::vector<LocalPeer> peers;  // by rank on the host
+  std::vector<int> global_ranks; // for messages
+  bool direct = false;           // every rank may read every other's memory
+  int64_t ring_bytes = 0;
+  int timeout_seconds = 0;
+};
+
+// Gathers two integers of every rank of the process set, in rank order. Collective.
+using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;
+
+// Connects the ranks `members` of a process set, all on this host; `member` is this rank's place in it and
+// `everyone` the size of the set, whose other ranks connect on their own hosts meanwhile.
+//
+// Collective over the process set; blocks for some seconds at most. Returns null, on every rank of the set,
+// when any rank failed, and then says in `why_not` what this rank knows of it.
+std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
+                                              const std::vector<int>& global_ranks,
+                                              const LocalSettings& settings, const AllgatherTwo& allgather,
+                                              std::string& why_not);
+
+} // namespace adasum_hvd

@@ -1,0 +1,94 @@
+#include "local_segment.h"
+
+#include <cerrno>
+#include <climits>
+#include <ctime>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace adasum_hvd {
+namespace {
+
+const uint64_t probe = kProbe;
+
+[[noreturn]] void ThrowErrno(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+} // namespace
+
+void Bell::Ring() {
+  rings.fetch_add(1, std::memory_order_seq_cst);
+  if (asleep.load(std::memory_order_seq_cst) != 0) {
+    syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+void Bell::SleepUnlessRung(uint32_t seen, int milliseconds) {
+  const timespec limit = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
+  syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
+  return sizeof(SegmentHeader) + ranks * (static_cast<int64_t>(sizeof(RingPositions)) + ring_bytes);
+}
+
+LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
+    : descriptor_(memfd_create("adasum_hvd", MFD_CLOEXEC)), ranks_(ranks), ring_bytes_(ring_bytes) {
+  if (descriptor_ < 0) {
+    ThrowErrno("memfd_create");
+  }
+  if (ftruncate(descriptor_, Bytes(ranks, ring_bytes)) != 0) {
+    close(descriptor_);
+    ThrowErrno("size of shared memory");
+  }
+  Map();
+  new (memory_) SegmentHeader();
+  header().process_id = static_cast<uint64_t>(getpid());
+  header().probe_address = reinterpret_cast<uint64_t>(&probe);
+  for (int peer = 0; peer < ranks; ++peer) {
+    new (&positions(peer)) RingPositions();
+  }
+}
+
+LocalSegment::LocalSegment(int descriptor, int ranks, int64_t ring_bytes)
+    : descriptor_(descriptor), ranks_(ranks), ring_bytes_(ring_bytes) {
+  struct stat status;
+  if (fstat(descriptor_, &status) != 0 || status.st_size != Bytes(ranks, ring_bytes)) {
+    close(descriptor_);
+    throw std::runtime_error("shared memory of another size than this rank's");
+  }
+  Map();
+}
+
+void LocalSegment::Map() {
+  void* memory =
+      mmap(nullptr, Bytes(ranks_, ring_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (memory == MAP_FAILED) {
+    close(descriptor_);
+    ThrowErrno("mapping of shared memory");
+  }
+  memory_ = static_cast<char*>(memory);
+}
+
+LocalSegment::~LocalSegment() {
+  munmap(memory_, Bytes(ranks_, ring_bytes_));
+  close(descriptor_);
+}
+
+RingPositions& LocalSegment::positions(int peer) {
+  return reinterpret_cast<RingPositions*>(memory_ + sizeof(SegmentHeader))[peer];
+}
+
+char* LocalSegment::ring(int peer) {
+  return memory_ + sizeof(SegmentHeader) + ranks_ * sizeof(RingPositions) + peer * ring_bytes_;
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,70 @@
+// Messages between the ranks of one host, through shared memory and without sockets.
+//
+// Every ordered pair of ranks has a ring of bytes. Short messages go through it; of a long one only its
+// address does, and the receiver reads the sender's memory itself (process_vm_readv): one copy, and no
+// memory beyond the rings. Where the kernel does not allow that, long messages go through the ring too, in
+// pieces: two copies, both in the cache as long as a ring fits there.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "local_bootstrap.h"
+#include "transport.h"
+
+namespace adasum_hvd {
+
+class LocalTransport : public Transport {
+public:
+  explicit LocalTransport(std::unique_ptr<LocalGroup> group);
+
+  int rank() const override { return group_->rank; }
+  int size() const override { return static_cast<int>(group_->peers.size()); }
+  bool direct() const { return group_->direct; }
+  void Start(const std::vector<Message>& messages) override;
+
+  // Throws std::runtime_error that names the rank when a peer has ended, or nothing has moved for
+  // LocalSettings::timeout_seconds; every later call throws the same.
+  void Wait() override;
+
+private:
+  // What is left of a message in one direction.
+  struct Part {
+    char* at;
+    int64_t left;
+    bool direct;
+    uint64_t exchange;
+  };
+  // A message whose address was sent; the peer has read it when it has read the ring up to `position`.
+  struct Unread {
+    uint64_t position;
+    uint64_t exchange;
+  };
+  struct Lane {
+    std::deque<Part> outgoing;
+    std::deque<Unread> unread;
+    std::deque<Part> incoming;
+  };
+
+  bool Advance(int peer);
+  bool Send(int peer);
+  bool NoteReads(int peer);
+  bool Receive(int peer);
+  void ReadMemoryOf(int peer, const Part& part, uint64_t address);
+  void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
+  bool AdvanceAll();
+  void Sleep();
+  [[noreturn]] void Fail(int peer, const std::string& what);
+
+  std::unique_ptr<LocalGroup> group_;
+  std::vector<Lane> lanes_;
+  std::deque<int> open_parts_; // per exchange that was started and not yet waited for
+  uint64_t first_open_ = 0;
+  int idle_milliseconds_ = 0;
+  int spins_;
+  std::string broken_;
+};
+
+} // namespace adasum_hvd
