@@ -364,6 +364,18 @@ def case_keras_callbacks() -> None:
     check_equal(model, trained("adasum-delta"))
     assert len(set(hvd.allgather_object(history["loss"][0]))) == 1
     assert best.exists() == (hvd.rank() == 0)
+    # A second fit goes on with every rank's own state, and does not broadcast again.
+    again = callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, callbacks=[again])
+    before = model.optimizer.momentums[0].numpy()
+
+    class Unchanged(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            now = self.model.optimizer.momentums[0].numpy()
+            assert batch or np.array_equal(before, now)
+
+    fit(model, callbacks=[again, Unchanged()])
+    check_same_everywhere(model)
     plain = model_of()
     plain.compile(momentum(), "mse")
     with pytest.raises(RuntimeError, match="required a first step that leaves"):

@@ -118,6 +118,7 @@ def case_other_arguments() -> None:
     check(tf.cast(brain, tf.float32), reference.adasum(arrays(40)), 2e-2)
     check(hvd.allreduce(x, op=hvd.Average), np.mean(arrays(40), axis=0))
     check(hvd.allreduce(x), np.mean(arrays(40), axis=0))
+    assert hvd.grouped_allreduce([], op=hvd.Adasum) == []
     before = hvd.counters().delta_tensors
     tf.function(lambda t: hvd.allreduce(t, op=hvd.AdasumDelta, name="w"))(x)
     assert hvd.counters().delta_tensors == before + 1

@@ -37,7 +37,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         self._root_rank, self._process_set = root_rank, process_set
+        self._of: Any = None
         self._broadcast_done = self._checked = False
+
+    def set_model(self, model: Any) -> None:
+        """Begin anew with another model; a further `fit` of the same one goes on."""
+        if model is not self._of:
+            self._of = model
+            self._broadcast_done = self._checked = False
+        super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast if the model is built.
@@ -52,8 +60,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "DistributedOptimizer, which reduces nothing under Keras 3; use "
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer"
             )
-        # Ranks outside the process set train on their own.
-        self._broadcast_done = self._checked = not self._process_set.included()
+        if not self._process_set.included():
+            self._broadcast_done = self._checked = True  # it trains on its own
         if self.model.built and not self._broadcast_done:
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)

@@ -14,7 +14,8 @@ def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> No
     """Call `model.compile(optimizer, *args, **kwargs)` so that the optimizer can reduce.
 
     XLA is off (Keras turns it on by itself where a GPU is visible), and under mixed_float16 the
-    loss scale goes inside the distributed optimizer, so that all ranks skip the same steps.
+    loss scale goes inside the distributed optimizer, so that all ranks skip the same steps;
+    `model.optimizer` is then the one to ask.
 
     Args:
         model: a Keras model.
