@@ -33,8 +33,6 @@ class DeltaOptimizer(KerasDistributed):
     Keras applies after the step, see the reduced weights.
     """
 
-    _variant = "delta"
-
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this right before weight decay and the step.
         if self._adasum.reducing:

@@ -61,7 +61,6 @@ class KerasDistributed(keras.optimizers.Optimizer):
     """
 
     _base: type  # the user's class
-    _variant: str
     _adasum: State
 
     def _configure(self, options: Options) -> None:

@@ -61,7 +61,7 @@ def broadcast_variables(
 
     Collective: every rank of `process_set`; blocks (eagerly).
     """
-    targets = [_variable(variable) for variable in variables]
+    targets = [native(variable) for variable in variables]
     if tf.executing_eagerly():
         mine = [(t.name, tuple(t.shape), tf.as_dtype(t.dtype).name) for t in targets]
         theirs = allgather_object(
@@ -81,7 +81,7 @@ def broadcast_variables(
     return tf.group(*assign_all())
 
 
-def _variable(variable: Any) -> Any:
+def native(variable: Any) -> Any:
     """Return the TensorFlow variable of a Keras variable, and any other as it is."""
     value = getattr(variable, "value", None)
     return variable if value is None or callable(value) else value

@@ -13,8 +13,6 @@ from adasum_hvd.tensorflow.tape import dense
 class GradientOptimizer(KerasDistributed):
     """Reduces the gradients of a step, unscaled and accumulated, before they are clipped."""
 
-    _variant = "gradient"
-
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         return dense(grads, variables, self._adasum.options.sparse_as_dense)
 

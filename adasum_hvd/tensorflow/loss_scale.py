@@ -25,10 +25,6 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def _adasum(self) -> Any:
         return self.inner_optimizer._adasum
 
-    @property
-    def _variant(self) -> str:
-        return self.inner_optimizer._variant
-
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite. Collective."""
         finite = super().check_finite(grads)

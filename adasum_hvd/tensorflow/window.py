@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from adasum_hvd.tensorflow.functions import native
+
 SAVED = "adasum_"  # begins the names of what is saved inside a window only
 
 
@@ -33,11 +35,13 @@ class Window:
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             for variable in variables:
                 zeros = tf.zeros(variable.shape, tf.as_dtype(variable.dtype))
-                self._tensors[id(variable)] = tf.Variable(zeros, trainable=False)
+                self._tensors[id(native(variable))] = tf.Variable(
+                    zeros, trainable=False
+                )
 
     def of(self, variable: Any) -> tf.Variable:
         """Return the tensor of `variable`."""
-        return self._tensors[id(variable)]
+        return self._tensors[id(native(variable))]
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Do `action`, at run time, before the first step of a window."""

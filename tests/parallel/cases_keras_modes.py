@@ -193,6 +193,19 @@ def case_keras_custom_loops() -> None:
     model = compiled(hvd.DistributedOptimizer(momentum()), run_eagerly=True)
     fit(model)
     check_equal(model, trained("average"))
+    # TensorFlow's own variables, accumulated.
+    variables = [tf.Variable(w) for w in numerics.initial_weights()]
+    optimizer = hvd.DistributedOptimizer(
+        momentum(), op="adasum-delta", backward_passes_per_step=2, local_steps=2
+    )
+    for index in range(STEPS):
+        weights = [v.numpy() for v in variables]
+        batch = numerics.batch_of(hvd.rank(), index, STEPS)
+        grads = [g.astype(np.float32) for g in numerics.gradients(weights, *batch)]
+        optimizer.apply_gradients(zip(map(tf.constant, grads), variables, strict=True))
+    expected = trained("adasum-delta", passes=2, local_steps=2)
+    for variable, wanted in zip(variables, expected, strict=True):
+        assert np.abs(variable.numpy() - wanted).max() < 1e-6
 
 
 def case_keras_names_do_not_depend_on_the_graph() -> None:
