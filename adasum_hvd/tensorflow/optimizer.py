@@ -64,7 +64,8 @@ def DistributedOptimizer(
     Raises:
         TypeError: not an optimizer.
         ValueError: bad arguments.
-        NotImplementedError: a compression that is not a cast to float16.
+        NotImplementedError: a compression that is not a cast to float16; Keras on another
+            backend than TensorFlow; accumulation or local steps with a TF1 optimizer.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
@@ -85,6 +86,11 @@ def DistributedOptimizer(
     )
     check(options, (Compression.none, Compression.fp16))
     if isinstance(optimizer, keras.optimizers.Optimizer):
+        if keras.backend.backend() != "tensorflow":
+            raise NotImplementedError(
+                "DistributedOptimizer: required Keras on TensorFlow, got Keras on "
+                f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
+            )
         return wrap(optimizer, options)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return legacy.wrap(optimizer, options)
