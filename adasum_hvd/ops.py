@@ -26,6 +26,9 @@ Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 AdasumGrad, AdasumDelta = ReduceOp.AdasumGrad, ReduceOp.AdasumDelta
 
+# A tensor of this name is a weight change: the op shows and counts it as such.
+DELTA_PREFIX = "adasum.delta/"
+
 _ADASUM = frozenset({Adasum, AdasumGrad, AdasumDelta})
 _BY_NAME = {
     "average": Average,

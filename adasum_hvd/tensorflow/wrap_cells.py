@@ -6,6 +6,7 @@ References:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class WrapCell:
         context: ParallelContext | None = None,
     ):
         # The package imports this module.
-        import adasum_hvd.tensorflow.keras as hvd
+        hvd: Any = importlib.import_module("adasum_hvd.tensorflow.keras")
 
         if context is None:
             mode = "stand_alone" if hvd.size() == 1 else "data_parallel"

@@ -8,7 +8,7 @@ each as if it had come alone: bucketing never changes a result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Bucket:
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
-        prefix = torch_ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
+        prefix = ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
         self._entry = f"allreduce.{prefix}{self._name}"
         if ops.is_adasum(op):
             segments = [*sizes, *[1] * flags]
@@ -110,57 +110,3 @@ class Bucket:
             self.finish()
         if ops.is_adasum(self._op):
             binding.forget_segments(torch_ops.LIBRARY, self._entry)
-
-
-def partition(
-    named: Iterable[NamedParameter],
-    wire_dtype: Callable[[torch.Tensor], torch.dtype],
-    bucket_bytes: int,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-) -> list[list[NamedParameter]]:
-    """Divide parameters into lists that can share a bucket, the last used in forward first.
-
-    Args:
-        named: all parameters to reduce.
-        wire_dtype: the dtype in which a parameter travels.
-        bucket_bytes: a list is closed before it exceeds this many bytes.
-        groups: as Horovod's: a number of groups, or lists of parameters that stay together.
-
-    Returns:
-        Lists of (name, parameter) of one wire dtype and device each.
-    """
-    chosen = _chosen_groups(list(named), groups)
-    result: list[list[NamedParameter]] = []
-    for members, limit in chosen:
-        open_lists: dict[Any, tuple[list[NamedParameter], int]] = {}
-        for name, parameter in reversed(members):
-            dtype = wire_dtype(parameter)
-            size = parameter.numel() * dtype.itemsize
-            key = (dtype, parameter.device)
-            current, filled = open_lists.get(key, ([], 0))
-            if current and limit and filled + size > bucket_bytes:
-                result.append(current)
-                current, filled = [], 0
-            current.append((name, parameter))
-            open_lists[key] = (current, filled + size)
-        result.extend(current for current, _ in open_lists.values())
-    return result
-
-
-def _chosen_groups(
-    named: list[NamedParameter], groups: int | Sequence[Sequence[torch.Tensor]] | None
-) -> list[tuple[list[NamedParameter], bool]]:
-    """Return (parameters, whether the byte limit holds) for each of the caller's groups."""
-    if groups is None:
-        return [(named, True)]
-    if isinstance(groups, int):
-        per_group = -(-len(named) // groups) if groups else len(named)
-        cuts = range(0, len(named), max(per_group, 1))
-        return [(named[cut : cut + per_group], groups == 0) for cut in cuts]
-    group_of = {id(p): index for index, group in enumerate(groups) for p in group}
-    members: list[list[NamedParameter]] = [[] for _ in groups]
-    rest: list[NamedParameter] = []
-    for name, parameter in named:
-        index = group_of.get(id(parameter))
-        (rest if index is None else members[index]).append((name, parameter))
-    return [(group, False) for group in members if group] + [(rest, True)]

@@ -6,38 +6,20 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 
-from adasum_hvd import ops
+from adasum_hvd.options import Options
+from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
-from adasum_hvd.torch.buckets import Bucket, NamedParameter, partition
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
 _instances = itertools.count()
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `DistributedOptimizer` that outlive it; documented there."""
-
-    op: ops.ReduceOp
-    compression: Any = Compression.none
-    backward_passes_per_step: int = 1
-    local_steps: int = 1
-    gradient_predivide_factor: float = 1.0
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
-    sparse_as_dense: bool = False
-    process_set: Any = global_process_set
-    start_copy: str = "device"
-    clip_delta_norm: float | None = None
-    overlap: bool = False
-    bucket_bytes: int = 16 << 20
 
 
 def _is_reduced(parameter: torch.Tensor) -> bool:
@@ -81,6 +63,10 @@ class DistributedBase(torch.optim.Optimizer):
             return torch.float16
         return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
+    def _describe(self, parameter: torch.Tensor) -> tuple[tuple, int]:
+        dtype = self._wire_dtype(parameter)
+        return (dtype, parameter.device), parameter.numel() * dtype.itemsize
+
     def _build_buckets(self) -> None:
         for bucket in self._buckets:
             bucket.close()
@@ -93,7 +79,7 @@ class DistributedBase(torch.optim.Optimizer):
         options = self._options
         for process_set, of_set in self._by_process_set(named):
             lists = partition(
-                of_set, self._wire_dtype, options.bucket_bytes, options.groups
+                of_set, self._describe, options.bucket_bytes, options.groups
             )
             for index, members in enumerate(lists):
                 label = f"{self._instance}.{process_set.process_set_id}.{index}"

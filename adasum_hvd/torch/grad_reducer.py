@@ -8,7 +8,6 @@ References:
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,29 +15,10 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
+from adasum_hvd.partition import checked_degree, fusion_groups
+
 # Names must agree on the ranks of a group, whatever other ranks construct.
 _reducers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _fusion_groups(
-    parameters: Sequence[torch.Tensor],
-    fusion_type: int,
-    split_indices: Sequence[int] | None,
-) -> list[int]:
-    """Return the fusion id of each parameter: equal ids are reduced together."""
-    own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
-    if len(set(own)) > 1:
-        return own
-    if not split_indices or fusion_type != 1:
-        return [fusion_type] * len(parameters)
-    if max(split_indices) >= len(parameters):
-        warnings.warn(
-            f"split_indices: required indices below {len(parameters)}, got {list(split_indices)}; "
-            "those beyond are ignored",
-            stacklevel=3,
-        )
-    splits = sorted(split_indices)
-    return [2**10 + sum(split < index for split in splits) for index in range(len(own))]
 
 
 class DistributedGradReducer:
@@ -79,12 +59,9 @@ class DistributedGradReducer:
         self._group = mpi_ops.global_process_set if group is None else group
         if degree is None:
             degree = self._group.size()
-        if not isinstance(degree, int) or degree <= 0:
-            raise ValueError(
-                f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
-            )
+        degree = checked_degree(degree)
         self._factor = 1.0 / degree if mean else None
-        self._fusion = _fusion_groups(self._parameters, fusion_type, split_indices)
+        self._fusion = fusion_groups(self._parameters, fusion_type, split_indices)
         count = _reducers.setdefault(self._group, itertools.count())
         self._name = f"grad_reducer.{self._group.process_set_id}.{next(count)}"
 

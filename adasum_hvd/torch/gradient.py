@@ -30,13 +30,12 @@ class GradientOptimizer(DistributedBase):
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: Any
     ) -> Bucket:
-        factor = self._options.gradient_predivide_factor
         return Bucket(
             f"grad.{label}",
             members,
             self._wire_dtype(members[0][1]),
             self._options.op,
-            (1.0 / factor, factor),
+            self._options.factors,
             process_set,
             with_flags=True,
         )

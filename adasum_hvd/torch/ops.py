@@ -18,12 +18,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression
 
+from adasum_hvd import agreement, ops, topology
 from adasum_hvd import binding as _binding
-from adasum_hvd import ops, topology
 from adasum_hvd.torch.functions import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
-DELTA_PREFIX = "adasum.delta/"
 _ADASUM = int(ops.Adasum)
 
 # Handles whose tensors travel as a copy, and where that copy goes when it is back.
@@ -58,27 +57,11 @@ def init(
     mpi_ops.init(*args, **kwargs)
     _carried.clear()
     _nameless.clear()
-    _compare_settings()
+    theirs = allgather_object(agreement.comparable(settings()), "adasum.settings")
+    agreement.compare_settings(theirs, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
         # Connects the ranks now, when an error is easy to understand, not in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
-
-
-def _compare_settings() -> None:
-    """Raise on every rank when the ranks' settings differ; needs no AdaSum to find out."""
-    mine = {
-        k: v for k, v in settings().items() if k != "kernels"
-    }  # those give the same bits
-    theirs = allgather_object(mine, "adasum.settings")
-    for rank, other in enumerate(theirs):
-        different = [name for name in other if other[name] != theirs[0][name]]
-        if different:
-            name = different[0]
-            raise ValueError(
-                "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got "
-                f"{name}={other[name]} on rank {rank} and {theirs[0][name]} on rank 0 (this is "
-                f"rank {mpi_ops.rank()}); export them on every host"
-            )
 
 
 def settings() -> dict[str, object]:
@@ -150,7 +133,7 @@ def _enqueue(
         count = _nameless.setdefault(process_set, itertools.count())
         name = f"adasum.noname.{process_set.process_set_id}.{next(count)}"
     if op is ops.AdasumDelta:
-        name = DELTA_PREFIX + name
+        name = ops.DELTA_PREFIX + name
     sent, received, carried = tensors, outputs, []
     if not all(map(_travels_as_is, (*tensors, *outputs))):
         sent, received, carried = _carry(tensors, outputs)

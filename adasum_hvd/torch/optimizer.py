@@ -23,11 +23,11 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops, parallel
+from adasum_hvd.options import Options, check, optimizer_op
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload_delta import OffloadDeltaOptimizer
 from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.delta import DeltaOptimizer
-from adasum_hvd.torch.distributed import Options
 from adasum_hvd.torch.gradient import GradientOptimizer
 from adasum_hvd.torch.modes import find_modes
 
@@ -69,51 +69,6 @@ def _checked_names(
     return names
 
 
-def _checked_options(options: Options, delta: bool) -> None:
-    """Raise for arguments that make no sense, alone or together."""
-    only_delta = {
-        "local_steps": options.local_steps != 1,
-        "clip_delta_norm": options.clip_delta_norm is not None,
-        "overlap": options.overlap,
-    }
-    for name, given in only_delta.items():
-        if given and not delta:
-            raise ValueError(
-                f"{name}: required op=AdasumDelta, got op={options.op.name}"
-            )
-    if options.op in (ops.Min, ops.Product):
-        raise ValueError(
-            f"op: required average, sum, max or an AdaSum variant, got {options.op.name}"
-        )
-    if options.gradient_predivide_factor != 1.0 and options.op is not ops.Average:
-        raise ValueError(
-            f"gradient_predivide_factor: required op=Average, got op={options.op.name}"
-        )
-    for name in ("backward_passes_per_step", "local_steps"):
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
-    if options.clip_delta_norm is not None and not options.clip_delta_norm > 0:
-        raise ValueError(
-            f"clip_delta_norm: required a number > 0, got {options.clip_delta_norm!r}"
-        )
-    if options.overlap and options.local_steps != 1:
-        raise ValueError("overlap: required local_steps=1, got more")
-    if options.start_copy not in ("device", "host"):
-        raise ValueError(
-            f'start_copy: required "device" or "host", got {options.start_copy!r}'
-        )
-    if options.compression not in (Compression.none, Compression.fp16):
-        raise NotImplementedError(
-            "compression: required Compression.none or Compression.fp16, got "
-            f"{options.compression!r}"
-        )
-    if isinstance(options.groups, Sequence):
-        listed = [id(parameter) for group in options.groups for parameter in group]
-        if len(set(listed)) != len(listed):
-            raise ValueError("groups: required each parameter once, got one twice")
-
-
 def wrap(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
@@ -121,7 +76,7 @@ def wrap(
 ) -> Any:
     """Return `optimizer`'s state in an instance of the variant that the op asks for."""
     variant: type = GradientOptimizer
-    if options.op is ops.AdasumDelta:
+    if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
     key = (variant, type(optimizer))
@@ -204,10 +159,8 @@ def DistributedOptimizer(
         message = "num_groups has been replaced by groups"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    reduction = ops.parse(op)
-    delta = reduction in (ops.Adasum, ops.AdasumDelta)
     options = Options(
-        op=ops.AdasumDelta if delta else reduction,
+        op=optimizer_op(op),
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
         local_steps=local_steps,
@@ -220,6 +173,6 @@ def DistributedOptimizer(
         overlap=overlap,
         bucket_bytes=bucket_bytes,
     )
-    _checked_options(options, delta)
+    check(options, (Compression.none, Compression.fp16))
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

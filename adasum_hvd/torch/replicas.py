@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import binding, ops
+from adasum_hvd import binding, options
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.functions import allgather_object
@@ -115,28 +115,12 @@ def banner(optimizer: Any) -> str:
         >>> if hvd.rank() == 0:                       # doctest: +SKIP
         ...     print(hvd.banner(optimizer))
     """
-    options = optimizer._options
-    settings = torch_ops.settings()
-    backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
-    wire = sorted(
-        {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
+    wire = {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
+    return options.banner(
+        optimizer._options,
+        torch_ops.settings(),
+        "MPI" if mpi_ops.mpi_enabled() else "Gloo",
+        binding.path(torch_ops.LIBRARY, optimizer._options.process_set.process_set_id),
+        sorted(wire),
+        optimizer.extra_bytes(),
     )
-    extra = optimizer.extra_bytes()
-    path = binding.path(torch_ops.LIBRARY, options.process_set.process_set_id)
-    groups = "AdaSum all the way"
-    if settings["group_op"] != "adasum":
-        size = settings["group_size"] or "a host's"
-        groups = f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
-    parts = [
-        f"adasum_hvd: {options.op.name} ({optimizer._variant} variant)",
-        f"{options.process_set.size()} ranks on {backend}",
-        f"exchange over {path or 'what the first reduction finds'}",
-        groups if ops.is_adasum(options.op) else "no groups",
-        f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
-        "steps per reduction",
-        f"{' and '.join(wire) or 'nothing'} on the wire",
-        f"{settings['kernels']} kernels",
-        f"extra memory {extra['device'] / 2**20:.1f} MiB device, "
-        f"{extra['host'] / 2**20:.1f} MiB host",
-    ]
-    return "; ".join(parts)

@@ -1,60 +1,300 @@
-"""Horovod's own TensorFlow functions reach the op, and get the bits that torch gets."""
+"""AdaSum of TensorFlow tensors, with the bits that torch gets; tape, reducer, objects."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 
-import horovod.tensorflow as hvd
+import horovod.tensorflow as horovods
 import numpy as np
-from horovod.tensorflow import mpi_ops
+import pytest
+import tensorflow as tf
 
+import adasum_hvd.tensorflow as hvd
 from adasum_hvd import binding, reference
+from adasum_hvd.tensorflow import ops as tf_ops
 
 SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)
 
 
 def start() -> None:
     hvd.init()
+    # Runs no operation: the usual lines that choose devices by rank still work.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 def align() -> None:
-    hvd.broadcast_object(None, root_rank=0)
+    hvd.allgather_object(None)
 
 
 def library() -> ctypes.CDLL:
-    return mpi_ops._basics.MPI_LIB_CTYPES
+    return tf_ops.LIBRARY
 
 
 def array_of(rank: int, size: int, dtype: type) -> np.ndarray:
     return np.random.default_rng([0, rank, size]).standard_normal(size).astype(dtype)
 
 
+def arrays(size: int, dtype: type = np.float32) -> list[np.ndarray]:
+    return [array_of(rank, size, dtype) for rank in range(hvd.size())]
+
+
+def mine(size: int, dtype: type = np.float32) -> tf.Tensor:
+    return tf.constant(array_of(hvd.rank(), size, dtype))
+
+
+def check(result: tf.Tensor, wanted: np.ndarray, tolerance: float = 1e-6) -> None:
+    assert np.abs(np.asarray(result, np.float64) - wanted).max() <= tolerance * max(
+        0.3, np.abs(wanted).max()
+    )
+
+
 def case_the_op_answers() -> None:
     binding.require_op(library())
-    assert binding.settings(library())["op"] == "on"
+    assert hvd.settings()["op"] == "on"
 
 
 def case_every_dtype_and_size() -> dict[str, str]:
-    import tensorflow as tf
-
     digests = {}
-    before = binding.counters(library()).calls
+    before = hvd.counters().calls
     for dtype in (np.float16, np.float32, np.float64):
         digest = hashlib.sha256()
         for size in SIZES:
-            mine = tf.constant(array_of(hvd.rank(), size, dtype))
-            result = hvd.allreduce(
-                mine, op=hvd.Adasum, name=f"tf.{dtype.__name__}.{size}"
-            ).numpy()
-            wanted = reference.adasum(
-                [array_of(r, size, dtype) for r in range(hvd.size())]
-            )
+            name = f"tf.{dtype.__name__}.{size}"
+            result = hvd.allreduce(mine(size, dtype), op=hvd.Adasum, name=name).numpy()
+            wanted = reference.adasum(arrays(size, dtype))
             tolerance = {np.float16: 2**-10, np.float32: 1e-6, np.float64: 1e-9}[dtype]
-            assert np.abs(result - wanted).max() <= tolerance * max(
-                0.3, np.abs(wanted).max()
-            )
+            check(result, wanted, tolerance)
             digest.update(result.tobytes())
+            if hvd.size() == 2:  # Horovod's own function comes to the op too
+                theirs = horovods.allreduce(
+                    mine(size, dtype), op=horovods.Adasum, name=name
+                )
+                assert theirs.numpy().tobytes() == result.tobytes()
         digests[dtype.__name__] = digest.hexdigest()
-    assert binding.counters(library()).calls >= before + 3 * len(SIZES)
+    assert hvd.counters().calls >= before + 3 * len(SIZES)
     return digests
+
+
+def case_functions_gradients_and_groups() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    tf.get_logger().addHandler(handler)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tuple:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            reduced = hvd.allreduce(x, op="adasum", name="function.x")
+            total = tf.reduce_sum(reduced * y)
+        pair = hvd.grouped_allreduce([x, tf.cast(y, tf.float64)], op=hvd.AdasumGrad)
+        return reduced, tape.gradient(total, x), pair
+
+    x, y = mine(50), mine(51)[:50]
+    reduced, gradient, pair = step(x, y)
+    check(reduced, reference.adasum(arrays(50)))
+    ys = [array[:50] for array in arrays(51)]
+    check(
+        gradient, reference.adasum(ys)
+    )  # the gradient of AdaSum is AdaSum of gradients
+    check(pair[0], reference.adasum(arrays(50)))
+    check(pair[1], reference.adasum(ys))
+    assert pair[1].dtype == tf.float64
+    tf.get_logger().removeHandler(handler)
+    assert not [r for r in records if "AutoGraph" in r.getMessage()]
+
+
+def case_other_arguments() -> None:
+    x = mine(40)
+    scaled = hvd.allreduce(x, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=4.0)
+    check(scaled, 2 * reference.adasum(arrays(40)))
+    short = hvd.allreduce(x, op=hvd.Adasum, compression=hvd.Compression.fp16)
+    assert short.dtype == tf.float32
+    check(short, reference.adasum(arrays(40)), 4e-3)
+    brain = hvd.allreduce(tf.cast(x, tf.bfloat16), op=hvd.Adasum)
+    assert brain.dtype == tf.bfloat16
+    check(tf.cast(brain, tf.float32), reference.adasum(arrays(40)), 2e-2)
+    check(hvd.allreduce(x, op=hvd.Average), np.mean(arrays(40), axis=0))
+    check(hvd.allreduce(x), np.mean(arrays(40), axis=0))
+    assert hvd.grouped_allreduce([], op=hvd.Adasum) == []
+    before = hvd.counters().delta_tensors
+    tf.function(lambda t: hvd.allreduce(t, op=hvd.AdasumDelta, name="w"))(x)
+    assert hvd.counters().delta_tensors == before + 1
+
+
+def case_errors_on_every_rank() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="required dtype float16"):
+        hvd.allreduce(tf.constant([1, 2]), op=hvd.Adasum)
+    slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2]))
+    with pytest.raises(ValueError, match=r"required a dense tensor.*sparse_as_dense"):
+        hvd.allreduce(slices, op=hvd.Adasum)
+    compiled = tf.function(lambda x: hvd.allreduce(x, op="adasum"), jit_compile=True)
+    with pytest.raises(NotImplementedError, match=r"compile\(jit_compile=False\)"):
+        compiled(tf.ones(3))
+    with pytest.raises(ValueError, match="reduction op: required one of"):
+        hvd.allreduce(tf.ones(3), op="adasumm")
+    check(hvd.allreduce(mine(9), op=hvd.Adasum), reference.adasum(arrays(9)))
+
+
+def case_process_set() -> None:
+    members = list(range(1, hvd.size()))
+    pair = hvd.add_process_set(members)
+    if hvd.rank() in members:
+        result = hvd.allreduce(mine(30), op=hvd.Adasum, process_set=pair)
+        chosen = [arrays(30)[member] for member in members]
+        check(result, reference.adasum(chosen))
+        assert hvd.allgather_object(hvd.rank(), process_set=pair) == members
+    align()
+    hvd.remove_process_set(pair)
+
+
+def case_tape() -> None:
+    kernel, bias = tf.Variable(tf.ones((4, 2))), tf.Variable(tf.ones(2))
+    local = tf.Variable(1.0)
+    hvd.mark_worker_local(local)
+    images = [array.reshape(5, 4) for array in arrays(20)]
+
+    def gradients_of(rank: int, op: str | None = None, **kwargs: object) -> list:
+        with tf.GradientTape() as tape:
+            outputs = tf.tanh(images[rank] @ kernel + bias) * local
+            loss = tf.reduce_mean(outputs**2)
+        if op is not None:
+            tape = hvd.DistributedGradientTape(tape, op=op, **kwargs)
+        return tape.gradient(loss, [kernel, bias, local])
+
+    everyone = [gradients_of(rank) for rank in range(hvd.size())]
+    for op in ("average", "adasum", "adasum-grad"):
+        function = tf.function(lambda op=op: gradients_of(hvd.rank(), op))
+        for result in (gradients_of(hvd.rank(), op), function(), function()):
+            for index in range(2):
+                each = [grads[index].numpy() for grads in everyone]
+                adasum = reference.adasum(each)
+                check(result[index], np.mean(each, 0) if op == "average" else adasum)
+            check(result[2], everyone[hvd.rank()][2].numpy())
+    with pytest.raises(ValueError, match="required a reduction of gradients"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.AdasumDelta)
+    # Ranks whose gradients differ hear of it at once.
+    size = 2 + (hvd.rank() == hvd.size() - 1)
+    odd = tf.Variable(tf.ones(size))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(odd**2)
+    with pytest.raises(ValueError, match="required the same parameters in the same"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [odd])
+
+
+def case_sparse_gradients_of_a_tape() -> None:
+    table = tf.Variable(tf.ones((6, 3)))
+
+    def gradient(**kwargs: object) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, [hvd.rank(), 0])
+            loss = tf.reduce_sum(rows * (hvd.rank() + 1.0))
+        return hvd.DistributedGradientTape(tape, **kwargs).gradient(loss, table)
+
+    expected = []
+    for rank in range(hvd.size()):
+        each = np.zeros((6, 3))
+        each[rank] += rank + 1
+        each[0] += rank + 1
+        expected.append(each)
+    result = gradient(op="adasum-grad", sparse_as_dense=True)
+    check(result, reference.adasum(expected))
+    with pytest.raises(ValueError, match="pass sparse_as_dense=True"):
+        gradient(op="adasum-grad")
+
+
+def case_gradient_reducer() -> None:
+    variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros((2, 2)))]
+    reducer = hvd.DistributedGradReducer(variables)
+    totals = hvd.DistributedGradReducer(variables, mean=False)
+    grads = (tf.cast(mine(3), tf.float16), tf.reshape(mine(4), (2, 2)))
+    for call in (reducer, tf.function(lambda *g: reducer(g))):
+        result = call(grads) if call is reducer else call(*grads)
+        assert [r.dtype for r in result] == [tf.float16, tf.float32]
+        check(result[0], np.mean([a.astype(np.float16) for a in arrays(3)], 0), 2e-3)
+        check(result[1], np.mean(arrays(4), 0).reshape(2, 2))
+    check(totals(grads)[1], np.sum(arrays(4), 0).reshape(2, 2))
+    variables[1].layerwise_parallel = True
+    check(reducer(grads)[1], grads[1].numpy())
+    slices = tf.IndexedSlices(mine(2), tf.constant([0, hvd.rank()]), tf.constant([3]))
+    sparse = hvd.DistributedGradReducer(variables[:1])(slices)
+    dense = np.zeros(3)
+    for rank, values in enumerate(arrays(2)):
+        np.add.at(dense, [0, rank], values / hvd.size())
+    check(tf.convert_to_tensor(sparse), dense)
+    for degree in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="degree must be larger than 0 and int"):
+            hvd.DistributedGradReducer(variables, degree=degree)
+    # The seed's example: 16 x 16 ones, weights 16 x 10 of ones, zero targets.
+    weight = tf.Variable(tf.ones((16, 10)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((tf.ones((16, 16)) @ weight) ** 2)
+    assert float(loss) == 256.0
+    (reduced,) = hvd.DistributedGradReducer([weight])([tape.gradient(loss, weight)])
+    check(reduced, np.full((16, 10), 3.2))
+
+
+def case_broadcast_variables_goes_by_order() -> None:
+    dtypes = (tf.float32, tf.bfloat16, tf.int64, tf.uint32, tf.bool)
+    variables = [
+        tf.Variable(tf.cast([hvd.rank() + 1, 0], dtype), name=f"of_rank_{hvd.rank()}")
+        for dtype in dtypes
+    ]
+    hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
+    for variable in variables:
+        wanted = tf.cast([hvd.size(), 0], variable.dtype)
+        assert variable.numpy().tolist() == wanted.numpy().tolist()
+
+
+def case_tf1_optimizer_in_a_session() -> None:
+    starts = [np.ones(5), np.ones((2, 2))]
+    for op, make, resource in (
+        ("average", lambda: tf.compat.v1.train.GradientDescentOptimizer(0.5), True),
+        ("adasum-grad", lambda: tf.compat.v1.train.MomentumOptimizer(0.5, 0.9), False),
+        ("adasum-delta", lambda: tf.compat.v1.train.MomentumOptimizer(0.5, 0.9), True),
+        ("adasum-delta", lambda: tf.compat.v1.train.MomentumOptimizer(0.5, 0.9), False),
+    ):
+        momentum = 0.0 if op == "average" else 0.9
+        with tf.Graph().as_default():
+            variables = [
+                tf.compat.v1.get_variable(
+                    f"v{index}",
+                    initializer=start.astype(np.float32),
+                    use_resource=resource,
+                )
+                for index, start in enumerate(starts)
+            ]
+            inputs = [mine(5), tf.reshape(mine(4), (2, 2))]
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum((v - x) ** 2) / 8
+                    for v, x in zip(variables, inputs, strict=True)
+                ]
+            )
+            optimizer = hvd.DistributedOptimizer(make(), op=op)
+            train = optimizer.minimize(loss)
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                for _ in range(3):
+                    session.run(train)
+                results = session.run(variables)
+        targets = [arrays(5), [a.reshape(2, 2) for a in arrays(4)]]
+        for result, start, target in zip(results, starts, targets, strict=True):
+            weights, velocities = start, [0.0] * hvd.size()
+            for _ in range(3):
+                grads = [(weights - t) / 4 for t in target]
+                if op == "average":
+                    grads = [np.mean(grads, 0)] * hvd.size()
+                elif op == "adasum-grad":
+                    grads = [reference.adasum(grads)] * hvd.size()
+                velocities = [
+                    momentum * v + g for v, g in zip(velocities, grads, strict=True)
+                ]
+                changes = [-0.5 * v for v in velocities]
+                delta = op == "adasum-delta"
+                weights = weights + (reference.adasum(changes) if delta else changes[0])
+            check(result, weights)
+    with pytest.raises(NotImplementedError, match="local_steps: required 1"):
+        hvd.DistributedOptimizer(make(), op="adasum-delta", local_steps=2)

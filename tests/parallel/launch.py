@@ -71,10 +71,11 @@ class Outcome:
 
 
 def case_names(cases: str) -> list[str]:
-    """Return the names of the cases in a file, without importing its frameworks."""
-    source = WORKER.with_name(f"{cases}.py").read_text()
+    """Return the names of the cases in a file (or files, "a+b"), without importing them."""
+    sources = [WORKER.with_name(f"{name}.py").read_text() for name in cases.split("+")]
     return [
         node.name
+        for source in sources
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
     ]

@@ -15,15 +15,21 @@ faulthandler.dump_traceback_later(200, exit=True)  # shows where a stuck rank st
 
 def main() -> None:
     """Run `worker.py CASES DIRECTORY`."""
-    module = importlib.import_module(sys.argv[1])
+    modules = [importlib.import_module(name) for name in sys.argv[1].split("+")]
+    module = modules[0]
     hvd = module.hvd
     module.start()
     report = Path(sys.argv[2], f"rank-{hvd.rank()}.jsonl")
-    cases = [name for name in vars(module) if name.startswith("case_")]
-    for name in cases:
+    cases = {
+        name: case
+        for part in modules
+        for name, case in vars(part).items()
+        if name.startswith("case_")
+    }
+    for name, case in cases.items():
         error, result = "", None
         try:
-            result = getattr(module, name)()
+            result = case()
         except Exception:
             error = traceback.format_exc()
         with report.open("a") as file:

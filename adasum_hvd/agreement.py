@@ -1,0 +1,73 @@
+"""What must be the same on all ranks, and the errors where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
+
+
+def comparable(settings: dict[str, object]) -> dict[str, object]:
+    """Return the settings of the op that must agree; its kernels all give the same bits."""
+    return {name: value for name, value in settings.items() if name != "kernels"}
+
+
+def compare_settings(theirs: Sequence[dict[str, Any]], rank: int) -> None:
+    """Compare every rank's settings of the op.
+
+    Args:
+        theirs: :func:`comparable` of every rank.
+        rank: this rank.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    for other, settings in enumerate(theirs):
+        different = [name for name in settings if settings[name] != theirs[0][name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got "
+                f"{name}={settings[name]} on rank {other} and {theirs[0][name]} on rank 0 "
+                f"(this is rank {rank}); export them on every host"
+            )
+
+
+def compare_parameters(
+    what: str, theirs: Sequence[Sequence[Described]], rank: int, names: bool = True
+) -> None:
+    """Compare every rank's list of what will be reduced.
+
+    Args:
+        what: who asks, for the message.
+        theirs: (name, shape, dtype) of every parameter of every rank of the process set.
+        rank: this rank, in the job.
+        names: compare names too, where the framework does not count them up.
+
+    Raises:
+        ValueError: the lists differ; on every rank.
+    """
+
+    def essence(described: Described) -> tuple:
+        return described if names else described[1:]
+
+    for other, list_of_other in enumerate(theirs):
+        pairs = zip(theirs[0], list_of_other, strict=False)
+        first = next(
+            ((a, b) for a, b in pairs if essence(a) != essence(b)),
+            None,
+        )
+        if first is None and len(theirs[0]) == len(list_of_other):
+            continue
+        difference = (
+            f"{first[0]} on the first rank and {first[1]} on rank {other} of the "
+            "process set"
+            if first
+            else f"{len(theirs[0])} and {len(list_of_other)} parameters"
+        )
+        raise ValueError(
+            f"{what}: required the same parameters in the same order on "
+            f"all ranks, got {difference} (this is rank {rank}); build the model "
+            "alike, or mark what differs with mark_worker_local()"
+        )

@@ -1,0 +1,139 @@
+"""The arguments of `DistributedOptimizer` that mean the same in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adasum_hvd import ops
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `DistributedOptimizer` that outlive it; documented there.
+
+    `op` is never `Adasum`: that is resolved to `AdasumDelta`. A framework without
+    `start_copy` and `overlap` leaves them at their defaults.
+    """
+
+    op: ops.ReduceOp
+    process_set: Any
+    compression: Any
+    backward_passes_per_step: int = 1
+    local_steps: int = 1
+    gradient_predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    sparse_as_dense: bool = False
+    start_copy: str = "device"
+    clip_delta_norm: float | None = None
+    overlap: bool = False
+    bucket_bytes: int = 16 << 20
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether weight changes are reduced, and not gradients."""
+        return self.op is ops.AdasumDelta
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """The prescale and the postscale factor of the reduction."""
+        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
+
+
+def optimizer_op(op: ops.ReduceOp | int | str) -> ops.ReduceOp:
+    """Return what `op` means for an optimizer, where `Adasum` is the delta variant."""
+    reduction = ops.parse(op)
+    return ops.AdasumDelta if reduction is ops.Adasum else reduction
+
+
+def check(options: Options, compressions: Sequence[Any]) -> None:
+    """Check arguments that make no sense, alone or together.
+
+    Args:
+        options: the arguments.
+        compressions: the framework's `Compression.none` and `Compression.fp16`.
+
+    Raises:
+        ValueError: an argument, or a combination, that has no meaning.
+        NotImplementedError: a compression that is not one of `compressions`.
+    """
+    only_delta = {
+        "local_steps": options.local_steps != 1,
+        "clip_delta_norm": options.clip_delta_norm is not None,
+        "overlap": options.overlap,
+    }
+    for name, given in only_delta.items():
+        if given and not options.is_delta:
+            raise ValueError(
+                f"{name}: required op=AdasumDelta, got op={options.op.name}"
+            )
+    if options.op in (ops.Min, ops.Product):
+        raise ValueError(
+            f"op: required average, sum, max or an AdaSum variant, got {options.op.name}"
+        )
+    if options.gradient_predivide_factor != 1.0 and options.op is not ops.Average:
+        raise ValueError(
+            f"gradient_predivide_factor: required op=Average, got op={options.op.name}"
+        )
+    for name in ("backward_passes_per_step", "local_steps"):
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
+    if options.clip_delta_norm is not None and not options.clip_delta_norm > 0:
+        raise ValueError(
+            f"clip_delta_norm: required a number > 0, got {options.clip_delta_norm!r}"
+        )
+    if options.overlap and options.local_steps != 1:
+        raise ValueError("overlap: required local_steps=1, got more")
+    if options.start_copy not in ("device", "host"):
+        raise ValueError(
+            f'start_copy: required "device" or "host", got {options.start_copy!r}'
+        )
+    if options.compression not in compressions:
+        raise NotImplementedError(
+            "compression: required Compression.none or Compression.fp16, got "
+            f"{options.compression!r}"
+        )
+    if isinstance(options.groups, Sequence):
+        listed = [id(parameter) for group in options.groups for parameter in group]
+        if len(set(listed)) != len(listed):
+            raise ValueError("groups: required each parameter once, got one twice")
+
+
+def banner(
+    options: Options,
+    settings: dict[str, object],
+    backend: str,
+    path: str,
+    wire: Sequence[str],
+    extra: dict[str, int],
+) -> str:
+    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+
+    Args:
+        options: the optimizer's.
+        settings: the op's, as `binding.settings` gives them.
+        backend: "MPI" or "Gloo".
+        path: how the ranks reach each other, as `binding.path` says it.
+        wire: the dtypes that travel.
+        extra: bytes beside the optimizer's own, "device" and "host".
+    """
+    groups = "AdaSum all the way"
+    if settings["group_op"] != "adasum":
+        size = settings["group_size"] or "a host's"
+        groups = f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
+    parts = [
+        f"adasum_hvd: {options.op.name} "
+        f"({'delta' if options.is_delta else 'gradient'} variant)",
+        f"{options.process_set.size()} ranks on {backend}",
+        f"exchange over {path or 'what the first reduction finds'}",
+        groups if ops.is_adasum(options.op) else "no groups",
+        f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
+        "steps per reduction",
+        f"{' and '.join(wire) or 'nothing'} on the wire",
+        f"{settings['kernels']} kernels",
+        f"extra memory {extra['device'] / 2**20:.1f} MiB device, "
+        f"{extra['host'] / 2**20:.1f} MiB host",
+    ]
+    return "; ".join(parts)

@@ -1,0 +1,102 @@
+"""Which tensors travel together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+Name = TypeVar("Name")
+Named = tuple[Name, Any]
+
+
+def partition(
+    named: Iterable[Named],
+    describe: Callable[[Any], tuple[Hashable, int]],
+    bucket_bytes: int,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+) -> list[list[Named]]:
+    """Divide parameters into lists that can share a bucket, the last used in forward first.
+
+    Args:
+        named: all parameters to reduce.
+        describe: the kind of a parameter, of which a list holds one only (wire dtype,
+            device), and the bytes it takes on the wire.
+        bucket_bytes: a list is closed before it exceeds this many bytes.
+        groups: as Horovod's: a number of groups, or lists of parameters that stay together.
+
+    Returns:
+        Lists of (name, parameter).
+    """
+    chosen = _chosen_groups(list(named), groups)
+    result: list[list[Named]] = []
+    for members, limit in chosen:
+        open_lists: dict[Hashable, tuple[list[Named], int]] = {}
+        for name, parameter in reversed(members):
+            kind, size = describe(parameter)
+            current, filled = open_lists.get(kind, ([], 0))
+            if current and limit and filled + size > bucket_bytes:
+                result.append(current)
+                current, filled = [], 0
+            current.append((name, parameter))
+            open_lists[kind] = (current, filled + size)
+        result.extend(current for current, _ in open_lists.values())
+    return result
+
+
+def _chosen_groups(
+    named: list[Named], groups: int | Sequence[Sequence[Any]] | None
+) -> list[tuple[list[Named], bool]]:
+    """Return (parameters, whether the byte limit holds) for each of the caller's groups."""
+    if groups is None:
+        return [(named, True)]
+    if isinstance(groups, int):
+        per_group = -(-len(named) // groups) if groups else len(named)
+        cuts = range(0, len(named), max(per_group, 1))
+        return [(named[cut : cut + per_group], groups == 0) for cut in cuts]
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group}
+    members: list[list[Named]] = [[] for _ in groups]
+    rest: list[Named] = []
+    for name, parameter in named:
+        index = group_of.get(id(parameter))
+        (rest if index is None else members[index]).append((name, parameter))
+    return [(group, False) for group in members if group] + [(rest, True)]
+
+
+def fusion_groups(
+    parameters: Sequence[Any],
+    fusion_type: int,
+    split_indices: Sequence[int] | None,
+) -> list[int]:
+    """Return the fusion id of each parameter of a `DistributedGradReducer` (SEEDS row 1D).
+
+    Args:
+        parameters: those with an attribute `comm_fusion` bring their own id.
+        fusion_type: the id of the others.
+        split_indices: with `fusion_type=1`, a new group begins behind each index.
+
+    Returns:
+        One id per parameter; equal ids are reduced together.
+    """
+    own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
+    if len(set(own)) > 1:
+        return own
+    if not split_indices or fusion_type != 1:
+        return [fusion_type] * len(parameters)
+    if max(split_indices) >= len(parameters):
+        warnings.warn(
+            f"split_indices: required indices below {len(parameters)}, got {list(split_indices)}; "
+            "those beyond are ignored",
+            stacklevel=3,
+        )
+    splits = sorted(split_indices)
+    return [2**10 + sum(split < index for split in splits) for index in range(len(own))]
+
+
+def checked_degree(degree: Any) -> int:
+    """Return the divisor of a `DistributedGradReducer`; ValueError unless an int > 0."""
+    if not isinstance(degree, int) or degree <= 0:
+        raise ValueError(
+            f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
+        )
+    return degree

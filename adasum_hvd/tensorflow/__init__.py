@@ -1,0 +1,31 @@
+"""`horovod.tensorflow` with an AdaSum that works: `import adasum_hvd.tensorflow as hvd`."""
+
+from horovod.tensorflow import *
+
+from adasum_hvd.learning_rate import adasum_lr
+from adasum_hvd.ops import (
+    Adasum,
+    AdasumDelta,
+    AdasumGrad,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from adasum_hvd.tensorflow.functions import allgather_object, broadcast_variables
+from adasum_hvd.tensorflow.grad_reducer import DistributedGradReducer
+from adasum_hvd.tensorflow.ops import (
+    allreduce,
+    counters,
+    grouped_allreduce,
+    init,
+    settings,
+)
+from adasum_hvd.tensorflow.optimizer import DistributedOptimizer, banner
+from adasum_hvd.tensorflow.reduction import mark_worker_local
+from adasum_hvd.tensorflow.tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)

@@ -1,0 +1,198 @@
+"""What the gradient and the delta variant of the Keras optimizer share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow.reduction import (
+    Reduction,
+    is_alone,
+    is_worker_local,
+    name_of,
+)
+from adasum_hvd.tensorflow.saving import saved_config
+from adasum_hvd.tensorflow.window import SAVED, Window
+
+
+class State:
+    """What a distributed optimizer has beside the plain one's attributes.
+
+    In an object of its own, because Keras makes every variable that it finds in a list of an
+    optimizer's attribute a variable of the optimizer.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        # A single rank reduces only where that does more than reduce.
+        self.reducing = not is_alone(options.process_set) or (
+            options.process_set.included() and options.clip_delta_norm is not None
+        )
+        self.reduction = Reduction("DistributedOptimizer", options)
+        self.gradients = Window("gradients", options.backward_passes_per_step)
+        self.starts = Window("starts", options.local_steps if self.reducing else 1)
+        # What one method that Keras calls in a step leaves to the next.
+        self.step_variables: list[Any] = []
+        self.start_values: list[Any] = []
+        self.did_reduce = False
+
+    @property
+    def windows(self) -> tuple[Window, Window]:
+        """Both windows."""
+        return self.gradients, self.starts
+
+    def reduced(self, variables: Sequence[Any]) -> list[Any]:
+        """Return those of `variables` that are reduced, and note that they will be."""
+        chosen = [variable for variable in variables if not is_worker_local(variable)]
+        self.did_reduce = bool(chosen)
+        return chosen
+
+
+class KerasDistributed(keras.optimizers.Optimizer):
+    """Accumulation, checks and saving; mixed in front of the user's optimizer class.
+
+    It relies on how Keras 3 takes a step (tests/unit/test_tensorflow_internals.py): `apply`
+    unscales and accumulates; where that is complete, `_clip_gradients`, weight decay and
+    `_backend_update_step` follow, then moving averages and constraints.
+    """
+
+    _base: type  # the user's class
+    _adasum: State
+
+    def _configure(self, options: Options) -> None:
+        self.__dict__["_adasum"] = State(options)
+        if self.built:
+            self._build_windows()
+
+    def _build_windows(self) -> None:
+        for window in self._adasum.windows:
+            window.build(self._trainable_variables)
+
+    def build(self, variables: Any) -> None:
+        """As Keras's."""
+        super().build(variables)
+        self._build_windows()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:
+            raise RuntimeError(
+                "LossScaleOptimizer: required one inside the DistributedOptimizer, got one "
+                "around it (Keras's compile() adds it under mixed_float16); each rank would "
+                "decide by its own gradients whether to skip a step. Use "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or "
+                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...)"
+            )
+        super().__setattr__(name, value)
+
+    # ---- the step ----
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As Keras's, with one reduction per step. Collective; blocks (eagerly).
+
+        Raises:
+            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`;
+                the ranks' variables differ.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+            RuntimeError: there is nothing to reduce on several ranks.
+        """
+        grads = list(grads)
+        if trainable_variables is None:
+            if not self.built:
+                super().apply(grads)  # raises
+            trainable_variables = self._trainable_variables
+        variables = list(trainable_variables)
+        if not self.built:
+            # Here, because a branch of tf.cond must not make variables.
+            with keras.name_scope(self.name):
+                self.build(variables)
+        self._refuse_overwritten(variables)
+        grads = self._prepared(grads, variables)
+        window = self._adasum.gradients
+        if window.length == 1:
+            self._checked_apply(grads, variables)
+        else:
+            self._accumulate(window, grads, variables)
+
+    def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients in the form in which they are accumulated and applied."""
+        return grads
+
+    def _refuse_overwritten(self, variables: Sequence[Any]) -> None:
+        for variable in variables if self._adasum.reducing else ():
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise NotImplementedError(
+                    f"DistributedOptimizer: required variables that a step changes, got "
+                    f"{name_of(variable)}, which its gradient overwrites (float8 training)"
+                )
+
+    def _accumulate(
+        self, window: Window, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        sums = [window.of(variable) for variable in variables]
+        for total, grad in zip(sums, grads, strict=True):
+            if grad is not None:
+                total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
+
+        def step() -> None:
+            totals = [
+                None if grad is None else total.read_value()
+                for total, grad in zip(sums, grads, strict=True)
+            ]
+            self._checked_apply(totals, variables)
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+
+        window.count(at_end=step)
+
+    def _checked_apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        state = self._adasum
+        state.did_reduce = False
+        super().apply(grads, variables)
+        # While Keras accumulates it takes no step; a graph holds the step all the same.
+        pending = tf.executing_eagerly() and self.gradient_accumulation_steps
+        if grads and state.reducing and not state.did_reduce and not pending:
+            raise RuntimeError(
+                "DistributedOptimizer: required a step that reduces over "
+                f"{state.options.process_set.size()} ranks, got one of {self._base.__name__} "
+                "that reduced nothing (all variables are worker-local, or the class takes its "
+                "steps in another way than Keras's do); the replicas would drift apart"
+            )
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._adasum.step_variables = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    # ---- memory, saved models ----
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        return {"device": sum(w.bytes for w in self._adasum.windows), "host": 0}
+
+    def save_own_variables(self, store: Any) -> None:
+        """As Keras's; inside a window also what the window needs."""
+        super().save_own_variables(store)
+        for window in self._adasum.windows:
+            window.save(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """As Keras's; what a plain optimizer saved begins new windows."""
+        keys = [key for key in store.keys() if not key.startswith(SAVED)]  # noqa: SIM118
+        super().load_own_variables({key: store[key] for key in keys})
+        for window in self._adasum.windows:
+            window.load(store)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the plain optimizer, serialized, and this wrapper's arguments."""
+        return saved_config(self._plain(), self._adasum.options)
+
+    def _plain(self) -> Any:
+        """Return an optimizer of the user's class with this one's variables and settings."""
+        plain: Any = object.__new__(self._base)
+        plain.__dict__.update(self.__dict__)
+        del plain.__dict__["_adasum"]
+        return plain

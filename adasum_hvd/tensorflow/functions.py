@@ -1,0 +1,100 @@
+"""Objects and variables over the ranks: eagerly, while tracing, and in TF1 graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import functions, mpi_ops
+
+from adasum_hvd.agreement import compare_parameters
+
+# Types that Horovod does not carry, and what carries their bits.
+_CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: Any = mpi_ops.global_process_set,
+) -> list[Any]:
+    """Return every rank's `obj`, in rank order, whatever TensorFlow is doing at the moment.
+
+    Args:
+        obj: anything that pickles.
+        session: as Horovod's; without it, a TF1 graph uses a session of its own.
+        name: base name of the two tensors that travel.
+        process_set: the ranks that take part.
+
+    Collective: every rank of `process_set`; blocks, while a function is traced too.
+    """
+    name = name or "adasum.allgather_object"
+    with tf.init_scope():
+        if tf.executing_eagerly() or session is not None:
+            return functions.allgather_object(obj, session, name, process_set)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as own:
+        return functions.allgather_object(obj, own, name, process_set)
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> Any:
+    """Give every rank the root's values.
+
+    Horovod's names what travels after the variables, whose names Keras counts up: it waits for
+    ever where one rank has built another model before. This one goes by their order.
+
+    Args:
+        variables: Keras or TensorFlow variables of any dtype, in the same order on all ranks.
+        root_rank: the rank, in the job, whose values count.
+        process_set: the ranks that take part.
+
+    Returns:
+        In a TF1 graph, the operation that does it; otherwise None.
+
+    Raises:
+        ValueError: the ranks' variables differ in number, shape or dtype (eagerly).
+
+    Collective: every rank of `process_set`; blocks (eagerly).
+    """
+    targets = [native(variable) for variable in variables]
+    if tf.executing_eagerly():
+        mine = [(t.name, tuple(t.shape), tf.as_dtype(t.dtype).name) for t in targets]
+        theirs = allgather_object(
+            mine, name="adasum.variables", process_set=process_set
+        )
+        compare_parameters("broadcast_variables", theirs, mpi_ops.rank(), names=False)
+
+    def assign_all() -> list[Any]:
+        return [
+            target.assign(_broadcast(target, root_rank, index, process_set))
+            for index, target in enumerate(targets)
+        ]
+
+    if tf.executing_eagerly():
+        tf.function(assign_all, autograph=False).get_concrete_function()()
+        return None
+    return tf.group(*assign_all())
+
+
+def native(variable: Any) -> Any:
+    """Return the TensorFlow variable of a Keras variable, and any other as it is."""
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value
+
+
+def _broadcast(variable: Any, root_rank: int, index: int, process_set: Any) -> Any:
+    value = tf.convert_to_tensor(variable)
+    carrier = _CARRIERS.get(value.dtype)
+    received = mpi_ops.broadcast(
+        value if carrier is None else tf.bitcast(value, carrier),
+        root_rank,
+        name=f"adasum.broadcast.{index}",
+        ignore_name_scope=True,
+        process_set=process_set,
+    )
+    return received if carrier is None else tf.bitcast(received, value.dtype)

@@ -1,0 +1,10 @@
+"""`horovod.tensorflow.keras` that reduces: `import adasum_hvd.tensorflow.keras as hvd`."""
+
+from adasum_hvd.tensorflow import *
+from adasum_hvd.tensorflow.adam_offload import AdamOffload
+from adasum_hvd.tensorflow.keras import callbacks
+from adasum_hvd.tensorflow.keras.models import compile, load_model
+from adasum_hvd.tensorflow.wrap_cells import (
+    AdaSumByDeltaWeightWrapCell,
+    AdaSumByGradWrapCell,
+)

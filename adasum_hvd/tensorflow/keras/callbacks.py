@@ -1,0 +1,166 @@
+"""Keras 3 callbacks: equal starts, averaged metrics, learning rates, files on rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import keras
+import numpy as np
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd.tensorflow.functions import allgather_object, broadcast_variables
+from adasum_hvd.tensorflow.keras.learning_rate import (
+    LearningRateScheduleCallback as LearningRateScheduleCallback,
+)
+from adasum_hvd.tensorflow.keras.learning_rate import (
+    LearningRateWarmupCallback as LearningRateWarmupCallback,
+)
+from adasum_hvd.tensorflow.keras_optimizer import inner, is_distributed
+from adasum_hvd.tensorflow.reduction import is_worker_local
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the root's weights and optimizer state, and checks the first step.
+
+    It broadcasts before the first batch, or after it when the model is not built before.
+    Random seeds stay different. After the next batch it compares the trainable weights over
+    the ranks, because a job whose steps reduce nothing looks healthy otherwise.
+
+    Args:
+        root_rank: the rank whose values count.
+        process_set: the ranks that train together.
+    """
+
+    def __init__(
+        self, root_rank: int = 0, process_set: Any = mpi_ops.global_process_set
+    ):
+        super().__init__()
+        self._root_rank, self._process_set = root_rank, process_set
+        self._of: Any = None
+        self._broadcast_done = self._checked = False
+
+    def set_model(self, model: Any) -> None:
+        """Begin anew with another model; a further `fit` of the same one goes on."""
+        if model is not self._of:
+            self._of = model
+            self._broadcast_done = self._checked = False
+        super().set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast if the model is built.
+
+        Raises:
+            RuntimeError: the model has Horovod's own optimizer, which reduces nothing.
+        """
+        optimizer = self.model.optimizer
+        if type(inner(optimizer)).__module__.startswith("horovod."):
+            raise RuntimeError(
+                "fit: required an optimizer that reduces, got horovod.tensorflow.keras's "
+                "DistributedOptimizer, which reduces nothing under Keras 3; use "
+                "adasum_hvd.tensorflow.keras.DistributedOptimizer"
+            )
+        if not self._process_set.included():
+            self._broadcast_done = self._checked = True  # it trains on its own
+        if self.model.built and not self._broadcast_done:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast if that is still to do, or else check the first step.
+
+        Raises:
+            RuntimeError: the step made the replicas differ; on every rank.
+        """
+        if not self._broadcast_done:
+            self._broadcast()
+        elif not self._checked:
+            self._checked = True
+            self._check_replicas()
+
+    def _broadcast(self) -> None:
+        self._broadcast_done = True
+        variables = [*self.model.weights, *self.model.optimizer.variables]
+        reduced = [variable for variable in variables if not is_worker_local(variable)]
+        broadcast_variables(reduced, self._root_rank, self._process_set)
+
+    def _check_replicas(self) -> None:
+        optimizer = inner(self.model.optimizer)
+        if is_distributed(optimizer) and optimizer._adasum.starts.length > 1:
+            return  # replicas may differ inside a window of local steps
+        digest = hashlib.sha256()
+        for variable in self.model.trainable_weights:
+            if not is_worker_local(variable):
+                digest.update(np.asarray(variable).tobytes())
+        everyone = allgather_object(
+            digest.hexdigest(),
+            name="adasum.check_first_step",
+            process_set=self._process_set,
+        )
+        if len(set(everyone)) > 1:
+            raise RuntimeError(
+                f"fit: required a first step that leaves {len(everyone)} equal replicas, got "
+                "weights that differ; compile the model with "
+                "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark what "
+                "must differ with mark_worker_local()"
+            )
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the epoch's metrics over the ranks; put it before callbacks that use them.
+
+    Args:
+        process_set: the ranks that train together.
+    """
+
+    def __init__(self, process_set: Any = mpi_ops.global_process_set):
+        super().__init__()
+        self._process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Replace each value in `logs`. Collective.
+
+        Raises:
+            ValueError: the ranks have different metrics; on every rank.
+        """
+        logs = {} if logs is None else logs
+        mine = {name: float(value) for name, value in logs.items()}
+        everyone = allgather_object(
+            mine, name="adasum.metrics", process_set=self._process_set
+        )
+        for rank, theirs in enumerate(everyone):
+            if set(theirs) != set(everyone[0]):
+                raise ValueError(
+                    "MetricAverageCallback: required the same metrics on all ranks, got "
+                    f"{sorted(theirs)} on rank {rank} and {sorted(everyone[0])} on rank 0 "
+                    f"(this is rank {mpi_ops.rank()})"
+                )
+        for name in mine:
+            logs[name] = sum(theirs[name] for theirs in everyone) / len(everyone)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras's `ModelCheckpoint` that saves the best model, on rank 0 only.
+
+    Put it behind `MetricAverageCallback`, so that the best is the best of all ranks.
+
+    Args:
+        filepath: as Keras's.
+        **kwargs: as Keras's; `save_best_only` is True.
+    """
+
+    def __init__(self, filepath: str, **kwargs: Any):
+        super().__init__(filepath, save_best_only=True, **kwargs)
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        if mpi_ops.rank() == 0:
+            super()._save_model(*args, **kwargs)
+
+
+class ProgressCallback(keras.callbacks.ProgbarLogger):
+    """Keras's progress bar on rank 0 only; use it with `fit(verbose=0)`."""
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """As Keras's, with a verbosity by rank."""
+        super().set_params({**params, "verbose": int(mpi_ops.rank() == 0)})

@@ -1,0 +1,136 @@
+"""Keras 3 callbacks that set the learning rate, as Horovod's do.
+
+References:
+    Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677, section 2.2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd.tensorflow.keras_optimizer import inner
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiplies the learning rate, per epoch or per batch.
+
+    Args:
+        initial_lr: the rate that is multiplied.
+        multiplier: a function of the epoch (a fraction of one, without `staircase`), or a
+            base whose power is taken per epoch since `start_epoch`.
+        start_epoch: the first epoch in which to act.
+        end_epoch: the first epoch in which not to act any more.
+        staircase: act at the first batch of an epoch only.
+        momentum_correction: when the rate changes by a factor, so do SGD's velocities, which
+            hold the old rate (Goyal et al., arXiv 1706.02677, section 3).
+        steps_per_epoch: batches in an epoch; found out by itself where Keras knows.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ):
+        super().__init__()
+        self._initial_lr, self._staircase = initial_lr, staircase
+        self._start, self._end = start_epoch, end_epoch
+        self._momentum_correction = momentum_correction
+        self._steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        self._multiplier = (
+            multiplier
+            if callable(multiplier)
+            else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many batches an epoch has.
+
+        Raises:
+            ValueError: Keras does not know, and `steps_per_epoch` was not given.
+        """
+        steps = self._steps_per_epoch or (self.params or {}).get("steps")
+        if not steps and not self._staircase:
+            raise ValueError(
+                f"{type(self).__name__}: required steps_per_epoch for data of unknown length, "
+                "got none"
+            )
+        self._steps_per_epoch = steps
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate of this batch."""
+        over = self._end is not None and self._epoch >= self._end
+        if self._epoch < self._start or over or (self._staircase and batch > 0):
+            return
+        part = 0.0 if self._staircase else batch / (self._steps_per_epoch or 1)
+        self._set(self._initial_lr * self._multiplier(self._epoch + part))
+
+    def _set(self, new: float) -> None:
+        optimizer = inner(self.model.optimizer)
+        old = float(optimizer.learning_rate)
+        optimizer.learning_rate = new
+        if self._momentum_correction and getattr(optimizer, "momentum", None) and old:
+            for velocity in getattr(optimizer, "momentums", ()):
+                velocity.assign(velocity * (new / old))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Log the learning rate."""
+        if logs is not None:
+            logs["lr"] = float(inner(self.model.optimizer).learning_rate)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr / size` to `initial_lr`, batch by batch.
+
+    Args:
+        initial_lr: the rate after warm-up. With AdaSum, the single-process rate: see
+            `adasum_lr`.
+        warmup_epochs: how long it takes.
+        momentum_correction: as the schedule's.
+        steps_per_epoch: as the schedule's.
+        verbose: print a line on rank 0 at the end.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ):
+        def multiplier(epoch: float) -> float:
+            # One batch ahead, so that an epoch ends with a round number.
+            epoch += 1.0 / (self._steps_per_epoch or 1)
+            size = mpi_ops.size()
+            return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Log the learning rate, and say when warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if self._verbose and epoch + 1 == self._end and mpi_ops.rank() == 0:
+            rate = float(inner(self.model.optimizer).learning_rate)
+            print(f"\nepoch {epoch + 1}: warm-up finished at learning rate {rate:g}")

@@ -1,0 +1,68 @@
+"""Loss scaling: one rank's overflow must count for all ranks, or the replicas part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow.reduction import all_of, is_alone
+from adasum_hvd.tensorflow.saving import saved_config
+
+
+class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
+    """Skips a step on all ranks or on none; mixed in front of the user's optimizer class.
+
+    Its inner optimizer is a distributed one, which reduces only in steps that are taken.
+    """
+
+    _base: type  # the user's class
+    inner_optimizer: Any
+
+    @property
+    def _adasum(self) -> Any:
+        return self.inner_optimizer._adasum
+
+    def check_finite(self, grads: Any) -> Any:
+        """Return whether the gradients of all ranks are finite. Collective."""
+        finite = super().check_finite(grads)
+        process_set = self._options.process_set
+        if is_alone(process_set):
+            return finite
+        return all_of(finite, self._adasum.reduction, process_set)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
+
+        Raises:
+            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+        """
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        variables = trainable_variables or self._trainable_variables
+        super().apply(
+            self.inner_optimizer._prepared(grads, variables), trainable_variables
+        )
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes that the wrapper keeps beside the optimizer."""
+        return self.inner_optimizer.extra_bytes()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the plain optimizer, serialized, and the wrapper's arguments."""
+        return saved_config(self._plain(), self._options)
+
+    @property
+    def _options(self) -> Options:
+        return self._adasum.options
+
+    def _plain(self) -> Any:
+        plain: Any = object.__new__(self._base)
+        plain.__dict__.update(self.__dict__)
+        plain.__dict__["inner_optimizer"] = self.inner_optimizer._plain()
+        return plain

@@ -1,0 +1,278 @@
+"""AdaSum as a Horovod reduction of TensorFlow tensors, eagerly and in `tf.function`.
+
+The only file that calls Horovod's TensorFlow operations directly: Horovod's own Python refuses
+AdaSum on sizes that are no power of two and on process sets, which our op handles. It relies
+on `mpi_ops._allreduce` and `MPI_LIB.horovod_grouped_allreduce`, as they are in Horovod 0.28.1
+(tests/unit/test_tensorflow_internals.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovods
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.compression import Compression
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util
+
+from adasum_hvd import binding, ops, topology
+
+LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
+
+
+def init(
+    *args: Any,
+    group_op: str | None = None,
+    group_size: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
+
+    It runs no TensorFlow operation, so that devices can still be chosen by `local_rank()`
+    afterwards. The first reduction compares the ranks' settings.
+
+    Args:
+        *args: as `horovod.tensorflow.init`.
+        group_op: see :func:`adasum_hvd.topology.configure`.
+        group_size: see :func:`adasum_hvd.topology.configure`.
+        **kwargs: as `horovod.tensorflow.init`.
+
+    Raises:
+        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        ValueError: a setting is invalid.
+
+    Collective: every rank calls it; blocks until all have.
+    """
+    topology.configure(group_op, group_size)
+    binding.require_op(LIBRARY)
+    mpi_ops.init(*args, **kwargs)
+
+
+def settings() -> dict[str, object]:
+    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes."""
+    return binding.settings(LIBRARY)
+
+
+def counters() -> binding.Counters:
+    """Return how many calls, tensors and bytes the op has reduced in this process."""
+    return binding.counters(LIBRARY)
+
+
+def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
+    if isinstance(op, str):
+        op = ops.parse(op)
+    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
+
+
+def refuse_xla(what: str) -> None:
+    """Raise where a reduction would be traced into a function that XLA compiles.
+
+    Raises:
+        NotImplementedError: so it would; nothing has been sent yet.
+    """
+    if tf.executing_eagerly():
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()):
+        raise NotImplementedError(
+            f"{what}: required a function that XLA does not compile, got jit_compile=True "
+            '(Keras\'s "auto" means True where a GPU is visible); pass jit_compile=False to '
+            "compile(jit_compile=False) or tf.function, or use "
+            "adasum_hvd.tensorflow.keras.compile(model, ...)"
+        )
+
+
+def refuse_sparse(tensor: Any, what: str) -> None:
+    """Raise ValueError for `tf.IndexedSlices`, which no reduction here takes."""
+    if isinstance(tensor, tf.IndexedSlices):
+        raise ValueError(
+            f"{what}: required a dense tensor, got tf.IndexedSlices of shape "
+            f"{tensor.shape}; pass sparse_as_dense=True, or use tf.convert_to_tensor"
+        )
+
+
+def wire_dtype(dtype: Any, compression: Any = Compression.none) -> tf.DType:
+    """Return the dtype in which a tensor of `dtype` travels."""
+    dtype = tf.as_dtype(dtype)
+    if compression is Compression.fp16 and dtype.is_floating:
+        return tf.float16
+    return tf.float32 if dtype == tf.bfloat16 else dtype
+
+
+@functools.cache
+def _named_function(
+    name: str,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set_id: int,
+    specs: tuple[tf.TensorSpec, ...],
+) -> Any:
+    code = int(ops.Adasum if ops.is_adasum(op) else op)
+    if op is ops.AdasumDelta:
+        name = ops.DELTA_PREFIX + name
+
+    def reduce(*tensors: Any) -> Any:
+        return mpi_ops.MPI_LIB.horovod_grouped_allreduce(
+            list(tensors),
+            name=name,
+            reduce_op=code,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
+            process_set_id=process_set_id,
+        )
+
+    function = tf.function(
+        reduce, autograph=False, experimental_attributes={"_noinline": True}
+    )
+    return function.get_concrete_function(*specs)
+
+
+def reduce_named(
+    tensors: Sequence[Any],
+    name: str,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set_id: int,
+) -> list[Any]:
+    """Return tensors of one dtype reduced under exactly this name.
+
+    TensorFlow prefixes an operation's name with every scope and function around it, and counts
+    some of them up; names then depend on what else is in a rank's graph, and Horovod waits for
+    ever for a name that one rank lacks. A function that is never inlined keeps its own.
+
+    Args:
+        tensors: of one dtype that Horovod knows.
+        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
+        op: the reduction.
+        factors: prescale and postscale factor.
+        process_set_id: the ranks that reduce.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
+    function = _named_function(name, op, factors, process_set_id, specs)
+    return list(function(*tensors))
+
+
+def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:
+    if tf.executing_eagerly() or op is not ops.AdasumDelta:
+        return name
+    return ops.DELTA_PREFIX + (name or mpi_ops._normalize_name(tensor.name))
+
+
+@tf.autograph.experimental.do_not_convert
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Any = mpi_ops.global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Return `tensor` reduced over the ranks; differentiable, eagerly and in `tf.function`.
+
+    Args:
+        tensor: float16, float32, float64 or bfloat16 (which travels as float32), any shape.
+        average: deprecated, as Horovod's.
+        device_dense: as Horovod's.
+        device_sparse: as Horovod's.
+        compression: as Horovod's.
+        op: a reduction or its name; AdaSum works for any number of ranks. Default Average.
+        prescale_factor: multiplies the input.
+        postscale_factor: multiplies the result. AdaSum applies both factors once, in float64.
+        name: the tensor's name, the same on all ranks; needed in graphs that differ.
+        process_set: the ranks that take part.
+        ignore_name_scope: as Horovod's.
+
+    Raises:
+        ValueError: unknown `op`, or AdaSum of `tf.IndexedSlices`.
+        NotImplementedError: traced into a function that XLA compiles.
+        tf.errors.InvalidArgumentError: an integer dtype; on every rank.
+
+    Collective: every rank of `process_set`; blocks (eagerly).
+    """
+    refuse_xla("allreduce")
+    reduction = _reduction(op, average)
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    if not ops.is_adasum(reduction):
+        return horovods.allreduce(
+            tensor, None, device_dense, device_sparse, compression, int(reduction),
+            name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
+            **factors,
+        )  # fmt: skip
+    refuse_sparse(tensor, "AdaSum")
+    with tf.device(device_dense):
+        tensor = tf.convert_to_tensor(tensor)
+        compressed, context = compression.compress(tensor)
+        reduced = mpi_ops._allreduce(
+            tf.cast(compressed, wire_dtype(compressed.dtype)),
+            name=_adasum_name(name, tensor, reduction),
+            op=int(ops.Adasum),
+            ignore_name_scope=ignore_name_scope,
+            process_set=process_set,
+            **factors,
+        )
+        return compression.decompress(tf.cast(reduced, compressed.dtype), context)
+
+
+@tf.autograph.experimental.do_not_convert
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Return the tensors reduced over the ranks, each with coefficients of its own.
+
+    Arguments and errors as :func:`allreduce`. For AdaSum the dtypes may differ; tensors of one
+    dtype travel together.
+    """
+    refuse_xla("grouped_allreduce")
+    reduction = _reduction(op, average)
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    if not ops.is_adasum(reduction):
+        return horovods.grouped_allreduce(
+            tensors, None, device_dense, device_sparse, compression, int(reduction),
+            name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
+            **factors,
+        )  # fmt: skip
+    for tensor in tensors:
+        refuse_sparse(tensor, "AdaSum")
+    if not tensors:
+        return []
+    results: list[Any] = [None] * len(tensors)
+    by_dtype: dict[tf.DType, list[int]] = {}
+    with tf.device(device_dense):
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+        for index, tensor in enumerate(compressed):
+            by_dtype.setdefault(wire_dtype(tensor.dtype), []).append(index)
+        for dtype, indices in by_dtype.items():
+            first = tensors[indices[0]]
+            reduced = mpi_ops._grouped_allreduce(
+                [tf.cast(compressed[index], dtype) for index in indices],
+                name=_adasum_name(name and f"{name}.{dtype.name}", first, reduction),
+                op=int(ops.Adasum),
+                ignore_name_scope=ignore_name_scope,
+                process_set=process_set,
+                **factors,
+            )
+            for index, tensor in zip(indices, reduced, strict=True):
+                tensor = tf.cast(tensor, compressed[index].dtype)
+                results[index] = compression.decompress(tensor, contexts[index])
+    return results

@@ -1,0 +1,171 @@
+"""`DistributedGradientTape`: gradients come back reduced over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.compression import Compression
+
+from adasum_hvd import ops
+from adasum_hvd.options import Options, check
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.reduction import (
+    Reduction,
+    is_alone,
+    is_worker_local,
+    name_of,
+    use_in_graph,
+)
+
+_classes: dict[type, type] = {}
+# A tape lives for one step: what the ranks have compared must outlive it.
+_reductions: dict[Options, Reduction] = {}
+
+
+def dense(
+    gradients: Sequence[Any], variables: Sequence[Any], sparse_as_dense: bool
+) -> list[Any]:
+    """Return the gradients with `tf.IndexedSlices` made dense, if that was asked for.
+
+    Raises:
+        ValueError: a sparse gradient, and it was not.
+    """
+    result = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if isinstance(gradient, tf.IndexedSlices) and not is_worker_local(variable):
+            if not sparse_as_dense:
+                tf_ops.refuse_sparse(gradient, f"gradient of {name_of(variable)}")
+            gradient = tf.convert_to_tensor(gradient)
+        result.append(gradient)
+    return result
+
+
+def _reduction_of(options: Options) -> Reduction:
+    """Return the reduction that all tapes with these options share."""
+    if options not in _reductions:
+        _reductions[options] = Reduction("DistributedGradientTape", options)
+    return _reductions[options]
+
+
+class _Tape(tf.GradientTape):
+    """Mixed in front of the user's tape class."""
+
+    _adasum_options: Options
+    _adasum_local: set[int]
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradient of `source` as it is on this rank, as Horovod's tape does."""
+        self._adasum_local.add(id(source))
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TensorFlow's, reduced over the ranks. Collective; blocks (eagerly).
+
+        Raises:
+            ValueError: a sparse gradient without `sparse_as_dense`; the ranks' gradients
+                differ in shape or number.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+        """
+        gradients = super().gradient(target, sources, *args, **kwargs)
+        options = self._adasum_options
+        if is_alone(options.process_set):
+            return gradients
+        flat = tf.nest.flatten(gradients)
+        pairs = zip(flat, tf.nest.flatten(sources), strict=True)
+        kept = [
+            (index, gradient, source)
+            for index, (gradient, source) in enumerate(pairs)
+            if gradient is not None
+            and id(source) not in self._adasum_local
+            and not is_worker_local(source)
+        ]
+        if not kept:
+            return gradients
+        places, found, variables = zip(*kept, strict=True)
+        ready = dense(found, variables, options.sparse_as_dense)
+        reduction = _reduction_of(options)
+        results = reduction(ready, variables, use_in_graph(reduction))
+        for place, result in zip(places, results, strict=True):
+            flat[place] = result
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    *,
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ops.ReduceOp | int | str = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: Any = mpi_ops.global_process_set,
+) -> Any:
+    """Return a tape whose `gradient()` is reduced over the ranks.
+
+    Args:
+        gradtape: a tape that has recorded, or is about to.
+        compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
+        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise an error.
+        op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
+        gradient_predivide_factor: as Horovod's, with `Average` only.
+        process_set: the ranks that reduce; others keep their own gradients.
+
+    Returns:
+        An instance of a subclass of `type(gradtape)`.
+
+    Raises:
+        ValueError: bad arguments; `AdasumDelta`, because a tape sees no weight changes.
+
+    Example:
+        >>> with tf.GradientTape() as tape:                              # doctest: +SKIP
+        ...     loss = loss_of(model(images), labels)
+        >>> tape = hvd.DistributedGradientTape(tape, op=hvd.AdasumGrad)  # doctest: +SKIP
+        >>> gradients = tape.gradient(loss, model.trainable_variables)   # doctest: +SKIP
+    """
+    reduction = ops.parse(op)
+    if reduction is ops.AdasumDelta:
+        raise ValueError(
+            "DistributedGradientTape: required a reduction of gradients, got AdasumDelta, "
+            "which reduces weight changes; use DistributedOptimizer(op=AdasumDelta)"
+        )
+    options = Options(
+        op=reduction,
+        process_set=process_set,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+    )
+    check(options, (Compression.none, Compression.fp16))
+    base = type(gradtape)
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (_Tape, base), {"__doc__": base.__doc__})
+    tape: Any = object.__new__(_classes[base])
+    tape.__dict__.update(gradtape.__dict__)
+    tape._adasum_options = options
+    tape._adasum_local = set()
+    return tape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """Return a tape that reduces all gradients but those of `local_layers`.
+
+    Args:
+        gradtape: as :func:`DistributedGradientTape`.
+        local_layers: a Keras layer or several, whose gradients stay as they are.
+        **kwargs: as :func:`DistributedGradientTape`.
+
+    Raises:
+        ValueError: as :func:`DistributedGradientTape`.
+    """
+    tape = DistributedGradientTape(gradtape, **kwargs)
+    if local_layers is None:
+        local_layers = []
+    layers = local_layers if isinstance(local_layers, Iterable) else [local_layers]
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape

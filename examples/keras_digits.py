@@ -1,0 +1,116 @@
+"""Train a small Keras network on scikit-learn's digits with Horovod, one process per rank.
+
+    horovodrun -np 4 python examples/keras_digits.py --op adasum-delta
+
+The learning rate is the one that is best for a single process and is not scaled: that is what
+AdaSum is for. `--op` takes average, sum, adasum-grad, adasum-delta.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+import adasum_hvd.tensorflow.keras as hvd
+from adasum_hvd import ops
+
+
+def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return train images, train labels, test images and test labels: 1437 and 360 digits."""
+    data = load_digits()
+    images = data.images[..., None].astype(np.float32) / 16 - 0.5
+    order = np.random.default_rng(0).permutation(len(images))
+    train, test = order[:1437], order[1437:]
+    return images[train], data.target[train], images[test], data.target[test]
+
+
+def network() -> keras.Model:
+    """Return a convolutional network for 8 x 8 single-channel images; outputs are logits."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def replicas_identical(model: keras.Model) -> bool:
+    """Return whether every rank holds the same bits."""
+    digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights()))
+    return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", default="adasum-delta", choices=ops.names())
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank and step")
+    parser.add_argument(
+        "--lr", type=float, default=0.05, help="for one process; not scaled"
+    )
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--output", type=Path, default=Path("build"))
+    arguments = parser.parse_args()
+
+    hvd.init()
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if gpus := tf.config.list_physical_devices("GPU"):
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+
+    images, labels, test_images, test_labels = digits()
+    # Every rank its own part, all of them equally long: steps are taken together.
+    share = len(images) // hvd.size()
+    mine = slice(hvd.rank() * share, (hvd.rank() + 1) * share)
+    keras.utils.set_random_seed(42 + hvd.rank())  # the broadcast makes weights equal
+    model = network()
+    optimizer = keras.optimizers.SGD(arguments.lr, momentum=arguments.momentum)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=arguments.op)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    hvd.compile(model, optimizer, loss=loss, metrics=["accuracy"])
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    best = arguments.output / "keras_digits.keras"
+    model.fit(
+        images[mine],
+        labels[mine],
+        batch_size=arguments.batch_size,
+        epochs=arguments.epochs,
+        validation_data=(test_images, test_labels),
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.BestModelCheckpoint(str(best), monitor="val_accuracy"),
+            hvd.callbacks.ProgressCallback(),
+        ],
+    )
+    _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
+    identical = replicas_identical(model)
+    if hvd.rank() == 0:
+        print(hvd.banner(optimizer))
+        result = {"op": arguments.op, "accuracy": accuracy, "identical": identical}
+        (arguments.output / "keras_digits.json").write_text(json.dumps(result))
+        print(f"test accuracy {accuracy:.3f}, replicas identical: {identical}")
+        print(f"best model: {best}")
+    if not identical:
+        sys.exit("replicas differ")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""TensorFlow and Keras on Gloo and MPI: one launch per configuration, for it starts slowly."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from launch import REPOSITORY, Configuration, case_names, command, environment, run
+
+NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
+CONFIGURATIONS = [
+    Configuration(f"{NUMBERS}+cases_keras_modes", "gloo", 2),
+    Configuration(NUMBERS, "gloo", 3),
+    Configuration(NUMBERS, "mpi", 2),
+]
+# The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
+TORCH = {
+    2: Configuration("cases_torch_ops", "gloo", 2),
+    3: Configuration("cases_torch_ops", "gloo", 3, (("ADASUM_HVD_LOCAL", "off"),)),
+}
+CASES = [
+    pytest.param(configuration, name, id=f"{configuration}-{name}")
+    for configuration in CONFIGURATIONS
+    for name in case_names(configuration.cases)
+]
+
+
+@pytest.mark.parametrize(("configuration", "name"), CASES)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_same_bits_as_torch(outcome_of, configuration: Configuration) -> None:
+    ours = outcome_of(configuration).results("case_every_dtype_and_size")
+    torchs = outcome_of(TORCH[configuration.ranks]).results("case_bits_for_tensorflow")
+    assert len({str(result) for result in ours.values()}) == 1
+    assert ours[0] == torchs[0]
+    assert len(ours[0]) == 3
+
+
+def test_keras_example(tmp_path) -> None:
+    example = str(REPOSITORY / "examples/keras_digits.py")
+    words = [*command("gloo", 2), sys.executable, example]
+    words += ["--op", "adasum-delta", "--epochs", "2", "--output", str(tmp_path)]
+    status, output = run(words, environment(), 150)
+    assert status == 0, output[-3000:]
+    result = json.loads((tmp_path / "keras_digits.json").read_text())
+    assert result["identical"]
+    assert result["accuracy"] > 0.6
+    assert (tmp_path / "keras_digits.keras").exists()
+
+
+def test_custom_loop_example() -> None:
+    example = str(REPOSITORY / "examples/tensorflow2_custom_loop.py")
+    words = [*command("gloo", 2), sys.executable, example, "--steps", "60"]
+    status, output = run([*words, "--op", "adasum-grad", "--tape"], environment(), 150)
+    assert status == 0, output[-3000:]
+    assert "replicas identical: True" in output

@@ -1,0 +1,70 @@
+"""A model saved with a distributed optimizer, loaded where this project is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import adasum_hvd.tensorflow.keras as hvd
+
+# The lines that docs/tensorflow.md gives to those who do not have the project.
+WITHOUT = """
+import sys
+import keras
+
+class Plain:
+    @staticmethod
+    def from_config(config):
+        return keras.saving.deserialize_keras_object(config["optimizer"])
+
+model = keras.models.load_model(sys.argv[1], custom_objects={"DistributedOptimizer": Plain})
+optimizer = model.optimizer
+assert type(optimizer) is keras.optimizers.SGD
+assert "adasum_hvd" not in sys.modules
+print(float(optimizer.momentums[0].numpy().sum()), int(optimizer.iterations))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[str, keras.Model]:
+    hvd.init()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    distributed = hvd.DistributedOptimizer(optimizer, op=hvd.AdasumDelta)
+    hvd.compile(model, distributed, "mse")
+    model.fit(np.ones((6, 2)), np.ones((6, 1)), batch_size=2, verbose=0)
+    path = str(tmp_path_factory.mktemp("saved") / "model.keras")
+    model.save(path)
+    yield path, model
+    if hvd.is_initialized():
+        hvd.shutdown()
+
+
+def test_without_the_project(saved):
+    path, model = saved
+    words = [sys.executable, "-c", WITHOUT, path]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    total, iterations = done.stdout.split()
+    assert float(total) == float(model.optimizer.momentums[0].numpy().sum())
+    assert int(iterations) == 3
+
+
+def test_with_the_project_and_horovod(saved):
+    path, model = saved
+    loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    assert "AdasumDelta (delta variant)" in hvd.banner(loaded.optimizer)
+
+
+def test_with_the_project_but_no_horovod(saved):
+    path, _ = saved
+    hvd.shutdown()
+    with pytest.warns(UserWarning, match="what was loaded is a plain optimizer"):
+        loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is keras.optimizers.SGD

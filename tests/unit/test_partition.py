@@ -1,0 +1,82 @@
+"""Which tensors travel together, and what all ranks must have alike; no framework needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adasum_hvd import agreement, ops, options
+from adasum_hvd.partition import checked_degree, fusion_groups, partition
+
+SIZES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50)), max_size=20)
+
+
+@given(SIZES, st.integers(1, 100))
+def test_partition_keeps_all_and_respects_kind_and_size(items, limit):
+    named = list(enumerate(items))
+    lists = partition(named, lambda item: item, limit)
+    assert sorted(entry for members in lists for entry in members) == named
+    for members in lists:
+        assert len({kind for _, (kind, _) in members}) == 1
+        assert len(members) == 1 or sum(size for _, (_, size) in members) <= limit
+        assert [index for index, _ in members] == sorted(
+            (index for index, _ in members), reverse=True
+        )
+
+
+def test_partition_by_groups():
+    items = [["a", 10], ["a", 10], ["b", 10], ["a", 10]]
+    named = list(enumerate(items))
+    lists = partition(named, tuple, 1, [[items[0], items[3]]])
+    assert [[index for index, _ in members] for members in lists] == [[3, 0], [2], [1]]
+    lists = partition(named, tuple, 1, 2)
+    assert [[index for index, _ in members] for members in lists] == [[1, 0], [3], [2]]
+
+
+def test_fusion_groups_of_the_seed():
+    plain = [SimpleNamespace() for _ in range(5)]
+    assert fusion_groups(plain, 3, [1]) == [3] * 5
+    assert fusion_groups(plain, 1, [1, 2]) == [1024, 1024, 1025, 1026, 1026]
+    own = [SimpleNamespace(comm_fusion=n) for n in (1, 2, 1)]
+    assert fusion_groups(own, 1, [0]) == [1, 2, 1]
+    with pytest.warns(UserWarning, match="required indices below 5"):
+        fusion_groups(plain, 1, [7])
+
+
+@pytest.mark.parametrize("degree", [0, -2, 1.0, None])
+def test_degree(degree):
+    with pytest.raises(ValueError, match="must be larger than 0 and int"):
+        checked_degree(degree)
+
+
+def test_lists_of_parameters():
+    mine = [("kernel", (2, 3), "float32"), ("bias", (3,), "float32")]
+    renamed = [("kernel_1", (2, 3), "float32"), ("bias", (3,), "float32")]
+    agreement.compare_parameters("x", [mine, mine], 0)
+    agreement.compare_parameters("x", [mine, renamed], 0, names=False)
+    for other in (renamed, mine[:1], []):
+        with pytest.raises(ValueError, match="x: required the same parameters in the"):
+            agreement.compare_parameters("x", [mine, other], 1)
+    with pytest.raises(ValueError, match="got 2 and 1 parameters"):
+        agreement.compare_parameters("x", [mine, mine[:1]], 1, names=False)
+
+
+def test_optimizer_options():
+    assert options.optimizer_op("adasum") is ops.AdasumDelta
+    assert options.optimizer_op(0) is ops.Average
+    for wrong, message in (
+        ({"op": ops.Sum, "local_steps": 2}, "local_steps: required op=AdasumDelta"),
+        ({"op": ops.Min}, "op: required average, sum, max or an AdaSum variant"),
+        ({"op": ops.AdasumDelta, "backward_passes_per_step": True}, "an integer >= 1"),
+        ({"op": ops.AdasumDelta, "clip_delta_norm": 0}, "a number > 0"),
+        ({"op": ops.Sum, "gradient_predivide_factor": 2.0}, "required op=Average"),
+    ):
+        given_options = options.Options(process_set=None, compression="none", **wrong)
+        with pytest.raises(ValueError, match=message):
+            options.check(given_options, ["none"])
+    given_options = options.Options(ops.Sum, process_set=None, compression="zip")
+    with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
+        options.check(given_options, ["none"])

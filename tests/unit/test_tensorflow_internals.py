@@ -1,0 +1,83 @@
+"""What the TensorFlow part relies on inside Horovod, Keras and TensorFlow, pinned."""
+
+from __future__ import annotations
+
+import inspect
+
+import horovod.tensorflow
+import keras
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+import adasum_hvd.tensorflow as hvd
+import adasum_hvd.tensorflow.keras as hvd_keras
+from adasum_hvd import binding
+from adasum_hvd.tensorflow import ops as tf_ops
+
+
+def test_the_op_answers():
+    assert binding.has_op(tf_ops.LIBRARY)
+    assert binding.settings(tf_ops.LIBRARY)["op"] == "on"
+
+
+def test_horovods_operations_and_reductions():
+    parameters = inspect.signature(mpi_ops._allreduce).parameters
+    assert {"name", "op", "prescale_factor", "postscale_factor", "process_set"} <= set(
+        parameters
+    )
+    assert hasattr(mpi_ops.MPI_LIB, "horovod_grouped_allreduce")
+    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
+        assert getattr(mpi_ops, name) == getattr(hvd, name)
+
+
+def test_everything_of_horovod_tensorflow_is_there():
+    public = {name for name in vars(horovod.tensorflow) if not name.startswith("_")}
+    assert public <= set(vars(hvd))
+    assert {"DistributedOptimizer", "compile", "callbacks"} <= set(vars(hvd_keras))
+
+
+def test_the_order_of_a_keras_step():
+    """Unscale and accumulate; clip, decay, step; then averages, constraints, the counter."""
+    called: list[str] = []
+
+    class Spy(keras.optimizers.SGD):
+        def __getattribute__(self, name):
+            if name in watched:
+                called.append(name)
+            return super().__getattribute__(name)
+
+    watched = (
+        "_backend_apply_gradients",
+        "_clip_gradients",
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_update_model_variables_moving_average",
+    )
+    variable = keras.Variable([1.0, 2.0])
+    variable.constraint = lambda value: called.append("constraint") or value
+    Spy(0.1, use_ema=True).apply([tf.constant([1.0, 1.0])], [variable])
+    assert called == [*watched, "constraint"]
+
+
+def test_a_loss_scale_announces_itself_to_the_optimizer_inside():
+    inner = keras.optimizers.SGD(loss_scale_factor=8.0)
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    assert inner.loss_scale_factor is None
+    assert "check_finite" in inspect.getsource(type(scaled)._common_apply)
+
+
+def test_xla_shows_while_tracing():
+    seen: list[str] = []
+
+    def body():
+        try:
+            tf_ops.refuse_xla("this")
+            seen.append("fine")
+        except NotImplementedError:
+            seen.append("refused")
+        return tf.constant(1)
+
+    tf.function(body, autograph=False)()
+    tf.function(body, autograph=False, jit_compile=True)()
+    tf.function(lambda: tf.cond(tf.constant(True), body, body), jit_compile=True)()
+    assert seen == ["fine", "refused", "refused", "refused"]
