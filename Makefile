@@ -81,7 +81,7 @@ bench: setup
 	$(BIN)/python benchmarks/allreduce.py
 
 soak: setup
-	$(BIN)/python -m pytest tests --soak
+	$(BIN)/python -m pytest tests/soak
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info
