@@ -1,6 +1,6 @@
 """Does AdaSum keep converging as ranks are added, at a learning rate tuned for one?
 
-    python benchmarks/convergence.py                  # everything, tables and plots in docs/
+    python benchmarks/convergence.py                  # everything, into docs/convergence
     python benchmarks/convergence.py --quick          # a small part, to see that it runs
 
 LeNet-5 on scikit-learn's digits, after the paper's case study: a fixed number of epochs, 8
@@ -59,7 +59,8 @@ def reduce_workers(stacked: np.ndarray, op: str) -> np.ndarray:
 def orthogonality(stacked: np.ndarray, reduced: np.ndarray) -> float:
     """Return |AdaSum|^2 / sum |g_i|^2: 1 where all are orthogonal, 1/N where parallel."""
     total = float(np.sum(stacked.astype(np.float64) ** 2))
-    return float(np.sum(reduced.astype(np.float64) ** 2)) / total if total else 0.0
+    squared = float(np.sum(reduced.astype(np.float64) ** 2))
+    return round(squared / total, 4) if total else 0.0
 
 
 def batches(seed: int, images: int, batch: int) -> Iterator[torch.Tensor]:
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=8, help="images per worker and step"
     )
-    parser.add_argument("--output", type=Path, default=Path("docs"))
+    parser.add_argument("--output", type=Path, default=Path("docs/convergence"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workers_list, seeds = ((1, 16), SEEDS[:2]) if arguments.quick else (WORKERS, SEEDS)
@@ -329,8 +330,8 @@ def main() -> None:
     text += [f"| {r['x_max']:g} | {r['workers']} | {r['op']} | {r['lr']:g} | {r['steps']:.1f} |"
              for r in rows]  # fmt: skip
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "convergence-table.md").write_text("\n".join(text) + "\n")
-    (arguments.output / "convergence.json").write_text(
+    (arguments.output / "table.md").write_text("\n".join(text) + "\n")
+    (arguments.output / "results.json").write_text(
         json.dumps(
             {
                 "sequential": fixed,
