@@ -22,7 +22,6 @@ namespace {
 
 namespace hvd = horovod::common;
 
-constexpr char kVersion[] = "0.1.0";
 constexpr char kDeltaPrefix[] = "adasum.delta/";
 
 // Up to so many bytes, times ranks, every rank reduces everything itself: (N - 1) n bytes sent instead of
@@ -92,7 +91,16 @@ AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
 
 bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
                        const hvd::Response&) const {
-  return !settings_.off && (entries.empty() || entries.front().device == CPU_DEVICE_ID);
+  if (entries.empty() || entries.front().device != CPU_DEVICE_ID) {
+    return entries.empty() && !settings_.off;
+  }
+  if (!settings_.off) {
+    return true;
+  }
+  // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
+  const int id = entries.front().process_set_id;
+  auto& agreed = const_cast<AdasumOp*>(this)->AgreedFor(id, global_state_->process_set_table.Get(id));
+  return !agreed.disagreement.empty();
 }
 
 AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
@@ -122,8 +130,15 @@ AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& proce
   if (agreed.reduce.replicate_bytes < 0) {
     agreed.reduce.replicate_bytes = one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
   }
-  if (one_host && controller.GetSize() > 1) {
-    ConnectLocally(agreed, process_set_id, controller);
+  if (settings_.off) {
+    SetPath(process_set_id, "Horovod's own op");
+  } else if (one_host && controller.GetSize() > 1) {
+    try {
+      ConnectLocally(agreed, process_set_id, controller);
+    } catch (const std::exception& error) { // or the next call would find this rank alone on the network
+      agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
+      throw;
+    }
   } else {
     SetPath(process_set_id, one_host ? "one rank" : "network");
   }
@@ -182,7 +197,21 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }
+  if (agreed.local == nullptr) {
+    return ExecuteAgreed(entries, response, type, agreed, process_set);
+  }
+  agreed.local->BeginOperation();
+  try {
+    return ExecuteAgreed(entries, response, type, agreed, process_set);
+  } catch (const std::exception& error) {
+    agreed.local->Break(std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what());
+    throw;
+  }
+}
 
+hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
+                                    const hvd::Response& response, ElementType type, Agreed& agreed,
+                                    hvd::ProcessSet& process_set) {
   std::vector<TensorView> tensors;
   for (const hvd::TensorTableEntry& entry : entries) {
     const std::vector<int64_t> segments = SegmentsOf(entry);

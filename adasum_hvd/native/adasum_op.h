@@ -37,6 +37,9 @@ private:
     std::unique_ptr<LocalTransport> local; // where all ranks share a host's memory
   };
 
+  horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
+                                        const horovod::common::Response& response, ElementType type,
+                                        Agreed& agreed, horovod::common::ProcessSet& process_set);
   Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
   void ConnectLocally(Agreed& agreed, int process_set_id, horovod::common::Controller& controller);
   std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;

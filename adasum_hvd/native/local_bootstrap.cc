@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -12,6 +13,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -19,7 +21,8 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int kStepMilliseconds = 10000; // for each step of the handshake
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds kCaller{5}; // a caller that says nothing is not waited for longer
 constexpr int kNoName = -1;
 
 // The first words on a socket, with the sender's shared memory attached. The nonce went over Horovod's own
@@ -27,6 +30,10 @@ constexpr int kNoName = -1;
 struct Hello {
   int nonce_of_receiver;
   int sender;
+};
+
+struct Stranger : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 [[noreturn]] void ThrowErrno(const char* what) {
@@ -52,26 +59,53 @@ Descriptor Listen(int backlog, int& name) {
   return socket_;
 }
 
-Descriptor ConnectTo(int name) {
+ucred PeerOf(int socket_) {
+  ucred peer = {};
+  socklen_t length = sizeof peer;
+  if (getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
+    ThrowErrno("identity of a rank of this host");
+  }
+  return peer;
+}
+
+Descriptor ConnectTo(int name, int seconds) {
   Descriptor socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   const int digits = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "%05x", name);
   const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + digits);
-  if (socket_.value() < 0 || connect(socket_.value(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+  const timeval limit = {seconds, 0}; // a full queue of callers would block for ever
+  if (socket_.value() < 0 ||
+      setsockopt(socket_.value(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0) {
+    ThrowErrno("unix socket");
+  }
+  int connected;
+  do {
+    connected = connect(socket_.value(), reinterpret_cast<sockaddr*>(&address), length);
+  } while (connected != 0 && errno == EINTR);
+  if (connected != 0) {
     ThrowErrno("connection to a rank of this host");
+  }
+  if (PeerOf(socket_.value()).uid != geteuid()) {
+    throw Stranger("another user's process answers for a rank of this host");
   }
   return socket_;
 }
 
-void WaitReadable(int socket_) {
-  pollfd waiting = {socket_, POLLIN, 0};
-  const int ready = poll(&waiting, 1, kStepMilliseconds);
-  if (ready == 0) {
-    errno = ETIMEDOUT;
-  }
-  if (ready <= 0) {
-    ThrowErrno("answer of a rank of this host");
+void WaitReadable(int socket_, Clock::time_point until) {
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    pollfd waiting = {socket_, POLLIN, 0};
+    const int ready = poll(&waiting, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+    if (ready > 0) {
+      return;
+    }
+    if (ready == 0) {
+      errno = ETIMEDOUT;
+    }
+    if (errno != EINTR) {
+      ThrowErrno("answer of a rank of this host");
+    }
   }
 }
 
@@ -94,8 +128,8 @@ void SendHello(int socket_, const Hello& hello, int descriptor) {
 }
 
 // Returns the attached descriptor and the sender; throws when the words are not those of this job.
-std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
-  WaitReadable(socket_);
+std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce, Clock::time_point until) {
+  WaitReadable(socket_, until);
   Hello hello = {};
   iovec part = {&hello, sizeof hello};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -103,8 +137,11 @@ std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t received = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
+  message.msg_controllen = CMSG_LEN(sizeof(int)); // room for one descriptor, not two
+  ssize_t received;
+  do {
+    received = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
+  } while (received < 0 && errno == EINTR);
   Descriptor descriptor;
   for (cmsghdr* one = CMSG_FIRSTHDR(&message); one != nullptr; one = CMSG_NXTHDR(&message, one)) {
     if (one->cmsg_level == SOL_SOCKET && one->cmsg_type == SCM_RIGHTS) {
@@ -113,63 +150,75 @@ std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
       descriptor = Descriptor(value);
     }
   }
-  ucred peer = {};
-  socklen_t length = sizeof peer;
-  getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length);
-  if (received != static_cast<ssize_t>(sizeof hello) || descriptor.value() < 0 ||
-      hello.nonce_of_receiver != my_nonce || peer.uid != geteuid()) {
-    throw std::runtime_error("a process that is not a rank of this job called");
+  if (received != static_cast<ssize_t>(sizeof hello) || hello.nonce_of_receiver != my_nonce ||
+      PeerOf(socket_).uid != geteuid()) {
+    throw Stranger("a process that is not a rank of this job called");
+  }
+  if (descriptor.value() < 0) {
+    throw std::runtime_error("shared memory did not come along; see ulimit -n");
   }
   return {std::move(descriptor), hello.sender};
 }
 
-Descriptor WatchProcess(int socket_) {
-#ifdef SYS_pidfd_open
-  ucred peer = {};
-  socklen_t length = sizeof peer;
-  if (getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.pid > 0) {
-    return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
-  }
+Descriptor WatchProcess(int process_id) {
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 // the same on x86-64 and arm64; older headers lack it
 #endif
-  return Descriptor();
+  return Descriptor(process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, process_id, 0)) : -1);
 }
 
-bool MayRead(LocalSegment& segment) {
+// The random number tells the peer from a process of the same id in another namespace.
+bool MayRead(const LocalPeer& peer) {
   uint64_t found = 0;
+  const SegmentHeader& header = peer.segment->header();
   iovec here = {&found, sizeof found};
-  iovec there = {reinterpret_cast<void*>(segment.header().probe_address), sizeof found};
-  const auto process_id = static_cast<pid_t>(segment.header().process_id);
-  return process_vm_readv(process_id, &here, 1, &there, 1, 0) == static_cast<ssize_t>(sizeof found) &&
-         found == kProbe;
+  iovec there = {reinterpret_cast<void*>(header.probe_address), sizeof found};
+  return peer.process_id > 0 &&
+         process_vm_readv(peer.process_id, &here, 1, &there, 1, 0) == static_cast<ssize_t>(sizeof found) &&
+         found == header.probe_value;
 }
 
 void Join(LocalGroup& group, int listening, const std::vector<int>& names, const std::vector<int>& nonces) {
   const int size = static_cast<int>(names.size());
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(group.handshake_seconds);
   auto keep = [&](int peer, Descriptor socket_, Descriptor memory) {
     group.peers[peer].segment = std::make_unique<LocalSegment>(memory.Release(), size, group.ring_bytes);
-    group.peers[peer].process = WatchProcess(socket_.value());
+    group.peers[peer].process_id = PeerOf(socket_.value()).pid;
+    group.peers[peer].process = WatchProcess(group.peers[peer].process_id);
     group.peers[peer].socket = std::move(socket_);
   };
   // A connection is complete as soon as it waits in the listener's queue, so nobody blocks anybody.
   std::vector<Descriptor> called(group.rank);
   for (int peer = 0; peer < group.rank; ++peer) {
-    called[peer] = ConnectTo(names[peer]);
+    called[peer] = ConnectTo(names[peer], group.handshake_seconds);
     SendHello(called[peer].value(), {nonces[peer], group.rank}, group.mine->descriptor());
   }
-  for (int callers = group.rank + 1; callers < size; ++callers) {
-    WaitReadable(listening);
+  for (int callers = group.rank + 1; callers < size;) {
+    WaitReadable(listening, until);
     Descriptor socket_(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
-    auto [memory, peer] = ReceiveHello(socket_.value(), nonces[group.rank]);
-    if (peer <= group.rank || peer >= size || group.peers[peer].segment != nullptr) {
-      throw std::runtime_error("a rank of this host called twice");
+    if (socket_.value() < 0) {
+      if (errno == EINTR || errno == ECONNABORTED) {
+        continue;
+      }
+      ThrowErrno("call of a rank of this host");
     }
-    SendHello(socket_.value(), {nonces[peer], group.rank}, group.mine->descriptor());
-    keep(peer, std::move(socket_), std::move(memory));
+    try {
+      auto [memory, peer] =
+          ReceiveHello(socket_.value(), nonces[group.rank], std::min(until, Clock::now() + kCaller));
+      if (peer <= group.rank || peer >= size || group.peers[peer].segment != nullptr) {
+        throw std::runtime_error("a rank of this host called twice");
+      }
+      SendHello(socket_.value(), {nonces[peer], group.rank}, group.mine->descriptor());
+      keep(peer, std::move(socket_), std::move(memory));
+      ++callers;
+    } catch (const Stranger&) { // anybody may call; the ranks still come
+    }
   }
   for (int peer = 0; peer < group.rank; ++peer) {
-    auto [memory, sender] = ReceiveHello(called[peer].value(), nonces[group.rank]);
+    auto [memory, sender] = ReceiveHello(called[peer].value(), nonces[group.rank], until);
     keep(peer, std::move(called[peer]), std::move(memory));
   }
+  group.mine->CloseDescriptor();
 }
 
 } // namespace
@@ -202,6 +251,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   group->global_ranks = global_ranks;
   group->ring_bytes = settings.ring_bytes;
   group->timeout_seconds = settings.timeout_seconds;
+  group->handshake_seconds = settings.handshake_seconds;
 
   int name = kNoName;
   Descriptor listening;
@@ -229,7 +279,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
     if (joined) {
       Join(*group, listening.value(), names, nonces);
       for (int peer = 0; peer < size; ++peer) {
-        readable = readable && (peer == member || MayRead(*group->peers[peer].segment));
+        readable = readable && (peer == member || MayRead(group->peers[peer]));
       }
     }
   } catch (const std::exception& error) {

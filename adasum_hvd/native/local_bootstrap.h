@@ -21,6 +21,7 @@ struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
   int64_t ring_bytes = 256 << 10; // shared memory per ordered pair of ranks; a multiple of 64
   int timeout_seconds = 60;       // without any progress, before a wait ends in an error
+  int handshake_seconds = 10;     // for connecting
 };
 
 // A descriptor that is closed with its owner.
@@ -39,6 +40,7 @@ private:
 
 struct LocalPeer {
   std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
+  int process_id = 0;                    // as this rank sees it; 0 where it does not
   Descriptor socket;                     // closed by the kernel when the peer ends
   Descriptor process;                    // pidfd, where the kernel has them and shows the peer's id
 };
@@ -51,6 +53,7 @@ struct LocalGroup {
   bool direct = false;           // every rank may read every other's memory
   int64_t ring_bytes = 0;
   int timeout_seconds = 0;
+  int handshake_seconds = 0;
 };
 
 // Gathers two integers of every rank of the process set, in rank order. Collective.
@@ -59,8 +62,9 @@ using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;
 // Connects the ranks `members` of a process set, all on this host; `member` is this rank's place in it and
 // `everyone` the size of the set, whose other ranks connect on their own hosts meanwhile.
 //
-// Collective over the process set; blocks for some seconds at most. Returns null, on every rank of the set,
-// when any rank failed, and then says in `why_not` what this rank knows of it.
+// Collective over the process set; the handshake ends after handshake_seconds, one way or the other. Returns
+// null, on every rank of the set, when any rank failed, and then says in `why_not` what this rank knows of
+// it.
 std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
                                               const std::vector<int>& global_ranks,
                                               const LocalSettings& settings, const AllgatherTwo& allgather,

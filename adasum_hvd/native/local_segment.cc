@@ -4,6 +4,7 @@
 #include <climits>
 #include <ctime>
 #include <new>
+#include <random>
 #include <stdexcept>
 #include <system_error>
 
@@ -15,8 +16,6 @@
 
 namespace adasum_hvd {
 namespace {
-
-const uint64_t probe = kProbe;
 
 [[noreturn]] void ThrowErrno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -31,9 +30,9 @@ void Bell::Ring() {
   }
 }
 
-void Bell::SleepUnlessRung(uint32_t seen, int milliseconds) {
+bool Bell::SleepUnlessRung(uint32_t seen, int milliseconds) {
   const timespec limit = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
-  syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
+  return syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &limit, nullptr, 0) == -1 && errno == ETIMEDOUT;
 }
 
 int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
@@ -51,8 +50,10 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
   }
   Map();
   new (memory_) SegmentHeader();
-  header().process_id = static_cast<uint64_t>(getpid());
-  header().probe_address = reinterpret_cast<uint64_t>(&probe);
+  std::random_device random;
+  probe_ = std::make_unique<uint64_t>((uint64_t{random()} << 32) | random());
+  header().probe_address = reinterpret_cast<uint64_t>(probe_.get());
+  header().probe_value = *probe_;
   for (int peer = 0; peer < ranks; ++peer) {
     new (&positions(peer)) RingPositions();
   }
@@ -66,6 +67,14 @@ LocalSegment::LocalSegment(int descriptor, int ranks, int64_t ring_bytes)
     throw std::runtime_error("shared memory of another size than this rank's");
   }
   Map();
+  CloseDescriptor();
+}
+
+void LocalSegment::CloseDescriptor() {
+  if (descriptor_ >= 0) {
+    close(descriptor_);
+    descriptor_ = -1;
+  }
 }
 
 void LocalSegment::Map() {
@@ -80,7 +89,7 @@ void LocalSegment::Map() {
 
 LocalSegment::~LocalSegment() {
   munmap(memory_, Bytes(ranks_, ring_bytes_));
-  close(descriptor_);
+  CloseDescriptor();
 }
 
 RingPositions& LocalSegment::positions(int peer) {

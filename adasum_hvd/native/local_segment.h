@@ -15,8 +15,8 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> asleep{0};
 
   void Ring();
-  // Sleeps until the count differs from `seen` or the time is over.
-  void SleepUnlessRung(uint32_t seen, int milliseconds);
+  // Sleeps until the count differs from `seen`; true when the time was over first.
+  bool SleepUnlessRung(uint32_t seen, int milliseconds);
 };
 
 // Bytes on their way from the segment's owner to one peer. Positions only grow; one writer, one reader.
@@ -27,12 +27,10 @@ struct RingPositions {
 
 struct SegmentHeader {
   Bell bell;
-  uint64_t process_id = 0;    // the owner's, as it sees itself
-  uint64_t probe_address = 0; // of kProbe in the owner's memory: can a peer read it there?
+  std::atomic<int32_t> gave_up{0}; // 1 + the global rank for whose sake the owner has stopped
+  uint64_t probe_address = 0;      // in the owner's memory, where a peer that may read it finds probe_value
+  uint64_t probe_value = 0;        // a random number
 };
-
-// A pattern that a peer finds at probe_address when it may read the owner's memory.
-constexpr uint64_t kProbe = 0xada5011eada5011e;
 
 class LocalSegment {
 public:
@@ -45,6 +43,7 @@ public:
   LocalSegment& operator=(const LocalSegment&) = delete;
 
   int descriptor() const { return descriptor_; }
+  void CloseDescriptor(); // the mapping stays
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
   RingPositions& positions(int peer);
   char* ring(int peer);
@@ -57,6 +56,7 @@ private:
   int ranks_;
   int64_t ring_bytes_;
   char* memory_ = nullptr;
+  std::unique_ptr<uint64_t> probe_;
 };
 
 } // namespace adasum_hvd

@@ -101,9 +101,9 @@ Settings Settings::FromEnvironment() {
 
 int Settings::Fingerprint() const {
   std::ostringstream text; // kernels may differ: they give the same bits
-  text << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' ' << max_message_bytes << ' '
-       << GroupOpName(group_op) << ' ' << group_size << ' ' << LocalModeName(local.mode) << ' '
-       << local.ring_bytes << ' ' << error;
+  text << kVersion << ' ' << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' '
+       << max_message_bytes << ' ' << GroupOpName(group_op) << ' ' << group_size << ' '
+       << LocalModeName(local.mode) << ' ' << local.ring_bytes << ' ' << error;
   return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
 }
 

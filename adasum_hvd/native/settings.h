@@ -11,6 +11,8 @@
 
 namespace adasum_hvd {
 
+constexpr char kVersion[] = "0.1.0";
+
 struct Settings {
   bool off = false;                    // ADASUM_HVD_OP=off: hand every call to Horovod's own op
   ReduceSettings reduce;               // ADASUM_HVD_CHUNK_BYTES, ADASUM_HVD_REPLICATE_BYTES

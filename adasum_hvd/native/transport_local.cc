@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kDirectBytes = 16 << 10; // longer messages are read from the sender's memory
 constexpr int64_t kPieceBytes = 64 << 10;  // of a long message, so that both sides copy at the same time
 constexpr int kSleepMilliseconds = 50;     // between two looks at whether the peers live
-constexpr int kSpins = 2000;               // some 50 us, about what a sleep and a wake-up cost
+constexpr int kSpins = 2000;               // looks at a peer: some 50 us, about what sleeping costs
 
 void Pause() {
 #if defined(__x86_64__)
@@ -27,7 +27,9 @@ void Pause() {
 // Spinning only takes a processor from the rank that is waited for when there are fewer than ranks.
 int SpinsFor(int ranks) {
   cpu_set_t allowed;
-  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) >= ranks ? kSpins : 0;
+  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) >= ranks
+             ? kSpins / std::max(1, ranks - 1)
+             : 0;
 }
 
 void CopyIntoRing(char* ring, int64_t capacity, uint64_t position, const char* from, int64_t bytes) {
@@ -58,7 +60,8 @@ void LocalTransport::Start(const std::vector<Message>& messages) {
   auto add = [&](std::deque<Part>& parts, const void* at, int64_t bytes) {
     if (bytes > 0) {
       const bool direct = group_->direct && bytes > kDirectBytes;
-      parts.push_back({static_cast<char*>(const_cast<void*>(at)), bytes, direct, exchange});
+      parts.push_back(
+          {static_cast<char*>(const_cast<void*>(at)), bytes, direct, exchange, operation_, false});
       ++open_parts_.back();
     }
   };
@@ -77,9 +80,9 @@ void LocalTransport::Wait() {
     throw std::runtime_error(broken_);
   }
   int spins = 0;
+  idle_milliseconds_ = 0;
   while (open_parts_.front() > 0) {
     if (AdvanceAll()) {
-      idle_milliseconds_ = 0;
       spins = 0;
     } else if (spins < spins_) {
       ++spins;
@@ -97,6 +100,9 @@ bool LocalTransport::AdvanceAll() {
   for (int step = 1; step < size(); ++step) {
     moved = Advance((rank() + step) % size()) || moved;
   }
+  if (moved) {
+    idle_milliseconds_ = 0;
+  }
   return moved;
 }
 
@@ -110,6 +116,21 @@ bool LocalTransport::Advance(int peer) {
   return noted || sent || received;
 }
 
+bool LocalTransport::SendTag(int peer, Part& part) {
+  RingPositions& positions = group_->mine->positions(peer);
+  const uint64_t written = positions.written.load(std::memory_order_relaxed);
+  const uint64_t unread = written - positions.read.load(std::memory_order_acquire);
+  if (group_->ring_bytes - static_cast<int64_t>(unread) < static_cast<int64_t>(sizeof(Tag))) {
+    return false;
+  }
+  const Tag tag = {part.operation, static_cast<uint64_t>(part.left)};
+  CopyIntoRing(group_->mine->ring(peer), group_->ring_bytes, written, reinterpret_cast<const char*>(&tag),
+               sizeof tag);
+  positions.written.store(written + sizeof tag, std::memory_order_release);
+  part.tagged = true;
+  return true;
+}
+
 bool LocalTransport::Send(int peer) {
   Lane& lane = lanes_[peer];
   RingPositions& positions = group_->mine->positions(peer);
@@ -117,6 +138,9 @@ bool LocalTransport::Send(int peer) {
   bool moved = false;
   while (!lane.outgoing.empty()) {
     Part& part = lane.outgoing.front();
+    if (!part.tagged && !SendTag(peer, part)) {
+      break;
+    }
     const uint64_t written = positions.written.load(std::memory_order_relaxed);
     const uint64_t unread = written - positions.read.load(std::memory_order_acquire);
     const int64_t space = group_->ring_bytes - static_cast<int64_t>(unread);
@@ -159,6 +183,23 @@ bool LocalTransport::NoteReads(int peer) {
   return noted;
 }
 
+bool LocalTransport::ReceiveTag(int peer, Part& part) {
+  LocalSegment& segment = *group_->peers[peer].segment;
+  RingPositions& positions = segment.positions(rank());
+  const uint64_t read = positions.read.load(std::memory_order_relaxed);
+  Tag tag;
+  if (positions.written.load(std::memory_order_acquire) - read < sizeof tag) {
+    return false;
+  }
+  CopyOutOfRing(segment.ring(rank()), group_->ring_bytes, read, reinterpret_cast<char*>(&tag), sizeof tag);
+  if (tag.operation != part.operation || tag.bytes != static_cast<uint64_t>(part.left)) {
+    Fail(peer, "it is in another reduction, or reduces tensors of other sizes");
+  }
+  positions.read.store(read + sizeof tag, std::memory_order_release);
+  part.tagged = true;
+  return true;
+}
+
 bool LocalTransport::Receive(int peer) {
   Lane& lane = lanes_[peer];
   LocalSegment& segment = *group_->peers[peer].segment;
@@ -167,6 +208,9 @@ bool LocalTransport::Receive(int peer) {
   bool moved = false;
   while (!lane.incoming.empty()) {
     Part& part = lane.incoming.front();
+    if (!part.tagged && !ReceiveTag(peer, part)) {
+      break;
+    }
     const uint64_t read = positions.read.load(std::memory_order_relaxed);
     const auto here = static_cast<int64_t>(positions.written.load(std::memory_order_acquire) - read);
     int64_t bytes = std::min({here, part.left, kPieceBytes});
@@ -197,15 +241,26 @@ bool LocalTransport::Receive(int peer) {
 }
 
 void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) {
-  const auto process_id = static_cast<pid_t>(group_->peers[peer].segment->header().process_id);
   for (int64_t done = 0; done < part.left;) {
     iovec here = {part.at + done, static_cast<size_t>(part.left - done)};
     iovec there = {reinterpret_cast<void*>(address + done), static_cast<size_t>(part.left - done)};
-    const ssize_t bytes = process_vm_readv(process_id, &here, 1, &there, 1, 0);
+    const ssize_t bytes = process_vm_readv(group_->peers[peer].process_id, &here, 1, &there, 1, 0);
     if (bytes <= 0) {
-      Fail(peer, std::string("its memory cannot be read: ") + std::strerror(errno));
+      const char* remedy = errno == EFAULT ? "; ADASUM_HVD_LOCAL=staged does without" : "";
+      Fail(peer, std::string("its memory cannot be read: ") + std::strerror(errno) + remedy);
     }
     done += bytes;
+  }
+  // A peer that stopped meanwhile may have used its memory for something else.
+  CheckStopped(peer);
+}
+
+void LocalTransport::CheckStopped(int peer) {
+  const int stopped = group_->peers[peer].segment->header().gave_up.load();
+  if (stopped != 0) {
+    Fail(peer, stopped - 1 == group_->global_ranks[peer]
+                   ? "a reduction failed there"
+                   : "it stopped because of rank " + std::to_string(stopped - 1));
   }
 }
 
@@ -213,20 +268,25 @@ void LocalTransport::Sleep() {
   Bell& bell = group_->mine->header().bell;
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
-  const bool moved = AdvanceAll();
-  if (!moved) {
-    bell.SleepUnlessRung(seen, kSleepMilliseconds);
-  }
+  const bool in_vain = !AdvanceAll() && bell.SleepUnlessRung(seen, kSleepMilliseconds);
   bell.asleep.store(0, std::memory_order_relaxed);
-  if (moved || bell.rings.load(std::memory_order_relaxed) != seen) {
-    return;
+  if (in_vain) {
+    idle_milliseconds_ += kSleepMilliseconds;
+    CheckPeers();
   }
-  idle_milliseconds_ += kSleepMilliseconds;
+}
+
+// Throws when a peer that this rank waits for has stopped, has ended or is silent for too long.
+void LocalTransport::CheckPeers() {
+  const auto due = [this](const auto& parts) {
+    return !parts.empty() && parts.front().exchange == first_open_;
+  };
   for (int peer = 0; peer < size(); ++peer) {
     const Lane& lane = lanes_[peer];
-    if (lane.incoming.empty() && lane.outgoing.empty() && lane.unread.empty()) {
+    if (!due(lane.incoming) && !due(lane.outgoing) && !due(lane.unread)) {
       continue;
     }
+    CheckStopped(peer);
     pollfd watched[] = {{group_->peers[peer].socket.value(), POLLIN, 0},
                         {group_->peers[peer].process.value(), POLLIN, 0}};
     // What a peer wrote before it ended is still taken; it cannot be when this rank found nothing to do.
@@ -241,15 +301,31 @@ void LocalTransport::Sleep() {
 }
 
 void LocalTransport::Fail(int peer, const std::string& what) {
-  broken_ = "AdaSum: required every rank of this host to take part, got none of rank " +
-            std::to_string(group_->global_ranks[peer]) + " on rank " +
-            std::to_string(group_->global_ranks[rank()]) + ": " + what;
+  Stop("AdaSum: required every rank of this host to take part, got none of rank " +
+           std::to_string(group_->global_ranks[peer]) + " on rank " +
+           std::to_string(group_->global_ranks[rank()]) + ": " + what,
+       group_->global_ranks[peer]);
+  throw std::runtime_error(broken_);
+}
+
+void LocalTransport::Break(const std::string& why) { Stop(why, group_->global_ranks[rank()]); }
+
+void LocalTransport::Stop(const std::string& why, int blamed) {
+  if (!broken_.empty()) {
+    return;
+  }
+  broken_ = why;
+  group_->mine->header().gave_up.store(1 + blamed, std::memory_order_seq_cst);
+  lanes_.assign(lanes_.size(), Lane()); // no address outlives the caller's buffers
+  open_parts_.clear();
   for (LocalPeer& one : group_->peers) { // the others learn of it at once
+    if (one.segment != nullptr) {
+      one.segment->header().bell.Ring();
+    }
     if (one.socket.value() >= 0) {
       shutdown(one.socket.value(), SHUT_RDWR);
     }
   }
-  throw std::runtime_error(broken_);
 }
 
 } // namespace adasum_hvd

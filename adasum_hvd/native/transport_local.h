@@ -23,6 +23,14 @@ public:
   int rank() const override { return group_->rank; }
   int size() const override { return static_cast<int>(group_->peers.size()); }
   bool direct() const { return group_->direct; }
+
+  // Counts a reduction, on every rank also where one is refused: messages carry the number, so that ranks
+  // which do not agree on where they are find out.
+  void BeginOperation() { ++operation_; }
+
+  // Ends the transport after an error on this rank: its peers learn of it at once, every later call throws.
+  void Break(const std::string& why);
+
   void Start(const std::vector<Message>& messages) override;
 
   // Throws std::runtime_error that names the rank when a peer has ended, or nothing has moved for
@@ -30,12 +38,19 @@ public:
   void Wait() override;
 
 private:
+  // In front of every message.
+  struct Tag {
+    uint64_t operation;
+    uint64_t bytes;
+  };
   // What is left of a message in one direction.
   struct Part {
     char* at;
     int64_t left;
     bool direct;
     uint64_t exchange;
+    uint64_t operation;
+    bool tagged; // the tag has been sent, or was received
   };
   // A message whose address was sent; the peer has read it when it has read the ring up to `position`.
   struct Unread {
@@ -50,18 +65,24 @@ private:
 
   bool Advance(int peer);
   bool Send(int peer);
+  bool SendTag(int peer, Part& part);
   bool NoteReads(int peer);
   bool Receive(int peer);
+  bool ReceiveTag(int peer, Part& part);
   void ReadMemoryOf(int peer, const Part& part, uint64_t address);
   void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
   bool AdvanceAll();
   void Sleep();
+  void CheckPeers();
+  void CheckStopped(int peer);
   [[noreturn]] void Fail(int peer, const std::string& what);
+  void Stop(const std::string& why, int blamed);
 
   std::unique_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for
   uint64_t first_open_ = 0;
+  uint64_t operation_ = 0;
   int idle_milliseconds_ = 0;
   int spins_;
   std::string broken_;
