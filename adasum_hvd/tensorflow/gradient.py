@@ -14,6 +14,7 @@ class GradientOptimizer(KerasDistributed):
     """Reduces the gradients of a step, unscaled and accumulated, before they are clipped."""
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        grads = super()._prepared(grads, variables)
         return dense(grads, variables, self._adasum.options.sparse_as_dense)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ from launch import REPOSITORY, Configuration, case_names, command, environment, 
 NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
 CONFIGURATIONS = [
     Configuration(f"{NUMBERS}+cases_keras_modes", "gloo", 2),
-    Configuration(NUMBERS, "gloo", 3),
+    Configuration(f"{NUMBERS}+cases_keras_agreement", "gloo", 3),
     Configuration(NUMBERS, "mpi", 2),
 ]
 # The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
