@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import numpy_training as numerics
@@ -82,11 +84,11 @@ def case_keras_passes_and_gradients_must_be_complete() -> None:
             ValueError, match="gradients of the same variables in every"
         ):
             run((0, 1))
-    for scaled in (False, True):
+    for op, scaled in itertools.product(VARIANTS, (False, True)):
         inside = (
             keras.optimizers.LossScaleOptimizer(momentum()) if scaled else momentum()
         )
-        optimizer = hvd.DistributedOptimizer(inside)
+        optimizer = hvd.DistributedOptimizer(inside, op=op)
         variables = [tf.Variable(tf.ones(3)) for _ in range(2)]
         optimizer.build(variables)
         with pytest.raises(ValueError, match="one gradient per variable, 2, got 1"):
