@@ -1,4 +1,4 @@
-"""What ranks must agree on in TensorFlow: passes, lists, options, windows, built models."""
+"""What ranks must agree on in TensorFlow: passes, lists, options, windows, models, sets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from cases_keras_optimizer import (
     STEPS,
     check_same_everywhere,
     compiled,
+    digest_of,
     fit,
     model_of,
 )
+from cases_keras_optimizer import align as align
+from cases_keras_optimizer import start as start
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
@@ -189,3 +192,25 @@ def case_keras_check_sees_accumulated_steps() -> None:
     model.compile(momentum(gradient_accumulation_steps=STEPS), "mse")
     with pytest.raises(RuntimeError, match="required first steps that leave"):
         fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+
+def case_keras_process_set() -> None:
+    """The last ranks train together, the first one alone."""
+    members = list(range(1, hvd.size()))
+    together = hvd.add_process_set(members)
+    mine = members if hvd.rank() in members else [0]
+    make, simulated = OPTIMIZERS["momentum"]
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        model = compiled(hvd.DistributedOptimizer(make(), op=op, process_set=together))
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(1, process_set=together),
+            hvd.callbacks.MetricAverageCallback(process_set=together),
+        ]
+        fit(model, callbacks=callbacks)
+        expected = numerics.train(simulated, op, len(mine), STEPS, first=mine[0])
+        for weight, wanted in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(weight, wanted, atol=2e-6)
+        digests = hvd.allgather_object(digest_of(model))
+        assert len(set(digests[1:])) == 1
+        assert digests[0] != digests[1]
+    hvd.remove_process_set(together)

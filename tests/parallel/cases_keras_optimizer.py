@@ -154,25 +154,3 @@ def case_keras_clipping() -> None:
             check_equal(model, expected)
             unclipped = numerics.train(simulated, op, hvd.size(), STEPS)
             assert np.abs(unclipped[0] - expected[0]).max() > 1e-3
-
-
-def case_keras_process_set() -> None:
-    """The last ranks train together, the first one alone."""
-    members = list(range(1, hvd.size()))
-    together = hvd.add_process_set(members)
-    mine = members if hvd.rank() in members else [0]
-    make, simulated = OPTIMIZERS["momentum"]
-    for op in ("average", "adasum-grad", "adasum-delta"):
-        model = compiled(hvd.DistributedOptimizer(make(), op=op, process_set=together))
-        callbacks = [
-            hvd.callbacks.BroadcastGlobalVariablesCallback(1, process_set=together),
-            hvd.callbacks.MetricAverageCallback(process_set=together),
-        ]
-        fit(model, callbacks=callbacks)
-        expected = numerics.train(simulated, op, len(mine), STEPS, first=mine[0])
-        for weight, wanted in zip(model.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(weight, wanted, atol=2e-6)
-        digests = hvd.allgather_object(digest_of(model))
-        assert len(set(digests[1:])) == 1
-        assert digests[0] != digests[1]
-    hvd.remove_process_set(together)
