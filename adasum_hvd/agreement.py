@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# What `compare_settings` says of `Options.shared`.
+OPTIONS = (
+    "arguments of DistributedOptimizer or the tape",
+    "pass the same ones on every rank",
+)
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
 
 
@@ -13,12 +18,19 @@ def comparable(settings: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name != "kernels"}
 
 
-def compare_settings(theirs: Sequence[dict[str, Any]], rank: int) -> None:
-    """Compare every rank's settings of the op.
+def compare_settings(
+    theirs: Sequence[dict[str, Any]],
+    rank: int,
+    what: str = "ADASUM_HVD_* variables",
+    remedy: str = "export them on every host",
+) -> None:
+    """Compare every rank's settings.
 
     Args:
-        theirs: :func:`comparable` of every rank.
+        theirs: every rank's, by name: :func:`comparable` of the op's, or `Options.shared`.
         rank: this rank.
+        what: what they are, for the message.
+        remedy: what to do where they differ, for the message.
 
     Raises:
         ValueError: they differ; on every rank.
@@ -28,9 +40,9 @@ def compare_settings(theirs: Sequence[dict[str, Any]], rank: int) -> None:
         if different:
             name = different[0]
             raise ValueError(
-                "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got "
+                f"AdaSum: required the same {what} on all ranks, got "
                 f"{name}={settings[name]} on rank {other} and {theirs[0][name]} on rank 0 "
-                f"(this is rank {rank}); export them on every host"
+                f"(this is rank {rank}); {remedy}"
             )
 
 

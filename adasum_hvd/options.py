@@ -8,6 +8,14 @@ from typing import Any
 
 from adasum_hvd import ops
 
+_SHARED = (
+    "backward_passes_per_step",
+    "local_steps",
+    "gradient_predivide_factor",
+    "clip_delta_norm",
+    "bucket_bytes",
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -34,6 +42,12 @@ class Options:
     def is_delta(self) -> bool:
         """Whether weight changes are reduced, and not gradients."""
         return self.op is ops.AdasumDelta
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What must be the same on all ranks, for `agreement.compare_settings`."""
+        values = {name: getattr(self, name) for name in _SHARED}
+        return {"op": self.op.name, "compression": self.compression.__name__, **values}
 
     @property
     def factors(self) -> tuple[float, float]:

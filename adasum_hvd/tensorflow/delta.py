@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from adasum_hvd.tensorflow.distributed import KerasDistributed
-from adasum_hvd.tensorflow.reduction import identities
 
 
 def wide(variable: Any) -> Any:
@@ -45,10 +44,12 @@ class DeltaOptimizer(KerasDistributed):
         if window.length == 1:
             changing = state.reduced(state.step_variables)
             state.start_values = [wide(variable) for variable in changing]
+            state.reduction.agree(state.start_values, changing)
             return
 
         # Any variable may change in one of the window's steps.
         changing = state.reduced(self._trainable_variables)
+        state.reduction.agree([wide(variable) for variable in changing], changing)
 
         def keep() -> None:
             for variable in changing:
@@ -73,8 +74,7 @@ class DeltaOptimizer(KerasDistributed):
             starts = [wide(state.starts.of(variable)) for variable in changed]
         changes = [wide(v) - start for v, start in zip(changed, starts, strict=True)]
         reduced = bounded(
-            state.reduction(changes, changed, identities(changed)),
-            state.options.clip_delta_norm,
+            state.reduction(changes, changed), state.options.clip_delta_norm
         )
         for variable, start, change in zip(changed, starts, reduced, strict=True):
             variable.assign(tf.cast(start + change, variable.dtype))

@@ -11,8 +11,8 @@ import tensorflow as tf
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
-    is_alone,
     is_worker_local,
+    must_reduce,
     name_of,
 )
 from adasum_hvd.tensorflow.saving import saved_config
@@ -28,10 +28,7 @@ class State:
 
     def __init__(self, options: Options):
         self.options = options
-        # A single rank reduces only where that does more than reduce.
-        self.reducing = not is_alone(options.process_set) or (
-            options.process_set.included() and options.clip_delta_norm is not None
-        )
+        self.reducing = must_reduce(options)
         self.reduction = Reduction("DistributedOptimizer", options)
         self.gradients = Window("gradients", options.backward_passes_per_step)
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
@@ -96,7 +93,8 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
         Raises:
             ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`;
-                the ranks' variables differ.
+                another number of gradients than of variables; accumulated passes over other
+                variables than the window's; the ranks' variables or options differ.
             NotImplementedError: under XLA or a tf.distribute strategy.
             RuntimeError: there is nothing to reduce on several ranks.
         """
@@ -120,6 +118,11 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients in the form in which they are accumulated and applied."""
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"apply: required one gradient per variable, {len(variables)}, got "
+                f"{len(grads)}; give None for a variable without a gradient"
+            )
         return grads
 
     def _refuse_overwritten(self, variables: Sequence[Any]) -> None:
@@ -133,6 +136,8 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def _accumulate(
         self, window: Window, grads: Sequence[Any], variables: Sequence[Any]
     ) -> None:
+        pairs = zip(variables, grads, strict=True)
+        window.require_same([v for v, grad in pairs if grad is not None])
         sums = [window.of(variable) for variable in variables]
         for total, grad in zip(sums, grads, strict=True):
             if grad is not None:
@@ -152,9 +157,12 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def _checked_apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         state = self._adasum
         state.did_reduce = False
-        super().apply(grads, variables)
         # While Keras accumulates it takes no step; a graph holds the step all the same.
-        pending = tf.executing_eagerly() and self.gradient_accumulation_steps
+        every = self.gradient_accumulation_steps
+        pending = (
+            every and tf.executing_eagerly() and (int(self._iterations) + 1) % every
+        )
+        super().apply(grads, variables)
         if grads and state.reducing and not state.did_reduce and not pending:
             raise RuntimeError(
                 "DistributedOptimizer: required a step that reduces over "
@@ -172,6 +180,15 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
         return {"device": sum(w.bytes for w in self._adasum.windows), "host": 0}
+
+    @property
+    def window_variables(self) -> list[tf.Variable]:
+        """What unfinished windows hold, which `variables` lacks; broadcast it too.
+
+        Step counts, sums of gradients and starts, without those of worker-local variables.
+        """
+        kept = [v for v in self._trainable_variables if not is_worker_local(v)]
+        return [held for w in self._adasum.windows for held in w.variables(kept)]
 
     def save_own_variables(self, store: Any) -> None:
         """As Keras's; inside a window also what the window needs."""

@@ -18,6 +18,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd import ops
 from adasum_hvd.partition import checked_degree, fusion_groups
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.reduction import name_in_graph
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
 _reducers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -90,6 +91,7 @@ class DistributedGradReducer:
                 f"parameter, got {len(gradients)}"
             )
         results = list(gradients)
+        name = name_in_graph(self._name, self)
         groups: dict[int, list[int]] = {}
         for index, (parameter, gradient) in enumerate(
             zip(self._parameters, gradients, strict=True)
@@ -97,13 +99,13 @@ class DistributedGradReducer:
             if gradient is None or getattr(parameter, "layerwise_parallel", False):
                 continue
             if isinstance(gradient, tf.IndexedSlices):
-                results[index] = self._reduce_sparse(index, gradient)
+                results[index] = self._reduce_sparse(f"{name}.sparse.{index}", gradient)
             else:
                 groups.setdefault(self._fusion[index], []).append(index)
         for fusion, indices in groups.items():
             totals = tf_ops.reduce_named(
                 [tf.cast(gradients[index], tf.float32) for index in indices],
-                f"{self._name}.{fusion}",
+                f"{name}.{fusion}",
                 ops.Sum,
                 (1.0, 1.0),
                 self._group.process_set_id,
@@ -114,11 +116,11 @@ class DistributedGradReducer:
                 )
         return tuple(results)
 
-    def _reduce_sparse(self, index: int, gradient: tf.IndexedSlices) -> Any:
+    def _reduce_sparse(self, name: str, gradient: tf.IndexedSlices) -> Any:
         def gather(tensor: Any, what: str) -> Any:
             return mpi_ops.allgather(
                 tensor,
-                name=f"{self._name}.sparse.{index}.{what}",
+                name=f"{name}.{what}",
                 ignore_name_scope=True,
                 process_set=self._group,
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adasum_hvd.tensorflow.distributed import KerasDistributed
-from adasum_hvd.tensorflow.reduction import identities, is_worker_local
+from adasum_hvd.tensorflow.reduction import is_worker_local
 from adasum_hvd.tensorflow.tape import dense
 
 
@@ -14,6 +14,7 @@ class GradientOptimizer(KerasDistributed):
     """Reduces the gradients of a step, unscaled and accumulated, before they are clipped."""
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        grads = super()._prepared(grads, variables)
         return dense(grads, variables, self._adasum.options.sparse_as_dense)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -25,19 +26,19 @@ class GradientOptimizer(KerasDistributed):
     def _reduce(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         state = self._adasum
         chosen = state.reduced(variables)
-        if self.global_clipnorm and len(chosen) < len(variables):
-            raise ValueError(
-                "global_clipnorm: required variables that are all reduced, got worker-local "
-                "ones; every rank would clip by another norm and the replicas would drift "
-                "apart, so use clipnorm or clipvalue"
-            )
         mine = [
             grad
             for grad, variable in zip(grads, variables, strict=True)
             if not is_worker_local(variable)
         ]
-        key = identities(chosen)
-        reduced = iter(state.reduction(mine, chosen, key) if chosen else ())
+        agreed = state.reduction.agree(mine, chosen, len(chosen) < len(variables))
+        if self.global_clipnorm and agreed.any_local:
+            raise ValueError(
+                "global_clipnorm: required variables that are all reduced, got worker-local "
+                "ones; every rank would clip by another norm and the replicas would drift "
+                "apart, so use clipnorm or clipvalue"
+            )
+        reduced = iter(state.reduction(mine, chosen))
         return [
             grad if is_worker_local(variable) else next(reduced)
             for grad, variable in zip(grads, variables, strict=True)

@@ -13,6 +13,7 @@ from adasum_hvd.tensorflow.delta import DeltaOptimizer
 from adasum_hvd.tensorflow.distributed import KerasDistributed
 from adasum_hvd.tensorflow.gradient import GradientOptimizer
 from adasum_hvd.tensorflow.loss_scale import DistributedLossScale
+from adasum_hvd.tensorflow.reduction import is_worker_local
 from adasum_hvd.tensorflow.saving import CLASS_NAME, restored_options
 
 _classes: dict[tuple[type, type], type] = {}
@@ -26,6 +27,23 @@ def is_distributed(optimizer: Any) -> bool:
 def inner(optimizer: Any) -> Any:
     """Return the optimizer inside a loss scale, and any other as it is."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def local_slots(optimizer: Any) -> set[int]:
+    """Return the ids of the optimizer's variables that belong to worker-local variables.
+
+    Keras's optimizers hold such variables in lists, one of each per trainable variable.
+    """
+    optimizer = inner(optimizer)
+    trained = optimizer._trainable_variables
+    return {
+        id(slot)
+        for name, slots in vars(optimizer).items()
+        if isinstance(slots, list) and len(slots) == len(trained)
+        if name not in ("_variables", "_trainable_variables")
+        for variable, slot in zip(trained, slots, strict=True)
+        if is_worker_local(variable)
+    }
 
 
 def wrap(optimizer: Any, options: Options) -> Any:

@@ -11,9 +11,8 @@ from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.delta import bounded, wide
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
-    is_alone,
     is_worker_local,
-    use_in_graph,
+    must_reduce,
 )
 from adasum_hvd.tensorflow.tape import dense
 
@@ -27,13 +26,14 @@ class _Legacy(tf.compat.v1.train.Optimizer):
     _adasum_reduction: Reduction
 
     def _chosen(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Return the pairs that a reduction is for; RuntimeError when there is none."""
+        """Return the pairs that a reduction is for; RuntimeError where no rank has any."""
         chosen = [
             (gradient, variable)
             for gradient, variable in pairs
             if gradient is not None and not is_worker_local(variable)
         ]
         if not chosen:
+            self._adasum_reduction.agree((), ())  # the others hear of it here
             raise RuntimeError(
                 "DistributedOptimizer: required gradients to reduce over "
                 f"{self._adasum_options.process_set.size()} ranks, got none; the replicas "
@@ -42,8 +42,7 @@ class _Legacy(tf.compat.v1.train.Optimizer):
         return chosen
 
     def _reduce(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        reduction = self._adasum_reduction
-        return reduction(tensors, variables, use_in_graph(reduction))
+        return self._adasum_reduction(tensors, variables)
 
 
 class _LegacyGradient(_Legacy):
@@ -102,7 +101,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
                 f"{name}: required 1 with a tf.compat.v1 optimizer, got "
                 f"{getattr(options, name)}; use a Keras optimizer"
             )
-    if is_alone(options.process_set):
+    if not must_reduce(options):
         return optimizer
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     base = type(optimizer)

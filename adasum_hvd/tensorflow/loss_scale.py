@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from adasum_hvd.options import Options
-from adasum_hvd.tensorflow.reduction import all_of, is_alone
+from adasum_hvd.tensorflow.reduction import is_alone
 from adasum_hvd.tensorflow.saving import saved_config
 
 
@@ -28,17 +28,17 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite. Collective."""
         finite = super().check_finite(grads)
-        process_set = self._options.process_set
-        if is_alone(process_set):
+        if is_alone(self._options.process_set):
             return finite
-        return all_of(finite, self._adasum.reduction, process_set)
+        return self._adasum.reduction.all_of(finite)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
 
         Raises:
-            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`.
+            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`;
+                another number of gradients than of variables.
             NotImplementedError: under XLA or a tf.distribute strategy.
         """
         grads = list(grads)
@@ -48,6 +48,11 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         super().apply(
             self.inner_optimizer._prepared(grads, variables), trainable_variables
         )
+
+    @property
+    def window_variables(self) -> list[tf.Variable]:
+        """As the inner optimizer's."""
+        return self.inner_optimizer.window_variables
 
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes that the wrapper keeps beside the optimizer."""

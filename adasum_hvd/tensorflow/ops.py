@@ -33,7 +33,7 @@ def init(
     """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
 
     It runs no TensorFlow operation, so that devices can still be chosen by `local_rank()`
-    afterwards. The first reduction compares the ranks' settings.
+    afterwards. The first AdaSum compares the ranks' settings.
 
     Args:
         *args: as `horovod.tensorflow.init`.
@@ -102,7 +102,7 @@ def wire_dtype(dtype: Any, compression: Any = Compression.none) -> tf.DType:
     return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _named_function(
     name: str,
     op: ops.ReduceOp,

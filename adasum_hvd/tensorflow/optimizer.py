@@ -91,9 +91,7 @@ def DistributedOptimizer(
     check(options, (Compression.none, Compression.fp16))
     # Every rank runs the same program and so sees the same; nothing is sent, because models
     # are also loaded on one rank alone.
-    ranks = mpi_ops.size() if mpi_ops.is_initialized() else 1
-    rank = mpi_ops.rank() if mpi_ops.is_initialized() else 0
-    parallel.refuse([detect()] * ranks, allow_modes, rank)
+    parallel.refuse([detect()] * mpi_ops.size(), allow_modes, mpi_ops.rank())
     if isinstance(optimizer, keras.optimizers.Optimizer):
         if keras.backend.backend() != "tensorflow":
             raise NotImplementedError(

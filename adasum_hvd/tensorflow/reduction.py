@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from adasum_hvd import ops
 from adasum_hvd.agreement import (
+    OPTIONS,
     Described,
     comparable,
     compare_parameters,
@@ -64,19 +66,41 @@ def name_of(variable: Any) -> str:
     return str(name)
 
 
-def use_in_graph(user: Hashable) -> int:
-    """Return how often this was called with `user` while the outermost graph was traced.
+def must_reduce(options: Options) -> bool:
+    """Return whether steps reduce; on a single rank only where that does more than reduce."""
+    process_set = options.process_set
+    return not is_alone(process_set) or (
+        process_set.included() and options.clip_delta_norm is not None
+    )
 
-    Operations of one graph may run at the same time and then need names of their own.
+
+def name_in_graph(name: str, user: object) -> str:
+    """Return `name`, with a number behind it from its second use in the outermost graph on.
+
+    Operations of one graph may run at the same time, in any order, and Horovod pairs those of
+    the ranks by their names.
+
+    Args:
+        name: the same on all ranks that reduce.
+        user: who uses it; uses are counted for each user apart.
     """
     if tf.executing_eagerly():
-        return 0
+        return name
     graph = tf.compat.v1.get_default_graph()
     while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
         graph = graph.outer_graph
     counts = _uses.setdefault(graph, Counter())
-    counts[user] += 1
-    return counts[user] - 1
+    counts[user, name] += 1
+    use = counts[user, name] - 1
+    return f"{name}.use{use}" if use else name
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks found when they compared a list: its number, and about their models."""
+
+    number: int
+    any_local: bool  # some rank has worker-local variables
 
 
 class Reduction:
@@ -89,18 +113,14 @@ class Reduction:
 
     def __init__(self, what: str, options: Options):
         self._what, self._options = what, options
-        self._known: dict[Hashable, int] = {}
+        self._known: dict[Hashable, Agreed] = {}
 
-    def __call__(
-        self, tensors: Sequence[Any], variables: Sequence[Any], key: Hashable
-    ) -> list[Any]:
+    def __call__(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return `tensors` reduced, one per variable.
 
         Args:
             tensors: dense, one per variable.
             variables: what they belong to; shapes and dtypes in the same order on all ranks.
-            key: tells this list from others of the same shapes that may be reduced at the same
-                time. All ranks must see a key for the first time together.
 
         Raises:
             ValueError: the ranks' lists differ; on every rank, the first time.
@@ -109,18 +129,8 @@ class Reduction:
         Collective: every rank of the process set, at its first step for this list. It compares
         then, even while a function is traced.
         """
-        tf_ops.refuse_xla(self._what)
-        if tf.distribute.has_strategy():
-            raise NotImplementedError(
-                f"{self._what}: required one model per rank, got a tf.distribute strategy; "
-                "let Horovod start one process per device instead"
-            )
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        described = [
-            (name_of(variable), tuple(tensor.shape), tensor.dtype.name)
-            for tensor, variable in zip(tensors, variables, strict=True)
-        ]
-        label = self.label(key, described)
+        label = self._label(self.agree(tensors, variables))
         options = self._options
         kinds = {
             id(variable): self._kind(tensor)
@@ -150,47 +160,80 @@ class Reduction:
         wire = tf_ops.wire_dtype(tensor.dtype, self._options.compression)
         return wire, (tensor.shape.num_elements() or 0) * wire.size
 
-    def label(self, key: Hashable, described: Sequence[Described]) -> str:
-        """Return a name that is this list's on all ranks. Collective the first time."""
-        key = (key, *(entry[1:] for entry in described))
-        if key not in self._known:
-            self._known[key] = self._compare(described)
-        return f"{self._what}.{self._known[key]}"
+    def agree(
+        self,
+        tensors: Sequence[Any],
+        variables: Sequence[Any],
+        has_local: bool = False,
+    ) -> Agreed:
+        """Compare what is to be reduced, the options and the op's settings over the ranks.
 
-    def _compare(self, described: Sequence[Described]) -> int:
+        Args:
+            tensors: as they will be reduced; only their shapes and dtypes count. All ranks must
+                come with an empty list too, so that they hear of it where others have more.
+            variables: what they belong to, for the message.
+            has_local: whether this rank has worker-local variables.
+
+        Raises:
+            ValueError: the ranks differ; on every rank.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+
+        Collective: every rank of the process set, the first time that a list is seen.
+        """
+        tf_ops.refuse_xla(self._what)
+        if tf.distribute.has_strategy():
+            raise NotImplementedError(
+                f"{self._what}: required one model per rank, got a tf.distribute strategy; "
+                "let Horovod start one process per device instead"
+            )
+        described = [
+            (name_of(variable), tuple(tensor.shape), tensor.dtype.name)
+            for tensor, variable in zip(tensors, variables, strict=True)
+        ]
+        key = tuple(entry[1:] for entry in described)
+        if key not in self._known:
+            self._known[key] = self._compare(described, has_local)
+        return self._known[key]
+
+    def _compare(self, described: Sequence[Described], has_local: bool) -> Agreed:
         process_set = self._options.process_set
+        any_local = has_local
         if not _is_elastic() and process_set.size() > 1:
-            mine = (comparable(tf_ops.settings()), list(described))
+            mine = (
+                comparable(tf_ops.settings()),
+                self._options.shared,
+                list(described),
+                has_local,
+            )
             theirs = allgather_object(
                 mine, name="adasum.compare", process_set=process_set
             )
-            settings, lists = zip(*theirs, strict=True)
+            settings, shared, lists, local = zip(*theirs, strict=True)
             compare_settings(settings, mpi_ops.rank())
+            compare_settings(shared, mpi_ops.rank(), *OPTIONS)
             compare_parameters(self._what, lists, mpi_ops.rank(), names=False)
-        return next(_numbers.setdefault(process_set, itertools.count()))
+            any_local = any(local)
+        number = next(_numbers.setdefault(process_set, itertools.count()))
+        return Agreed(number, any_local)
 
+    def _label(self, agreed: Agreed) -> str:
+        """Return a name for one reduction of a list, the same on all ranks."""
+        return name_in_graph(f"{self._what}.{agreed.number}", self)
 
-def all_of(flag: Any, reduction: Reduction, process_set: Any) -> Any:
-    """Return whether the boolean scalar `flag` is true on all ranks of `process_set`.
+    def all_of(self, flag: Any) -> Any:
+        """Return whether the boolean scalar `flag` is true on all ranks.
 
-    Args:
-        flag: a boolean scalar.
-        reduction: gives the flag its name; one flag at a time.
-        process_set: the ranks that agree.
+        Raises:
+            NotImplementedError: traced into a function that XLA compiles.
 
-    Collective: every rank of `process_set`; blocks (eagerly).
-    """
-    tf_ops.refuse_xla("agreement on finite gradients")
-    (agreed,) = tf_ops.reduce_named(
-        [tf.cast(flag, tf.int32)],
-        reduction.label("all_of", ()),
-        ops.Min,
-        (1.0, 1.0),
-        process_set.process_set_id,
-    )
-    return tf.cast(agreed, tf.bool)
-
-
-def identities(variables: Sequence[Any]) -> tuple[int, ...]:
-    """Return a key of variables that outlive the key."""
-    return tuple(map(id, variables))
+        Collective: every rank of the process set; blocks (eagerly).
+        """
+        flag = tf.cast(flag, tf.int32)
+        (agreed,) = tf_ops.reduce_named(
+            [flag],
+            self._label(self.agree([flag], [flag])),
+            ops.Min,
+            (1.0, 1.0),
+            self._options.process_set.process_set_id,
+        )
+        return tf.cast(agreed, tf.bool)

@@ -17,7 +17,6 @@ from adasum_hvd.tensorflow.reduction import (
     is_alone,
     is_worker_local,
     name_of,
-    use_in_graph,
 )
 
 _classes: dict[type, type] = {}
@@ -57,7 +56,10 @@ class _Tape(tf.GradientTape):
     _adasum_local: set[int]
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradient of `source` as it is on this rank, as Horovod's tape does."""
+        """Keep the gradient of `source` as it is on this rank.
+
+        Horovod's tape divides it by the number of ranks, unless told not to.
+        """
         self._adasum_local.add(id(source))
 
     @tf.autograph.experimental.do_not_convert
@@ -82,12 +84,10 @@ class _Tape(tf.GradientTape):
             and id(source) not in self._adasum_local
             and not is_worker_local(source)
         ]
-        if not kept:
-            return gradients
-        places, found, variables = zip(*kept, strict=True)
+        # Without any, too: other ranks hear of it when the lists are compared.
+        places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())
         ready = dense(found, variables, options.sparse_as_dense)
-        reduction = _reduction_of(options)
-        results = reduction(ready, variables, use_in_graph(reduction))
+        results = _reduction_of(options)(ready, variables)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
         return tf.nest.pack_sequence_as(gradients, flat)

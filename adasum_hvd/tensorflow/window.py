@@ -26,6 +26,9 @@ class Window:
         self._label, self.length = label, length
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
+        self._filled: frozenset[int] | None = (
+            None  # by id, what this window's steps fill
+        )
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make room for one tensor per variable."""
@@ -43,6 +46,30 @@ class Window:
         """Return the tensor of `variable`."""
         return self._tensors[id(native(variable))]
 
+    def variables(self, of: Sequence[Any]) -> list[tf.Variable]:
+        """Return the count of steps and the tensors of `of`; none without a window."""
+        return [] if self._steps is None else [self._steps, *map(self.of, of)]
+
+    def require_same(self, variables: Sequence[Any]) -> None:
+        """Raise unless every step of a window fills the tensors of the same variables.
+
+        A traced function cannot see where a window begins, so that there all windows count as
+        one.
+
+        Raises:
+            ValueError: this step's are others.
+        """
+        filled = frozenset(id(native(variable)) for variable in variables)
+        if self._filled is None:
+            self._filled = filled
+        if filled != self._filled:
+            raise ValueError(
+                "backward_passes_per_step: required gradients of the same variables in every "
+                f"pass, got {len(filled)} variables in this pass and {len(self._filled)} in "
+                f"an earlier one, {len(filled & self._filled)} of them in both; let "
+                "every pass cover all, or give each part of the model an optimizer of its own"
+            )
+
     def at_start(self, action: Callable[[], None]) -> None:
         """Do `action`, at run time, before the first step of a window."""
         assert self._steps is not None
@@ -59,6 +86,8 @@ class Window:
         def finish() -> None:
             at_end()
             steps.assign(0)
+            if tf.executing_eagerly():
+                self._filled = None
 
         done = steps.assign_add(1)
         tf.cond(tf.greater_equal(done, self.length), _returning(finish), lambda: 0)
@@ -80,6 +109,7 @@ class Window:
         """Undo :meth:`save`; a store without this window begins a new one."""
         if self._steps is None:
             return
+        self._filled = None
         key = f"{SAVED}{self._label}_steps"
         saved = key in store.keys()  # noqa: SIM118 (a store is no mapping)
         self._steps.assign(store[key] if saved else 0)

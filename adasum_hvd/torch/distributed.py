@@ -12,6 +12,7 @@ import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 
+from adasum_hvd.agreement import OPTIONS, compare_settings
 from adasum_hvd.options import Options
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
@@ -120,9 +121,11 @@ class DistributedBase(torch.optim.Optimizer):
             for parameter in group["params"]
         )
         gathered = allgather_object(
-            (mine, self._instance, has_local), process_set=self._options.process_set
+            (self._options.shared, mine, self._instance, has_local),
+            process_set=self._options.process_set,
         )
-        theirs, instances, local = zip(*gathered, strict=True)
+        shared, theirs, instances, local = zip(*gathered, strict=True)
+        compare_settings(shared, rank(), *OPTIONS)
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self._instance = max(instances)
         compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())

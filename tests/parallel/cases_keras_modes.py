@@ -391,7 +391,7 @@ def case_keras_callbacks() -> None:
     check_same_everywhere(model)
     plain = model_of()
     plain.compile(momentum(), "mse")
-    with pytest.raises(RuntimeError, match="required a first step that leaves"):
+    with pytest.raises(RuntimeError, match="required first steps that leave"):
         fit(plain, callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)])
     import horovod.tensorflow.keras as horovods
 

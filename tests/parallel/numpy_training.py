@@ -88,8 +88,9 @@ def train(
     passes: int = 1,
     local_steps: int = 1,
     clip: Callable[[Weights], Weights] = lambda grads: grads,
+    first: int = 0,
 ) -> Weights:
-    """Return the weights after `steps` batches on `size` ranks."""
+    """Return the weights after `steps` batches on `size` ranks from rank `first` on."""
     delta = op in ("adasum", "adasum-delta")
     start = [np.asarray(w, np.float64) for w in initial_weights()]
     replicas = [start] * size
@@ -98,7 +99,7 @@ def train(
     taken = 0
     for step in range(steps):
         for rank, weights in enumerate(replicas):
-            new = gradients(weights, *batch_of(rank, step, steps))
+            new = gradients(weights, *batch_of(first + rank, step, steps))
             sums[rank] = [a + b for a, b in zip(sums[rank], new, strict=True)]
         if (step + 1) % passes:
             continue

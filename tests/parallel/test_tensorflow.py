@@ -14,6 +14,7 @@ CONFIGURATIONS = [
     Configuration(NUMBERS, "gloo", 3),
     Configuration(NUMBERS, "mpi", 2),
 ]
+AGREEMENT = Configuration("cases_keras_agreement", "gloo", 3)
 # The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
 TORCH = {
     2: Configuration("cases_torch_ops", "gloo", 2),
@@ -21,7 +22,7 @@ TORCH = {
 }
 CASES = [
     pytest.param(configuration, name, id=f"{configuration}-{name}")
-    for configuration in CONFIGURATIONS
+    for configuration in [*CONFIGURATIONS, AGREEMENT]
     for name in case_names(configuration.cases)
 ]
 

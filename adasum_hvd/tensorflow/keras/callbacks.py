@@ -16,16 +16,17 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
-from adasum_hvd.tensorflow.keras_optimizer import inner, is_distributed
+from adasum_hvd.tensorflow.keras_optimizer import inner, is_distributed, local_slots
 from adasum_hvd.tensorflow.reduction import is_worker_local
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state, and checks the first step.
 
-    It broadcasts before the first batch, or after it when the model is not built before.
-    Random seeds stay different. After the next batch it compares the trainable weights over
-    the ranks, because a job whose steps reduce nothing looks healthy otherwise.
+    It broadcasts before the first batch, or after it when the model is not built before on
+    every rank. Random seeds stay different. After the next batch, and again at the end of the
+    first epoch, it compares the trainable weights over the ranks, because a job whose steps
+    reduce nothing looks healthy otherwise.
 
     Args:
         root_rank: the rank whose values count.
@@ -38,17 +39,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         self._root_rank, self._process_set = root_rank, process_set
         self._of: Any = None
-        self._broadcast_done = self._checked = False
+        self._begin_anew()
 
     def set_model(self, model: Any) -> None:
         """Begin anew with another model; a further `fit` of the same one goes on."""
         if model is not self._of:
             self._of = model
-            self._broadcast_done = self._checked = False
+            self._begin_anew()
         super().set_model(model)
 
+    def _begin_anew(self) -> None:
+        self._broadcast_done = self._checked = self._epoch_checked = False
+
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if the model is built.
+        """Broadcast if the model is built on every rank. Collective.
 
         Raises:
             RuntimeError: the model has Horovod's own optimizer, which reduces nothing.
@@ -61,11 +65,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer"
             )
         if not self._process_set.included():
-            self._broadcast_done = self._checked = True  # it trains on its own
-        if self.model.built and not self._broadcast_done:
+            # It trains on its own.
+            self._broadcast_done = self._checked = self._epoch_checked = True
+        if not self._broadcast_done and self._built_everywhere():
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             self._broadcast()
+
+    def _built_everywhere(self) -> bool:
+        return all(
+            allgather_object(
+                bool(self.model.built),
+                name="adasum.built",
+                process_set=self._process_set,
+            )
+        )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast if that is still to do, or else check the first step.
@@ -79,11 +93,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._checked = True
             self._check_replicas()
 
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Check once more: the first batch may have been accumulated, or skipped.
+
+        Raises:
+            RuntimeError: the replicas differ; on every rank.
+        """
+        if not self._epoch_checked:
+            self._epoch_checked = True
+            self._check_replicas()
+
     def _broadcast(self) -> None:
         self._broadcast_done = True
-        variables = [*self.model.weights, *self.model.optimizer.variables]
-        reduced = [variable for variable in variables if not is_worker_local(variable)]
-        broadcast_variables(reduced, self._root_rank, self._process_set)
+        optimizer = self.model.optimizer
+        variables = [*self.model.weights, *optimizer.variables]
+        if is_distributed(optimizer):
+            variables += optimizer.window_variables
+        local = local_slots(optimizer)
+        shared = [v for v in variables if not (is_worker_local(v) or id(v) in local)]
+        broadcast_variables(shared, self._root_rank, self._process_set)
 
     def _check_replicas(self) -> None:
         optimizer = inner(self.model.optimizer)
@@ -100,7 +128,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
         if len(set(everyone)) > 1:
             raise RuntimeError(
-                f"fit: required a first step that leaves {len(everyone)} equal replicas, got "
+                f"fit: required first steps that leave {len(everyone)} equal replicas, got "
                 "weights that differ; compile the model with "
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark what "
                 "must differ with mark_worker_local()"
@@ -119,11 +147,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Replace each value in `logs`. Collective.
+        """Replace each value in `logs`. Collective; does nothing outside the process set.
 
         Raises:
             ValueError: the ranks have different metrics; on every rank.
         """
+        if not self._process_set.included():
+            return
         logs = {} if logs is None else logs
         mine = {name: float(value) for name, value in logs.items()}
         everyone = allgather_object(

@@ -1,0 +1,216 @@
+"""What ranks must agree on in TensorFlow: passes, lists, options, windows, models, sets."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import numpy_training as numerics
+import pytest
+import tensorflow as tf
+from cases_keras_optimizer import (
+    OPTIMIZERS,
+    STEPS,
+    check_same_everywhere,
+    compiled,
+    digest_of,
+    fit,
+    model_of,
+)
+from cases_keras_optimizer import align as align
+from cases_keras_optimizer import start as start
+
+import adasum_hvd.tensorflow.keras as hvd
+from adasum_hvd import reference
+
+VARIANTS = ("adasum-grad", "adasum-delta")
+
+
+def momentum(**kwargs: object) -> keras.optimizers.Optimizer:
+    return OPTIMIZERS["momentum"][0](**kwargs)
+
+
+def values_of(rank: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, rank]).standard_normal(50).astype(np.float32)
+
+
+def reduced_values(seed: int, op: str) -> np.ndarray:
+    each = [values_of(rank, seed) for rank in range(hvd.size())]
+    return np.mean(each, 0) if op == "average" else reference.adasum(each)
+
+
+def case_keras_two_reductions_in_one_function() -> None:
+    """Same shapes, no order between them: each must meet its own kind on the other ranks."""
+    first, second = (tf.constant(values_of(hvd.rank(), seed)) for seed in (1, 2))
+    for op in ("average", *VARIANTS):
+        weight = tf.Variable(tf.zeros(50))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+        optimizer.build([weight])
+
+        @tf.function
+        def step(weight=weight, optimizer=optimizer) -> None:
+            with tf.GradientTape(persistent=True) as tape:
+                losses = [tf.reduce_sum(weight * x) for x in (first, second)]
+            for loss in losses:
+                optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        for _ in range(3):
+            step()
+        wanted = -3 * (reduced_values(1, op) + reduced_values(2, op))
+        np.testing.assert_allclose(weight.numpy(), wanted, atol=2e-5)
+    reducer = hvd.DistributedGradReducer([weight])
+    twice = tf.function(lambda: (reducer([second]), reducer([first])))
+    for _ in range(3):
+        results = twice()
+        for seed, (result,) in zip((2, 1), results, strict=True):
+            wanted = reduced_values(seed, "average")
+            np.testing.assert_allclose(result, wanted, atol=1e-6)
+
+
+def case_keras_passes_and_gradients_must_be_complete() -> None:
+    for in_function in (False, True):
+        optimizer = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2)
+        variables = [tf.Variable(tf.ones(3)) for _ in range(2)]
+        optimizer.build(variables)
+
+        def passes(indices, optimizer=optimizer, variables=variables) -> None:
+            for index in indices:
+                grads = [tf.ones(3) if i == index else None for i in range(2)]
+                optimizer.apply(grads, variables)
+
+        run = tf.function(passes) if in_function else passes
+        if not in_function:
+            run((0, 0))
+            run((1, 1))  # another window may cover other variables
+        with pytest.raises(
+            ValueError, match="gradients of the same variables in every"
+        ):
+            run((0, 1))
+    for op, scaled in itertools.product(VARIANTS, (False, True)):
+        inside = (
+            keras.optimizers.LossScaleOptimizer(momentum()) if scaled else momentum()
+        )
+        optimizer = hvd.DistributedOptimizer(inside, op=op)
+        variables = [tf.Variable(tf.ones(3)) for _ in range(2)]
+        optimizer.build(variables)
+        with pytest.raises(ValueError, match="one gradient per variable, 2, got 1"):
+            optimizer.apply([tf.ones(3)])
+
+
+def case_keras_worker_local_variables_on_one_rank() -> None:
+    """Every rank hears of it: none waits for a comparison that another never enters."""
+    on_first = hvd.rank() == 0
+
+    def variables_here() -> list[tf.Variable]:
+        variables = [tf.Variable(tf.ones(3))]
+        if on_first:
+            hvd.mark_worker_local(variables[0])
+        return variables
+
+    options = [{"op": op} for op in ("average", *VARIANTS)]
+    options.append({"op": "adasum-delta", "local_steps": 2})
+    for kwargs in options:
+        optimizer = hvd.DistributedOptimizer(momentum(), **kwargs)
+        variables = variables_here()
+        with pytest.raises(
+            ValueError, match="required the same parameters in the same"
+        ):
+            optimizer.apply([tf.ones(3)], variables)
+    old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    with pytest.raises(ValueError, match="required the same parameters in the same"):
+        hvd.DistributedOptimizer(old, op="adasum-delta").apply_gradients(
+            [(tf.ones(3), variable) for variable in variables_here()]
+        )
+    with pytest.raises(ValueError, match="required the same parameters in the same"):
+        hvd.DistributedOptimizer(old, op="average").compute_gradients(
+            lambda: tf.reduce_sum(variables[0]), variables
+        )
+    optimizer = hvd.DistributedOptimizer(momentum(global_clipnorm=1.0))
+    extra = variables_here() if on_first else []
+    variables = [tf.Variable(tf.ones(3)), *extra]
+    with pytest.raises(ValueError, match="global_clipnorm: required variables that"):
+        optimizer.apply([tf.ones(3)] * len(variables), variables)
+
+
+def case_keras_options_are_compared() -> None:
+    different = {
+        "bucket_bytes": 1000 + hvd.rank(),
+        "op": "average" if hvd.rank() else "sum",
+        "local_steps": 1 + (hvd.rank() == 0),
+        "clip_delta_norm": 1.0 + hvd.rank(),
+    }
+    for name, value in different.items():
+        optimizer = hvd.DistributedOptimizer(
+            momentum(), **{"op": "adasum-delta", name: value}
+        )
+        with pytest.raises(ValueError, match=f"the same arguments of .* got {name}="):
+            optimizer.apply([tf.ones(3)], [tf.Variable(tf.ones(3))])
+
+
+def case_keras_broadcast_holds_windows_and_leaves_local_slots() -> None:
+    model = compiled(
+        hvd.DistributedOptimizer(
+            momentum(), op="adasum-delta", backward_passes_per_step=2, local_steps=2
+        )
+    )
+    optimizer, variables = model.optimizer, model.trainable_variables
+    optimizer.build(variables)
+    hvd.mark_worker_local(variables[0])
+    for slot in optimizer.momentums:
+        slot.assign(tf.fill(slot.shape, float(hvd.rank() + 1)))
+    if hvd.rank() == 0:  # alone, in the midst of a window
+        optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+    counts = hvd.allgather_object(int(optimizer.window_variables[0]))
+    assert counts == [1] + [0] * (hvd.size() - 1)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert int(optimizer.window_variables[0]) == 1
+    sums = optimizer.window_variables[1 : len(variables)]
+    assert all(np.all(total.numpy() == 1) for total in sums)
+    assert len(optimizer.window_variables) == 2 * len(variables)
+    ranks = [float(slot.numpy().flat[0]) for slot in optimizer.momentums]
+    assert ranks == [hvd.rank() + 1.0, 1.0, 1.0, 1.0]
+
+
+def case_keras_model_built_on_one_rank() -> None:
+    for builder in (0, hvd.size() - 1):
+        model = keras.Sequential(
+            [keras.layers.Dense(numerics.HIDDEN), keras.layers.Dense(numerics.OUTPUTS)]
+        )
+        if hvd.rank() == builder:
+            model.build((None, numerics.INPUTS))
+        optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-delta")
+        hvd.compile(model, optimizer, loss="mse")
+        fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        check_same_everywhere(model)
+
+
+def case_keras_check_sees_accumulated_steps() -> None:
+    model = model_of()
+    model.compile(momentum(gradient_accumulation_steps=STEPS), "mse")
+    with pytest.raises(RuntimeError, match="required first steps that leave"):
+        fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+
+def case_keras_process_set() -> None:
+    """The last ranks train together, the first one alone."""
+    members = list(range(1, hvd.size()))
+    together = hvd.add_process_set(members)
+    mine = members if hvd.rank() in members else [0]
+    make, simulated = OPTIMIZERS["momentum"]
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        model = compiled(hvd.DistributedOptimizer(make(), op=op, process_set=together))
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(1, process_set=together),
+            hvd.callbacks.MetricAverageCallback(process_set=together),
+        ]
+        fit(model, callbacks=callbacks)
+        expected = numerics.train(simulated, op, len(mine), STEPS, first=mine[0])
+        for weight, wanted in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(weight, wanted, atol=2e-6)
+        digests = hvd.allgather_object(digest_of(model))
+        assert len(set(digests[1:])) == 1
+        assert digests[0] != digests[1]
+    hvd.remove_process_set(together)
