@@ -21,7 +21,7 @@ from pathlib import Path
 WORKER = Path(__file__).with_name("worker.py")
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 480
 
 
 @dataclass(frozen=True)

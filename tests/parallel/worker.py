@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-faulthandler.dump_traceback_later(200, exit=True)  # shows where a stuck rank stands
+faulthandler.dump_traceback_later(440, exit=True)  # shows where a stuck rank stands
 
 
 def main() -> None:
