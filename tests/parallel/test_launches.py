@@ -44,10 +44,11 @@ def negotiations(tmp_path, op: str, **variables: str) -> int:
 
 def test_response_cache_hits(tmp_path):
     """A repeated AdaSum is negotiated once per tensor, as a repeated Average is."""
-    # Ranks may arrive in different cycles, which costs a message or two per new tensor.
+    # Ranks may arrive in different cycles, which costs messages for each new tensor; how many
+    # is a matter of load. Without the cache each of the 100 calls costs at least one.
     average, adasum = (negotiations(tmp_path, op) for op in ("average", "adasum"))
-    assert 5 <= average <= 30
-    assert 5 <= adasum <= 30
+    assert 5 <= average <= 60
+    assert 5 <= adasum <= 60
     assert negotiations(tmp_path, "adasum", HOROVOD_CACHE_CAPACITY="0") >= 100
 
 
