@@ -221,6 +221,17 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
   group.mine->CloseDescriptor();
 }
 
+// Whether the ranks have to take turns; the same answer on all of them.
+bool Crowded(const LocalGroup& group) {
+  cpu_set_t together = group.mine->header().allowed;
+  for (const LocalPeer& peer : group.peers) {
+    if (peer.segment != nullptr) {
+      CPU_OR(&together, &together, &peer.segment->header().allowed);
+    }
+  }
+  return CPU_COUNT(&together) < static_cast<int>(group.peers.size());
+}
+
 } // namespace
 
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
@@ -278,6 +289,8 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   try {
     if (joined) {
       Join(*group, listening.value(), names, nonces);
+      group->crowded = Crowded(*group);
+      readable = readable && (settings.mode == LocalMode::kDirect || group->crowded);
       for (int peer = 0; peer < size; ++peer) {
         readable = readable && (peer == member || MayRead(group->peers[peer]));
       }

@@ -11,9 +11,9 @@
 namespace adasum_hvd {
 
 enum class LocalMode {
-  kAuto,   // direct where the kernel allows it, else staged
-  kDirect, // long messages are read from the sender's memory: one copy
-  kStaged, // every byte goes through the rings: two copies
+  kAuto,   // staged where every rank can have a processor of its own, else direct if the kernel allows it
+  kStaged, // every byte goes through the rings: two copies, in the cache
+  kDirect, // long messages are read from the sender's memory: one copy, by the kernel
   kOff,    // the network transport, on one host too
 };
 
@@ -50,7 +50,8 @@ struct LocalGroup {
   std::unique_ptr<LocalSegment> mine;
   std::vector<LocalPeer> peers;  // by rank on the host
   std::vector<int> global_ranks; // for messages
-  bool direct = false;           // every rank may read every other's memory
+  bool crowded = false;          // more ranks than processors that they may run on
+  bool direct = false;           // long messages are read from the sender's memory
   int64_t ring_bytes = 0;
   int timeout_seconds = 0;
   int handshake_seconds = 0;

@@ -1,7 +1,9 @@
 #include "local_segment.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <ctime>
 #include <new>
 #include <random>
@@ -35,6 +37,29 @@ bool Bell::SleepUnlessRung(uint32_t seen, int milliseconds) {
   return syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &limit, nullptr, 0) == -1 && errno == ETIMEDOUT;
 }
 
+int64_t Ring::Space() const { return capacity_ - static_cast<int64_t>(written() - read()); }
+
+void Ring::Write(const void* from, int64_t bytes) {
+  const int64_t offset = static_cast<int64_t>(written() % capacity_);
+  const int64_t first = std::min(bytes, capacity_ - offset);
+  std::memcpy(memory_ + offset, from, first);
+  std::memcpy(memory_, static_cast<const char*>(from) + first, bytes - first);
+  positions_.written.store(written() + bytes, std::memory_order_release);
+}
+
+int64_t Ring::Unread() const {
+  return static_cast<int64_t>(positions_.written.load(std::memory_order_acquire) - read());
+}
+
+void Ring::Peek(void* to, int64_t bytes) const {
+  const int64_t offset = static_cast<int64_t>(read() % capacity_);
+  const int64_t first = std::min(bytes, capacity_ - offset);
+  std::memcpy(to, memory_ + offset, first);
+  std::memcpy(static_cast<char*>(to) + first, memory_, bytes - first);
+}
+
+void Ring::Skip(int64_t bytes) { positions_.read.store(read() + bytes, std::memory_order_release); }
+
 int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
   return sizeof(SegmentHeader) + ranks * (static_cast<int64_t>(sizeof(RingPositions)) + ring_bytes);
 }
@@ -50,6 +75,9 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
   }
   Map();
   new (memory_) SegmentHeader();
+  if (sched_getaffinity(0, sizeof header().allowed, &header().allowed) != 0) {
+    CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
+  }
   std::random_device random;
   probe_ = std::make_unique<uint64_t>((uint64_t{random()} << 32) | random());
   header().probe_address = reinterpret_cast<uint64_t>(probe_.get());
@@ -96,8 +124,9 @@ RingPositions& LocalSegment::positions(int peer) {
   return reinterpret_cast<RingPositions*>(memory_ + sizeof(SegmentHeader))[peer];
 }
 
-char* LocalSegment::ring(int peer) {
-  return memory_ + sizeof(SegmentHeader) + ranks_ * sizeof(RingPositions) + peer * ring_bytes_;
+Ring LocalSegment::ring(int peer) {
+  char* first = memory_ + sizeof(SegmentHeader) + ranks_ * sizeof(RingPositions);
+  return Ring(first + peer * ring_bytes_, ring_bytes_, positions(peer));
 }
 
 } // namespace adasum_hvd

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 
+#include <sched.h>
+
 namespace adasum_hvd {
 
 // Wakes the rank that owns it. Futexes work across processes on shared memory.
@@ -19,17 +21,40 @@ struct alignas(64) Bell {
   bool SleepUnlessRung(uint32_t seen, int milliseconds);
 };
 
-// Bytes on their way from the segment's owner to one peer. Positions only grow; one writer, one reader.
+// Where a ring's writer and its reader are. Positions only grow.
 struct RingPositions {
   alignas(64) std::atomic<uint64_t> written{0};
   alignas(64) std::atomic<uint64_t> read{0};
 };
 
+// Bytes on their way from a segment's owner, the one writer, to one peer, the one reader.
+class Ring {
+public:
+  Ring(char* memory, int64_t capacity, RingPositions& positions)
+      : memory_(memory), capacity_(capacity), positions_(positions) {}
+
+  int64_t Space() const; // for the writer
+  void Write(const void* from, int64_t bytes);
+  uint64_t written() const { return positions_.written.load(std::memory_order_relaxed); }
+
+  int64_t Unread() const; // for the reader
+  void Peek(void* to, int64_t bytes) const;
+  void Skip(int64_t bytes); // what was read; the writer may use its place
+  uint64_t read() const { return positions_.read.load(std::memory_order_acquire); }
+
+private:
+  char* memory_;
+  int64_t capacity_;
+  RingPositions& positions_;
+};
+
 struct SegmentHeader {
   Bell bell;
-  std::atomic<int32_t> gave_up{0}; // 1 + the global rank for whose sake the owner has stopped
-  uint64_t probe_address = 0;      // in the owner's memory, where a peer that may read it finds probe_value
-  uint64_t probe_value = 0;        // a random number
+  std::atomic<int32_t> gave_up{0};    // 1 + the global rank for whose sake the owner has stopped
+  std::atomic<int32_t> processor{-1}; // that the owner last ran on, inside a reduction
+  cpu_set_t allowed = {};             // the processors that it may run on
+  uint64_t probe_address = 0; // in the owner's memory, where a peer that may read it finds probe_value
+  uint64_t probe_value = 0;   // a random number
 };
 
 class LocalSegment {
@@ -45,12 +70,12 @@ public:
   int descriptor() const { return descriptor_; }
   void CloseDescriptor(); // the mapping stays
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
-  RingPositions& positions(int peer);
-  char* ring(int peer);
+  Ring ring(int peer);
 
 private:
   static int64_t Bytes(int ranks, int64_t ring_bytes);
   void Map();
+  RingPositions& positions(int peer);
 
   int descriptor_;
   int ranks_;

@@ -1,6 +1,7 @@
 #include "transport_local.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -24,37 +25,18 @@ void Pause() {
 #endif
 }
 
-// Spinning only takes a processor from the rank that is waited for when there are fewer than ranks.
-int SpinsFor(int ranks) {
-  cpu_set_t allowed;
-  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) >= ranks
-             ? kSpins / std::max(1, ranks - 1)
-             : 0;
-}
-
-void CopyIntoRing(char* ring, int64_t capacity, uint64_t position, const char* from, int64_t bytes) {
-  const int64_t offset = static_cast<int64_t>(position % capacity);
-  const int64_t first = std::min(bytes, capacity - offset);
-  std::memcpy(ring + offset, from, first);
-  std::memcpy(ring, from + first, bytes - first);
-}
-
-void CopyOutOfRing(const char* ring, int64_t capacity, uint64_t position, char* to, int64_t bytes) {
-  const int64_t offset = static_cast<int64_t>(position % capacity);
-  const int64_t first = std::min(bytes, capacity - offset);
-  std::memcpy(to, ring + offset, first);
-  std::memcpy(to + first, ring, bytes - first);
-}
-
 } // namespace
 
 LocalTransport::LocalTransport(std::unique_ptr<LocalGroup> group)
-    : group_(std::move(group)), lanes_(group_->peers.size()), spins_(SpinsFor(size())) {}
+    : group_(std::move(group)), lanes_(group_->peers.size()),
+      // Spinning only takes a processor from the rank that is waited for when they have to take turns.
+      spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
 
 void LocalTransport::Start(const std::vector<Message>& messages) {
   if (!broken_.empty()) {
     throw std::runtime_error(broken_);
   }
+  KeepApart();
   const uint64_t exchange = first_open_ + open_parts_.size();
   open_parts_.push_back(0);
   auto add = [&](std::deque<Part>& parts, const void* at, int64_t bytes) {
@@ -116,64 +98,53 @@ bool LocalTransport::Advance(int peer) {
   return noted || sent || received;
 }
 
-bool LocalTransport::SendTag(int peer, Part& part) {
-  RingPositions& positions = group_->mine->positions(peer);
-  const uint64_t written = positions.written.load(std::memory_order_relaxed);
-  const uint64_t unread = written - positions.read.load(std::memory_order_acquire);
-  if (group_->ring_bytes - static_cast<int64_t>(unread) < static_cast<int64_t>(sizeof(Tag))) {
+bool LocalTransport::SendTag(Ring& ring, Part& part) {
+  const Tag tag = {part.operation, static_cast<uint64_t>(part.left)};
+  if (ring.Space() < static_cast<int64_t>(sizeof tag)) {
     return false;
   }
-  const Tag tag = {part.operation, static_cast<uint64_t>(part.left)};
-  CopyIntoRing(group_->mine->ring(peer), group_->ring_bytes, written, reinterpret_cast<const char*>(&tag),
-               sizeof tag);
-  positions.written.store(written + sizeof tag, std::memory_order_release);
+  ring.Write(&tag, sizeof tag);
   part.tagged = true;
   return true;
 }
 
 bool LocalTransport::Send(int peer) {
   Lane& lane = lanes_[peer];
-  RingPositions& positions = group_->mine->positions(peer);
-  char* ring = group_->mine->ring(peer);
+  Ring ring = group_->mine->ring(peer);
   bool moved = false;
-  while (!lane.outgoing.empty()) {
+  for (; !lane.outgoing.empty(); moved = true) {
     Part& part = lane.outgoing.front();
-    if (!part.tagged && !SendTag(peer, part)) {
+    if (!part.tagged && !SendTag(ring, part)) {
       break;
     }
-    const uint64_t written = positions.written.load(std::memory_order_relaxed);
-    const uint64_t unread = written - positions.read.load(std::memory_order_acquire);
-    const int64_t space = group_->ring_bytes - static_cast<int64_t>(unread);
-    int64_t bytes = std::min({space, part.left, kPieceBytes});
     if (part.direct) {
       const auto address = reinterpret_cast<uint64_t>(part.at);
-      bytes = sizeof address;
-      if (space < bytes) {
+      if (ring.Space() < static_cast<int64_t>(sizeof address)) {
         break;
       }
-      CopyIntoRing(ring, group_->ring_bytes, written, reinterpret_cast<const char*>(&address), bytes);
-      lane.unread.push_back({written + bytes, part.exchange});
+      lane.unread.push_back({ring.written() + sizeof address, part.exchange});
       lane.outgoing.pop_front();
-    } else if (bytes == 0) {
-      break;
-    } else {
-      CopyIntoRing(ring, group_->ring_bytes, written, part.at, bytes);
-      part.at += bytes;
-      part.left -= bytes;
-      if (part.left == 0) {
-        Finish(part.exchange);
-        lane.outgoing.pop_front();
-      }
+      ring.Write(&address, sizeof address);
+      continue;
     }
-    positions.written.store(written + bytes, std::memory_order_release);
-    moved = true;
+    const int64_t bytes = std::min({ring.Space(), part.left, kPieceBytes});
+    if (bytes == 0) {
+      break;
+    }
+    ring.Write(part.at, bytes);
+    part.at += bytes;
+    part.left -= bytes;
+    if (part.left == 0) {
+      Finish(part.exchange);
+      lane.outgoing.pop_front();
+    }
   }
   return moved;
 }
 
 bool LocalTransport::NoteReads(int peer) {
   Lane& lane = lanes_[peer];
-  const uint64_t read = group_->mine->positions(peer).read.load(std::memory_order_acquire);
+  const uint64_t read = group_->mine->ring(peer).read();
   bool noted = false;
   while (!lane.unread.empty() && lane.unread.front().position <= read) {
     Finish(lane.unread.front().exchange);
@@ -183,50 +154,44 @@ bool LocalTransport::NoteReads(int peer) {
   return noted;
 }
 
-bool LocalTransport::ReceiveTag(int peer, Part& part) {
-  LocalSegment& segment = *group_->peers[peer].segment;
-  RingPositions& positions = segment.positions(rank());
-  const uint64_t read = positions.read.load(std::memory_order_relaxed);
+bool LocalTransport::ReceiveTag(int peer, Ring& ring, Part& part) {
   Tag tag;
-  if (positions.written.load(std::memory_order_acquire) - read < sizeof tag) {
+  if (ring.Unread() < static_cast<int64_t>(sizeof tag)) {
     return false;
   }
-  CopyOutOfRing(segment.ring(rank()), group_->ring_bytes, read, reinterpret_cast<char*>(&tag), sizeof tag);
+  ring.Peek(&tag, sizeof tag);
   if (tag.operation != part.operation || tag.bytes != static_cast<uint64_t>(part.left)) {
     Fail(peer, "it is in another reduction, or reduces tensors of other sizes");
   }
-  positions.read.store(read + sizeof tag, std::memory_order_release);
+  ring.Skip(sizeof tag);
   part.tagged = true;
   return true;
 }
 
 bool LocalTransport::Receive(int peer) {
   Lane& lane = lanes_[peer];
-  LocalSegment& segment = *group_->peers[peer].segment;
-  RingPositions& positions = segment.positions(rank());
-  const char* ring = segment.ring(rank());
+  Ring ring = group_->peers[peer].segment->ring(rank());
   bool moved = false;
-  while (!lane.incoming.empty()) {
+  for (; !lane.incoming.empty(); moved = true) {
     Part& part = lane.incoming.front();
-    if (!part.tagged && !ReceiveTag(peer, part)) {
+    if (!part.tagged && !ReceiveTag(peer, ring, part)) {
       break;
     }
-    const uint64_t read = positions.read.load(std::memory_order_relaxed);
-    const auto here = static_cast<int64_t>(positions.written.load(std::memory_order_acquire) - read);
-    int64_t bytes = std::min({here, part.left, kPieceBytes});
+    uint64_t address;
+    int64_t bytes = part.direct ? sizeof address : std::min(part.left, kPieceBytes);
+    if (part.direct && ring.Unread() < bytes) {
+      break;
+    }
+    bytes = std::min(bytes, ring.Unread());
+    if (bytes == 0) {
+      break;
+    }
     if (part.direct) {
-      uint64_t address;
-      bytes = sizeof address;
-      if (here < bytes) {
-        break;
-      }
-      CopyOutOfRing(ring, group_->ring_bytes, read, reinterpret_cast<char*>(&address), bytes);
+      ring.Peek(&address, bytes);
       ReadMemoryOf(peer, part, address);
       part.left = 0;
-    } else if (bytes == 0) {
-      break;
     } else {
-      CopyOutOfRing(ring, group_->ring_bytes, read, part.at, bytes);
+      ring.Peek(part.at, bytes);
       part.at += bytes;
       part.left -= bytes;
     }
@@ -234,8 +199,7 @@ bool LocalTransport::Receive(int peer) {
       Finish(part.exchange);
       lane.incoming.pop_front();
     }
-    positions.read.store(read + bytes, std::memory_order_release);
-    moved = true;
+    ring.Skip(bytes); // tells the peer, which may then reuse its memory
   }
   return moved;
 }
@@ -264,12 +228,54 @@ void LocalTransport::CheckStopped(int peer) {
   }
 }
 
+// A rank that wakes another draws it to its own processor, and the two then take turns there for a second
+// while the next processor is idle (Linux 6.18, as many ranks as processors: twice the time). A rank that is
+// beside more lower ranks than its share moves to the emptiest processor it may use. It is not bound there.
+void LocalTransport::KeepApart() {
+  const auto processor = [this](int peer) -> std::atomic<int32_t>& {
+    LocalSegment& segment = peer == rank() ? *group_->mine : *group_->peers[peer].segment;
+    return segment.header().processor;
+  };
+  const int here = sched_getcpu();
+  processor(rank()).store(here, std::memory_order_relaxed);
+  int lower = 0;
+  for (int peer = 0; peer < rank(); ++peer) {
+    lower += processor(peer).load(std::memory_order_relaxed) == here ? 1 : 0;
+  }
+  cpu_set_t allowed;
+  if (lower == 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0 ||
+      lower < (size() + CPU_COUNT(&allowed) - 1) / CPU_COUNT(&allowed)) {
+    return;
+  }
+  std::array<int, CPU_SETSIZE> ranks_on = {};
+  for (int peer = 0; peer < size(); ++peer) {
+    const int32_t there = processor(peer).load(std::memory_order_relaxed);
+    if (there >= 0 && there < CPU_SETSIZE) {
+      ++ranks_on[there];
+    }
+  }
+  int emptiest = here;
+  for (int one = 0; one < CPU_SETSIZE; ++one) {
+    if (CPU_ISSET(one, &allowed) && ranks_on[one] < ranks_on[emptiest]) {
+      emptiest = one;
+    }
+  }
+  cpu_set_t target;
+  CPU_ZERO(&target);
+  CPU_SET(emptiest, &target);
+  if (sched_setaffinity(0, sizeof target, &target) == 0) {
+    processor(rank()).store(emptiest, std::memory_order_relaxed);
+    sched_setaffinity(0, sizeof allowed, &allowed);
+  }
+}
+
 void LocalTransport::Sleep() {
   Bell& bell = group_->mine->header().bell;
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
   const bool in_vain = !AdvanceAll() && bell.SleepUnlessRung(seen, kSleepMilliseconds);
   bell.asleep.store(0, std::memory_order_relaxed);
+  KeepApart();
   if (in_vain) {
     idle_milliseconds_ += kSleepMilliseconds;
     CheckPeers();

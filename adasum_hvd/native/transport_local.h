@@ -1,9 +1,9 @@
 // Messages between the ranks of one host, through shared memory and without sockets.
 //
-// Every ordered pair of ranks has a ring of bytes. Short messages go through it; of a long one only its
-// address does, and the receiver reads the sender's memory itself (process_vm_readv): one copy, and no
-// memory beyond the rings. Where the kernel does not allow that, long messages go through the ring too, in
-// pieces: two copies, both in the cache as long as a ring fits there.
+// Every ordered pair of ranks has a ring of bytes. Staged, messages go through it in pieces: two copies, both
+// in the cache as long as a ring fits there, by two ranks that run at the same time. Direct, only the address
+// of a long message goes through the ring, and the receiver reads the sender's memory itself
+// (process_vm_readv): one copy, but the kernel looks up and pins every page; better where ranks take turns.
 #pragma once
 
 #include <cstdint>
@@ -65,13 +65,14 @@ private:
 
   bool Advance(int peer);
   bool Send(int peer);
-  bool SendTag(int peer, Part& part);
+  static bool SendTag(Ring& ring, Part& part);
   bool NoteReads(int peer);
   bool Receive(int peer);
-  bool ReceiveTag(int peer, Part& part);
+  bool ReceiveTag(int peer, Ring& ring, Part& part);
   void ReadMemoryOf(int peer, const Part& part, uint64_t address);
   void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
   bool AdvanceAll();
+  void KeepApart();
   void Sleep();
   void CheckPeers();
   void CheckStopped(int peer);

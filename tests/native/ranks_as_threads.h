@@ -9,10 +9,10 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "testing.h"
 #include "transport.h"
 
 namespace adasum_hvd {
@@ -88,26 +88,10 @@ private:
 // Runs body(transport) on `size` threads and rethrows the first exception.
 inline void RunRanks(int size, const std::function<void(ThreadTransport&)>& body) {
   Mailboxes mail;
-  std::vector<std::thread> threads;
-  std::vector<std::exception_ptr> errors(size);
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        ThreadTransport transport(mail, rank, size);
-        body(transport);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const std::exception_ptr& error : errors) {
-    if (error) {
-      std::rethrow_exception(error);
-    }
-  }
+  InThreads(size, [&](int rank) {
+    ThreadTransport transport(mail, rank, size);
+    body(transport);
+  });
 }
 
 } // namespace adasum_hvd

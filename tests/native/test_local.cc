@@ -1,6 +1,4 @@
 // Shared memory between ranks: threads for the exchanges, processes where one has to die.
-//
-// Prints "ok NAME" or "FAILED NAME: why" per test, and exits with the number of failures.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -18,21 +16,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "testing.h"
 #include "transport_local.h"
 
 using namespace adasum_hvd;
 
 namespace {
-
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-void Check(bool condition, const std::string& what) {
-  if (!condition) {
-    throw Failure(what);
-  }
-}
 
 // Gathers two integers of each rank, in memory that forked processes share too.
 class Board {
@@ -86,28 +75,6 @@ std::unique_ptr<LocalTransport> Connect(Board& board, int rank, int size, const 
   std::unique_ptr<LocalGroup> group = Join(board, rank, size, settings, why_not);
   Check(group != nullptr, "not connected: " + why_not);
   return std::make_unique<LocalTransport>(std::move(group));
-}
-
-void InThreads(int size, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  std::vector<std::exception_ptr> errors(size);
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const std::exception_ptr& error : errors) {
-    if (error) {
-      std::rethrow_exception(error);
-    }
-  }
 }
 
 char ByteOf(int from, int to, int exchange, size_t position) {
@@ -345,10 +312,72 @@ void StrangersAreRefused() {
   });
 }
 
+cpu_set_t Allowed() {
+  cpu_set_t allowed;
+  Check(sched_getaffinity(0, sizeof allowed, &allowed) == 0, "sched_getaffinity");
+  return allowed;
+}
+
+cpu_set_t FirstOf(const cpu_set_t& allowed, int count) {
+  cpu_set_t first;
+  CPU_ZERO(&first);
+  for (int one = 0; CPU_COUNT(&first) < count; ++one) {
+    if (CPU_ISSET(one, &allowed)) {
+      CPU_SET(one, &first);
+    }
+  }
+  return first;
+}
+
+// Ranks bound to one processor or free on two: what counts is what they have together.
+void DirectWhereRanksTakeTurns() {
+  const cpu_set_t all = Allowed();
+  for (int processors : {1, 2}) {
+    if (CPU_COUNT(&all) < processors) {
+      continue;
+    }
+    const cpu_set_t few = FirstOf(all, processors);
+    for (int ranks = 2; ranks <= 3; ++ranks) {
+      Board board(ranks);
+      InThreads(ranks, [&](int rank) {
+        cpu_set_t mine = few;
+        if (rank == 0 && processors == 2) {
+          mine = FirstOf(all, 1);
+        }
+        Check(sched_setaffinity(0, sizeof mine, &mine) == 0, "sched_setaffinity");
+        std::string why_not;
+        const auto group = Join(board, rank, ranks, LocalSettings(), why_not);
+        Check(group != nullptr, why_not);
+        Check(group->crowded == (ranks > processors) && group->direct == group->crowded,
+              std::to_string(ranks) + " ranks on " + std::to_string(processors) + " processors");
+      });
+    }
+  }
+}
+
+void ARankThatMovesIsNotBound() {
+  const cpu_set_t all = Allowed();
+  const cpu_set_t one = FirstOf(all, 1);
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    auto transport = Connect(board, rank, 2, LocalSettings());
+    char sent = 1, received = 0;
+    std::vector<Message> messages(2);
+    messages[1 - rank] = {&sent, 1, &received, 1};
+    for (int exchange = 0; exchange < 20; ++exchange) {
+      sched_setaffinity(0, sizeof one, &one); // both on one processor, and free again
+      sched_setaffinity(0, sizeof all, &all);
+      transport->Exchange(messages);
+      const cpu_set_t now = Allowed();
+      Check(received == 1 && CPU_EQUAL(&now, &all), "bound after exchange " + std::to_string(exchange));
+    }
+  });
+}
+
 } // namespace
 
 int main() {
-  const std::pair<const char*, void (*)()> tests[] = {
+  return RunTests({
       {"messages arrive", MessagesArrive},
       {"an ended peer is named", EndedPeerIsNamed},
       {"a silent peer is named", SilentPeerIsNamed},
@@ -356,17 +385,8 @@ int main() {
       {"a failed peer is named", FailedPeerIsNamed},
       {"other reductions are noticed", OtherReductionsAreNoticed},
       {"all ranks or none", AllOrNone},
-      {"strangers are refused", StrangersAreRefused}};
-  int failures = 0;
-  for (const auto& [name, test] : tests) {
-    try {
-      test();
-      std::printf("ok %s\n", name);
-    } catch (const std::exception& error) {
-      ++failures;
-      std::printf("FAILED %s: %s\n", name, error.what());
-    }
-    std::fflush(stdout);
-  }
-  return failures;
+      {"strangers are refused", StrangersAreRefused},
+      {"direct where ranks take turns", DirectWhereRanksTakeTurns},
+      {"a rank that moves is not bound", ARankThatMovesIsNotBound},
+  });
 }

@@ -1,6 +1,4 @@
 // The op's arithmetic, ranks as threads, against a float64 tree walked on whole vectors.
-//
-// Prints "ok NAME" or "FAILED NAME: why" per test, and exits with the number of failures.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,26 +14,17 @@
 #include "layout.h"
 #include "ranks_as_threads.h"
 #include "reduce.h"
+#include "testing.h"
 #include "tree.h"
 
 using namespace adasum_hvd;
 
 namespace {
 
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 std::string Scientific(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g", value);
   return text;
-}
-
-void Check(bool condition, const std::string& what) {
-  if (!condition) {
-    throw Failure(what);
-  }
 }
 
 std::vector<const Kernels*> AllKernels() {
@@ -558,7 +547,7 @@ void SlicesCoverEverythingOnce() {
 } // namespace
 
 int main() {
-  const std::vector<std::pair<const char*, void (*)()>> tests = {
+  return RunTests({
       {"agrees with the float64 tree", AgreesWithTheFloat64Tree},
       {"same bits in every form", SameBitsInEveryForm},
       {"identical inputs come back bit for bit", IdenticalInputsComeBackBitForBit},
@@ -574,17 +563,5 @@ int main() {
       {"bytes and rounds", BytesAndRounds},
       {"half precision rounds once", HalfPrecisionRoundsOnce},
       {"slices cover everything once", SlicesCoverEverythingOnce},
-  };
-  int failures = 0;
-  for (const auto& [name, test] : tests) {
-    try {
-      test();
-      std::printf("ok %s\n", name);
-    } catch (const std::exception& error) {
-      ++failures;
-      std::printf("FAILED %s: %s\n", name, error.what());
-    }
-    std::fflush(stdout);
-  }
-  return failures;
+  });
 }

@@ -1,0 +1,64 @@
+// What the native test programs share: checks, ranks as threads, and a main loop.
+#pragma once
+
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace adasum_hvd {
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void Check(bool condition, const std::string& what) {
+  if (!condition) {
+    throw Failure(what);
+  }
+}
+
+// Runs body(rank) on `size` threads and rethrows the first exception, in the order of ranks.
+inline void InThreads(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(size);
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+// Prints "ok NAME" or "FAILED NAME: why" per test, and returns the number of failures.
+inline int RunTests(const std::vector<std::pair<const char*, void (*)()>>& tests) {
+  int failures = 0;
+  for (const auto& [name, test] : tests) {
+    try {
+      test();
+      std::printf("ok %s\n", name);
+    } catch (const std::exception& error) {
+      ++failures;
+      std::printf("FAILED %s: %s\n", name, error.what());
+    }
+    std::fflush(stdout);
+  }
+  return failures;
+}
+
+} // namespace adasum_hvd
