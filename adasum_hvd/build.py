@@ -187,11 +187,18 @@ def detect(
         or (name.startswith("HOROVOD_") and name != "HOROVOD_CMAKE")
     }
     compiler = _compiler_version()
+    find_cuda = None
     if gpu == "nccl" or settings.get("HOROVOD_GPU_OPERATIONS") == "NCCL":
+        find_cuda = nccl.settings
+    elif "torch" in wanted and nccl.torch_has_cuda() and shutil.which("nvcc"):
+        find_cuda = (
+            nccl.toolkit_settings
+        )  # Horovod sees nvcc too, and then needs all of it
+    if find_cuda:
         try:
-            settings = nccl.settings(versions, settings)
+            settings = find_cuda(versions, settings)
         except nccl.Missing as error:
-            raise BuildError(f"cannot build Horovod with NCCL: {error}") from error
+            raise BuildError(f"cannot build Horovod with CUDA: {error}") from error
         compiler += "; " + nccl.versions(settings)
     return Environment(
         python=f"{platform.python_implementation()} {sys.version.split()[0]}",
@@ -269,7 +276,7 @@ def _source_tree(root: Path) -> Path:
 
 def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
     variables = dict(os.environ, PATH=_scripts_path(), PYTHONUNBUFFERED="1")
-    if env.nccl:
+    if "HOROVOD_CUDA_HOME" in env.settings:
         variables |= env.settings
         variables |= nccl.build_variables(variables, wrapper.with_name("nccl"))
     variables["HOROVOD_CMAKE"] = str(wrapper)

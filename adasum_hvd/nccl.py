@@ -1,4 +1,4 @@
-"""What a build of Horovod with NCCL needs: nvcc, NCCL and the devices that torch is made for.
+"""What a build of Horovod with CUDA needs: nvcc, NCCL and the devices that torch is made for.
 
 NCCL is the one that pip installed next to torch or TensorFlow, so that a process holds one
 copy of it. Each variable below is Horovod's own; one that the user has set wins.
@@ -42,7 +42,7 @@ def cuda_home() -> Path:
     if chosen:
         home = Path(chosen)
     elif found:
-        home = Path(found).resolve().parents[1]
+        home = _folder_of(found)
     else:
         home = Path("/usr/local/cuda")
     if not Path(home, "bin", "nvcc").exists():
@@ -51,6 +51,28 @@ def cuda_home() -> Path:
             "or set CUDA_HOME"
         )
     return home
+
+
+def _folder_of(nvcc: str) -> Path:
+    """Return the toolkit's folder; nvcc on PATH may be a script that calls the real one."""
+    shown = subprocess.run(
+        [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    match = re.search(r"_HERE_=(.+)", shown.stderr + shown.stdout)
+    return Path(match[1].strip() if match else Path(nvcc).resolve().parent).parent
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch is a CUDA build, from its metadata alone."""
+    try:
+        torch = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return False
+    needs = torch.requires or []
+    return "+cu" in torch.version or any(
+        n.startswith(("nvidia-", "cuda-")) for n in needs
+    )
 
 
 def nccl_home() -> Path:
@@ -115,39 +137,52 @@ def torch_devices(nvcc: str) -> str:
     return ",".join(map(str, sorted(devices)))
 
 
-def settings(
+def toolkit_settings(
     frameworks: Mapping[str, str], chosen: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return Horovod's variables for a build with NCCL.
+    """Return Horovod's variables for a build with the CUDA toolkit.
+
+    A Horovod for a CUDA build of torch needs it also without NCCL: it then waits for the
+    device and takes CUDA tensors through the host.
 
     Args:
         frameworks: what Horovod is built for, by name.
         chosen: what the user has set already; kept as it is.
 
     Raises:
-        Missing: see the other functions here.
+        Missing: there is no nvcc, or torch and nvcc do not go together.
     """
     home = cuda_home()
-    found = {"HOROVOD_NCCL_LINK": "SHARED", "HOROVOD_CUDA_HOME": str(home)}
-    if not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LIB"} & chosen.keys():
-        found["HOROVOD_NCCL_HOME"] = str(nccl_home())
+    found = {"HOROVOD_CUDA_HOME": str(home)}
     if "torch" in frameworks and "HOROVOD_BUILD_CUDA_CC_LIST" not in chosen:
         found["HOROVOD_BUILD_CUDA_CC_LIST"] = torch_devices(nvcc_version(home))
-    return {**found, **chosen, "HOROVOD_GPU_OPERATIONS": "NCCL"}
+    return {**found, **chosen}
+
+
+def settings(
+    frameworks: Mapping[str, str], chosen: Mapping[str, str]
+) -> dict[str, str]:
+    """Return Horovod's variables for a build with NCCL; arguments and errors as above."""
+    found = {"HOROVOD_NCCL_LINK": "SHARED", **toolkit_settings(frameworks, chosen)}
+    if not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LIB"} & chosen.keys():
+        found["HOROVOD_NCCL_HOME"] = str(nccl_home())
+    return {**found, "HOROVOD_GPU_OPERATIONS": "NCCL"}
 
 
 def versions(chosen: Mapping[str, str]) -> str:
     """Return the versions of nvcc and NCCL that the variables in `chosen` name."""
+    nvcc = nvcc_version(Path(chosen["HOROVOD_CUDA_HOME"]))
+    if chosen.get("HOROVOD_GPU_OPERATIONS") != "NCCL":
+        return f"nvcc {nvcc}"
     header = Path(chosen.get("HOROVOD_NCCL_HOME", ""), "include", "nccl.h")
     code = header.exists() and re.search(
         r"NCCL_VERSION_CODE\s+(\d+)", header.read_text(errors="replace")
     )
-    nvcc = nvcc_version(Path(chosen["HOROVOD_CUDA_HOME"]))
     return f"nvcc {nvcc}, NCCL {code[1] if code else 'of the system'}"
 
 
 def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
-    """Return what the tools that Horovod's build calls need beyond :func:`settings`.
+    """Return what the tools that Horovod's build calls need beyond the settings above.
 
     Args:
         chosen: the build's variables so far.

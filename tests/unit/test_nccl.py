@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +55,28 @@ def test_no_toolkit_is_said_with_the_remedy(monkeypatch, tmp_path, capsys):
 def test_toolkit_and_its_release(toolkit):
     assert nccl.cuda_home() == toolkit
     assert nccl.nvcc_version(toolkit) == "13.0"
+
+
+def test_nvcc_may_be_a_script_that_calls_the_real_one(monkeypatch, tmp_path):
+    real = tmp_path / "cuda-13.0" / "bin" / "nvcc"
+    real.parent.mkdir(parents=True)
+    real.write_text(f"#!/bin/sh\necho '#$ _HERE_={real.parent}' >&2\n")
+    script = tmp_path / "bin" / "nvcc"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    for path in (real, script):
+        path.chmod(0o755)
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{script.parent}:/bin:/usr/bin")
+    assert nccl.cuda_home() == tmp_path / "cuda-13.0"
+
+
+@cpu_build_of_torch
+def test_a_cpu_build_needs_no_toolkit(toolkit, monkeypatch):
+    monkeypatch.setenv("PATH", f"{toolkit}/bin:{os.environ['PATH']}")
+    assert not nccl.torch_has_cuda()
+    assert "HOROVOD_CUDA_HOME" not in build.detect(["torch"], mpi=False).settings
 
 
 @cpu_build_of_torch
