@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # What `compare_settings` says of `Options.shared`.
@@ -46,6 +46,31 @@ def compare_settings(
             )
 
 
+def difference(
+    expected: Sequence[Any],
+    found: Sequence[Any],
+    first: str,
+    second: str,
+    essence: Callable[[Any], Any] = lambda described: described,
+) -> str:
+    """Say how two lists of parameters differ; nothing where they do not.
+
+    Args:
+        expected: the (name, shape, dtype) of every parameter of one rank.
+        found: those of another rank.
+        first: what to call the one, such as "rank 0".
+        second: what to call the other.
+        essence: what of a parameter has to be equal.
+    """
+    pairs = zip(expected, found, strict=False)
+    pair = next(((a, b) for a, b in pairs if essence(a) != essence(b)), None)
+    if pair:
+        return f"{pair[0]} on {first} and {pair[1]} on {second}"
+    if len(expected) != len(found):
+        return f"{len(expected)} and {len(found)} parameters on {first} and {second}"
+    return ""
+
+
 def compare_parameters(
     what: str, theirs: Sequence[Sequence[Described]], rank: int, names: bool = True
 ) -> None:
@@ -61,25 +86,17 @@ def compare_parameters(
         ValueError: the lists differ; on every rank.
     """
 
-    def essence(described: Described) -> tuple:
-        return described if names else described[1:]
-
-    for other, list_of_other in enumerate(theirs):
-        pairs = zip(theirs[0], list_of_other, strict=False)
-        first = next(
-            ((a, b) for a, b in pairs if essence(a) != essence(b)),
-            None,
+    for other, found in enumerate(theirs):
+        what_differs = difference(
+            theirs[0],
+            found,
+            "the first rank",
+            f"rank {other} of the process set",
+            lambda described: described if names else described[1:],
         )
-        if first is None and len(theirs[0]) == len(list_of_other):
-            continue
-        difference = (
-            f"{first[0]} on the first rank and {first[1]} on rank {other} of the "
-            "process set"
-            if first
-            else f"{len(theirs[0])} and {len(list_of_other)} parameters"
-        )
-        raise ValueError(
-            f"{what}: required the same parameters in the same order on "
-            f"all ranks, got {difference} (this is rank {rank}); build the model "
-            "alike, or mark what differs with mark_worker_local()"
-        )
+        if what_differs:
+            raise ValueError(
+                f"{what}: required the same parameters in the same order on "
+                f"all ranks, got {what_differs} (this is rank {rank}); build the model "
+                "alike, or mark what differs with mark_worker_local()"
+            )

@@ -3,6 +3,7 @@
 from horovod.tensorflow import *
 
 from adasum_hvd.learning_rate import adasum_lr
+from adasum_hvd.marks import mark_worker_local
 from adasum_hvd.ops import (
     Adasum,
     AdasumDelta,
@@ -24,7 +25,6 @@ from adasum_hvd.tensorflow.ops import (
     settings,
 )
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer, banner
-from adasum_hvd.tensorflow.reduction import mark_worker_local
 from adasum_hvd.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,

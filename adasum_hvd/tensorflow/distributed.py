@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
-    is_worker_local,
     must_reduce,
     name_of,
 )
@@ -44,7 +44,7 @@ class State:
 
     def reduced(self, variables: Sequence[Any]) -> list[Any]:
         """Return those of `variables` that are reduced, and note that they will be."""
-        chosen = [variable for variable in variables if not is_worker_local(variable)]
+        chosen = [variable for variable in variables if not is_marked_local(variable)]
         self.did_reduce = bool(chosen)
         return chosen
 
@@ -187,7 +187,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
         Step counts, sums of gradients and starts, without those of worker-local variables.
         """
-        kept = [v for v in self._trainable_variables if not is_worker_local(v)]
+        kept = [v for v in self._trainable_variables if not is_marked_local(v)]
         return [held for w in self._adasum.windows for held in w.variables(kept)]
 
     def save_own_variables(self, store: Any) -> None:

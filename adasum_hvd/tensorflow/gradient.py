@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.distributed import KerasDistributed
-from adasum_hvd.tensorflow.reduction import is_worker_local
 from adasum_hvd.tensorflow.tape import dense
 
 
@@ -29,7 +29,7 @@ class GradientOptimizer(KerasDistributed):
         mine = [
             grad
             for grad, variable in zip(grads, variables, strict=True)
-            if not is_worker_local(variable)
+            if not is_marked_local(variable)
         ]
         agreed = state.reduction.agree(mine, chosen, len(chosen) < len(variables))
         if self.global_clipnorm and agreed.any_local:
@@ -40,6 +40,6 @@ class GradientOptimizer(KerasDistributed):
             )
         reduced = iter(state.reduction(mine, chosen))
         return [
-            grad if is_worker_local(variable) else next(reduced)
+            grad if is_marked_local(variable) else next(reduced)
             for grad, variable in zip(grads, variables, strict=True)
         ]

@@ -8,12 +8,12 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.delta import DeltaOptimizer
 from adasum_hvd.tensorflow.distributed import KerasDistributed
 from adasum_hvd.tensorflow.gradient import GradientOptimizer
 from adasum_hvd.tensorflow.loss_scale import DistributedLossScale
-from adasum_hvd.tensorflow.reduction import is_worker_local
 from adasum_hvd.tensorflow.saving import CLASS_NAME, restored_options
 
 _classes: dict[tuple[type, type], type] = {}
@@ -42,7 +42,7 @@ def local_slots(optimizer: Any) -> set[int]:
         if isinstance(slots, list) and len(slots) == len(trained)
         if name not in ("_variables", "_trainable_variables")
         for variable, slot in zip(trained, slots, strict=True)
-        if is_worker_local(variable)
+        if is_marked_local(variable)
     }
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.delta import bounded, wide
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
-    is_worker_local,
     must_reduce,
 )
 from adasum_hvd.tensorflow.tape import dense
@@ -30,7 +30,7 @@ class _Legacy(tf.compat.v1.train.Optimizer):
         chosen = [
             (gradient, variable)
             for gradient, variable in pairs
-            if gradient is not None and not is_worker_local(variable)
+            if gradient is not None and not is_marked_local(variable)
         ]
         if not chosen:
             self._adasum_reduction.agree((), ())  # the others hear of it here

@@ -27,26 +27,10 @@ from adasum_hvd.partition import partition
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.functions import allgather_object
 
-_LOCAL_MARK = "_adasum_worker_local"
-
 # Numbers of lists that the ranks have compared. All ranks of a process set count alike, since
 # comparing is collective.
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process set
 _uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph
-
-
-def mark_worker_local(*variables: Any) -> None:
-    """Exclude variables from every reduction: each rank keeps and updates its own.
-
-    For variables that exist on one rank only or must differ. Call it before the first step.
-    """
-    for variable in variables:
-        setattr(variable, _LOCAL_MARK, True)
-
-
-def is_worker_local(variable: Any) -> bool:
-    """Return whether :func:`mark_worker_local` was called for `variable`."""
-    return getattr(variable, _LOCAL_MARK, False)
 
 
 def is_alone(process_set: Any) -> bool:

@@ -10,12 +10,12 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, check
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
     is_alone,
-    is_worker_local,
     name_of,
 )
 
@@ -34,7 +34,7 @@ def dense(
     """
     result = []
     for gradient, variable in zip(gradients, variables, strict=True):
-        if isinstance(gradient, tf.IndexedSlices) and not is_worker_local(variable):
+        if isinstance(gradient, tf.IndexedSlices) and not is_marked_local(variable):
             if not sparse_as_dense:
                 tf_ops.refuse_sparse(gradient, f"gradient of {name_of(variable)}")
             gradient = tf.convert_to_tensor(gradient)
@@ -82,7 +82,7 @@ class _Tape(tf.GradientTape):
             for index, (gradient, source) in enumerate(pairs)
             if gradient is not None
             and id(source) not in self._adasum_local
-            and not is_worker_local(source)
+            and not is_marked_local(source)
         ]
         # Without any, too: other ranks hear of it when the lists are compared.
         places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())

@@ -4,6 +4,7 @@ from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
 from adasum_hvd.learning_rate import adasum_lr
+from adasum_hvd.marks import mark_worker_local
 from adasum_hvd.ops import (
     Adasum,
     AdasumDelta,
@@ -23,7 +24,7 @@ from adasum_hvd.torch.functions import (
     broadcast_parameters,
 )
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
-from adasum_hvd.torch.marks import mark_replicated_over, mark_worker_local
+from adasum_hvd.torch.marks import mark_replicated_over
 from adasum_hvd.torch.ops import (
     allreduce,
     allreduce_,

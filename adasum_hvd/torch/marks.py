@@ -12,19 +12,9 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import rank
 
-_LOCAL = "_adasum_worker_local"
+from adasum_hvd.marks import is_marked_local
+
 _HOLDERS = "_adasum_holders"
-
-
-def mark_worker_local(*tensors: torch.Tensor) -> None:
-    """Exclude parameters from every reduction: each rank keeps and updates its own.
-
-    For parameters that exist on one rank only (tensor parallelism) or must differ. Call it
-    before `DistributedOptimizer`. A buffer may be marked too: `check_replicas` then leaves
-    it out.
-    """
-    for tensor in tensors:
-        setattr(tensor, _LOCAL, True)
 
 
 def mark_replicated_over(process_set: Any, *tensors: torch.Tensor) -> None:
@@ -66,7 +56,7 @@ def is_worker_local(tensor: torch.Tensor) -> bool:
     """Return whether only this rank steps the parameter."""
     process_set = holders(tensor)
     alone = process_set is not None and process_set.size() == 1
-    return alone or getattr(tensor, _LOCAL, False)
+    return alone or is_marked_local(tensor)
 
 
 def is_marked(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adasum_hvd.agreement import difference
+
 Ranks = tuple[int, ...]
 
 
@@ -35,21 +37,12 @@ def compare_parameter_lists(
                 by_rank[first].get(ranks, ()),
                 by_rank[other].get(ranks, ()),
             )
-            if found != expected:
+            what_differs = difference(expected, found, f"rank {first}", f"rank {other}")
+            if what_differs:
                 raise ValueError(
                     "DistributedOptimizer: required the same parameters in the same order on "
-                    f"all ranks of {list(ranks)}, got {_difference(expected, found, first, other)} "
+                    f"all ranks of {list(ranks)}, got {what_differs} "
                     f"(this is rank {rank}); build the model alike: a stage of a pipeline or a "
                     "shard on each rank cannot be reduced. What differs can be marked with "
                     "mark_worker_local(), or mark_replicated_over() the ranks that hold it"
                 )
-
-
-def _difference(
-    expected: Sequence[Any], found: Sequence[Any], first: int, other: int
-) -> str:
-    pairs = zip(expected, found, strict=False)
-    pair = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    if pair:
-        return f"{pair[0]} on rank {first} and {pair[1]} on rank {other}"
-    return f"{len(expected)} and {len(found)} parameters on ranks {first} and {other}"

@@ -2,10 +2,18 @@
 # With inject.cmake, the only file of this project that knows Horovod's build.
 get_filename_component(ADASUM_NATIVE_DIR "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
 
-# torch >= 2.1 and TF >= 2.10 need C++17; all four targets alike, or gloo's symbols clash at link time.
+# torch >= 2.1 and TF >= 2.10 need C++17, torch >= 2.14 C++20; all four targets alike, or gloo's symbols clash at
+# link time.
+set(ADASUM_CXX_STANDARD 17)
+if(TARGET pytorch)
+  get_directory_property(torch_version DIRECTORY "${CMAKE_SOURCE_DIR}/horovod/torch" DEFINITION Pytorch_VERSION)
+  if(torch_version VERSION_GREATER_EQUAL 2.14)
+    set(ADASUM_CXX_STANDARD 20)
+  endif()
+endif()
 foreach(target IN ITEMS pytorch tensorflow gloo compatible17_gloo)
   if(TARGET ${target})
-    set_target_properties(${target} PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON)
+    set_target_properties(${target} PROPERTIES CXX_STANDARD ${ADASUM_CXX_STANDARD} CXX_STANDARD_REQUIRED ON)
   endif()
 endforeach()
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.functions import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
@@ -17,7 +18,6 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
 from adasum_hvd.tensorflow.keras_optimizer import inner, is_distributed, local_slots
-from adasum_hvd.tensorflow.reduction import is_worker_local
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -110,7 +110,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if is_distributed(optimizer):
             variables += optimizer.window_variables
         local = local_slots(optimizer)
-        shared = [v for v in variables if not (is_worker_local(v) or id(v) in local)]
+        shared = [v for v in variables if not (is_marked_local(v) or id(v) in local)]
         broadcast_variables(shared, self._root_rank, self._process_set)
 
     def _check_replicas(self) -> None:
@@ -119,7 +119,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return  # replicas may differ inside a window of local steps
         digest = hashlib.sha256()
         for variable in self.model.trainable_weights:
-            if not is_worker_local(variable):
+            if not is_marked_local(variable):
                 digest.update(np.asarray(variable).tobytes())
         everyone = allgather_object(
             digest.hexdigest(),
