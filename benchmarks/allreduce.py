@@ -2,6 +2,7 @@
 
     python benchmarks/allreduce.py                        # all of it
     python benchmarks/allreduce.py --ranks 2 --cases "100 MB" --backends mpi
+    HOROVOD_CYCLE_TIME=0.01 python benchmarks/allreduce.py --cases "1 KB" --repetitions 500
     python benchmarks/allreduce.py compare old.json new.json
 
 Horovod's AdaSum and ours cannot both answer to `op=Adasum` in one job, so each
@@ -21,23 +22,50 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
+import jobs
+
 MB = 1_000_000
+
+
+def resnet50() -> list[int]:
+    """Return the sizes of ResNet-50's 161 parameters, 25.6 M elements (1000 classes)."""
+    sizes = [3 * 64 * 49, 64, 64]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(inputs, width), (9 * width, width), (width, 4 * width)]
+            if block == 0:
+                convolutions.append((inputs, 4 * width))
+            for fan_in, outputs in convolutions:
+                sizes += [fan_in * outputs, outputs, outputs]
+            inputs = 4 * width
+    return [*sizes, inputs * 1000, 1000]
+
+
+def bert_base() -> list[int]:
+    """Return the sizes of BERT-base's 199 parameters, 109 M elements (uncased, with pooler)."""
+    width, inner = 768, 3072
+    embeddings = [30522 * width, 512 * width, 2 * width, width, width]
+    attention = [width * width, width] * 4 + [width, width]
+    feed_forward = [width * inner, inner, inner * width, width, width, width]
+    return embeddings + (attention + feed_forward) * 12 + [width * width, width]
+
+
 CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
     "1 KB": [256],
     "64 KB": [16_384],
     "1 MB": [MB // 4],
     "16 MB": [16 * MB // 4],
     "100 MB": [100 * MB // 4],
+    "256 MB": [256 * MB // 4],
     "161 x 1 KB": [256] * 161,
     "1600 x 1 KB": [256] * 1600,
+    "ResNet-50": resnet50(),
+    "BERT-base": bert_base(),
 }
 
 
@@ -134,42 +162,6 @@ def rank_main(case: str, off: bool, repetitions: int, output: Path) -> None:
 # ---- the launcher ----
 
 
-def launch(backend: str, ranks: int, case: str, off: bool, repetitions: int) -> dict:
-    """Run one job and return what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "out.json")
-        if backend == "mpi":
-            words = [str(BIN / "mpirun"), "--oversubscribe", "-np", str(ranks)]
-        else:
-            words = [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo"]
-        words += [
-            sys.executable,
-            __file__,
-            "--rank",
-            case,
-            str(repetitions),
-            str(output),
-        ]
-        variables = {
-            **os.environ,
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "ADASUM_HVD_OP": "off" if off else "on",
-        }
-        done = subprocess.run(
-            words, env=variables, capture_output=True, text=True, check=False
-        )
-        if not output.exists():
-            raise RuntimeError(
-                f"{backend} np={ranks} {case}: {(done.stdout + done.stderr)[-2000:]}"
-            )
-        return json.loads(output.read_text())
-
-
 def run_case(
     backend: str, ranks: int, case: str, rounds: int, repetitions: int
 ) -> dict:
@@ -180,7 +172,14 @@ def run_case(
         for off in (
             (False, True) if backend == "mpi" and ranks & (ranks - 1) == 0 else (False,)
         ):
-            result = launch(backend, ranks, case, off, repetitions)
+            result = jobs.run(
+                backend,
+                ranks,
+                __file__,
+                case,
+                repetitions,
+                ADASUM_HVD_OP="off" if off else "on",
+            )
             wrong += result["wrong"]
             for name, values in result["times"].items():
                 times.setdefault(name, []).extend(values)
@@ -266,7 +265,7 @@ def main() -> None:
         compare(Path(sys.argv[2]), Path(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
     parser.add_argument("--backends", nargs="+", default=["gloo", "mpi"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=2)

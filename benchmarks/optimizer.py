@@ -1,6 +1,7 @@
 """What the torch optimizer wrapper costs, beside the plain optimizer and Horovod's.
 
     python benchmarks/optimizer.py                 # np 1 and 2, 1600 small and 25 M parameters
+    python benchmarks/optimizer.py --backend mpi --ranks 2
 
 Each operation of a round runs once per repetition, interleaved, after a warm-up; the figures
 are medians over repetitions of the slowest rank. "plain" is the unwrapped optimizer.
@@ -10,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
+import jobs
 
 
 def small_model():
@@ -118,40 +115,13 @@ def rank_main(model_name: str, repetitions: int, output: Path) -> None:
         output.write_text(json.dumps(slowest))
 
 
-def launch(ranks: int, model_name: str, repetitions: int) -> dict:
-    """Run one job and return what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "out.json")
-        words = [
-            str(BIN / "horovodrun"),
-            "-np",
-            str(ranks),
-            "--gloo",
-            sys.executable,
-            __file__,
-        ]
-        words += ["--rank", model_name, str(repetitions), str(output)]
-        variables = {
-            **os.environ,
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        done = subprocess.run(
-            words, env=variables, capture_output=True, text=True, check=False
-        )
-        if not output.exists():
-            raise RuntimeError((done.stdout + done.stderr)[-3000:])
-        return json.loads(output.read_text())
-
-
 def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "mpi"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=list(MODELS)
@@ -165,7 +135,9 @@ def main() -> None:
     )
     for model_name in arguments.models:
         for ranks in arguments.ranks:
-            times = launch(ranks, model_name, arguments.repetitions)
+            times = jobs.run(
+                arguments.backend, ranks, __file__, model_name, arguments.repetitions
+            )
             rows.append({"model": model_name, "ranks": ranks, "times": times})
             medians = {
                 name: {kind: statistics.median(values) for kind, values in of.items()}
