@@ -702,5 +702,7 @@ def test_no_warnings_in_ordinary_use():
         warnings.simplefilter("error")
         params = parameters(shapes=[(7,)])
         optimizer = offload(params)
+        before = params[0].detach().clone()
         train(optimizer, params, 0, 2)
         optimizer.load_state_dict(optimizer.state_dict())
+    assert not torch.equal(params[0], before)
