@@ -51,6 +51,7 @@ def difference(
     found: Sequence[Any],
     first: str,
     second: str,
+    both: str,
     essence: Callable[[Any], Any] = lambda described: described,
 ) -> str:
     """Say how two lists of parameters differ; nothing where they do not.
@@ -60,6 +61,7 @@ def difference(
         found: those of another rank.
         first: what to call the one, such as "rank 0".
         second: what to call the other.
+        both: what to call the two, such as "ranks 0 and 1".
         essence: what of a parameter has to be equal.
     """
     pairs = zip(expected, found, strict=False)
@@ -67,7 +69,7 @@ def difference(
     if pair:
         return f"{pair[0]} on {first} and {pair[1]} on {second}"
     if len(expected) != len(found):
-        return f"{len(expected)} and {len(found)} parameters on {first} and {second}"
+        return f"{len(expected)} and {len(found)} parameters on {both}"
     return ""
 
 
@@ -92,6 +94,7 @@ def compare_parameters(
             found,
             "the first rank",
             f"rank {other} of the process set",
+            f"the first rank and rank {other} of the process set",
             lambda described: described if names else described[1:],
         )
         if what_differs:

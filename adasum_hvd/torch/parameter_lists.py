@@ -37,7 +37,13 @@ def compare_parameter_lists(
                 by_rank[first].get(ranks, ()),
                 by_rank[other].get(ranks, ()),
             )
-            what_differs = difference(expected, found, f"rank {first}", f"rank {other}")
+            what_differs = difference(
+                expected,
+                found,
+                f"rank {first}",
+                f"rank {other}",
+                f"ranks {first} and {other}",
+            )
             if what_differs:
                 raise ValueError(
                     "DistributedOptimizer: required the same parameters in the same order on "
