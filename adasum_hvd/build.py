@@ -191,9 +191,8 @@ def detect(
     if gpu == "nccl" or settings.get("HOROVOD_GPU_OPERATIONS") == "NCCL":
         find_cuda = nccl.settings
     elif "torch" in wanted and nccl.torch_has_cuda() and shutil.which("nvcc"):
-        find_cuda = (
-            nccl.toolkit_settings
-        )  # Horovod sees nvcc too, and then needs all of it
+        # Horovod sees nvcc too, and then needs all of the toolkit.
+        find_cuda = nccl.toolkit_settings
     if find_cuda:
         try:
             settings = find_cuda(versions, settings)

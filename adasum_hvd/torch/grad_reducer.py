@@ -41,7 +41,8 @@ class DistributedGradReducer(GradReducer):
 
         def finish() -> list[torch.Tensor]:
             mpi_ops.synchronize(handle)
-            torch._foreach_mul_(wide, self._factor)
+            if self._factor != 1.0:
+                torch._foreach_mul_(wide, self._factor)
             return [w.to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
 
         return finish
