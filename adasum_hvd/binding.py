@@ -79,7 +79,10 @@ def counters(library: ctypes.CDLL) -> Counters:
 
 
 def register_segments(
-    library: ctypes.CDLL, entry: str, elements: Sequence[int]
+    library: ctypes.CDLL,
+    entry: str,
+    elements: Sequence[int],
+    weights: Sequence[int] | None = None,
 ) -> None:
     """Tell the op that tensor `entry` is many tensors laid end to end.
 
@@ -90,11 +93,19 @@ def register_segments(
         library: the framework's Horovod library.
         entry: the tensor's full name in Horovod ("allreduce." included).
         elements: the segments' element counts; their sum is the tensor's.
+        weights: makes `entry` a tensor of weights from before, and names the addresses of
+            newer ones, by segment, contiguous and of the same dtype. The op then reduces
+            the change, leaves `entry` as it is and sets each newer weight to the older one
+            plus the AdaSum of the changes. They must stay where they are until the
+            reduction is done.
     """
-    array = (ctypes.c_int64 * len(elements))(*elements)
-    library.horovod_adasum_register_segments(entry.encode(), array, len(elements))
+    sizes = (ctypes.c_int64 * len(elements))(*elements)
+    addresses = (ctypes.c_void_p * len(elements))(*weights) if weights else None
+    library.horovod_adasum_register_segments(
+        entry.encode(), sizes, addresses, len(elements)
+    )
 
 
 def forget_segments(library: ctypes.CDLL, entry: str) -> None:
     """Undo :func:`register_segments`."""
-    library.horovod_adasum_register_segments(entry.encode(), None, 0)
+    library.horovod_adasum_register_segments(entry.encode(), None, None, 0)

@@ -3,9 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
+#include <functional>
 #include <mutex>
 #include <numeric>
 #include <unordered_map>
+
+#include <link.h>
+#include <sched.h>
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
@@ -23,6 +28,7 @@ namespace {
 namespace hvd = horovod::common;
 
 constexpr char kDeltaPrefix[] = "adasum.delta/";
+constexpr int kMostThreads = 8; // that a rank takes without being told; memory is then the limit
 
 // Up to so many bytes, times ranks, every rank reduces everything itself: (N - 1) n bytes sent instead of
 // 2 n (N - 1) / N, for one exchange instead of two or three. Inside a host a waiting rank costs more than
@@ -37,13 +43,17 @@ std::array<std::atomic<int64_t>, kCounters> counters;
 // Tensors that are many tensors laid end to end, by their name in Horovod; the sum of a registered
 // tensor's segments is checked against its size before anything is sent.
 std::mutex segments_mutex;
-std::unordered_map<std::string, std::vector<int64_t>> segments_by_name;
+struct Segments {
+  std::vector<int64_t> elements;
+  std::vector<void*> weights; // where not empty: the tensor holds weights, and these are newer ones
+};
+std::unordered_map<std::string, Segments> segments_by_name;
 
-std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
+Segments SegmentsOf(const hvd::TensorTableEntry& entry) {
   std::lock_guard<std::mutex> guard(segments_mutex);
   const auto found = segments_by_name.find(entry.tensor_name);
   if (found == segments_by_name.end()) {
-    return {entry.tensor->shape().num_elements()};
+    return {{entry.tensor->shape().num_elements()}, {}};
   }
   return found->second;
 }
@@ -57,14 +67,13 @@ void SetPath(int process_set_id, std::string path) {
   paths[process_set_id] = std::move(path);
 }
 
-const char* PhaseName(Phase phase, bool delta) {
-  switch (phase) {
-  case Phase::kPack: return delta ? "ADASUM_DELTA_PACK" : "ADASUM_PACK";
-  case Phase::kExchangeAndGram: return delta ? "ADASUM_DELTA_EXCHANGE_GRAM" : "ADASUM_EXCHANGE_GRAM";
-  case Phase::kSharedTensors: return delta ? "ADASUM_DELTA_SOLVE" : "ADASUM_SOLVE";
-  case Phase::kCombineAndGather: return delta ? "ADASUM_DELTA_COMBINE_GATHER" : "ADASUM_COMBINE_GATHER";
-  default: return delta ? "ADASUM_DELTA_UNPACK" : "ADASUM_UNPACK";
-  }
+// Horovod's timeline shows it. Levels above the first have a number.
+std::string PhaseName(Phase phase, int level, bool delta) {
+  const char* what = phase == Phase::kExchangeAndGram ? "EXCHANGE_GRAM"
+                     : phase == Phase::kSharedTensors ? "SOLVE"
+                                                      : "COMBINE_GATHER";
+  return std::string(delta ? "ADASUM_DELTA_" : "ADASUM_") + what +
+         (level == 0 ? "" : "_LEVEL_" + std::to_string(level + 1));
 }
 
 bool IsDelta(const std::string& name) { return name.find(kDeltaPrefix) != std::string::npos; }
@@ -82,6 +91,41 @@ hvd::Status Unsupported(const hvd::TensorTableEntry& entry) {
   return hvd::Status::InvalidArgument(
       "AdaSum of tensor \"" + entry.tensor_name + "\": required dtype float16, float32 or float64, got " +
       hvd::DataType_Name(entry.tensor->dtype()) + "; cast it before the reduction");
+}
+
+// Settings are for process sets of that many ranks; smaller ones are planned.
+std::vector<int> WantedRadices(const std::vector<int>& radices, int size) {
+  const int64_t product = std::accumulate(radices.begin(), radices.end(), int64_t{1}, std::multiplies<>());
+  return product == 0 || product == size ? radices : std::vector<int>();
+}
+
+bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
+  return std::any_of(levels.begin(), levels.end(),
+                     [](const PlannedLevel& level) { return level.on_one_host; });
+}
+
+int ProcessorsOfThisProcess() {
+  cpu_set_t allowed;
+  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+}
+
+// Horovod's libraries in this process: torch's and TensorFlow's each hold a copy of the op.
+int CopiesOfTheOp() {
+  int copies = 0;
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, size_t, void* count) {
+        *static_cast<int*>(count) += std::strstr(library->dlpi_name, "/mpi_lib") != nullptr ? 1 : 0;
+        return 0;
+      },
+      &copies);
+  return std::max(copies, 1);
+}
+
+// The processors that this rank may use, shared with the ranks of the host that may use the same.
+int ThreadsFor(const std::vector<int>& host, const LocalTransport* local) {
+  const double mine = local != nullptr ? local->ShareOfProcessors()
+                                       : ProcessorsOfThisProcess() / static_cast<double>(host.size());
+  return std::clamp(static_cast<int>(mine / CopiesOfTheOp()), 1, kMostThreads);
 }
 
 } // namespace
@@ -114,7 +158,10 @@ AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& proce
   std::vector<int> gathered;
   controller.Allgather2Ints({host, settings_.Fingerprint()}, gathered);
   std::vector<int> hosts;
-  agreed = {process_set.controller, {}, settings_.reduce, settings_.error, nullptr};
+  agreed = Agreed();
+  agreed.controller = process_set.controller;
+  agreed.reduce = settings_.reduce;
+  agreed.disagreement = settings_.error;
   for (int rank = 0; rank < controller.GetSize(); ++rank) {
     hosts.push_back(gathered[2 * rank]);
     if (gathered[2 * rank + 1] != gathered[1]) {
@@ -124,37 +171,57 @@ AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& proce
           std::to_string(controller.GetGlobalRanks()[0]) + "; export them on every host";
       return agreed;
     }
+    if (gathered[2 * rank] == host) {
+      agreed.host.push_back(rank);
+    }
   }
-  agreed.tree = BuildTree(hosts, settings_.group_op, settings_.group_size);
-  const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](int h) { return h == hosts[0]; });
+  const int size = controller.GetSize();
+  const bool one_host = static_cast<int>(agreed.host.size()) == size;
+  try {
+    agreed.levels = PlanLevels(hosts, settings_.group_op, settings_.group_size, controller.GetRank(),
+                               WantedRadices(settings_.radices, size));
+  } catch (const std::invalid_argument& error) { // on every rank
+    agreed.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what();
+    return agreed;
+  }
   if (agreed.reduce.replicate_bytes < 0) {
     agreed.reduce.replicate_bytes = one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
   }
   if (settings_.off) {
     SetPath(process_set_id, "Horovod's own op");
-  } else if (one_host && controller.GetSize() > 1) {
+    return agreed;
+  }
+  std::string path = one_host ? "one rank" : "network";
+  if (size > 1 && HasLevelOnHost(agreed.levels)) {
     try {
-      ConnectLocally(agreed, process_set_id, controller);
+      path = ConnectLocally(agreed, controller);
     } catch (const std::exception& error) { // or the next call would find this rank alone on the network
       agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
       throw;
     }
-  } else {
-    SetPath(process_set_id, one_host ? "one rank" : "network");
   }
+  if (agreed.levels.size() > 1) {
+    path = "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path;
+  }
+  SetPath(process_set_id, path);
+  agreed.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
   return agreed;
 }
 
-void AdasumOp::ConnectLocally(Agreed& agreed, int process_set_id, hvd::Controller& controller) {
+// Connects the ranks of every host; returns how they reach each other.
+std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller) {
   if (settings_.local.mode == LocalMode::kOff) {
-    SetPath(process_set_id, "network (ADASUM_HVD_LOCAL=off)");
-    return;
+    return "network (ADASUM_HVD_LOCAL=off)";
   }
-  std::vector<int> members(controller.GetSize());
-  std::iota(members.begin(), members.end(), 0);
+  std::vector<int> global_ranks;
+  for (int rank : agreed.host) {
+    global_ranks.push_back(controller.GetGlobalRanks()[rank]);
+  }
+  const int place = static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), controller.GetRank()) -
+                                     agreed.host.begin());
   std::string why_not;
   std::unique_ptr<LocalGroup> group = ConnectLocalRanks(
-      members, controller.GetRank(), controller.GetGlobalRanks(), settings_.local,
+      agreed.host, place, global_ranks, settings_.local,
       [&](int first, int second) {
         std::vector<int> gathered;
         controller.Allgather2Ints({first, second}, gathered);
@@ -162,11 +229,10 @@ void AdasumOp::ConnectLocally(Agreed& agreed, int process_set_id, hvd::Controlle
       },
       why_not);
   if (group == nullptr) {
-    SetPath(process_set_id, "network (no shared memory: " + why_not + ")");
-    return;
+    return "network (no shared memory: " + why_not + ")";
   }
-  SetPath(process_set_id, group->direct ? "shared memory, direct" : "shared memory, staged");
   agreed.local = std::make_unique<LocalTransport>(std::move(group));
+  return agreed.local->direct() ? "shared memory, direct" : "shared memory, staged";
 }
 
 std::unique_ptr<Transport> AdasumOp::NetworkFor(hvd::ProcessSet& process_set) const {
@@ -214,8 +280,9 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
                                     hvd::ProcessSet& process_set) {
   std::vector<TensorView> tensors;
   for (const hvd::TensorTableEntry& entry : entries) {
-    const std::vector<int64_t> segments = SegmentsOf(entry);
-    const int64_t total = std::accumulate(segments.begin(), segments.end(), int64_t{0});
+    const Segments segments = SegmentsOf(entry);
+    const std::vector<int64_t>& sizes = segments.elements;
+    const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     if (total != entry.tensor->shape().num_elements()) {
       return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
                                           "\": required segments of " +
@@ -224,13 +291,17 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
     }
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
-    for (int64_t elements : segments) {
-      tensors.push_back({input, output, elements});
-      input += elements * ElementBytes(type);
-      output += elements * ElementBytes(type);
+    for (size_t k = 0; k < sizes.size(); ++k) {
+      if (segments.weights.empty()) {
+        tensors.push_back({input, output, sizes[k]});
+      } else {
+        tensors.push_back({segments.weights[k], segments.weights[k], sizes[k], input});
+      }
+      input += sizes[k] * ElementBytes(type);
+      output += sizes[k] * ElementBytes(type);
     }
     counters[kBytes] += entry.tensor->size();
-    counters[kDeltaTensors] += IsDelta(entry.tensor_name) ? static_cast<int64_t>(segments.size()) : 0;
+    counters[kDeltaTensors] += IsDelta(entry.tensor_name) ? static_cast<int64_t>(sizes.size()) : 0;
   }
   counters[kCalls] += 1;
   counters[kTensors] += static_cast<int64_t>(tensors.size());
@@ -239,23 +310,48 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
   hvd::Timeline& timeline = global_state_->timeline;
   bool in_phase = false;
   const bool delta = IsDelta(entries.front().tensor_name);
-  auto observer = [&](Phase phase) {
+  auto observer = [&](Phase phase, int level) {
     if (in_phase) {
       timeline.ActivityEndAll(entries);
     }
-    timeline.ActivityStartAll(entries, PhaseName(phase, delta));
+    timeline.ActivityStartAll(entries, PhaseName(phase, level, delta));
     in_phase = true;
   };
   // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
   const double scale = response.prescale_factor() * response.postscale_factor();
-  std::unique_ptr<Transport> network = agreed.local ? nullptr : NetworkFor(process_set);
-  const ReduceResult result = Reduce(tensors, type, agreed.tree, scale, agreed.reduce, *settings_.kernels,
-                                     agreed.local ? *agreed.local : *network, scratch_, observer);
+  const ReduceResult result = ReduceInLevels(tensors, type, scale, agreed, process_set, observer);
   if (in_phase) {
     timeline.ActivityEndAll(entries);
   }
   counters[kExplicitTensors] += result.explicit_tensors;
   return hvd::Status::OK();
+}
+
+ReduceResult AdasumOp::ReduceInLevels(const std::vector<TensorView>& tensors, ElementType type, double scale,
+                                      Agreed& agreed, hvd::ProcessSet& process_set,
+                                      const PhaseObserver& observer) {
+  if (workers_ == nullptr || workers_->threads() != agreed.threads) {
+    workers_ = std::make_unique<Workers>(agreed.threads);
+  }
+  std::unique_ptr<Transport> network;
+  std::vector<std::unique_ptr<Transport>> groups;
+  std::vector<ReduceLevel> levels;
+  for (const PlannedLevel& level : agreed.levels) {
+    if (level.on_one_host && agreed.local != nullptr) {
+      std::vector<int> places;
+      for (int rank : level.group) {
+        places.push_back(
+            static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), rank) - agreed.host.begin()));
+      }
+      groups.push_back(std::make_unique<GroupTransport>(*agreed.local, std::move(places)));
+    } else {
+      network = network ? std::move(network) : NetworkFor(process_set);
+      groups.push_back(std::make_unique<GroupTransport>(*network, level.group));
+    }
+    levels.push_back({groups.back().get(), &level.tree});
+  }
+  return Reduce(tensors, type, levels, scale, agreed.reduce, *settings_.kernels, *workers_, scratch_,
+                observer);
 }
 
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
@@ -297,14 +393,22 @@ __attribute__((visibility("default"))) const char* horovod_adasum_path(int proce
   return text.c_str();
 }
 
-// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it.
+// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it. With `weights`, which
+// may be null, the tensor holds `count` tensors of weights from before, weights[k] points to as many newer
+// ones of the same type, and what is reduced is the change: each newer weight becomes the older one plus the
+// AdaSum of the changes; the tensor stays as it is.
 __attribute__((visibility("default"))) void
-horovod_adasum_register_segments(const char* name, const int64_t* elements, int count) {
+horovod_adasum_register_segments(const char* name, const int64_t* elements, void* const* weights, int count) {
   std::lock_guard<std::mutex> guard(adasum_hvd::segments_mutex);
   if (count == 0) {
     adasum_hvd::segments_by_name.erase(name);
-  } else {
-    adasum_hvd::segments_by_name[name].assign(elements, elements + count);
+    return;
+  }
+  adasum_hvd::Segments& segments = adasum_hvd::segments_by_name[name];
+  segments.elements.assign(elements, elements + count);
+  segments.weights.clear();
+  if (weights != nullptr) {
+    segments.weights.assign(weights, weights + count);
   }
 }
 

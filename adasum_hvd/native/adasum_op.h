@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "horovod/common/ops/collective_operations.h"
+#include "plan.h"
 #include "reduce.h"
 #include "settings.h"
 #include "transport_local.h"
@@ -31,21 +32,27 @@ private:
   // of process sets and rebuilds controllers at every init, so the controller is what identifies one.
   struct Agreed {
     std::weak_ptr<horovod::common::Controller> controller;
-    Tree tree;
+    std::vector<PlannedLevel> levels;
     ReduceSettings reduce;
     std::string disagreement;              // why nothing can be reduced, or empty
-    std::unique_ptr<LocalTransport> local; // where all ranks share a host's memory
+    std::vector<int> host;                 // the ranks of this host
+    std::unique_ptr<LocalTransport> local; // among them, where they share memory
+    int threads = 1;
   };
 
   horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
                                         const horovod::common::Response& response, ElementType type,
                                         Agreed& agreed, horovod::common::ProcessSet& process_set);
   Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
-  void ConnectLocally(Agreed& agreed, int process_set_id, horovod::common::Controller& controller);
+  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller);
+  ReduceResult ReduceInLevels(const std::vector<TensorView>& tensors, ElementType type, double scale,
+                              Agreed& agreed, horovod::common::ProcessSet& process_set,
+                              const PhaseObserver& observer);
   std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;
 
   Settings settings_;
   Scratch scratch_;
+  std::unique_ptr<Workers> workers_;
   std::map<int, Agreed> agreed_; // by process set id
 };
 

@@ -1,6 +1,8 @@
-// Which rank reduces which elements: the fused tensors are cut into one slice per rank, at block borders.
+// Which rank reduces which elements: what several ranks hold is cut into one slice per rank, at block
+// borders.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -17,11 +19,26 @@ struct Run {
 
 struct Slice {
   int64_t elements = 0;
-  std::vector<Run> runs;
+  std::vector<Run> runs; // none is empty
+
+  // The runs that are not whole tensors: at most the first and the last.
+  std::vector<const Run*> PartialRuns() const;
 };
 
-// Cuts tensors of the given element counts into `size` slices of about the same length. With `replicate`
-// every slice is everything: each rank then reduces all tensors by itself.
-std::vector<Slice> MakeSlices(const std::vector<int64_t>& tensor_elements, int size, bool replicate);
+// Tensors of the given element counts laid end to end.
+Slice Fused(const std::vector<int64_t>& tensor_elements);
+
+// Cuts a slice into `parts` consecutive ones of about the same length.
+std::vector<Slice> Cut(const Slice& slice, int parts);
+
+// At most kBlockElements elements of one run, from element `position` of it on.
+struct Block {
+  size_t run; // index
+  int64_t position;
+  int64_t n;
+};
+
+// What elements [begin, end) of a slice consist of.
+std::vector<Block> Blocks(const Slice& slice, int64_t begin, int64_t end);
 
 } // namespace adasum_hvd

@@ -1,13 +1,15 @@
-// AdaSum over the ranks of a transport, in the Gram form: every node of the tree is a linear combination of
-// the inputs, so its coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone.
+// AdaSum over ranks, in the Gram form: every node of the tree is a linear combination of the inputs, so its
+// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level (level.h):
 //
-//   1. every rank receives all ranks' elements of its slice, and sums the slice's part of G on the way;
+//   1. every rank receives its group's elements of its slice, and sums the slice's part of G on the way;
 //   2. the parts of the tensors that several slices share are exchanged (a few hundred bytes);
 //   3. coefficients by walking the tree on G, scalars only;
-//   4. every rank combines its slice and sends it to the others.
+//   4. every rank combines its slice, which is what the next level reduces with other groups.
 //
-// 2 n (N - 1) / N bytes leave a rank for n bytes reduced, as in a ring allreduce, in 3 rounds for any N; 2
-// when no tensor crosses a slice border, 1 for a few kilobytes (each rank then does everything itself).
+// At the end the slices are sent to the others, from the last level back to the first.
+// 2 n (N - 1) / N bytes leave a rank for n bytes reduced, as in a ring allreduce, in 3 rounds for any N in
+// one level; 2 when no tensor crosses a slice border, 1 for a few kilobytes (each rank then does everything
+// itself).
 #pragma once
 
 #include <cstdint>
@@ -19,6 +21,7 @@
 #include "kernels.h"
 #include "transport.h"
 #include "tree.h"
+#include "workers.h"
 
 namespace adasum_hvd {
 
@@ -27,6 +30,15 @@ struct TensorView {
   const void* input;
   void* output;
   int64_t elements;
+  // Where not null: weights before `input`. Their difference is reduced, and the output is `start` plus that.
+  const void* start = nullptr;
+};
+
+// A group of ranks, and the tree over it. The levels of a reduction go from the inside out: the groups of a
+// level hold ranks with the same places in the groups before.
+struct ReduceLevel {
+  Transport* transport;
+  const Tree* tree;
 };
 
 struct ReduceSettings {
@@ -49,11 +61,11 @@ private:
 
 struct Scratch {
   ScratchBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
-  ScratchBuffer received; // the other ranks' elements of this rank's slice
+  ScratchBuffer received; // the other ranks' elements of this rank's slices
 };
 
-enum class Phase { kPack, kExchangeAndGram, kSharedTensors, kCombineAndGather, kUnpack };
-using PhaseObserver = std::function<void(Phase)>;
+enum class Phase { kExchangeAndGram, kSharedTensors, kCombineAndGather };
+using PhaseObserver = std::function<void(Phase, int level)>;
 
 struct ReduceResult {
   int64_t explicit_tensors = 0; // tensors of which an ill-conditioned node had to be formed on this rank
@@ -61,10 +73,11 @@ struct ReduceResult {
 
 // Replaces every tensor's output by scale * AdaSum over ranks of its input.
 //
-// Collective: every rank of `transport` calls it with the same tensor sizes, type, tree, scale and settings.
-// Blocks. Throws what the transport throws.
-ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type, const Tree& tree, double scale,
-                    const ReduceSettings& settings, const Kernels& kernels, Transport& transport,
-                    Scratch& scratch, const PhaseObserver& observer);
+// Collective: every rank of the levels' groups calls it with the same tensor sizes, type, scale and settings,
+// and with levels that fit together. Blocks. Throws what a transport throws.
+ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
+                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+                    const Kernels& kernels, Workers& workers, Scratch& scratch,
+                    const PhaseObserver& observer);
 
 } // namespace adasum_hvd

@@ -40,6 +40,27 @@ void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer
   target = static_cast<Integer>(value);
 }
 
+// "4x2" is {4, 2}; false where the text is something else.
+bool ReadRadices(const std::string& text, std::vector<int>& radices) {
+  std::istringstream in(text);
+  for (std::string one; std::getline(in, one, 'x');) {
+    if (one.empty() || one.size() > 6 || one.find_first_not_of("0123456789") != std::string::npos ||
+        std::stoi(one) < 2) {
+      return false;
+    }
+    radices.push_back(std::stoi(one));
+  }
+  return !radices.empty() && text.back() != 'x';
+}
+
+std::string RadicesText(const std::vector<int>& radices) {
+  std::string text;
+  for (int radix : radices) {
+    text += (text.empty() ? "" : "x") + std::to_string(radix);
+  }
+  return radices.empty() ? "auto" : radices[0] == 0 ? "flat" : text;
+}
+
 } // namespace
 
 const char* GroupOpName(GroupOp group_op) {
@@ -78,6 +99,13 @@ Settings Settings::FromEnvironment() {
   } else if (!group_op.empty() && group_op != "adasum") {
     Refuse(settings, "ADASUM_HVD_GROUP_OP", "adasum, average or sum", group_op);
   }
+  const std::string radices = Variable("ADASUM_HVD_RADICES");
+  if (radices == "flat") {
+    settings.radices = {0};
+  } else if (!radices.empty() && radices != "auto" && !ReadRadices(radices, settings.radices)) {
+    Refuse(settings, "ADASUM_HVD_RADICES", "auto, flat or the sizes of levels, such as 4x2", radices);
+  }
+  ReadInteger(settings, "ADASUM_HVD_NUM_THREADS", 1, settings.threads);
   ReadInteger(settings, "ADASUM_HVD_TIMEOUT_SECONDS", 1, settings.local.timeout_seconds);
   ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
   settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
@@ -100,10 +128,10 @@ Settings Settings::FromEnvironment() {
 }
 
 int Settings::Fingerprint() const {
-  std::ostringstream text; // kernels may differ: they give the same bits
+  std::ostringstream text; // kernels and threads may differ: they give the same bits
   text << kVersion << ' ' << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' '
        << max_message_bytes << ' ' << GroupOpName(group_op) << ' ' << group_size << ' '
-       << LocalModeName(local.mode) << ' ' << local.ring_bytes << ' ' << error;
+       << RadicesText(radices) << ' ' << LocalModeName(local.mode) << ' ' << local.ring_bytes << ' ' << error;
   return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
 }
 
@@ -111,6 +139,7 @@ std::string Settings::Json() const {
   std::ostringstream text;
   text << "{\"op\": \"" << (off ? "off" : "on") << "\", \"kernels\": \"" << kernels->name
        << "\", \"group_op\": \"" << GroupOpName(group_op) << "\", \"group_size\": " << group_size
+       << ", \"radices\": \"" << RadicesText(radices) << "\", \"threads\": " << threads
        << ", \"chunk_bytes\": " << reduce.chunk_bytes << ", \"replicate_bytes\": " << reduce.replicate_bytes
        << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \"" << LocalModeName(local.mode)
        << "\", \"local_ring_bytes\": " << local.ring_bytes

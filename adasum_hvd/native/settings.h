@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 #include "local_bootstrap.h"
@@ -19,6 +20,8 @@ struct Settings {
   int64_t max_message_bytes = 1 << 30; // ADASUM_HVD_MAX_MESSAGE_BYTES: the longest single MPI message
   GroupOp group_op = GroupOp::kAdasum; // ADASUM_HVD_GROUP_OP: adasum, average or sum
   int group_size = 0;                  // ADASUM_HVD_GROUP_SIZE: ranks in a group; 0 is a host
+  std::vector<int> radices;            // ADASUM_HVD_RADICES: empty for auto, {0} for flat, {4, 2} for 4x2
+  int threads = 0;                     // ADASUM_HVD_NUM_THREADS; 0: the processors that are this rank's
   LocalSettings local;                 // ADASUM_HVD_LOCAL, ADASUM_HVD_LOCAL_RING_BYTES,
                                        // ADASUM_HVD_TIMEOUT_SECONDS
   const Kernels* kernels = nullptr;    // ADASUM_HVD_KERNELS: portable, avx2 or avx512

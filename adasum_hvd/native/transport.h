@@ -1,7 +1,9 @@
 // Moves bytes between the ranks of one process set; knows no tensor.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace adasum_hvd {
@@ -22,8 +24,8 @@ public:
 
   // Starts one exchange with all peers; messages[p] is for rank p, this rank's own entry is ignored. The
   // buffers belong to the exchange until Wait has returned for it.
-  // Collective: every rank starts the same exchanges in the same order, and what p sends to q is as long
-  // as what q receives from p. Throws std::exception when a peer is gone.
+  // Any two ranks start the exchanges in which they send each other something in the same order, and what p
+  // sends to q is as long as what q receives from p. Throws std::exception when a peer is gone.
   virtual void Start(const std::vector<Message>& messages) = 0;
 
   // Blocks until the oldest exchange not yet waited for is complete.
@@ -33,6 +35,34 @@ public:
     Start(messages);
     Wait();
   }
+};
+
+// Some ranks of a transport, numbered anew in the order of `members`; this rank is one of them. The exchanges
+// of all groups of a transport are waited for in the order in which they were started.
+class GroupTransport : public Transport {
+public:
+  GroupTransport(Transport& everyone, std::vector<int> members)
+      : everyone_(everyone), members_(std::move(members)),
+        rank_(static_cast<int>(std::find(members_.begin(), members_.end(), everyone.rank()) -
+                               members_.begin())) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(members_.size()); }
+
+  void Start(const std::vector<Message>& messages) override {
+    std::vector<Message> all(everyone_.size());
+    for (size_t member = 0; member < members_.size(); ++member) {
+      all[members_[member]] = messages[member];
+    }
+    everyone_.Start(all);
+  }
+
+  void Wait() override { everyone_.Wait(); }
+
+private:
+  Transport& everyone_;
+  std::vector<int> members_;
+  int rank_;
 };
 
 } // namespace adasum_hvd

@@ -3,14 +3,13 @@
 namespace adasum_hvd {
 namespace {
 
-// Gloo keeps messages apart by a 64-bit slot whose top byte names the collective; none of Gloo's own uses
-// this one.
+// Gloo keeps messages between two ranks apart by a 64-bit slot whose top byte names the collective; none of
+// Gloo's own uses this one.
 constexpr uint64_t kSlotPrefix = uint64_t{0xad} << 56;
 
 } // namespace
 
 void GlooTransport::Start(const std::vector<Message>& messages) {
-  const uint64_t slot = kSlotPrefix | exchanges_++;
   Started started;
   for (int step = 1; step < size(); ++step) {
     const int to = (rank() + step) % size();
@@ -18,12 +17,12 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
     if (messages[from].receive_bytes > 0) {
       started.receives.push_back(
           context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes));
-      started.receives.back()->recv(from, slot);
+      started.receives.back()->recv(from, kSlotPrefix | received_[from]++);
     }
     if (messages[to].send_bytes > 0) {
       started.sends.push_back(
           context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes));
-      started.sends.back()->send(to, slot);
+      started.sends.back()->send(to, kSlotPrefix | sent_[to]++);
     }
   }
   started_.push_back(std::move(started));

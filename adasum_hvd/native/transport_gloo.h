@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <memory>
+#include <vector>
 
 #include "gloo/context.h"
 #include "gloo/transport/unbound_buffer.h"
@@ -12,7 +13,8 @@ namespace adasum_hvd {
 // Point-to-point messages over a Gloo context; Gloo's own timeout bounds every wait.
 class GlooTransport : public Transport {
 public:
-  explicit GlooTransport(std::shared_ptr<gloo::Context> context) : context_(std::move(context)) {}
+  explicit GlooTransport(std::shared_ptr<gloo::Context> context)
+      : context_(std::move(context)), sent_(context_->size), received_(context_->size) {}
 
   int rank() const override { return context_->rank; }
   int size() const override { return context_->size; }
@@ -28,7 +30,8 @@ private:
 
   std::shared_ptr<gloo::Context> context_;
   std::deque<Started> started_;
-  uint64_t exchanges_ = 0;
+  std::vector<uint64_t> sent_; // messages, per peer
+  std::vector<uint64_t> received_;
 };
 
 } // namespace adasum_hvd

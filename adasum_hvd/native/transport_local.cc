@@ -32,6 +32,21 @@ LocalTransport::LocalTransport(std::unique_ptr<LocalGroup> group)
       // Spinning only takes a processor from the rank that is waited for when they have to take turns.
       spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
 
+double LocalTransport::ShareOfProcessors() const {
+  const cpu_set_t& mine = group_->mine->header().allowed;
+  double share = 0;
+  for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
+    if (CPU_ISSET(processor, &mine)) {
+      int users = 1;
+      for (const LocalPeer& peer : group_->peers) {
+        users += peer.segment != nullptr && CPU_ISSET(processor, &peer.segment->header().allowed) ? 1 : 0;
+      }
+      share += 1.0 / users;
+    }
+  }
+  return share + 1e-9; // a third three times is one
+}
+
 void LocalTransport::Start(const std::vector<Message>& messages) {
   if (!broken_.empty()) {
     throw std::runtime_error(broken_);

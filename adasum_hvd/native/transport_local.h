@@ -24,6 +24,9 @@ public:
   int size() const override { return static_cast<int>(group_->peers.size()); }
   bool direct() const { return group_->direct; }
 
+  // How many processors are this rank's, where those that several ranks may use are divided among them.
+  double ShareOfProcessors() const;
+
   // Counts a reduction, on every rank also where one is refused: messages carry the number, so that ranks
   // which do not agree on where they are find out.
   void BeginOperation() { ++operation_; }

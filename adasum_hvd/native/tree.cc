@@ -28,20 +28,6 @@ int ReduceNeighbours(std::vector<int> nodes, bool adasum, Tree& tree) {
   return nodes.front();
 }
 
-std::vector<std::vector<int>> Groups(const std::vector<int>& hosts, int group_size) {
-  std::vector<std::vector<int>> groups;
-  std::map<int, size_t> group_of;
-  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
-    int key = group_size > 0 ? rank / group_size : hosts[rank];
-    auto found = group_of.emplace(key, groups.size());
-    if (found.second) {
-      groups.emplace_back();
-    }
-    groups[found.first->second].push_back(rank);
-  }
-  return groups;
-}
-
 void FindMembersAndLevels(Tree& tree) {
   std::vector<size_t> depth(tree.leaves, 0);
   for (int leaf = 0; leaf < tree.leaves; ++leaf) {
@@ -85,6 +71,20 @@ Form BilinearForm(const Tree& tree, const double* gram, const double* c, int lef
 bool Cancels(const Form& form) { return form.value() < kIllConditioned * form.magnitude; }
 
 } // namespace
+
+std::vector<std::vector<int>> Groups(const std::vector<int>& hosts, int group_size) {
+  std::vector<std::vector<int>> groups;
+  std::map<int, size_t> group_of;
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+    int key = group_size > 0 ? rank / group_size : hosts[rank];
+    auto found = group_of.emplace(key, groups.size());
+    if (found.second) {
+      groups.emplace_back();
+    }
+    groups[found.first->second].push_back(rank);
+  }
+  return groups;
+}
 
 Tree BuildTree(const std::vector<int>& hosts, GroupOp group_op, int group_size) {
   Tree tree;

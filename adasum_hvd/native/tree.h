@@ -29,9 +29,12 @@ struct Tree {
   int root() const { return leaves + static_cast<int>(merges.size()) - 1; }
 };
 
-// Nearest neighbours first inside a group, then over the groups in the order of their first rank; an odd
-// one out moves up unpaired. hosts[r] is any id of rank r's host. A group is `group_size` consecutive
+// The groups of ranks that are reduced first, in the order of their first rank: `group_size` consecutive
 // ranks, or a host when group_size is 0.
+std::vector<std::vector<int>> Groups(const std::vector<int>& hosts, int group_size);
+
+// Nearest neighbours first inside a group, then over the groups in the order of their first rank; an odd
+// one out moves up unpaired. hosts[r] is any id of rank r's host.
 Tree BuildTree(const std::vector<int>& hosts, GroupOp group_op, int group_size);
 
 // Entries of a packed upper triangle of an N x N matrix, and the position of (i, j), i <= j, in it.

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -43,7 +44,8 @@ private:
 
 class ThreadTransport : public Transport {
 public:
-  ThreadTransport(Mailboxes& mail, int rank, int size) : mail_(mail), rank_(rank), size_(size) {}
+  ThreadTransport(Mailboxes& mail, int rank, int size)
+      : mail_(mail), rank_(rank), size_(size), sent_bytes_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
@@ -52,7 +54,7 @@ public:
       if (peer != rank_ && messages[peer].send_bytes > 0) {
         const char* from = static_cast<const char*>(messages[peer].send);
         mail_.Put(rank_, peer, std::vector<char>(from, from + messages[peer].send_bytes));
-        sent_bytes_ += messages[peer].send_bytes;
+        sent_bytes_[peer] += messages[peer].send_bytes;
       }
     }
     exchanges_ += 1;
@@ -73,7 +75,8 @@ public:
     }
   }
 
-  int64_t sent_bytes() const { return sent_bytes_; }
+  int64_t sent_bytes(int peer) const { return sent_bytes_[peer]; }
+  int64_t sent_bytes() const { return std::accumulate(sent_bytes_.begin(), sent_bytes_.end(), int64_t{0}); }
   int64_t exchanges() const { return exchanges_; }
 
 private:
@@ -81,7 +84,7 @@ private:
   int rank_;
   int size_;
   std::deque<std::vector<Message>> started_;
-  int64_t sent_bytes_ = 0;
+  std::vector<int64_t> sent_bytes_; // per peer
   int64_t exchanges_ = 0;
 };
 

@@ -4,14 +4,18 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
 #include "layout.h"
+#include "plan.h"
 #include "ranks_as_threads.h"
 #include "reduce.h"
 #include "testing.h"
@@ -134,7 +138,13 @@ Maker Random(uint64_t seed, double scale = 1.0) {
 
 struct Options {
   ElementType type = kFloat32;
-  Tree tree;
+  std::vector<int> hosts;
+  GroupOp group_op = GroupOp::kAdasum;
+  int group_size = 0;
+  std::vector<int> radices = {0};                         // flat
+  Tree tree;                                              // over all ranks: what the result is compared with
+  const std::vector<std::vector<char>>* starts = nullptr; // weights that all ranks had before
+  int threads = 1;
   double scale = 1.0;
   ReduceSettings settings;
   const Kernels* kernels = ChooseKernels(nullptr);
@@ -144,7 +154,8 @@ struct Options {
 Options For(int ranks, ElementType type) {
   Options options;
   options.type = type;
-  options.tree = BuildTree(std::vector<int>(ranks, 0), GroupOp::kAdasum, 0);
+  options.hosts.assign(ranks, 0);
+  options.tree = BuildTree(options.hosts, GroupOp::kAdasum, 0);
   options.settings.chunk_bytes = 3 * kBlockElements * ElementBytes(type);
   options.settings.replicate_bytes = 0;
   return options;
@@ -164,10 +175,21 @@ std::vector<std::vector<char>> ReduceAll(const std::vector<Tensors>& ranks, cons
       }
       views.push_back({options.in_place ? output[k].data() : input[k].data(), output[k].data(),
                        static_cast<int64_t>(input[k].size() / ElementBytes(options.type))});
+      if (options.starts != nullptr) {
+        views.back().start = (*options.starts)[k].data();
+      }
     }
+    const std::vector<PlannedLevel> planned =
+        PlanLevels(options.hosts, options.group_op, options.group_size, transport.rank(), options.radices);
+    std::deque<GroupTransport> groups;
+    std::vector<ReduceLevel> levels;
+    for (const PlannedLevel& level : planned) {
+      levels.push_back({&groups.emplace_back(transport, level.group), &level.tree});
+    }
+    Workers workers(options.threads);
     Scratch scratch;
-    explicit_count += Reduce(views, options.type, options.tree, options.scale, options.settings,
-                             *options.kernels, transport, scratch, [](Phase) {})
+    explicit_count += Reduce(views, options.type, levels, options.scale, options.settings, *options.kernels,
+                             workers, scratch, [](Phase, int) {})
                           .explicit_tensors;
     if (!options.in_place) {
       Check(input == ranks[transport.rank()].bytes, "the input was changed");
@@ -264,6 +286,9 @@ void SameBitsInEveryForm() {
       Options replicated = plain;
       replicated.settings.replicate_bytes = int64_t{1} << 30;
       Check(ReduceAll(tensors, replicated) == fused, "replicated");
+      Options threaded = plain;
+      threaded.threads = 3;
+      Check(ReduceAll(tensors, threaded) == fused, "several threads");
       for (const Kernels* kernels : AllKernels()) {
         Options other = plain;
         other.kernels = kernels;
@@ -426,6 +451,9 @@ void GroupsAndPlacements() {
       for (int group_size : {0, 2, 3}) {
         const int ranks = static_cast<int>(hosts.size());
         Options options = For(ranks, kFloat32);
+        options.hosts = hosts;
+        options.group_op = group_op;
+        options.group_size = group_size;
         options.tree = BuildTree(hosts, group_op, group_size);
         const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, kFloat32, Random(15));
         const auto result = ReduceAll(tensors, options);
@@ -480,15 +508,257 @@ void BytesAndRounds() {
     ReduceSettings settings;
     std::vector<char> output = tensors[transport.rank()].bytes[0];
     const Tree tree = BuildTree({0, 0, 0, 0}, GroupOp::kAdasum, 0);
-    Reduce({{output.data(), output.data(), sizes[0]}}, kFloat32, tree, 1.0, settings, Portable(), transport,
-           scratch, [](Phase) {});
+    const std::vector<ReduceLevel> flat = {{&transport, &tree}};
+    Workers workers(1);
+    Reduce({{output.data(), output.data(), sizes[0]}}, kFloat32, flat, 1.0, settings, Portable(), workers,
+           scratch, [](Phase, int) {});
     const double payload = 2.0 * 3 / 4 * static_cast<double>(output.size());
     Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * payload, "more bytes than 2n(N-1)/N");
     const int64_t before = transport.exchanges();
-    Reduce({{output.data(), output.data(), 64}}, kFloat32, tree, 1.0, settings, Portable(), transport,
-           scratch, [](Phase) {});
+    Reduce({{output.data(), output.data(), 64}}, kFloat32, flat, 1.0, settings, Portable(), workers, scratch,
+           [](Phase, int) {});
     Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
   });
+}
+
+// In levels every rank still gets the tree of all ranks, with a rounding between levels.
+void LevelsWalkTheSameTree() {
+  struct Form {
+    std::vector<int> hosts;
+    GroupOp group_op;
+    int group_size;
+    std::vector<int> radices;
+  };
+  const std::vector<Form> forms = {
+      {{0, 0, 1, 1}, GroupOp::kAdasum, 0, {2, 2}},
+      {{0, 1, 0, 1}, GroupOp::kAdasum, 0, {2, 2}},
+      {{0, 0, 0, 1, 1, 1}, GroupOp::kAdasum, 0, {3, 2}},
+      {{0, 1, 2, 2, 1, 0}, GroupOp::kAverage, 0, {2, 3}},
+      {{0, 0, 0, 0, 1, 1, 1, 1}, GroupOp::kSum, 0, {2, 2, 2}},
+      {{0, 0, 0, 0, 0, 0, 0, 0}, GroupOp::kAdasum, 4, {4, 2}},
+      {{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1}, GroupOp::kAdasum, 0, {2, 4, 2}},
+      {{0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5}, GroupOp::kAverage, 0, {2, 2, 3}},
+  };
+  for (const Form& form : forms) {
+    const int ranks = static_cast<int>(form.hosts.size());
+    for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+      Options options = For(ranks, type);
+      options.hosts = form.hosts;
+      options.group_op = form.group_op;
+      options.group_size = form.group_size;
+      options.tree = BuildTree(form.hosts, form.group_op, form.group_size);
+      options.radices = form.radices;
+      const std::string which = std::to_string(ranks) + " ranks, type " + std::to_string(type);
+      const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, type, Random(20));
+      const auto result = ReduceAll(tensors, options);
+      for (size_t k = 0; k < kSizes.size(); ++k) {
+        const double error = RelativeError(Decode(result[k], type), Reference(tensors, k, options.tree), 0.3);
+        Check(error <= 4 * kRounding[type], which + ": error " + Scientific(error));
+      }
+      Options other = options;
+      other.settings.replicate_bytes = int64_t{1} << 30;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits when replicated");
+      other = options;
+      other.in_place = true;
+      other.threads = 3;
+      other.settings.chunk_bytes = 1;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits in place, in small chunks");
+      for (size_t k : {3, 6}) {
+        std::vector<Tensors> alone(ranks);
+        for (int rank = 0; rank < ranks; ++rank) {
+          alone[rank].bytes = {tensors[rank].bytes[k]};
+        }
+        Check(ReduceAll(alone, options)[0] == result[k], which + ": other bits unfused");
+      }
+      const Maker same = [](int, size_t tensor, int64_t k) { return Random(5)(0, tensor, k); };
+      const std::vector<Tensors> identical = MakeTensors(ranks, kSizes, type, same);
+      Check(form.group_op == GroupOp::kSum || ReduceAll(identical, options) == identical[0].bytes,
+            which + ": identical inputs changed");
+    }
+  }
+}
+
+// Tensors on the slices of many ranks, in groups of other sizes, of which some have to be walked on vectors
+// on some ranks: whoever takes part in an exchange must be of one mind.
+void CancellingPairsInLevels() {
+  const std::vector<int64_t> sizes = {5000, 300000, 64, 100000};
+  for (ElementType type : {kFloat32, kFloat64}) {
+    for (int digits : {2, 5, 9}) {
+      const double eps = std::pow(10.0, -digits);
+      // Ranks 0, 1 and 2, 3 of a host cancel; so do, in every other tensor, the first and the second host.
+      const Maker opposite = [eps](int rank, size_t tensor, int64_t k) {
+        const int sign = (rank % 2 == 0 ? 1 : -1) * (tensor % 2 == 0 && rank / 4 % 2 == 1 ? -1 : 1);
+        return sign * Random(21)(0, tensor, k) + eps * Random(22)(rank, tensor, k);
+      };
+      Options options = For(16, type);
+      options.hosts = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+      options.radices = {4, 4};
+      options.tree = BuildTree(options.hosts, GroupOp::kAdasum, 0);
+      const std::vector<Tensors> tensors = MakeTensors(16, sizes, type, opposite);
+      int64_t explicit_tensors = 0;
+      const auto result = ReduceAll(tensors, options, &explicit_tensors);
+      Check(digits < 5 || explicit_tensors > 0, "no node was formed explicitly");
+      options.settings.replicate_bytes = int64_t{1} << 30;
+      Check(ReduceAll(tensors, options) == result, "other bits when replicated");
+      for (size_t k = 0; k < sizes.size(); ++k) {
+        const double bound = 8 * kRounding[type] + 10 * std::ldexp(1.0, -52) / eps;
+        const double error = RelativeError(Decode(result[k], type), Reference(tensors, k, options.tree));
+        Check(error <= bound,
+              "eps 1e-" + std::to_string(digits) + ": error " + Scientific(error / bound) + " of the bound");
+      }
+    }
+  }
+}
+
+// start + AdaSum(input - start), in place and not, alone and with other ranks.
+void ChangesOfWeights() {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+    for (int ranks : {1, 2, 3, 8}) {
+      Options options = For(ranks, type);
+      const std::vector<Tensors> before = MakeTensors(
+          1, kSizes, type, [](int, size_t tensor, int64_t k) { return Random(23)(0, tensor, k); });
+      const std::vector<Tensors> after =
+          MakeTensors(ranks, kSizes, type, [](int rank, size_t tensor, int64_t k) {
+            return Random(23)(0, tensor, k) + Random(24, 0.01)(rank, tensor, k);
+          });
+      std::vector<Tensors> changes(ranks);
+      for (int rank = 0; rank < ranks; ++rank) {
+        for (size_t k = 0; k < kSizes.size(); ++k) {
+          std::vector<double> change = after[rank].values[k];
+          for (size_t e = 0; e < change.size(); ++e) {
+            change[e] -= before[0].values[k][e];
+          }
+          changes[rank].bytes.push_back(Encode(change, type));
+        }
+      }
+      const auto reduced = ReduceAll(changes, options);
+      std::vector<std::vector<char>> wanted;
+      for (size_t k = 0; k < kSizes.size(); ++k) {
+        std::vector<double> weights = Decode(reduced[k], type);
+        for (size_t e = 0; e < weights.size(); ++e) {
+          weights[e] += before[0].values[k][e];
+        }
+        wanted.push_back(Encode(weights, type));
+      }
+      options.starts = &before[0].bytes;
+      for (bool in_place : {false, true}) {
+        for (int64_t replicate_bytes : {0, 1 << 30}) {
+          options.in_place = in_place;
+          options.settings.replicate_bytes = replicate_bytes;
+          Check(ReduceAll(after, options) == wanted,
+                std::to_string(ranks) + " ranks, type " + std::to_string(type));
+        }
+      }
+      if (ranks == 8) {
+        options.hosts = {0, 0, 1, 1, 2, 2, 3, 3};
+        options.radices = {2, 4};
+        const auto in_levels = ReduceAll(after, options);
+        options.settings.replicate_bytes = 0;
+        Check(ReduceAll(after, options) == in_levels, "in levels: other bits when replicated");
+        for (size_t k = 0; k < kSizes.size(); ++k) {
+          Check(RelativeError(Decode(in_levels[k], type), Decode(wanted[k], type), 0.3) <=
+                    4 * kRounding[type],
+                "in levels, type " + std::to_string(type));
+        }
+      }
+    }
+  }
+}
+
+// What a rank sends to other hosts in two levels: 2 (n / L) (H - 1) / H.
+void LevelsKeepBytesInsideTheHost() {
+  const std::vector<Tensors> tensors = MakeTensors(4, {1 << 20}, kFloat32, Random(25));
+  RunRanks(4, [&](ThreadTransport& transport) {
+    const std::vector<PlannedLevel> planned =
+        PlanLevels({0, 0, 1, 1}, GroupOp::kAdasum, 0, transport.rank(), {2, 2});
+    GroupTransport inside(transport, planned[0].group), between(transport, planned[1].group);
+    std::vector<char> output = tensors[transport.rank()].bytes[0];
+    Scratch scratch;
+    Workers workers(2);
+    Reduce({{output.data(), output.data(), 1 << 20}}, kFloat32,
+           {{&inside, &planned[0].tree}, {&between, &planned[1].tree}}, 1.0, ReduceSettings(), Portable(),
+           workers, scratch, [](Phase, int) {});
+    const auto n = static_cast<double>(output.size());
+    const int away = (transport.rank() + 2) % 4;
+    Check(static_cast<double>(transport.sent_bytes(away)) <= 1.01 * n / 2,
+          "more bytes than n/2 to another host");
+    Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * 1.5 * n, "more bytes than n + n/2");
+  });
+}
+
+void PlansFollowHostsAndCosts() {
+  auto radices = [](const std::vector<int>& hosts, int group_size, const std::vector<int>& wanted) {
+    std::vector<int> sizes;
+    for (const PlannedLevel& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, wanted)) {
+      sizes.push_back(static_cast<int>(level.group.size()));
+    }
+    return sizes;
+  };
+  auto hosts_of = [](int hosts, int ranks) {
+    std::vector<int> all;
+    for (int rank = 0; rank < hosts * ranks; ++rank) {
+      all.push_back(rank / ranks);
+    }
+    return all;
+  };
+  using Sizes = std::vector<int>;
+  Check(radices(hosts_of(1, 1), 0, {}) == Sizes{1}, "one rank is one level");
+  Check(radices(hosts_of(1, 8), 0, {}) == Sizes{8}, "8 ranks of a host are one level");
+  Check(radices(hosts_of(2, 2), 0, {}) == Sizes({2, 2}), "2 x 2");
+  Check(radices(hosts_of(2, 8), 0, {}) == Sizes({8, 2}), "8 x 2");
+  Check(radices(hosts_of(3, 2), 0, {}) == Sizes({2, 3}), "2 x 3");
+  Check(radices({0, 0, 1}, 0, {}) == Sizes{3}, "uneven hosts are flat");
+  Check(radices(hosts_of(2, 2), 0, {0}) == Sizes{4}, "flat where it is asked for");
+  Check(radices(hosts_of(1, 16), 0, {}).size() > 1, "16 ranks of a host are split");
+  Check(radices(hosts_of(512, 8), 0, {}).size() > 2, "512 hosts are split");
+  for (const Sizes& wrong : {Sizes{3, 2}, Sizes{4, 4}, Sizes{16, 1}, Sizes{3, 3}}) {
+    bool refused = false;
+    try {
+      radices(hosts_of(2, 8), 0, wrong);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    Check(refused, "levels that do not fit were not refused");
+  }
+  // Every rank is in exactly one group of each level, and any two ranks share at most one group.
+  for (const std::vector<int>& hosts : {hosts_of(4, 8), std::vector<int>{0, 1, 2, 3, 3, 2, 1, 0}}) {
+    const int ranks = static_cast<int>(hosts.size());
+    std::map<std::pair<int, int>, int> shared;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (const PlannedLevel& level : PlanLevels(hosts, GroupOp::kAdasum, 0, rank, {})) {
+        Check(std::count(level.group.begin(), level.group.end(), rank) == 1,
+              "a rank is not in its own group");
+        for (int member : level.group) {
+          shared[{rank, member}] += member == rank ? 0 : 1;
+          Check(!level.on_one_host || hosts[member] == hosts[rank],
+                "a group of a host has a rank of another");
+        }
+      }
+    }
+    for (const auto& [pair, groups] : shared) {
+      Check(groups <= 1, "two ranks share two groups");
+      Check(groups == shared[{pair.second, pair.first}], "groups differ between their members");
+    }
+  }
+}
+
+void WorkersDoEveryJobOnce() {
+  for (int threads : {1, 2, 5}) {
+    Workers workers(threads);
+    for (int round = 0; round < 300; ++round) {
+      const int jobs = round % 70;
+      std::vector<std::atomic<int>> done(jobs);
+      std::vector<std::atomic<int>> busy(threads);
+      workers.Run(jobs, [&](int64_t job, int worker) {
+        Check(busy[worker].fetch_add(1) == 0, "two jobs of one worker at once");
+        done[job] += 1;
+        busy[worker] -= 1;
+      });
+      for (const std::atomic<int>& count : done) {
+        Check(count == 1, "a job was done " + std::to_string(count) + " times");
+      }
+    }
+  }
 }
 
 void HalfPrecisionRoundsOnce() {
@@ -529,7 +799,7 @@ void SlicesCoverEverythingOnce() {
       size = static_cast<int64_t>(generator() % (round % 3 == 0 ? 100 : 40000));
     }
     std::vector<int64_t> covered(sizes.size());
-    for (const Slice& slice : MakeSlices(sizes, ranks, false)) {
+    for (const Slice& slice : Cut(Fused(sizes), ranks)) {
       int64_t offset = 0;
       for (const Run& run : slice.runs) {
         Check(run.offset == offset && run.first == covered[run.tensor] && run.count > 0, "gap or overlap");
@@ -561,6 +831,12 @@ int main() {
       {"groups and placements", GroupsAndPlacements},
       {"scale and non-finite values", ScaleAndNonFinite},
       {"bytes and rounds", BytesAndRounds},
+      {"levels walk the same tree", LevelsWalkTheSameTree},
+      {"cancelling pairs in levels", CancellingPairsInLevels},
+      {"changes of weights", ChangesOfWeights},
+      {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
+      {"plans follow hosts and costs", PlansFollowHostsAndCosts},
+      {"workers do every job once", WorkersDoEveryJobOnce},
       {"half precision rounds once", HalfPrecisionRoundsOnce},
       {"slices cover everything once", SlicesCoverEverythingOnce},
   });

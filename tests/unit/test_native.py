@@ -19,11 +19,14 @@ ARITHMETIC = (
     "gram.cc",
     "kernels.cc",
     "layout.cc",
+    "level.cc",
+    "plan.cc",
     "reduce.cc",
+    "workers.cc",
     "kernels_portable.cc",
 )
 SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
-PROGRAMS = {"test_reduce": (ARITHMETIC, 15), "test_local": (SHARED_MEMORY, 10)}
+PROGRAMS = {"test_reduce": (ARITHMETIC, 21), "test_local": (SHARED_MEMORY, 10)}
 X86_FLAGS = {
     "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.cc": [

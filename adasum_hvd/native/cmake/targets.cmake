@@ -30,7 +30,8 @@ if(TARGET tensorflow)
 endif()
 
 set(ADASUM_SOURCES adasum_op.cc gram.cc kernels.cc kernels_portable.cc layout.cc local_bootstrap.cc
-  local_segment.cc reduce.cc settings.cc transport_local.cc tree.cc)
+  local_segment.cc level.cc plan.cc reduce.cc settings.cc transport_local.cc tree.cc
+  workers.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport_gloo.cc)
 endif()

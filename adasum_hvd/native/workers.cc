@@ -1,0 +1,81 @@
+#include "workers.h"
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int64_t kWorthSharing = 4; // jobs; a job is a block of some 10 us, waking a thread costs as much
+constexpr int kSpins = 20000;        // looks for the next round before a helper sleeps: some 100 us
+
+void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+} // namespace
+
+Workers::Workers(int threads) {
+  for (int worker = 1; worker < threads; ++worker) {
+    helpers_.emplace_back([this, worker] { Help(worker); });
+  }
+}
+
+Workers::~Workers() {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    stop_ = true;
+    round_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (std::thread& helper : helpers_) {
+    helper.join();
+  }
+}
+
+void Workers::Run(int64_t jobs, const Body& body) {
+  if (helpers_.empty() || jobs < kWorthSharing) {
+    for (int64_t job = 0; job < jobs; ++job) {
+      body(job, 0);
+    }
+    return;
+  }
+  jobs_ = jobs;
+  body_ = &body;
+  next_.store(0);
+  busy_.store(static_cast<int>(helpers_.size()));
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    round_.fetch_add(1);
+  }
+  wake_.notify_all();
+  TakeJobs(0);
+  while (busy_.load(std::memory_order_acquire) > 0) { // each is at its last job
+    Pause();
+  }
+}
+
+void Workers::TakeJobs(int worker) {
+  for (int64_t job; (job = next_.fetch_add(1, std::memory_order_relaxed)) < jobs_;) {
+    (*body_)(job, worker);
+  }
+}
+
+void Workers::Help(int worker) {
+  for (uint64_t seen = 0;;) {
+    for (int spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin) {
+      Pause();
+    }
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
+      if (stop_) {
+        return;
+      }
+    }
+    ++seen; // Run returns only when every helper is through, so no round is missed
+    TakeJobs(worker);
+    busy_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+} // namespace adasum_hvd

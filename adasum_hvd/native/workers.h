@@ -1,0 +1,44 @@
+// The threads of one rank that share the arithmetic of a reduction.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace adasum_hvd {
+
+class Workers {
+public:
+  // body(job, worker), worker in 0 .. threads() - 1; must not throw.
+  using Body = std::function<void(int64_t job, int worker)>;
+
+  explicit Workers(int threads); // the calling thread is one of them
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  int threads() const { return 1 + static_cast<int>(helpers_.size()); }
+
+  // Calls body once for every job in 0 .. jobs - 1, in any order, and returns when all are done.
+  void Run(int64_t jobs, const Body& body);
+
+private:
+  void Help(int worker);
+  void TakeJobs(int worker);
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> round_{0}; // one per Run
+  std::atomic<int> busy_{0};       // helpers that have not finished the round
+  bool stop_ = false;
+  std::atomic<int64_t> next_{0};
+  int64_t jobs_ = 0;
+  const Body* body_ = nullptr;
+  std::vector<std::thread> helpers_;
+};
+
+} // namespace adasum_hvd
