@@ -79,10 +79,7 @@ def counters(library: ctypes.CDLL) -> Counters:
 
 
 def register_segments(
-    library: ctypes.CDLL,
-    entry: str,
-    elements: Sequence[int],
-    weights: Sequence[int] | None = None,
+    library: ctypes.CDLL, entry: str, elements: Sequence[int]
 ) -> None:
     """Tell the op that tensor `entry` is many tensors laid end to end.
 
@@ -93,19 +90,41 @@ def register_segments(
         library: the framework's Horovod library.
         entry: the tensor's full name in Horovod ("allreduce." included).
         elements: the segments' element counts; their sum is the tensor's.
-        weights: makes `entry` a tensor of weights from before, and names the addresses of
-            newer ones, by segment, contiguous and of the same dtype. The op then reduces
-            the change, leaves `entry` as it is and sets each newer weight to the older one
-            plus the AdaSum of the changes. They must stay where they are until the
-            reduction is done.
     """
-    sizes = (ctypes.c_int64 * len(elements))(*elements)
-    addresses = (ctypes.c_void_p * len(elements))(*weights) if weights else None
+    array = (ctypes.c_int64 * len(elements))(*elements)
     library.horovod_adasum_register_segments(
-        entry.encode(), sizes, addresses, len(elements)
+        entry.encode(), array, len(elements), None, None
+    )
+
+
+def register_weights(
+    library: ctypes.CDLL,
+    entry: str,
+    start: int,
+    elements: Sequence[int],
+    weights: Sequence[int],
+) -> None:
+    """Tell the op that tensor `entry` holds weights, and where newer ones are.
+
+    The op then reduces the change of each segment, leaves `entry` as it is and sets each
+    newer weight to the older one plus the AdaSum of the changes.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's full name in Horovod ("allreduce." included).
+        start: address of the tensor; one of that name elsewhere in memory (of a rank that
+            has joined) is an ordinary tensor.
+        elements: the segments' element counts; their sum is the tensor's.
+        weights: the newer weights' addresses, by segment, contiguous and of the tensor's
+            dtype; they must stay where they are until the reduction is done.
+    """
+    array = (ctypes.c_int64 * len(elements))(*elements)
+    addresses = (ctypes.c_void_p * len(elements))(*weights)
+    library.horovod_adasum_register_segments(
+        entry.encode(), array, len(elements), ctypes.c_void_p(start), addresses
     )
 
 
 def forget_segments(library: ctypes.CDLL, entry: str) -> None:
-    """Undo :func:`register_segments`."""
-    library.horovod_adasum_register_segments(entry.encode(), None, None, 0)
+    """Undo :func:`register_segments` and :func:`register_weights`."""
+    library.horovod_adasum_register_segments(entry.encode(), None, 0, None, None)

@@ -45,7 +45,8 @@ std::array<std::atomic<int64_t>, kCounters> counters;
 std::mutex segments_mutex;
 struct Segments {
   std::vector<int64_t> elements;
-  std::vector<void*> weights; // where not empty: the tensor holds weights, and these are newer ones
+  const void* start = nullptr; // the tensor, if it holds weights
+  std::vector<void*> weights;  // and newer ones, by segment
 };
 std::unordered_map<std::string, Segments> segments_by_name;
 
@@ -53,9 +54,13 @@ Segments SegmentsOf(const hvd::TensorTableEntry& entry) {
   std::lock_guard<std::mutex> guard(segments_mutex);
   const auto found = segments_by_name.find(entry.tensor_name);
   if (found == segments_by_name.end()) {
-    return {{entry.tensor->shape().num_elements()}, {}};
+    return {{entry.tensor->shape().num_elements()}, nullptr, {}};
   }
-  return found->second;
+  Segments segments = found->second;
+  if (segments.start != entry.tensor->data()) { // zeros that stand in for a rank that has joined
+    segments.weights.clear();
+  }
+  return segments;
 }
 
 // How the ranks of each process set reach each other, for people to read.
@@ -393,21 +398,22 @@ __attribute__((visibility("default"))) const char* horovod_adasum_path(int proce
   return text.c_str();
 }
 
-// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it. With `weights`, which
-// may be null, the tensor holds `count` tensors of weights from before, weights[k] points to as many newer
-// ones of the same type, and what is reduced is the change: each newer weight becomes the older one plus the
-// AdaSum of the changes; the tensor stays as it is.
-__attribute__((visibility("default"))) void
-horovod_adasum_register_segments(const char* name, const int64_t* elements, void* const* weights, int count) {
+// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it. Where `start` is not
+// null it is that tensor's address: it holds weights, weights[k] points to as many newer ones of the same
+// type, and what is reduced is the change: each newer weight becomes the older one plus the AdaSum of the
+// changes, and the tensor stays as it is.
+__attribute__((visibility("default"))) void horovod_adasum_register_segments(const char* name,
+                                                                             const int64_t* elements,
+                                                                             int count, const void* start,
+                                                                             void* const* weights) {
   std::lock_guard<std::mutex> guard(adasum_hvd::segments_mutex);
   if (count == 0) {
     adasum_hvd::segments_by_name.erase(name);
     return;
   }
   adasum_hvd::Segments& segments = adasum_hvd::segments_by_name[name];
-  segments.elements.assign(elements, elements + count);
-  segments.weights.clear();
-  if (weights != nullptr) {
+  segments = {{elements, elements + count}, start, {}};
+  if (start != nullptr) {
     segments.weights.assign(weights, weights + count);
   }
 }

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from adasum_hvd.torch.adam_offload import AdamOffload
-from adasum_hvd.torch.buckets import Bucket
 from adasum_hvd.torch.delta import DeltaOptimizer
+from adasum_hvd.torch.delta_buckets import ChangeBucket
 from adasum_hvd.torch.distributed import DistributedBase, StepClosure
 
 
@@ -27,12 +27,17 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
     def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return super()._wire_dtype(self._weights(parameter))
 
-    def _make_bucket(self, *args: Any) -> Bucket:
+    def _make_bucket(self, *args: Any) -> ChangeBucket:
         bucket = super()._make_bucket(*args)
         for index, parameter in enumerate(self._members[-1]):
             weights, view = bucket.params[index], bucket.views[index]
-            # With float16 on the wire the bucket is too coarse to be a master.
-            if weights is not parameter and weights.dtype == view.dtype:
+            # With float16 on the wire the bucket is too coarse to be a master; where the op
+            # forms the change, the bucket is the start.
+            if (
+                weights is not parameter
+                and weights.dtype == view.dtype
+                and bucket.start_weights is not bucket.flat
+            ):
                 self.adopt_master(parameter, view)
                 bucket.params[index] = view
         return bucket
@@ -41,13 +46,16 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
         flats = [
             bucket.flat
             for bucket in self._buckets
-            if any(p is not v for p, v in zip(bucket.params, bucket.views, strict=True))
+            if bucket.start_weights is not bucket.flat
+            and any(
+                p is not v for p, v in zip(bucket.params, bucket.views, strict=True)
+            )
         ]
-        return [*flats, *self._starts]
+        return [*flats, *(bucket.start_weights for bucket in self._buckets)]
 
     def _keep_start(self, index: int) -> None:
-        for parameter in self._members[index]:
-            self.master(parameter)  # follows what others have changed since
+        # A master follows what others have changed since, and may be another one.
+        self._buckets[index].params = [self.master(p) for p in self._members[index]]
         super()._keep_start(index)
 
     def _step_only(self, parameters: set[torch.Tensor]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from adasum_hvd.torch import amp
-from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.countdown import GradientCountdown
+from adasum_hvd.torch.delta_buckets import ChangeBucket, change_bucket
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 
 _STATE_KEY = "adasum_delta"
@@ -19,6 +20,7 @@ class DeltaOptimizer(DistributedBase):
     """Takes the local step and reduces what it changed; parameters always hold weights."""
 
     _variant = "delta"
+    _buckets: list[ChangeBucket]  # type: ignore[assignment]  # lists are invariant
 
     def _configure(self, names: dict[int, str], options: Options) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
@@ -28,27 +30,15 @@ class DeltaOptimizer(DistributedBase):
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: Any
-    ) -> Bucket:
-        weights = [(name, self._weights(parameter)) for name, parameter in members]
-        bucket = Bucket(
+    ) -> ChangeBucket:
+        self._members.append([parameter for _, parameter in members])
+        return change_bucket(
             f"weights.{label}",
-            weights,
+            [(name, self._weights(parameter)) for name, parameter in members],
             self._wire_dtype(members[0][1]),
-            self._options.op,
-            (1.0, 1.0),
+            self._options,
             process_set,
         )
-        # The start is kept as the parameters are, not as they travel.
-        dtype = torch.promote_types(weights[0][1].dtype, bucket.flat.dtype)
-        device = "cpu" if self._options.start_copy == "host" else bucket.flat.device
-        start = torch.empty(bucket.flat.shape, dtype=dtype, device=device)
-        self._starts.append(start)
-        pieces = start.split([view.numel() for view in bucket.views])
-        self._start_views.append(
-            [p.view(v.shape) for p, v in zip(pieces, bucket.views, strict=True)]
-        )
-        self._members.append([parameter for _, parameter in members])
-        return bucket
 
     def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that holds the parameter's weights; steps change it in place."""
@@ -64,8 +54,6 @@ class DeltaOptimizer(DistributedBase):
             )
         if self._countdown:
             self._countdown.close()
-        self._starts: list[torch.Tensor] = []
-        self._start_views: list[list[torch.Tensor]] = []
         self._members: list[list[torch.Tensor]] = []  # parameters by bucket
         super()._build_buckets()
         if self._options.overlap:
@@ -77,7 +65,10 @@ class DeltaOptimizer(DistributedBase):
             )
 
     def _own_tensors(self) -> Iterable[torch.Tensor]:
-        return [*super()._own_tensors(), *self._starts]
+        starts = (
+            b.start_weights for b in self._buckets if b.start_weights is not b.flat
+        )
+        return [*super()._own_tensors(), *starts]
 
     # ---- overlap: a bucket is stepped as soon as its gradients are complete ----
 
@@ -91,7 +82,7 @@ class DeltaOptimizer(DistributedBase):
         self._keep_start(index)
         self._step_only(set(self._members[index]))
         self._stepped.add(index)
-        self._start_reduction(index)
+        self._buckets[index].start()
 
     def _step_only(self, parameters: set[torch.Tensor]) -> None:
         everything = [group["params"] for group in self.param_groups]
@@ -109,24 +100,17 @@ class DeltaOptimizer(DistributedBase):
     # ---- the step ----
 
     def _keep_start(self, index: int) -> None:
-        torch._foreach_copy_(self._start_views[index], self._buckets[index].params)
-
-    def _start_reduction(self, index: int) -> None:
-        bucket, start = self._buckets[index], self._starts[index]
-        if start.dtype == bucket.flat.dtype and start.device == bucket.flat.device:
-            torch._foreach_copy_(bucket.views, bucket.params)
-            bucket.flat.sub_(start)
-        else:
-            for view, param, old in zip(
-                bucket.views, bucket.params, self._start_views[index], strict=True
-            ):
-                view.copy_(param.to(start.dtype) - old.to(param.device))
-        bucket.start()
+        self._buckets[index].keep()
 
     def _apply(self) -> None:
-        """Wait for the reduced deltas and set every parameter to start + delta."""
-        for bucket in self._buckets:
-            bucket.finish()
+        """Wait for the reduced changes and set every parameter to start + change."""
+        try:
+            for bucket in self._buckets:
+                bucket.finish()
+        except Exception:
+            for bucket in self._buckets:
+                bucket.restore()
+            raise
         limit = self._options.clip_delta_norm
         if limit is not None and self._buckets:
             norms = [
@@ -135,11 +119,8 @@ class DeltaOptimizer(DistributedBase):
             norm = torch.linalg.vector_norm(torch.stack(norms)).item()
             for bucket in self._buckets if norm > limit else ():
                 bucket.flat.mul_(limit / norm)
-        for bucket, start, views in zip(
-            self._buckets, self._starts, self._start_views, strict=True
-        ):
-            start.add_(bucket.flat.to(start.device))
-            torch._foreach_copy_(bucket.params, views)
+        for bucket in self._buckets:
+            bucket.apply()
 
     @torch.no_grad()
     def step(self, closure: StepClosure = None) -> Any:
@@ -163,8 +144,8 @@ class DeltaOptimizer(DistributedBase):
         self._local_step += 1
         if self._local_step >= self._options.local_steps:
             self._local_step = 0
-            for index in range(len(self._buckets)):
-                self._start_reduction(index)
+            for bucket in self._buckets:
+                bucket.start()
             self._apply()
         return result
 
@@ -197,7 +178,7 @@ class DeltaOptimizer(DistributedBase):
         self._step_rest(rest)
         for index in range(len(self._buckets)):
             if index not in self._stepped:
-                self._start_reduction(index)
+                self._buckets[index].start()
         self._apply()
         self._reset_overlap()
         return result
@@ -220,7 +201,7 @@ class DeltaOptimizer(DistributedBase):
         if self._local_step:
             state[_STATE_KEY] = {
                 "local_step": self._local_step,
-                "starts": [start.clone() for start in self._starts],
+                "starts": [b.start_weights.clone() for b in self._buckets],
             }
         return state
 
@@ -231,8 +212,8 @@ class DeltaOptimizer(DistributedBase):
         super().load_state_dict(state_dict)
         self._local_step = window["local_step"] if window else 0
         if window:
-            for start, saved in zip(self._starts, window["starts"], strict=True):
-                start.copy_(saved)
+            for bucket, saved in zip(self._buckets, window["starts"], strict=True):
+                bucket.start_weights.copy_(saved)
 
 
 # torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.

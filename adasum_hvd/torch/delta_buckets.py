@@ -1,0 +1,154 @@
+"""Buckets of weights whose change is reduced, by the op itself where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adasum_hvd import binding, ops
+from adasum_hvd.options import Options
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
+
+
+class ChangeBucket(Bucket):
+    """Weights of which `flat` carries the change since `keep`, formed and applied here.
+
+    Attributes:
+        start_weights: the weights at `keep`, laid end to end; of the parameters' dtype, or
+            the wire's where that is wider.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        named: Sequence[NamedParameter],
+        wire_dtype: torch.dtype,
+        options: Options,
+        process_set: Any,
+    ):
+        super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
+        self._make_start(options.start_copy == "host")
+
+    def _make_start(self, on_host: bool) -> None:
+        self.start_weights = torch.empty(
+            self.flat.shape,
+            dtype=torch.promote_types(self.params[0].dtype, self.flat.dtype),
+            device="cpu" if on_host else self.flat.device,
+        )
+        pieces = self.start_weights.split([view.numel() for view in self.views])
+        self._start_views = [
+            piece.view(view.shape)
+            for piece, view in zip(pieces, self.views, strict=True)
+        ]
+
+    def keep(self) -> None:
+        """Note the weights as they are."""
+        torch._foreach_copy_(self._start_views, self.params)
+
+    def start(self) -> None:
+        """Begin to reduce the change since `keep`. Collective; does not block."""
+        start = self.start_weights
+        if start.dtype == self.flat.dtype and start.device == self.flat.device:
+            torch._foreach_copy_(self.views, self.params)
+            self.flat.sub_(start)
+        else:
+            for view, param, old in zip(
+                self.views, self.params, self._start_views, strict=True
+            ):
+                view.copy_(param.to(start.dtype) - old.to(param.device))
+        super().start()
+
+    def apply(self) -> None:
+        """Set the weights, after `finish`, to what they were at `keep` plus the reduced change."""
+        self.start_weights.add_(self.flat.to(self.start_weights.device))
+        torch._foreach_copy_(self.params, self._start_views)
+
+    def restore(self) -> None:
+        """Set the weights to what they were at `keep`; only where `finish` changes them."""
+
+
+class ChangeInOpBucket(ChangeBucket):
+    """The same, of weights that the op reads and writes where they are.
+
+    `flat` holds the weights at `keep`. The op subtracts it while it sends and adds it while
+    it receives: no tensor and four passes over the weights less. `finish` leaves the new
+    weights in the parameters.
+    """
+
+    _registered: list[int] | None = None
+
+    def _make_start(self, on_host: bool) -> None:
+        self.start_weights, self._start_views = self.flat, self.views
+
+    def start(self) -> None:
+        """As the base's; the parameters' memory must stay where it is until `finish`."""
+        addresses = [param.data_ptr() for param in self.params]
+        if addresses != self._registered:
+            binding.register_weights(
+                torch_ops.LIBRARY,
+                self._entry,
+                self.flat.data_ptr(),
+                [param.numel() for param in self.params],
+                addresses,
+            )
+            self._registered = addresses
+        Bucket.start(self)
+
+    def finish(self) -> None:
+        """As the base's; autograd then knows that the parameters have changed."""
+        super().finish()
+        _note_change(self.params)
+
+    def apply(self) -> None:
+        """Do nothing: `finish` has."""
+
+    def restore(self) -> None:
+        """Set the weights to what they were at `keep`."""
+        torch._foreach_copy_(self.params, self.views)
+
+
+def change_bucket(
+    label: str,
+    named: Sequence[NamedParameter],
+    wire_dtype: torch.dtype,
+    options: Options,
+    process_set: Any,
+) -> ChangeBucket:
+    """Return the bucket that does the least work for these weights."""
+    kind = ChangeBucket
+    weights = [weight for _, weight in named]
+    if op_takes(weights, wire_dtype, options):
+        kind = ChangeInOpBucket
+    return kind(label, named, wire_dtype, options, process_set)
+
+
+def op_takes(
+    weights: Sequence[torch.Tensor], wire_dtype: torch.dtype, options: Options
+) -> bool:
+    """Return whether the op can read and write these weights itself.
+
+    It does on the CPU, where they travel in their own dtype and are contiguous, unless the
+    reduced change has to be seen first (`clip_delta_norm`).
+    """
+    return (
+        ops.is_adasum(options.op)
+        and options.clip_delta_norm is None
+        and torch_ops.settings()["op"] == "on"
+        and all(
+            weight.device.type == "cpu"
+            and weight.dtype == wire_dtype
+            and weight.is_contiguous()
+            for weight in weights
+        )
+    )
+
+
+def _note_change(tensors: Sequence[torch.Tensor]) -> None:
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:  # torch before 2.5 takes one at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
