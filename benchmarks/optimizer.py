@@ -4,7 +4,8 @@
     python benchmarks/optimizer.py --backend mpi --ranks 2
 
 Each operation of a round runs once per repetition, interleaved, after a warm-up; the figures
-are medians over repetitions of the slowest rank. "plain" is the unwrapped optimizer.
+are medians over repetitions of the slowest rank. "plain" is the unwrapped optimizer; "delta in
+Python" is adasum-delta with the change of the weights formed by torch instead of by the op.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jobs
 
@@ -58,11 +60,18 @@ def contenders(model_name: str):
     import torch
 
     import adasum_hvd.torch as hvd
+    from adasum_hvd.torch import delta_buckets
 
     def one(wrap: Callable):
         model, inputs = MODELS[model_name]()
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
         return model, inputs, wrap(optimizer, model)
+
+    def delta_in_python(optimizer, model):
+        with mock.patch.object(delta_buckets, "op_takes", return_value=False):
+            return hvd.DistributedOptimizer(
+                optimizer, model.named_parameters(prefix="python"), op=hvd.AdasumDelta
+            )
 
     named = {
         "plain": lambda opt, model: opt,
@@ -74,6 +83,7 @@ def contenders(model_name: str):
         named[op] = lambda opt, model, op=op: hvd.DistributedOptimizer(
             opt, model.named_parameters(prefix=op), op=op
         )
+    named["delta in Python"] = delta_in_python
     return {name: one(wrap) for name, wrap in named.items()}
 
 

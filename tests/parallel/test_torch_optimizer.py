@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import Configuration, case_names
 
-CASES = "cases_torch_optimizer"
+CASES = "cases_torch_optimizer+cases_torch_delta"
 CONFIGURATIONS = [
     *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3, 4)),
     Configuration(CASES, "mpi", 2),

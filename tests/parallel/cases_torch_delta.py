@@ -1,0 +1,144 @@
+"""The delta variant's change of weights: formed by the op, or by torch where the op cannot."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import adasum_hvd.torch as hvd
+from adasum_hvd.torch import delta_buckets
+
+
+def start() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def trained(in_op: bool, disturb=lambda model, step: None, **kwargs) -> list:
+    """Train three steps, one forward pass in between, and return the parameters."""
+    torch.manual_seed(0)
+    # 41 x 200 elements lie on several slices, the rest on one.
+    model = nn.Sequential(nn.Linear(41, 200), nn.Tanh(), nn.Linear(200, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    kind = delta_buckets.ChangeInOpBucket if in_op else delta_buckets.ChangeBucket
+    with mock.patch.object(
+        delta_buckets,
+        "op_takes",
+        side_effect=lambda *arguments: in_op,
+    ):
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), op=hvd.AdasumDelta, **kwargs
+        )
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+        inputs = torch.randn(8, 41, generator=generator)
+        wrapped.zero_grad()
+        functional.cross_entropy(model(inputs), torch.arange(8) % 3).backward()
+        wrapped.step()
+        disturb(model, step)
+    assert all(type(bucket) is kind for bucket in wrapped._buckets)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def case_the_op_and_torch_agree_on_every_bit() -> None:
+    for kwargs in ({}, {"bucket_bytes": 1}, {"local_steps": 2}, {"overlap": True}):
+        in_op, in_torch = trained(True, **kwargs), trained(False, **kwargs)
+        for a, b in zip(in_op, in_torch, strict=True):
+            assert torch.equal(a, b), kwargs
+    digests = hvd.allgather_object([p.sum().item() for p in in_op])
+    assert digests == [digests[0]] * hvd.size()
+
+
+def case_weights_that_move_are_found() -> None:
+    def move(model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+    for a, b in zip(trained(True, move), trained(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def case_who_forms_the_change() -> None:
+    def kind_of(parameter: nn.Parameter, **kwargs) -> type:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta, **kwargs
+        )
+        return {type(bucket) for bucket in optimizer._buckets}.pop()
+
+    if hvd.size() == 1:
+        return
+    in_op, in_torch = delta_buckets.ChangeInOpBucket, delta_buckets.ChangeBucket
+    assert kind_of(nn.Parameter(torch.ones(4, 3))) is in_op
+    assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.float64))) is in_op
+    assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.float16))) is in_op
+    assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))) is in_torch
+    assert kind_of(nn.Parameter(torch.ones(4, 3).t())) is in_torch
+    assert kind_of(nn.Parameter(torch.ones(4)), clip_delta_norm=1.0) is in_torch
+    fp16 = hvd.Compression.fp16
+    assert kind_of(nn.Parameter(torch.ones(4)), compression=fp16) is in_torch
+
+
+def case_autograd_knows_that_weights_changed() -> None:
+    weight = nn.Parameter(torch.ones(5))
+    unused = nn.Parameter(torch.ones(5))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight, unused], 0.1), op=hvd.AdasumDelta
+    )
+    (weight * (1 + hvd.rank())).sum().backward()
+    held = (weight * weight).sum()
+    version = unused._version
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.backward()
+    assert hvd.size() == 1 or unused._version > version
+
+
+def case_memory() -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta
+    )
+    if hvd.size() > 1:
+        assert optimizer.extra_bytes() == {"device": 0, "host": 4000}
+
+
+def case_a_refused_reduction_leaves_the_start() -> None:
+    if hvd.size() == 1:
+        return
+    parameter = nn.Parameter(torch.full((6,), 2.0))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta
+    )
+    binding = delta_buckets.binding
+    original = binding.register_weights
+
+    def one_element_too_many(library, entry, address, elements, weights):
+        original(library, entry, address, [7], weights)
+
+    parameter.sum().backward()
+    with mock.patch.object(binding, "register_weights", one_element_too_many):
+        with pytest.raises(ValueError, match="required segments of 6 elements"):
+            optimizer.step()
+    assert torch.equal(parameter.detach(), torch.full((6,), 2.0))
+
+
+def case_join() -> None:
+    """A rank that has joined counts as no change, and its weights stay."""
+    parameter = nn.Parameter(torch.arange(9000.0))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], 1.0), op=hvd.AdasumDelta
+    )
+    (2 * parameter).sum().backward()
+    if hvd.rank() > 0:
+        optimizer.step()
+    hvd.join()
+    moved = 2.0 if hvd.rank() > 0 else 0.0  # the others' changes are parallel and equal
+    assert torch.equal(parameter.detach(), torch.arange(9000.0) - moved)
