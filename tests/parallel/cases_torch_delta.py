@@ -124,9 +124,11 @@ def case_a_refused_reduction_leaves_the_start() -> None:
         original(library, entry, address, [7], weights)
 
     parameter.sum().backward()
-    with mock.patch.object(binding, "register_weights", one_element_too_many):
-        with pytest.raises(ValueError, match="required segments of 6 elements"):
-            optimizer.step()
+    with (
+        mock.patch.object(binding, "register_weights", one_element_too_many),
+        pytest.raises(ValueError, match="required segments of 6 elements"),
+    ):
+        optimizer.step()
     assert torch.equal(parameter.detach(), torch.full((6,), 2.0))
 
 

@@ -25,11 +25,15 @@ PLAIN = [
     Configuration(CASES, "mpi", 3),
     Configuration(CASES, "mpi", 4, NETWORK),
 ]
+TWO_HOSTS = Configuration(CASES, "gloo", 4, hosts="localhost:2,127.0.0.1:2")
+SPLIT = (("ADASUM_HVD_RADICES", "2x2"), ("ADASUM_HVD_GROUP_SIZE", "2"))
 SPECIAL = [
     Configuration(CASES, "mpi", 3, TINY + NETWORK),
     Configuration(CASES, "gloo", 4, PORTABLE),
     Configuration(CASES, "gloo", 3, TINY + STAGED),
     Configuration(CASES, "gloo", 3, hosts="localhost:1,127.0.0.1:2"),
+    TWO_HOSTS,
+    Configuration(CASES, "mpi", 4, TINY + SPLIT),
     Configuration(
         CASES,
         "gloo",
@@ -68,3 +72,21 @@ def test_same_bits(outcome_of, one: Configuration, other: Configuration) -> None
     mine, theirs = (outcome_of(c).results(case)[0] for c in (one, other))
     assert len(mine) == 4
     assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        (TWO_HOSTS, "levels of 2 x 2 ranks; inside a host shared memory"),
+        (PLAIN[3], "shared memory"),
+        (PLAIN[2], "network (ADASUM_HVD_LOCAL=off)"),
+        (SPECIAL[3], "network"),  # hosts of one and of two ranks
+    ],
+    ids=str,
+)
+def test_ranks_know_their_path(
+    outcome_of, configuration: Configuration, words: str
+) -> None:
+    paths = outcome_of(configuration).results("case_path")
+    assert len(paths) == configuration.ranks
+    assert all(path.startswith(words) for path in paths.values()), paths
