@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
+HOROVODRUN = Path(__file__).with_name("run_ranks.py")
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TIMEOUT_SECONDS = 480
@@ -86,7 +87,7 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     if backend == "mpi":
         return [str(BIN / "mpirun"), "--oversubscribe", "-np", str(ranks)]
     where = ["-H", hosts] if hosts else []
-    return [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo", *where]
+    return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]
 
 
 def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
