@@ -376,17 +376,18 @@ void ARankThatMovesIsNotBound() {
 
 } // namespace
 
-int main() {
-  return RunTests({
-      {"messages arrive", MessagesArrive},
-      {"an ended peer is named", EndedPeerIsNamed},
-      {"a silent peer is named", SilentPeerIsNamed},
-      {"a killed peer is named", KilledPeerIsNamed},
-      {"a failed peer is named", FailedPeerIsNamed},
-      {"other reductions are noticed", OtherReductionsAreNoticed},
-      {"all ranks or none", AllOrNone},
-      {"strangers are refused", StrangersAreRefused},
-      {"direct where ranks take turns", DirectWhereRanksTakeTurns},
-      {"a rank that moves is not bound", ARankThatMovesIsNotBound},
-  });
+int main(int argc, char** argv) {
+  return RunTests(argc, argv,
+                  {
+                      {"messages arrive", MessagesArrive},
+                      {"an ended peer is named", EndedPeerIsNamed},
+                      {"a silent peer is named", SilentPeerIsNamed},
+                      {"a killed peer is named", KilledPeerIsNamed},
+                      {"a failed peer is named", FailedPeerIsNamed},
+                      {"other reductions are noticed", OtherReductionsAreNoticed},
+                      {"all ranks or none", AllOrNone},
+                      {"strangers are refused", StrangersAreRefused},
+                      {"direct where ranks take turns", DirectWhereRanksTakeTurns},
+                      {"a rank that moves is not bound", ARankThatMovesIsNotBound},
+                  });
 }

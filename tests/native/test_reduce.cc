@@ -816,28 +816,29 @@ void SlicesCoverEverythingOnce() {
 
 } // namespace
 
-int main() {
-  return RunTests({
-      {"agrees with the float64 tree", AgreesWithTheFloat64Tree},
-      {"same bits in every form", SameBitsInEveryForm},
-      {"identical inputs come back bit for bit", IdenticalInputsComeBackBitForBit},
-      {"wide range in one float64 tensor", WideRangeInOneFloat64Tensor},
-      {"orthogonal inputs add up", OrthogonalInputsAddUp},
-      {"twice the other gives one and a half", TwiceTheOtherGivesOneAndAHalf},
-      {"zero is neutral", ZeroIsNeutral},
-      {"homogeneous and symmetric bit for bit", HomogeneousAndSymmetricBitForBit},
-      {"extreme magnitudes", ExtremeMagnitudes},
-      {"cancelling pairs", CancellingPairs},
-      {"groups and placements", GroupsAndPlacements},
-      {"scale and non-finite values", ScaleAndNonFinite},
-      {"bytes and rounds", BytesAndRounds},
-      {"levels walk the same tree", LevelsWalkTheSameTree},
-      {"cancelling pairs in levels", CancellingPairsInLevels},
-      {"changes of weights", ChangesOfWeights},
-      {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
-      {"plans follow hosts and costs", PlansFollowHostsAndCosts},
-      {"workers do every job once", WorkersDoEveryJobOnce},
-      {"half precision rounds once", HalfPrecisionRoundsOnce},
-      {"slices cover everything once", SlicesCoverEverythingOnce},
-  });
+int main(int argc, char** argv) {
+  return RunTests(argc, argv,
+                  {
+                      {"agrees with the float64 tree", AgreesWithTheFloat64Tree},
+                      {"same bits in every form", SameBitsInEveryForm},
+                      {"identical inputs come back bit for bit", IdenticalInputsComeBackBitForBit},
+                      {"wide range in one float64 tensor", WideRangeInOneFloat64Tensor},
+                      {"orthogonal inputs add up", OrthogonalInputsAddUp},
+                      {"twice the other gives one and a half", TwiceTheOtherGivesOneAndAHalf},
+                      {"zero is neutral", ZeroIsNeutral},
+                      {"homogeneous and symmetric bit for bit", HomogeneousAndSymmetricBitForBit},
+                      {"extreme magnitudes", ExtremeMagnitudes},
+                      {"cancelling pairs", CancellingPairs},
+                      {"groups and placements", GroupsAndPlacements},
+                      {"scale and non-finite values", ScaleAndNonFinite},
+                      {"bytes and rounds", BytesAndRounds},
+                      {"levels walk the same tree", LevelsWalkTheSameTree},
+                      {"cancelling pairs in levels", CancellingPairsInLevels},
+                      {"changes of weights", ChangesOfWeights},
+                      {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
+                      {"plans follow hosts and costs", PlansFollowHostsAndCosts},
+                      {"workers do every job once", WorkersDoEveryJobOnce},
+                      {"half precision rounds once", HalfPrecisionRoundsOnce},
+                      {"slices cover everything once", SlicesCoverEverythingOnce},
+                  });
 }

@@ -1,9 +1,11 @@
 // What the native test programs share: checks, ranks as threads, and a main loop.
 #pragma once
 
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -45,13 +47,20 @@ inline void InThreads(int size, const std::function<void(int)>& body) {
   }
 }
 
-// Prints "ok NAME" or "FAILED NAME: why" per test, and returns the number of failures.
-inline int RunTests(const std::vector<std::pair<const char*, void (*)()>>& tests) {
+// Prints "ok NAME (seconds)" or "FAILED NAME: why" per test, and returns the number of failures. Names on the
+// command line choose tests; without any, all run.
+inline int RunTests(int argc, char** argv, const std::vector<std::pair<const char*, void (*)()>>& tests) {
+  const std::set<std::string> chosen(argv + 1, argv + argc);
   int failures = 0;
   for (const auto& [name, test] : tests) {
+    if (!chosen.empty() && chosen.count(name) == 0) {
+      continue;
+    }
+    const auto started = std::chrono::steady_clock::now();
     try {
       test();
-      std::printf("ok %s\n", name);
+      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - started;
+      std::printf("ok %s (%.1f s)\n", name, seconds.count());
     } catch (const std::exception& error) {
       ++failures;
       std::printf("FAILED %s: %s\n", name, error.what());

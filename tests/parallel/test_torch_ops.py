@@ -20,7 +20,7 @@ PLAIN = [
     Configuration(CASES, "gloo", 3, NETWORK),
     Configuration(CASES, "gloo", 4),
     Configuration(CASES, "gloo", 5, NETWORK),
-    Configuration(CASES, "gloo", 8),
+    Configuration(CASES, "mpi", 8),
     Configuration(CASES, "mpi", 2, NETWORK),
     Configuration(CASES, "mpi", 3),
     Configuration(CASES, "mpi", 4, NETWORK),

@@ -11,7 +11,7 @@ CONFIGURATIONS = [
     Configuration("cases_wrap_cells", "gloo", 1),
     Configuration("cases_wrap_cells", "gloo", 3),
     Configuration("cases_tutorial", "gloo", 2),
-    Configuration("cases_sixteen", "gloo", 16),
+    Configuration("cases_sixteen", "mpi", 16),
 ]
 
 
