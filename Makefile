@@ -10,12 +10,12 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo test unit parallel hosts lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
 	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
-	@echo "make test      everything that CI runs: lint, unit tests, parallel tests"
+	@echo "make test      everything that CI runs: lint, unit tests, parallel tests, several hosts"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
@@ -39,13 +39,17 @@ demo: setup
 	@$(BIN)/horovodrun -np $(NP) --gloo $(BIN)/python examples/torch_digits.py \
 	  --op sum,average,adasum-grad,adasum-delta --output build
 
-test: lint unit parallel
+test: lint unit parallel hosts
 
 unit: setup
 	$(BIN)/python -m pytest tests/unit
 
 parallel: setup
 	$(BIN)/python -m pytest tests/parallel
+
+# Network namespaces need root and iproute2; skipped without.
+hosts: setup
+	$(BIN)/python -m pytest tests/hosts
 
 # Neither tool imports Horovod.
 lint: $(VENV)/ready
@@ -79,6 +83,7 @@ format: $(VENV)/ready
 
 bench: setup
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/optimizer.py
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak

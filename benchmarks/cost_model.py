@@ -16,6 +16,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PLANNED_BYTES = 16e6
+DEARER_PER_LEVEL = 0.1
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -82,7 +85,7 @@ def levels_seconds(machine: Machine, levels: Sequence[Level], n: float) -> float
 
 
 def flat_seconds(machine: Machine, ranks: int, n: float) -> float:
-    """Return the time of one level over all ranks: what the op does across hosts today.
+    """Return the time of one level over all ranks, as the op reduces over uneven hosts.
 
     All of a host's ranks send to all ranks of the other hosts at once.
     """
@@ -102,17 +105,36 @@ def ring_seconds(machine: Machine, ranks: int, n: float) -> float:
     return 2 * (ranks - 1) * latency + 2 * n * (ranks - 1) / ranks / speed
 
 
-def best_levels(machine: Machine, ranks: int, n: float) -> list[Level]:
-    """Return the cheapest split: one level inside the host, powers of two between hosts.
+def planned_levels(machine: Machine, ranks: int) -> list[Level]:
+    """Return what the op chooses: a level inside the host, then powers of two between hosts.
+
+    The same whatever is reduced: `PLANNED_BYTES` decide, and a further level has to save
+    `DEARER_PER_LEVEL` of the time, since it rounds once more (`native/plan.cc`, which also
+    splits hosts of more than 8 ranks).
 
     Raises:
         ValueError: the ranks do not fill the hosts, or the hosts are no power of two.
     """
+
+    def cost(levels: list[Level]) -> float:
+        dearer = 1 + DEARER_PER_LEVEL * (len(levels) - 1)
+        return levels_seconds(machine, levels, PLANNED_BYTES) * dearer
+
+    return min(all_levels(machine, ranks), key=cost)
+
+
+def cheapest_levels(machine: Machine, ranks: int, n: float) -> list[Level]:
+    """Return the levels that cost least for `n` bytes; ValueError as `planned_levels`."""
+    return min(all_levels(machine, ranks), key=lambda x: levels_seconds(machine, x, n))
+
+
+def all_levels(machine: Machine, ranks: int) -> list[list[Level]]:
+    """Return every split into one level inside the host and powers of two between hosts."""
     local = min(ranks, machine.ranks_per_host)
     hosts = ranks // local
     if hosts * local != ranks or hosts & (hosts - 1):
         raise ValueError(
-            f"best_levels: required full hosts, a power of two of them, got {ranks} ranks "
+            f"all_levels: required full hosts, a power of two of them, got {ranks} ranks "
             f"with {machine.ranks_per_host} on a host"
         )
     first = [Level(local, local=True)] if local > 1 else []
@@ -127,10 +149,7 @@ def best_levels(machine: Machine, ranks: int, n: float) -> list[Level]:
             for rest in splits(left // radix)
         ]
 
-    return min(
-        (first + split for split in splits(hosts)),
-        key=lambda levels: levels_seconds(machine, levels, n),
-    )
+    return [first + split for split in splits(hosts)]
 
 
 def main() -> None:
@@ -152,17 +171,21 @@ def main() -> None:
         a.gigabits / 8 * 1e9,
         a.giga_multiply_adds * 1e9,
     )
-    print("| MB | ranks | flat, ms | levels, ms | radices | ring average, ms |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| MB | ranks | flat, ms | levels, ms | radices | cheapest, ms | ring average, ms |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for megabytes in a.megabytes:
         n = megabytes * 1e6
         for power in range(1, int(math.log2(4096)) + 1):
             ranks = 2**power
-            levels = best_levels(machine, ranks, n)
+            levels = planned_levels(machine, ranks)
+            cheapest = cheapest_levels(machine, ranks, n)
             radices = " x ".join(str(level.radix) for level in levels)
             print(
                 f"| {megabytes:g} | {ranks} | {flat_seconds(machine, ranks, n) * 1e3:.1f} "
                 f"| {levels_seconds(machine, levels, n) * 1e3:.1f} | {radices} "
+                f"| {levels_seconds(machine, cheapest, n) * 1e3:.1f} "
                 f"| {ring_seconds(machine, ranks, n) * 1e3:.1f} |"
             )
 

@@ -1,21 +1,51 @@
-"""Runs a benchmark's own file as a job of several ranks on this machine."""
+"""Runs a benchmark's own file as a job of several ranks, on this machine or on its namespaces."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from namespaces import INTERFACE, Hosts
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+LIMIT_SECONDS = 1800
+
+
+def launcher(backend: str, ranks: int, hosts: Hosts | None = None) -> list[str]:
+    """Return the words in front of the program's; with `hosts`, ranks are spread evenly."""
+    words = {
+        "gloo": [str(BIN / "horovodrun"), "--gloo"],
+        "mpi": [str(BIN / "mpirun")],
+    }[backend]
+    words += ["-np", str(ranks)]
+    if not hosts:
+        return words if backend == "gloo" else [*words, "--oversubscribe"]
+    each = ranks // len(hosts.names)
+    words += ["-H", ",".join(f"{name}:{each}" for name in hosts.names)]
+    if backend == "gloo":
+        words += ["--network-interfaces", INTERFACE]
+    else:
+        words += ["--prtemca", "plm_ssh_agent", str(hosts.tools / "ssh")]
+        words += ["--mca", "btl_tcp_if_include", INTERFACE]
+        # No host knows that the others have the same processors, and Open MPI's ranks spin.
+        words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    return [*hosts.enter(hosts.names[0]), *words]
 
 
 def run(
-    backend: str, ranks: int, script: str, *arguments: object, **variables: str
+    backend: str,
+    ranks: int,
+    script: str,
+    *arguments: object,
+    hosts: Hosts | None = None,
+    **variables: str,
 ) -> Any:
     """Run `script --rank ARGUMENTS OUTPUT` on every rank; return what rank 0 wrote as JSON.
 
@@ -24,18 +54,16 @@ def run(
         ranks: how many processes.
         script: the file to run.
         *arguments: come in front of the path that rank 0 writes to.
+        hosts: where the ranks run, the same number on each; this machine without it.
         **variables: environment variables besides the usual ones.
 
     Raises:
         RuntimeError: the job wrote nothing; with the end of what it said.
     """
-    launcher = {
-        "gloo": [str(BIN / "horovodrun"), "--gloo"],
-        "mpi": [str(BIN / "mpirun"), "--oversubscribe"],
-    }[backend]
+    path = [*([str(hosts.tools)] if hosts else []), str(BIN), os.environ["PATH"]]
     environment = {
         **os.environ,
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(path),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -45,12 +73,26 @@ def run(
     }
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "out.json")
-        words = [*launcher, "-np", str(ranks), sys.executable, script, "--rank"]
+        words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]
         words += [*map(str, arguments), str(output)]
-        done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, check=False
-        )
+        said = _run(words, environment)
         if not output.exists():
-            said = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said}")
+            raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said[-3000:]}")
         return json.loads(output.read_text())
+
+
+def _run(words: list[str], environment: dict[str, str]) -> str:
+    """Run a launcher in a session of its own, which ends with it or after `LIMIT_SECONDS`."""
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=LIMIT_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return f"{process.communicate()[0]}\nkilled after {LIMIT_SECONDS} seconds"

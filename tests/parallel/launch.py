@@ -133,11 +133,17 @@ def run(words: list[str], variables: dict[str, str], timeout: float) -> tuple[in
     return process.returncode, output
 
 
-def launch(configuration: Configuration) -> Outcome:
-    """Run all cases of a configuration and return what every rank reported."""
+def launch(configuration: Configuration, launcher: list[str] | None = None) -> Outcome:
+    """Run all cases of a configuration and return what every rank reported.
+
+    `launcher` are the words in front of the program's, where they are not `command`'s.
+    """
     directory = Path(tempfile.mkdtemp(prefix="adasum-ranks-"))
-    words = command(configuration.backend, configuration.ranks, configuration.hosts)
-    words += [sys.executable, str(WORKER), configuration.cases, str(directory)]
+    words = launcher or command(
+        configuration.backend, configuration.ranks, configuration.hosts
+    )
+    words = [*words, sys.executable, str(WORKER), configuration.cases]
+    words.append(str(directory))
     variables = environment(configuration.environment)
     outcome = Outcome()
     outcome.returncode, outcome.output = run(words, variables, TIMEOUT_SECONDS)

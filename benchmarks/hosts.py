@@ -1,0 +1,194 @@
+"""AdaSum over several hosts against Horovod's own reductions: time, and bytes on the wire.
+
+    python benchmarks/hosts.py                            # as root; 2 and 4 hosts, both backends
+    python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --delay 1ms
+
+The hosts are network namespaces of this machine (`namespaces.py`; needs root and iproute2):
+links are as slow as real ones, processors are not more than this machine has. The ranks of one
+job run all operations in turn, so the ratios are of one run. Times are taken with segmentation
+offloads, as network cards have them. The bytes of one reduction that leave the busiest host are
+counted in jobs without them, and printed divided by the reduced bytes:
+
+    counter   what the link's own counter saw, headers and negotiation included
+    payload   the same without 66 bytes of Ethernet, IP and TCP header per packet
+    limit     2 (1 - 1/H), what two levels send; a ring over H hosts of R ranks each
+              sends 2 (1 - 1/(H R))
+
+"flat" is the same AdaSum in one level (`ADASUM_HVD_RADICES=flat`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jobs
+from namespaces import Hosts, missing, sent
+
+HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
+
+
+# ---- one rank of one job ----
+
+
+def rank_main(elements: int, repetitions: int, output: Path) -> None:
+    """Measure; rank 0 writes seconds and (bytes, packets) per operation and repetition."""
+    import horovod.torch as horovod_torch
+    import torch
+
+    import adasum_hvd.torch as hvd
+    from adasum_hvd import binding
+    from adasum_hvd.torch import ops
+
+    hvd.init()
+    torch.set_num_threads(1)
+    fresh = torch.randn(elements, generator=torch.Generator().manual_seed(hvd.rank()))
+    tensor = fresh.clone()
+    off = os.environ["ADASUM_HVD_OP"] == "off"
+    module, name = (horovod_torch, "Horovod AdaSum") if off else (hvd, "AdaSum")
+    operations = {
+        "Average": lambda: horovod_torch.allreduce_(
+            tensor, op=horovod_torch.Average, name="average"
+        ),
+        name: lambda: module.allreduce_(tensor, op=module.Adasum, name="adasum"),
+    }
+    mine = []
+    for repetition in range(-2, repetitions):
+        for name, operation in operations.items():
+            tensor.copy_(fresh)
+            horovod_torch.barrier()
+            before, started = sent(), time.perf_counter()
+            operation()
+            seconds = time.perf_counter() - started
+            horovod_torch.barrier()
+            wire = [after - b for after, b in zip(sent(), before, strict=True)]
+            if repetition >= 0:
+                mine.append((name, seconds, *wire))
+    everyone = hvd.allgather_object(mine)
+    path = binding.path(ops.LIBRARY)
+    if hvd.rank() == 0:
+        rows = [
+            (same[0][0], *(max(rank[k] for rank in same) for k in (1, 2, 3)))
+            for same in zip(*everyone, strict=True)
+        ]
+        output.write_text(json.dumps({"rows": rows, "path": path}))
+
+
+# ---- the launcher ----
+
+
+def run_case(
+    backend: str, hosts: Hosts, ranks: int, elements: int, rounds: int, repetitions: int
+) -> dict[str, dict]:
+    """Return per operation its seconds, and bytes and packets of the busiest host."""
+    forms = {"AdaSum": {}, "flat": {"ADASUM_HVD_RADICES": "flat"}}
+    if backend == "mpi" and ranks & (ranks - 1) == 0:
+        forms["Horovod AdaSum"] = {"ADASUM_HVD_OP": "off"}
+    found: dict[str, dict] = {}
+    for turn in range(rounds + 1):
+        count = turn == rounds
+        hosts.offload(not count)
+        for form, variables in forms.items():
+            result = jobs.run(
+                backend,
+                ranks,
+                __file__,
+                elements,
+                3 if count else repetitions,
+                hosts=hosts,
+                **{"ADASUM_HVD_OP": "on", **variables},
+            )
+            for name, seconds, *wire in result["rows"]:
+                operation = found.setdefault(
+                    form if name == "AdaSum" else name,
+                    {"seconds": [], "wire": [], "path": result["path"]},
+                )
+                operation["wire" if count else "seconds"].append(
+                    wire if count else seconds
+                )
+    for operation in found.values():
+        wire = operation.pop("wire")
+        operation["bytes"], operation["packets"] = map(
+            statistics.median, zip(*wire, strict=True)
+        )
+    return found
+
+
+def show(row: dict) -> None:
+    """Print one configuration: a line per operation."""
+    total = 4 * row["elements"]
+    ours = statistics.median(row["operations"]["AdaSum"]["seconds"])
+    limit = 2 * (1 - 1 / row["hosts"])
+    for name, operation in row["operations"].items():
+        middle = statistics.median(operation["seconds"])
+        counter = operation["bytes"] / total
+        payload = (operation["bytes"] - HEADER_BYTES * operation["packets"]) / total
+        ratio = f"{ours / middle:5.2f}x" if name != "AdaSum" else ""
+        print(
+            f"{row['backend']:5s}{row['hosts']:2d} x {row['ranks'] // row['hosts']} "
+            f"{name:15s}{total:11d} |{min(operation['seconds']) * 1e3:9.1f}{middle * 1e3:9.1f}"
+            f"{max(operation['seconds']) * 1e3:9.1f} |{counter:8.3f}{payload:8.3f}{limit:7.2f}"
+            f" | {ratio:6s} "
+            f"{operation['path'] if name in ('AdaSum', 'flat') else ''}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--backends", nargs="+", default=["gloo", "mpi"])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[25])
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--delay", default="1ms")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=10, help="per round")
+    parser.add_argument("--output", type=Path, default=Path("build/hosts.json"))
+    arguments = parser.parse_args()
+    if why := missing():
+        sys.exit(f"hosts: {why}")
+    rows = []
+    for count in arguments.hosts:
+        with Hosts(count, arguments.rate, arguments.delay) as hosts:
+            delay = hosts.delay or "none added (this kernel has no netem)"
+            print(f"{count} hosts, links of {hosts.rate}, delay: {delay}")
+            print(
+                "                                     bytes |   min ms   p50 ms   max ms |"
+                " counter payload  limit | ours / it"
+            )
+            for backend in arguments.backends:
+                for megabytes in arguments.megabytes:
+                    ranks = count * arguments.ranks_per_host
+                    elements = int(megabytes * 1e6) // 4
+                    repeat = arguments.rounds, arguments.repetitions
+                    rows.append(
+                        {
+                            "backend": backend,
+                            "hosts": count,
+                            "ranks": ranks,
+                            "elements": elements,
+                            "rate": hosts.rate,
+                            "delay": hosts.delay,
+                            "operations": run_case(
+                                backend, hosts, ranks, elements, *repeat
+                            ),
+                        }
+                    )
+                    show(rows[-1])
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(rows))
+    print(f"results: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

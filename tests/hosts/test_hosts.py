@@ -1,0 +1,122 @@
+"""Ranks on several hosts: network namespaces with names, links and remote shells of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hosts as benchmark
+import jobs
+import pytest
+from launch import Configuration, Outcome, case_names, environment, launch, run
+from namespaces import Hosts, missing
+
+CASES = "cases_torch_ops"
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+def launch_on(hosts: Hosts, backend: str, ranks: int) -> Outcome:
+    """Run the op's cases on hosts; their remote shell stands in for ssh."""
+    path = f"{hosts.tools}{os.pathsep}{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
+    configuration = Configuration(CASES, backend, ranks, (("PATH", path),))
+    return launch(configuration, jobs.launcher(backend, ranks, hosts))
+
+
+@pytest.fixture(scope="module", params=["gloo", "mpi"])
+def two_by_two(request: pytest.FixtureRequest, two_hosts: Hosts) -> Outcome:
+    two_hosts.offload(True)
+    return launch_on(two_hosts, request.param, 4)
+
+
+@pytest.mark.parametrize("name", case_names(CASES))
+def test_case(two_by_two: Outcome, name: str) -> None:
+    two_by_two.check(name, 4)
+
+
+def test_ranks_know_their_hosts(two_by_two: Outcome) -> None:
+    for path in two_by_two.results("case_path").values():
+        assert path.startswith("levels of 2 x 2 ranks; inside a host shared memory")
+
+
+@pytest.mark.parametrize(
+    ("radices", "times"), [("auto", 1), ("flat", 2)], ids=["levels", "flat"]
+)
+def test_bytes_that_leave_a_host(two_hosts: Hosts, radices: str, times: int) -> None:
+    """Two hosts exchange the whole once each way; the flat form twice that, a rank at a time."""
+    elements = 2_500_000
+    two_hosts.offload(False)
+    result = jobs.run(
+        "gloo",
+        4,
+        benchmark.__file__,
+        elements,
+        3,
+        hosts=two_hosts,
+        ADASUM_HVD_OP="on",
+        ADASUM_HVD_RADICES=radices,
+    )
+    wire = [row[2:] for row in result["rows"] if row[0] == "AdaSum"]
+    assert len(wire) == 3
+    for counter, packets in wire:
+        limit = 4 * elements * 2 * (1 - 1 / 2) * times
+        payload = counter - benchmark.HEADER_BYTES * packets
+        assert limit <= payload <= 1.05 * limit
+        assert counter <= 1.10 * limit
+
+
+LOOP = """
+import sys, torch
+from pathlib import Path
+import adasum_hvd.torch as hvd
+hvd.init()
+for step in range(1000000):
+    try:
+        hvd.allreduce(torch.ones(1000000), op=hvd.Adasum, name="tensor")
+    except Exception as error:
+        print(f"ENDED rank {hvd.rank()}: {error}", flush=True)
+        sys.exit(1)
+    if step == 5:
+        Path(sys.argv[1], f"running.{hvd.rank()}").touch()
+"""
+
+
+def test_a_link_that_goes_down_ends_every_rank(tmp_path: Path) -> None:
+    """Nobody waits for ever for a host that is no longer there."""
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    cut_at = []
+    with Hosts(2) as hosts:
+        path = f"{hosts.tools}{os.pathsep}{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
+        variables = environment(
+            (("PATH", path), ("HOROVOD_GLOO_TIMEOUT_SECONDS", "10"))
+        )
+        words = [*jobs.launcher("gloo", 4, hosts), sys.executable]
+
+        def cut() -> None:
+            limit = time.monotonic() + 60
+            while time.monotonic() < limit:
+                if len(list(tmp_path.glob("running.*"))) == 4:
+                    cut_at.append(time.monotonic())
+                    hosts.run("switch", "ip link set dev port2 down")
+                    return
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        status, output = run([*words, str(program), str(tmp_path)], variables, 120)
+        ended = time.monotonic()
+        thread.join()
+    assert cut_at, output[-3000:]
+    assert status != 0
+    assert output.count("ENDED rank") == 4, output[-3000:]
+    assert ended - cut_at[0] < 40
