@@ -15,13 +15,27 @@ _BUILD_COMMAND = "adasum-hvd build"
 
 
 class Counters(NamedTuple):
-    """What the op has done in this process since it was loaded."""
+    """What the op has done in this process since it was loaded.
+
+    Attributes:
+        calls: reductions; one of several fused tensors counts once.
+        tensors: parameters, each with coefficients of its own.
+        delta_tensors: those of the delta variant among them.
+        bytes: reduced.
+        explicit_tensors: those with a node that had to be formed explicitly, on this rank.
+        exchange_nanoseconds: spent sending, receiving and summing the Gram matrices.
+        solve_nanoseconds: spent on the sums that ranks share, and on coefficients.
+        gather_nanoseconds: spent combining slices and sending them round.
+    """
 
     calls: int
     tensors: int
     delta_tensors: int
     bytes: int
     explicit_tensors: int
+    exchange_nanoseconds: int
+    solve_nanoseconds: int
+    gather_nanoseconds: int
 
 
 def has_op(library: ctypes.CDLL) -> bool:

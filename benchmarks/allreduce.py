@@ -12,7 +12,8 @@ between operations that ran in the same rounds.
 
 Columns: `algbw` is bytes reduced per second, `busbw` is `algbw * 2 (N - 1) / N`, what each
 rank sends (nccl-tests' definition); `#wrong` counts elements further from the float64
-reference than one rounding.
+reference than one rounding. Below AdaSum's row: what its phases took on rank 0 (p50), and the
+reduced bytes per second of each, to be read beside memcpy's.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced to
 # ---- one rank of one job ----
 
 
+PHASES = ("exchange", "solve", "gather")
+
+
 def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
-    """Return seconds per repetition of every operation, on this rank."""
+    """Return seconds per repetition of every operation and phase, on this rank."""
     import horovod.torch as horovod_torch
     import torch
 
@@ -104,15 +108,21 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
     source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
     operations["memcpy"] = lambda: target.copy_(source)
     times: dict[str, list[float]] = {name: [] for name in operations}
+    times |= {phase: [] for phase in PHASES if not off}
     for repetition in range(-3, repetitions):
         for name, operation in operations.items():
             for tensor, fresh in zip(tensors, inputs, strict=True):
                 tensor.copy_(fresh)
             horovod_torch.barrier()
-            started = time.perf_counter()
+            before, started = hvd.counters(), time.perf_counter()
             operation()
-            if repetition >= 0:
-                times[name].append(time.perf_counter() - started)
+            if repetition < 0:
+                continue
+            times[name].append(time.perf_counter() - started)
+            for phase in PHASES if name == "AdaSum" else ():
+                counter = f"{phase}_nanoseconds"
+                spent = getattr(hvd.counters(), counter) - getattr(before, counter)
+                times[phase].append(spent / 1e9)
     return times
 
 
@@ -154,9 +164,13 @@ def rank_main(case: str, off: bool, repetitions: int, output: Path) -> None:
             max(times) for times in zip(*(rank[name] for rank in everyone), strict=True)
         ]
         for name in everyone[0]
+        if name not in PHASES
     }
+    phases = {name: everyone[0].get(name, []) for name in PHASES}
     if hvd.rank() == 0:
-        output.write_text(json.dumps({"times": slowest, "wrong": wrong}))
+        output.write_text(
+            json.dumps({"times": slowest, "phases": phases, "wrong": wrong})
+        )
 
 
 # ---- the launcher ----
@@ -167,6 +181,7 @@ def run_case(
 ) -> dict:
     """Return times of all operations for one configuration, on and off in turn."""
     times: dict[str, list[float]] = {}
+    phases: dict[str, list[float]] = {}
     wrong = 0
     for _ in range(rounds):
         for off in (
@@ -181,13 +196,15 @@ def run_case(
                 ADASUM_HVD_OP="off" if off else "on",
             )
             wrong += result["wrong"]
-            for name, values in result["times"].items():
-                times.setdefault(name, []).extend(values)
+            for found, kept in ((result["times"], times), (result["phases"], phases)):
+                for name, values in found.items():
+                    kept.setdefault(name, []).extend(values)
     return {
         "backend": backend,
         "ranks": ranks,
         "case": case,
         "times": times,
+        "phases": phases,
         "wrong": wrong,
     }
 
@@ -215,6 +232,15 @@ def show(row: dict) -> None:
             f"{wrong:>6s}  {ratio}",
             flush=True,
         )
+    middles = {name: statistics.median(row["phases"][name]) for name in PHASES}
+    print(
+        "     phases: "
+        + ", ".join(
+            f"{name} {seconds * 1e3:.3f} ms ({total / max(seconds, 1e-9) / 1e9:.1f} GB/s)"
+            for name, seconds in middles.items()
+        ),
+        flush=True,
+    )
 
 
 def machine() -> dict[str, object]:

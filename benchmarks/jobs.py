@@ -96,3 +96,6 @@ def _run(words: list[str], environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return f"{process.communicate()[0]}\nkilled after {LIMIT_SECONDS} seconds"
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <unordered_map>
 
 #include <link.h>
@@ -37,7 +39,15 @@ constexpr int64_t kReplicateOnHostBytes = 1 << 20;
 constexpr int64_t kReplicateOverHostsBytes = 32 << 10;
 
 // Read from Python while the background thread counts.
-enum Counter { kCalls, kTensors, kDeltaTensors, kBytes, kExplicitTensors, kCounters };
+enum Counter {
+  kCalls,
+  kTensors,
+  kDeltaTensors,
+  kBytes,
+  kExplicitTensors,
+  kNanoseconds, // per phase, in the order of Phase
+  kCounters = kNanoseconds + kPhases
+};
 std::array<std::atomic<int64_t>, kCounters> counters;
 
 // Tensors that are many tensors laid end to end, by their name in Horovod; the sum of a registered
@@ -313,21 +323,26 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
 
   WaitForData(entries);
   hvd::Timeline& timeline = global_state_->timeline;
-  bool in_phase = false;
   const bool delta = IsDelta(entries.front().tensor_name);
-  auto observer = [&](Phase phase, int level) {
-    if (in_phase) {
+  std::optional<Phase> current;
+  std::chrono::steady_clock::time_point started;
+  auto end_phase = [&] {
+    if (current) {
       timeline.ActivityEndAll(entries);
+      const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - started;
+      counters[kNanoseconds + static_cast<int>(*current)] += taken.count();
     }
+  };
+  auto observer = [&](Phase phase, int level) {
+    end_phase();
     timeline.ActivityStartAll(entries, PhaseName(phase, level, delta));
-    in_phase = true;
+    current = phase;
+    started = std::chrono::steady_clock::now();
   };
   // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
   const double scale = response.prescale_factor() * response.postscale_factor();
   const ReduceResult result = ReduceInLevels(tensors, type, scale, agreed, process_set, observer);
-  if (in_phase) {
-    timeline.ActivityEndAll(entries);
-  }
+  end_phase();
   counters[kExplicitTensors] += result.explicit_tensors;
   return hvd::Status::OK();
 }
@@ -384,7 +399,8 @@ __attribute__((visibility("default"))) const char* horovod_adasum_settings_error
   return text.c_str();
 }
 
-// Fills five counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node.
+// Fills eight counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node, and the
+// nanoseconds of the three phases.
 __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
   std::copy(adasum_hvd::counters.begin(), adasum_hvd::counters.end(), values);
 }

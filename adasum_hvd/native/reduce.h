@@ -65,6 +65,7 @@ struct Scratch {
 };
 
 enum class Phase { kExchangeAndGram, kSharedTensors, kCombineAndGather };
+constexpr int kPhases = 3;
 using PhaseObserver = std::function<void(Phase, int level)>;
 
 struct ReduceResult {
