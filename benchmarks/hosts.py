@@ -1,7 +1,7 @@
 """AdaSum over several hosts against Horovod's own reductions: time, and bytes on the wire.
 
     python benchmarks/hosts.py                            # as root; 2 and 4 hosts, both backends
-    python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --delay 1ms
+    python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --gigabits 1 --delay 1
 
 The hosts are network namespaces of this machine (`namespaces.py`; needs root and iproute2):
 links are as slow as real ones, processors are not more than this machine has. The ranks of one
@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--backends", nargs="+", default=["gloo", "mpi"])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[25])
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--delay", default="1ms")
+    parser.add_argument("--gigabits", type=float, default=1.0, help="of a link")
+    parser.add_argument("--delay", type=float, default=1.0, help="milliseconds")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=10, help="per round")
     parser.add_argument("--output", type=Path, default=Path("build/hosts.json"))
@@ -159,10 +159,9 @@ def main() -> None:
         sys.exit(f"hosts: {why}")
     rows = []
     for count in arguments.hosts:
-        with Hosts(count, arguments.rate, arguments.delay) as hosts:
-            delay = hosts.delay or "none added (this kernel has no netem)"
-            print(f"{count} hosts, links of {hosts.rate}, delay: {delay}")
+        with Hosts(count, arguments.gigabits, arguments.delay) as hosts:
             print(
+                f"{count} hosts, links of {hosts.gigabits:g} Gbit/s, {hosts.delay:g} ms\n"
                 "                                     bytes |   min ms   p50 ms   max ms |"
                 " counter payload  limit | ours / it"
             )
@@ -177,7 +176,7 @@ def main() -> None:
                             "hosts": count,
                             "ranks": ranks,
                             "elements": elements,
-                            "rate": hosts.rate,
+                            "gigabits": hosts.gigabits,
                             "delay": hosts.delay,
                             "operations": run_case(
                                 backend, hosts, ranks, elements, *repeat

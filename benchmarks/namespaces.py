@@ -1,13 +1,14 @@
 """Hosts on one machine: a network namespace, a name and a hosts file each, joined by shaped links.
 
-Every host is a process that sleeps in namespaces of its own; a switch (a bridge) is one more.
-All of it, links included, is gone when these processes are.
+Every host is a process that sleeps in namespaces of its own; a switch (a bridge, or
+`delay_line.py`) is one more. All of it, links included, is gone when these processes are.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,16 +51,15 @@ class Hosts:
 
     Args:
         count: how many.
-        rate: what each link carries in each direction, in tc's words.
-        delay: what each link adds to a packet that leaves its host; "" for none. Needs a kernel
-            with netem; `delay` is "" afterwards where it has none.
+        gigabits: what each link carries per second in each direction.
+        delay: milliseconds from one host to another.
 
     Congestion control is reno, which every namespace may choose.
     """
 
-    def __init__(self, count: int, rate: str = "1gbit", delay: str = "") -> None:
+    def __init__(self, count: int, gigabits: float = 1.0, delay: float = 0.0) -> None:
         self.names = [f"adasum{k}" for k in range(1, count + 1)]
-        self.rate = rate
+        self.gigabits = gigabits
         self.delay = delay
         self._processes: dict[str, subprocess.Popen] = {}
 
@@ -89,6 +89,17 @@ class Hosts:
         for name, process in self._processes.items():
             _wait_for_namespaces(process)
             (self.tools / name).write_text(str(process.pid))
+        (self._delay_line if self.delay else self._bridge)()
+        for k, name in enumerate(self.names, 1):
+            self.run(name, f"hostname {name}")
+            self.run(name, f"mount --bind {self.tools}/hosts /etc/hosts")
+            self.run(name, "ip link set dev lo up")
+            self.run(name, f"ip address add 10.77.0.{k}/24 dev {INTERFACE}")
+            self.run(name, f"ip link set dev {INTERFACE} up")
+            self.run(name, "sysctl -qw net.ipv4.tcp_congestion_control=reno")
+            self._shape(name, INTERFACE)
+
+    def _bridge(self) -> None:
         self.run("switch", "ip link add name bridge0 type bridge")
         self.run("switch", "ip link set dev bridge0 up")
         for k, name in enumerate(self.names, 1):
@@ -96,29 +107,20 @@ class Hosts:
             self.run("switch", f"ip link add name port{k} type veth peer name {name}")
             self.run("switch", f"ip link set dev {name} netns {pid} name {INTERFACE}")
             self.run("switch", f"ip link set dev port{k} master bridge0 up")
-            self.run(name, f"hostname {name}")
-            self.run(name, f"mount --bind {self.tools}/hosts /etc/hosts")
-            self.run(name, "ip link set dev lo up")
-            self.run(name, f"ip address add 10.77.0.{k}/24 dev {INTERFACE}")
-            self.run(name, f"ip link set dev {INTERFACE} up")
-            self.run(name, "sysctl -qw net.ipv4.tcp_congestion_control=reno")
             self._shape("switch", f"port{k}")
-            self._shape(name, INTERFACE)
-            if self.delay:
-                self._delay(name)
+
+    def _delay_line(self) -> None:
+        words = [sys.executable, str(Path(__file__).with_name("delay_line.py"))]
+        words += [str(self.delay / 1e3), str(self.gigabits * 1e9 / 8), INTERFACE]
+        words += [str(self._processes[name].pid) for name in self.names]
+        line = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self._processes["delay line"] = line
+        if line.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{words} ended with {line.wait()}")
 
     def _shape(self, host: str, interface: str) -> None:
-        shape = f"tbf rate {self.rate} burst 128kb limit 2mb"
-        self.run(host, f"tc qdisc add dev {interface} root handle 1: {shape}")
-
-    def _delay(self, host: str) -> None:
-        netem = f"netem delay {self.delay} limit 10000"
-        try:
-            self.run(host, f"tc qdisc add dev {INTERFACE} parent 1: {netem}")
-        except RuntimeError as error:
-            if "kind is unknown" not in str(error):
-                raise
-            self.delay = ""
+        shape = f"tbf rate {self.gigabits}gbit burst 128kb limit 2mb"
+        self.run(host, f"tc qdisc add dev {interface} root {shape}")
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import sys
 import threading
@@ -72,6 +74,29 @@ def test_bytes_that_leave_a_host(two_hosts: Hosts, radices: str, times: int) -> 
         payload = counter - benchmark.HEADER_BYTES * packets
         assert limit <= payload <= 1.05 * limit
         assert counter <= 1.10 * limit
+
+
+ROUND_TRIP = """
+import socket, sys, time
+for _ in range(2):  # the first asks for the address, too
+    with socket.socket() as caller:
+        started = time.perf_counter()
+        refused = caller.connect_ex((sys.argv[1], 9))
+        seconds = time.perf_counter() - started
+print(refused, seconds)
+"""
+
+
+def test_delay(tmp_path: Path) -> None:
+    """Three hosts, each at twice the delay from there and back to the others."""
+    program = tmp_path / "round_trip.py"
+    program.write_text(ROUND_TRIP)
+    with Hosts(3, delay=20) as hosts:
+        for here, there in itertools.permutations(hosts.names, 2):
+            printed = hosts.run(here, f"{sys.executable} {program} {there}")
+            refused, seconds = printed.split()
+            assert int(refused) == errno.ECONNREFUSED
+            assert 0.04 <= float(seconds) <= 0.4
 
 
 LOOP = """
