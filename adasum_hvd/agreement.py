@@ -14,8 +14,9 @@ Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a paramete
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:
-    """Return the settings of the op that must agree; its kernels all give the same bits."""
-    return {name: value for name, value in settings.items() if name != "kernels"}
+    """Return the settings of the op that must agree: all but those that change no bit."""
+    free = ("kernels", "threads")
+    return {name: value for name, value in settings.items() if name not in free}
 
 
 def compare_settings(

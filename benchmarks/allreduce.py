@@ -4,6 +4,7 @@
     python benchmarks/allreduce.py --ranks 2 --cases "100 MB" --backends mpi
     HOROVOD_CYCLE_TIME=0.01 python benchmarks/allreduce.py --cases "1 KB" --repetitions 500
     python benchmarks/allreduce.py compare old.json new.json
+    python benchmarks/allreduce.py plot allreduce.json docs/allreduce.png
 
 Horovod's AdaSum and ours cannot both answer to `op=Adasum` in one job, so each
 configuration is two jobs, `ADASUM_HVD_OP=on` and `off`, started in turn `--rounds` times;
@@ -261,24 +262,55 @@ def machine() -> dict[str, object]:
     }
 
 
+def ratios(path: Path) -> dict[tuple[str, int, str, str], float]:
+    """Return AdaSum's median over another operation's, by backend, ranks, case and operation."""
+    found = {}
+    for row in json.loads(path.read_text())["rows"]:
+        ours = statistics.median(row["times"]["AdaSum"])
+        for name, values in row["times"].items():
+            if name not in ("AdaSum", "memcpy"):
+                key = (row["backend"], row["ranks"], row["case"], name)
+                found[key] = ours / statistics.median(values)
+    return found
+
+
 def compare(old: Path, new: Path) -> None:
     """Print, per configuration, how AdaSum's ratio to each operation changed."""
-
-    def ratios(path: Path) -> dict[tuple, float]:
-        found = {}
-        for row in json.loads(path.read_text())["rows"]:
-            ours = statistics.median(row["times"]["AdaSum"])
-            for name, values in row["times"].items():
-                if name not in ("AdaSum", "memcpy"):
-                    key = (row["backend"], row["ranks"], row["case"], name)
-                    found[key] = ours / statistics.median(values)
-        return found
-
     before, after = ratios(old), ratios(new)
     for key in sorted(before.keys() & after.keys()):
         print(
             f"{' '.join(map(str, key)):40s} {before[key]:6.2f}x -> {after[key]:6.2f}x"
         )
+
+
+def plot(source: Path, target: Path) -> None:
+    """Draw AdaSum's time over the other operations', a bar for each configuration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = ratios(source)
+    places = list(dict.fromkeys((case, ranks) for _, ranks, case, _ in found))
+    series = list(dict.fromkeys((backend, name) for backend, _, _, name in found))
+    figure, axes = pyplot.subplots(figsize=(10, 4))
+    width = 0.8 / len(series)
+    for k, (backend, name) in enumerate(series):
+        heights = [found.get((backend, ranks, case, name), 0) for case, ranks in places]
+        label = f"over {name.replace('Average', 'average')}, {backend}"
+        middles = [
+            place + (k - (len(series) - 1) / 2) * width for place in range(len(places))
+        ]
+        axes.bar(middles, heights, width, label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(
+        range(len(places)), [f"{case}\n{ranks} ranks" for case, ranks in places]
+    )
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set(ylabel="time of AdaSum / time of the other")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
 
 
 def main() -> None:
@@ -289,6 +321,9 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["compare"]:
         compare(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    if sys.argv[1:2] == ["plot"]:
+        plot(Path(sys.argv[2]), Path(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])

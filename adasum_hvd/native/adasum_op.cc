@@ -196,7 +196,8 @@ AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& proce
     agreed.levels = PlanLevels(hosts, settings_.group_op, settings_.group_size, controller.GetRank(),
                                WantedRadices(settings_.radices, size));
   } catch (const std::invalid_argument& error) { // on every rank
-    agreed.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what();
+    agreed.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what() + ", got " +
+                          RadicesText(settings_.radices) + "; unset it or mend it on all ranks";
     return agreed;
   }
   if (agreed.reduce.replicate_bytes < 0) {

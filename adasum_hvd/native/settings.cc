@@ -53,6 +53,8 @@ bool ReadRadices(const std::string& text, std::vector<int>& radices) {
   return !radices.empty() && text.back() != 'x';
 }
 
+} // namespace
+
 std::string RadicesText(const std::vector<int>& radices) {
   std::string text;
   for (int radix : radices) {
@@ -60,8 +62,6 @@ std::string RadicesText(const std::vector<int>& radices) {
   }
   return radices.empty() ? "auto" : radices[0] == 0 ? "flat" : text;
 }
-
-} // namespace
 
 const char* GroupOpName(GroupOp group_op) {
   switch (group_op) {

@@ -32,6 +32,7 @@ struct Settings {
   std::string Json() const;
 };
 
+std::string RadicesText(const std::vector<int>& radices); // as in the variable
 const char* GroupOpName(GroupOp group_op);
 const char* LocalModeName(LocalMode mode);
 

@@ -135,10 +135,13 @@ def _enqueue(
     if op is ops.AdasumDelta:
         name = ops.DELTA_PREFIX + name
     sent, received, carried = tensors, outputs, []
-    if not all(map(_travels_as_is, (*tensors, *outputs))):
+    in_place = outputs is tensors
+    if not all(map(_travels_as_is, tensors if in_place else (*tensors, *outputs))):
         sent, received, carried = _carry(tensors, outputs)
-    function = _function_for(sent[0].dtype, sent[0].device.type, grouped)
-    arguments = (sent, received) if grouped else (sent[0], received[0])
+    first = sent[0]
+    device = "cpu" if first.is_cpu else first.device.type  # the latter takes its time
+    function = _function_for(first.dtype, device, grouped)
+    arguments = (sent, received) if grouped else (first, received[0])
     try:
         handle = function(
             *arguments,

@@ -106,6 +106,35 @@ print("DONE")
     assert status == 0 and output.count("DONE") == 3, output[-2000:]
 
 
+def test_levels_that_do_not_fit_are_an_error_on_all_ranks(tmp_path):
+    script = """
+import pytest
+import adasum_hvd.torch as hvd
+with pytest.raises(ValueError, match="required levels whose sizes .* then to 6 ranks.* got 3x2"):
+    hvd.init()
+print("DONE")
+"""
+    status, output = start(tmp_path, "mpi", 6, script, ADASUM_HVD_RADICES="3x2")
+    assert status == 0 and output.count("DONE") == 6, output[-2000:]
+
+
+def test_kernels_and_threads_may_differ(tmp_path):
+    script = """
+import os, torch
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["ADASUM_HVD_NUM_THREADS"] = str(int(rank) + 1)
+os.environ["ADASUM_HVD_KERNELS"] = "portable" if rank == "1" else ""
+import adasum_hvd.torch as hvd
+hvd.init()
+mine = torch.randn(100000, generator=torch.Generator().manual_seed(hvd.rank()))
+result = hvd.allreduce(mine, op=hvd.Adasum, name="x")
+assert all(torch.equal(result, other) for other in hvd.allgather_object(result))
+print("DONE")
+"""
+    status, output = start(tmp_path, "mpi", 2, script)
+    assert status == 0 and output.count("DONE") == 2, output[-2000:]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_a_dead_rank_ends_the_job(tmp_path, backend):
     script = """

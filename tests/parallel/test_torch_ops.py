@@ -15,6 +15,7 @@ TINY = (
 PORTABLE = (("ADASUM_HVD_KERNELS", "portable"), ("ADASUM_HVD_REPLICATE_BYTES", "0"))
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 STAGED = (("ADASUM_HVD_LOCAL", "staged"), ("ADASUM_HVD_LOCAL_RING_BYTES", "4096"))
+THREADS = (("ADASUM_HVD_NUM_THREADS", "3"),)  # else one, where ranks share processors
 PLAIN = [
     *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2)),
     Configuration(CASES, "gloo", 3, NETWORK),
@@ -30,7 +31,7 @@ SPLIT = (("ADASUM_HVD_RADICES", "2x2"), ("ADASUM_HVD_GROUP_SIZE", "2"))
 SPECIAL = [
     Configuration(CASES, "mpi", 3, TINY + NETWORK),
     Configuration(CASES, "gloo", 4, PORTABLE),
-    Configuration(CASES, "gloo", 3, TINY + STAGED),
+    Configuration(CASES, "gloo", 3, TINY + STAGED + THREADS),
     Configuration(CASES, "gloo", 3, hosts="localhost:1,127.0.0.1:2"),
     TWO_HOSTS,
     Configuration(CASES, "mpi", 4, TINY + SPLIT),
