@@ -18,6 +18,7 @@ constexpr int64_t kDirectBytes = 16 << 10; // longer messages are read from the 
 constexpr int64_t kPieceBytes = 64 << 10;  // of a long message, so that both sides copy at the same time
 constexpr int kSleepMilliseconds = 50;     // between two looks at whether the peers live
 constexpr int kSpins = 2000;               // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                // then as many turns for other ranks before it sleeps
 
 void Pause() {
 #if defined(__x86_64__)
@@ -76,14 +77,17 @@ void LocalTransport::Wait() {
   if (!broken_.empty()) {
     throw std::runtime_error(broken_);
   }
-  int spins = 0;
+  int spins = 0, yields = 0;
   idle_milliseconds_ = 0;
   while (open_parts_.front() > 0) {
     if (AdvanceAll()) {
-      spins = 0;
+      spins = yields = 0;
     } else if (spins < spins_) {
       ++spins;
       Pause();
+    } else if (yields < kYields) {
+      ++yields;
+      sched_yield();
     } else {
       Sleep();
     }
