@@ -428,6 +428,7 @@ void CancellingPairs() {
         Check(digits < 4 || explicit_tensors > 0, "no node was formed explicitly");
         Options other = options;
         other.kernels = &Portable();
+        other.threads = 3;
         other.settings.chunk_bytes = 1;
         Check(ReduceAll(tensors, other) == result, "other bits in another form");
         for (size_t k = 0; k < sizes.size(); ++k) {

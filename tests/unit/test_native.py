@@ -27,11 +27,12 @@ ARITHMETIC = (
 )
 SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
 PROGRAMS = {"test_reduce": (ARITHMETIC, 21), "test_local": (SHARED_MEMORY, 10)}
-# Threads of one reduction meet in its kernels and buffers: these walk all of them. The others
-# would only repeat that, ten times slower than plain.
+# The tests in which several threads share one reduction, explicit walks too; the others would
+# only show, ten times slower than plain, that ranks share nothing.
 THREADED = (
     "same bits in every form",
     "wide range in one float64 tensor",
+    "cancelling pairs",
     "groups and placements",
     "levels walk the same tree",
     "changes of weights",
