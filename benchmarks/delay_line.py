@@ -45,9 +45,8 @@ def interface_of(pid: str, name: str) -> int:
 def carry(devices: list[int], delay: float, speed: float) -> None:
     """Move frames for ever; a frame for an address not yet seen goes to all other ports."""
     ports: dict[bytes, int] = {}
-    idle = dict.fromkeys(
-        devices, 0.0
-    )  # when a port has delivered all that waits for it
+    # When a port will have delivered all that waits for it.
+    idle = dict.fromkeys(devices, 0.0)
     waiting: list[tuple[float, int, int, bytes]] = []  # a heap
     for count in itertools.count():
         pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None

@@ -39,6 +39,12 @@ def launcher(backend: str, ranks: int, hosts: Hosts | None = None) -> list[str]:
     return [*hosts.enter(hosts.names[0]), *words]
 
 
+def search_path(hosts: Hosts | None = None) -> str:
+    """Return PATH for a job: with `hosts`, their remote shell stands in for ssh."""
+    tools = [str(hosts.tools)] if hosts else []
+    return os.pathsep.join([*tools, str(BIN), os.environ["PATH"]])
+
+
 def run(
     backend: str,
     ranks: int,
@@ -60,10 +66,9 @@ def run(
     Raises:
         RuntimeError: the job wrote nothing; with the end of what it said.
     """
-    path = [*([str(hosts.tools)] if hosts else []), str(BIN), os.environ["PATH"]]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join(path),
+        "PATH": search_path(hosts),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -75,27 +80,40 @@ def run(
         output = Path(directory, "out.json")
         words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]
         words += [*map(str, arguments), str(output)]
-        said = _run(words, environment)
+        _, said = run_launcher(words, environment, LIMIT_SECONDS)
         if not output.exists():
             raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said[-3000:]}")
         return json.loads(output.read_text())
 
 
-def _run(words: list[str], environment: dict[str, str]) -> str:
-    """Run a launcher in a session of its own, which ends with it or after `LIMIT_SECONDS`."""
+def run_launcher(
+    words: list[str], variables: dict[str, str], timeout: float
+) -> tuple[int, str]:
+    """Run a launcher in a session of its own, and return its exit status and what it said.
+
+    All of it is killed when it outlasts `timeout` seconds or is interrupted.
+    """
     process = subprocess.Popen(
         words,
-        env=environment,
+        env=variables,
+        cwd=REPOSITORY,
+        text=True,
+        errors="replace",
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         start_new_session=True,
     )
     try:
-        return process.communicate(timeout=LIMIT_SECONDS)[0]
+        output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return f"{process.communicate()[0]}\nkilled after {LIMIT_SECONDS} seconds"
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        output += f"\nkilled after {timeout} seconds"
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)
         raise
+    return process.returncode, output

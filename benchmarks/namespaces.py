@@ -6,10 +6,10 @@ Every host is a process that sleeps in namespaces of its own; a switch (a bridge
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -157,13 +157,11 @@ class Hosts:
 
 
 def _wait_for_namespaces(process: subprocess.Popen) -> None:
-    """Return as soon as the process has left this one's network namespace."""
-    ours = os.readlink("/proc/self/ns/net")
-    while os.readlink(f"/proc/{process.pid}/ns/mnt") == os.readlink(
-        "/proc/self/ns/mnt"
-    ) or ours == os.readlink(f"/proc/{process.pid}/ns/net"):
+    """Return as soon as unshare has made the namespaces, private mounts too, and sleeps."""
+    while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
         if process.poll() is not None:
             raise RuntimeError(f"unshare ended with {process.returncode}; needs root")
+        time.sleep(0.001)
 
 
 def sent() -> tuple[int, int]:

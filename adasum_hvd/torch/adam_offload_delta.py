@@ -36,7 +36,7 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
             if (
                 weights is not parameter
                 and weights.dtype == view.dtype
-                and bucket.start_weights is not bucket.flat
+                and not bucket.flat_is_start
             ):
                 self.adopt_master(parameter, view)
                 bucket.params[index] = view
@@ -46,7 +46,7 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
         flats = [
             bucket.flat
             for bucket in self._buckets
-            if bucket.start_weights is not bucket.flat
+            if not bucket.flat_is_start
             and any(
                 p is not v for p, v in zip(bucket.params, bucket.views, strict=True)
             )

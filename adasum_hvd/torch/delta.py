@@ -65,9 +65,7 @@ class DeltaOptimizer(DistributedBase):
             )
 
     def _own_tensors(self) -> Iterable[torch.Tensor]:
-        starts = (
-            b.start_weights for b in self._buckets if b.start_weights is not b.flat
-        )
+        starts = (b.start_weights for b in self._buckets if not b.flat_is_start)
         return [*super()._own_tensors(), *starts]
 
     # ---- overlap: a bucket is stepped as soon as its gradients are complete ----

@@ -44,6 +44,11 @@ class ChangeBucket(Bucket):
             for piece, view in zip(pieces, self.views, strict=True)
         ]
 
+    @property
+    def flat_is_start(self) -> bool:
+        """Whether `flat` holds the start itself, and never a change."""
+        return self.start_weights is self.flat
+
     def keep(self) -> None:
         """Note the weights as they are."""
         torch._foreach_copy_(self._start_views, self.params)
@@ -118,10 +123,9 @@ def change_bucket(
     process_set: Any,
 ) -> ChangeBucket:
     """Return the bucket that does the least work for these weights."""
-    kind = ChangeBucket
     weights = [weight for _, weight in named]
-    if op_takes(weights, wire_dtype, options):
-        kind = ChangeInOpBucket
+    in_op = op_takes(weights, wire_dtype, options)
+    kind = ChangeInOpBucket if in_op else ChangeBucket
     return kind(label, named, wire_dtype, options, process_set)
 
 

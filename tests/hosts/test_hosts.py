@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import hosts as benchmark
 import jobs
 import pytest
-from launch import Configuration, Outcome, case_names, environment, launch, run
+from launch import Configuration, Outcome, case_names, environment, launch, run_launcher
 from namespaces import Hosts, missing
 
 CASES = "cases_torch_ops"
@@ -29,8 +28,8 @@ def two_hosts() -> Iterator[Hosts]:
 
 def launch_on(hosts: Hosts, backend: str, ranks: int) -> Outcome:
     """Run the op's cases on hosts; their remote shell stands in for ssh."""
-    path = f"{hosts.tools}{os.pathsep}{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
-    configuration = Configuration(CASES, backend, ranks, (("PATH", path),))
+    path = (("PATH", jobs.search_path(hosts)),)
+    configuration = Configuration(CASES, backend, ranks, path)
     return launch(configuration, jobs.launcher(backend, ranks, hosts))
 
 
@@ -100,7 +99,7 @@ def test_delay(tmp_path: Path) -> None:
 
 
 LOOP = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 import adasum_hvd.torch as hvd
 hvd.init()
@@ -109,6 +108,9 @@ for step in range(1000000):
         hvd.allreduce(torch.ones(1000000), op=hvd.Adasum, name="tensor")
     except Exception as error:
         print(f"ENDED rank {hvd.rank()}: {error}", flush=True)
+        Path(sys.argv[1], f"ended.{hvd.rank()}").touch()
+        while len(list(Path(sys.argv[1]).glob("ended.*"))) < 4:
+            time.sleep(0.1)  # horovodrun ends the others with the first
         sys.exit(1)
     if step == 5:
         Path(sys.argv[1], f"running.{hvd.rank()}").touch()
@@ -121,10 +123,8 @@ def test_a_link_that_goes_down_ends_every_rank(tmp_path: Path) -> None:
     program.write_text(LOOP)
     cut_at = []
     with Hosts(2) as hosts:
-        path = f"{hosts.tools}{os.pathsep}{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
-        variables = environment(
-            (("PATH", path), ("HOROVOD_GLOO_TIMEOUT_SECONDS", "10"))
-        )
+        path = ("PATH", jobs.search_path(hosts))
+        variables = environment((path, ("HOROVOD_GLOO_TIMEOUT_SECONDS", "10")))
         words = [*jobs.launcher("gloo", 4, hosts), sys.executable]
 
         def cut() -> None:
@@ -138,7 +138,9 @@ def test_a_link_that_goes_down_ends_every_rank(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=cut)
         thread.start()
-        status, output = run([*words, str(program), str(tmp_path)], variables, 120)
+        status, output = run_launcher(
+            [*words, str(program), str(tmp_path)], variables, 120
+        )
         ended = time.monotonic()
         thread.join()
     assert cut_at, output[-3000:]

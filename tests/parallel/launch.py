@@ -11,17 +11,17 @@ import ast
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from jobs import BIN, REPOSITORY, run_launcher
+
 WORKER = Path(__file__).with_name("worker.py")
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
-REPOSITORY = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 TIMEOUT_SECONDS = 480
 
 
@@ -108,31 +108,6 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     }
 
 
-def run(words: list[str], variables: dict[str, str], timeout: float) -> tuple[int, str]:
-    """Run a launcher in a session of its own; kill all of it when it outlasts `timeout`."""
-    process = subprocess.Popen(
-        words,
-        env=variables,
-        cwd=REPOSITORY,
-        text=True,
-        errors="replace",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            output, _ = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        output += f"\nkilled after {timeout} seconds"
-    return process.returncode, output
-
-
 def launch(configuration: Configuration, launcher: list[str] | None = None) -> Outcome:
     """Run all cases of a configuration and return what every rank reported.
 
@@ -146,7 +121,7 @@ def launch(configuration: Configuration, launcher: list[str] | None = None) -> O
     words.append(str(directory))
     variables = environment(configuration.environment)
     outcome = Outcome()
-    outcome.returncode, outcome.output = run(words, variables, TIMEOUT_SECONDS)
+    outcome.returncode, outcome.output = run_launcher(words, variables, TIMEOUT_SECONDS)
     for report in directory.glob("rank-*.jsonl"):
         rank = int(report.stem.removeprefix("rank-"))
         for line in report.read_text().splitlines():

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, command, environment, run
+from launch import REPOSITORY, command, environment, run_launcher
 
 
 def start(
@@ -18,7 +18,7 @@ def start(
     program = tmp_path / "script.py"
     program.write_text(script)
     words = [*command(backend, ranks), sys.executable, str(program)]
-    return run(words, environment(tuple(variables.items())), timeout)
+    return run_launcher(words, environment(tuple(variables.items())), timeout)
 
 
 CALLS = """
@@ -169,7 +169,7 @@ def test_example(tmp_path):
         "--output",
         str(tmp_path),
     ]
-    status, output = run(words, environment(), 200)
+    status, output = run_launcher(words, environment(), 200)
     assert status == 0, output[-2000:]
     results = json.loads((tmp_path / "torch_digits.json").read_text())
     assert [r["op"] for r in results] == ["adasum-grad", "adasum-delta"]

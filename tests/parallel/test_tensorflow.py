@@ -6,7 +6,14 @@ import json
 import sys
 
 import pytest
-from launch import REPOSITORY, Configuration, case_names, command, environment, run
+from launch import (
+    REPOSITORY,
+    Configuration,
+    case_names,
+    command,
+    environment,
+    run_launcher,
+)
 
 NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
 CONFIGURATIONS = [
@@ -45,7 +52,7 @@ def test_keras_example(tmp_path) -> None:
     example = str(REPOSITORY / "examples/keras_digits.py")
     words = [*command("gloo", 2), sys.executable, example]
     words += ["--op", "adasum-delta", "--epochs", "2", "--output", str(tmp_path)]
-    status, output = run(words, environment(), 150)
+    status, output = run_launcher(words, environment(), 150)
     assert status == 0, output[-3000:]
     result = json.loads((tmp_path / "keras_digits.json").read_text())
     assert result["identical"]
@@ -56,6 +63,8 @@ def test_keras_example(tmp_path) -> None:
 def test_custom_loop_example() -> None:
     example = str(REPOSITORY / "examples/tensorflow2_custom_loop.py")
     words = [*command("gloo", 2), sys.executable, example, "--steps", "60"]
-    status, output = run([*words, "--op", "adasum-grad", "--tape"], environment(), 150)
+    status, output = run_launcher(
+        [*words, "--op", "adasum-grad", "--tape"], environment(), 150
+    )
     assert status == 0, output[-3000:]
     assert "replicas identical: True" in output

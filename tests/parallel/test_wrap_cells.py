@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
-from launch import REPOSITORY, Configuration, case_names, command, environment, run
+from launch import (
+    REPOSITORY,
+    Configuration,
+    case_names,
+    command,
+    environment,
+    run_launcher,
+)
 
 CONFIGURATIONS = [
     Configuration("cases_wrap_cells", "gloo", 1),
@@ -31,17 +38,19 @@ def test_tutorial_command_line(tmp_path):
     words += ["--batch-size", "64", "--epochs", "2", "--epoch-log", str(log)]
     words += ["--checkpoint", str(tmp_path / "checkpoints")]
     # 2 ranks are one group of eight: no AdaSum, and it says so.
-    status, output = run(words, environment(), 100)
+    status, output = run_launcher(words, environment(), 100)
     assert status == 0, output[-2000:]
     assert "2 ranks are one group of device_number=8" in output
     assert "epoch: 2 step: 10 loss is " in output
     assert len(log.read_text().splitlines()) == 2
-    status, output = run(words, environment(), 100)
+    status, output = run_launcher(words, environment(), 100)
     assert status == 0 and "resumed after step 20" in output, output[-2000:]
 
 
 def test_tutorial_help():
     program = str(REPOSITORY / "examples/resnet50_imagenet.py")
-    status, output = run([sys.executable, program, "--help"], environment(), 60)
+    status, output = run_launcher(
+        [sys.executable, program, "--help"], environment(), 60
+    )
     assert status == 0
     assert "--boost-config JSON" in output
