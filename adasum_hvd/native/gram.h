@@ -1,8 +1,14 @@
 // Sums of block sums that do not depend on how the blocks were dealt out to the ranks.
 #pragma once
 
-#include <cstdint>
 #include <vector>
+
+// On functions that run on the host and on CUDA devices.
+#if defined(__CUDACC__)
+#define ADASUM_HOST_DEVICE __host__ __device__
+#else
+#define ADASUM_HOST_DEVICE
+#endif
 
 namespace adasum_hvd {
 
@@ -12,9 +18,23 @@ struct DoubleDouble {
   double high = 0;
   double low = 0;
 
-  DoubleDouble& operator+=(double value);
-  DoubleDouble& operator+=(const DoubleDouble& other);
-  double Rounded() const { return high + low; }
+  ADASUM_HOST_DEVICE DoubleDouble& operator+=(double value) { return *this += DoubleDouble{value, 0.0}; }
+  ADASUM_HOST_DEVICE DoubleDouble& operator+=(const DoubleDouble& other) {
+    const DoubleDouble highs = TwoSum(high, other.high);
+    const DoubleDouble lows = TwoSum(low, other.low);
+    const DoubleDouble sum = TwoSum(highs.high, highs.low + lows.high);
+    return *this = TwoSum(sum.high, sum.low + lows.low);
+  }
+  ADASUM_HOST_DEVICE double Rounded() const { return high + low; }
+
+private:
+  // Knuth's two-sum: high + low is exactly a + b. An infinite or NaN sum has no error term.
+  ADASUM_HOST_DEVICE static DoubleDouble TwoSum(double a, double b) {
+    const double high = a + b;
+    const double b_part = high - a;
+    const double low = (a - (high - b_part)) + (b - b_part);
+    return {high, low == low ? low : 0.0};
+  }
 };
 
 // One packed Gram matrix (tree.h: GramIndex) being summed.

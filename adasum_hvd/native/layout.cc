@@ -67,6 +67,28 @@ std::vector<Slice> Cut(const Slice& slice, int parts) {
   return cut;
 }
 
+std::vector<std::vector<int>> Shares::SharedTensors() const {
+  std::vector<std::vector<int>> shared;
+  for (const Slice& slice : slices) {
+    shared.emplace_back();
+    for (const Run* run : slice.PartialRuns()) {
+      shared.back().push_back(run->tensor);
+    }
+  }
+  return shared;
+}
+
+Shares Share(const Slice& region, int ranks, bool replicate) {
+  Shares shares;
+  shares.slices = replicate ? std::vector<Slice>(ranks, region) : Cut(region, ranks);
+  int64_t start = 0;
+  for (const Slice& slice : shares.slices) {
+    shares.starts.push_back(start);
+    start += replicate ? 0 : slice.elements;
+  }
+  return shares;
+}
+
 std::vector<Block> Blocks(const Slice& slice, int64_t begin, int64_t end) {
   std::vector<Block> blocks;
   auto after = std::upper_bound(slice.runs.begin(), slice.runs.end(), begin,

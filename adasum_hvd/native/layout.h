@@ -31,6 +31,18 @@ Slice Fused(const std::vector<int64_t>& tensor_elements);
 // Cuts a slice into `parts` consecutive ones of about the same length.
 std::vector<Slice> Cut(const Slice& slice, int parts);
 
+// A slice per rank of a group; `starts` are their first elements in what was cut.
+struct Shares {
+  std::vector<Slice> slices;
+  std::vector<int64_t> starts;
+
+  // Per rank, the tensors that its slice holds a part of, in order: at most two.
+  std::vector<std::vector<int>> SharedTensors() const;
+};
+
+// With `replicate` everything is in every rank's slice.
+Shares Share(const Slice& region, int ranks, bool replicate);
+
 // At most kBlockElements elements of one run, from element `position` of it on.
 struct Block {
   size_t run; // index

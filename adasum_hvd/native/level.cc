@@ -13,14 +13,9 @@ constexpr size_t kBlocksAtOnce = 256; // whose sums are kept until they are adde
 Level::Level(const Arithmetic& arithmetic, Transport& transport, const Tree& tree, const Slice& region,
              bool replicate, Level* below, double scale)
     : arithmetic_(arithmetic), transport_(transport), tree_(tree), rank_(transport.rank()),
-      size_(transport.size()), scale_(scale), below_(below), tensor_scales_(arithmetic.tensors, 1.0),
-      plain_sum_(tree.merges.size()), benches_(arithmetic.workers.threads()) {
-  slices_ = replicate ? std::vector<Slice>(size_, region) : Cut(region, size_);
-  int64_t start = 0;
-  for (const Slice& slice : slices_) {
-    starts_.push_back(start);
-    start += replicate ? 0 : slice.elements;
-  }
+      size_(transport.size()), scale_(scale), below_(below), shares_(Share(region, size_, replicate)),
+      tensor_scales_(arithmetic.tensors, 1.0), plain_sum_(tree.merges.size()),
+      benches_(arithmetic.workers.threads()) {
   coefficients_.assign(mine().runs.size() * size_, 1.0); // a rank by itself has no other
   for (Bench& bench : benches_) {
     bench.vectors.resize(size_);
@@ -140,15 +135,15 @@ void Level::SetScale(int tensor, double largest) {
 // every tensor's total, from the same bytes in the same order. `only` restricts it to some tensors, null to
 // none; the group's ranks agree on those that concern them, having seen the same totals before.
 void Level::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts(size_); // per rank: the tensors it holds a part of
+  std::vector<std::vector<int>> parts = shares_.SharedTensors();
   bool any = false;
-  for (int rank = 0; rank < size_; ++rank) {
-    for (const Run* run : slices_[rank].PartialRuns()) {
-      if (only == nullptr || only->count(run->tensor) != 0) {
-        parts[rank].push_back(run->tensor);
-        any = true;
-      }
+  for (std::vector<int>& part : parts) {
+    if (only != nullptr) {
+      part.erase(
+          std::remove_if(part.begin(), part.end(), [&](int tensor) { return only->count(tensor) == 0; }),
+          part.end());
     }
+    any = any || !part.empty();
   }
   if (!any) {
     return;

@@ -40,9 +40,11 @@ public:
   int rank() const { return rank_; }
   int size() const { return size_; }
   Transport& transport() { return transport_; }
-  const Slice& slice(int rank) const { return slices_[rank]; }
-  int64_t start(int rank) const { return starts_[rank]; } // of a slice: its first element in the region
-  const Slice& mine() const { return slices_[rank_]; }
+  const Slice& slice(int rank) const { return shares_.slices[rank]; }
+  int64_t start(int rank) const {
+    return shares_.starts[rank];
+  } // of a slice: its first element in the region
+  const Slice& mine() const { return slice(rank_); }
   int64_t explicit_tensors() const { return static_cast<int64_t>(explicit_.size()); }
 
   // Where the elements of this rank's slice are: per run its own and the result (which may be the same
@@ -102,8 +104,7 @@ private:
   const int size_;
   const double scale_;
   Level* below_;
-  std::vector<Slice> slices_;
-  std::vector<int64_t> starts_;
+  const Shares shares_;
   std::vector<const char*> own_;      // per run
   std::vector<char*> result_;         // per run
   std::vector<char*> received_;       // per rank

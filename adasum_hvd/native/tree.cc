@@ -1,16 +1,11 @@
 #include "tree.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <map>
 
-#include "gram.h"
-
 namespace adasum_hvd {
 namespace {
-
-constexpr double kIllConditioned = 1e-6;
 
 // Pairs neighbours level by level until one node is left, and returns that node.
 int ReduceNeighbours(std::vector<int> nodes, bool adasum, Tree& tree) {
@@ -68,8 +63,6 @@ Form BilinearForm(const Tree& tree, const double* gram, const double* c, int lef
   return form;
 }
 
-bool Cancels(const Form& form) { return form.value() < kIllConditioned * form.magnitude; }
-
 } // namespace
 
 std::vector<std::vector<int>> Groups(const std::vector<int>& hosts, int group_size) {
@@ -104,11 +97,6 @@ Tree BuildTree(const std::vector<int>& hosts, GroupOp group_op, int group_size) 
   return tree;
 }
 
-double AdasumCoefficient(double dot, double norm) {
-  static const double kSmallestNorm = std::sqrt(DBL_MIN);
-  return norm < kSmallestNorm ? 1.0 : 1.0 - dot / norm * 0.5;
-}
-
 bool SolveCoefficients(const Tree& tree, const double* gram, double* c) {
   std::copy(tree.leaf_weights.begin(), tree.leaf_weights.end(), c);
   for (const Merge& merge : tree.merges) {
@@ -117,7 +105,7 @@ bool SolveCoefficients(const Tree& tree, const double* gram, double* c) {
     }
     Form left = BilinearForm(tree, gram, c, merge.left, merge.left);
     Form right = BilinearForm(tree, gram, c, merge.right, merge.right);
-    if (Cancels(left) || Cancels(right)) {
+    if (Cancels(left.value(), left.magnitude) || Cancels(right.value(), right.magnitude)) {
       return false;
     }
     double dot = BilinearForm(tree, gram, c, merge.left, merge.right).value();

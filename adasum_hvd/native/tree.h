@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "gram.h"
+
 namespace adasum_hvd {
 
 enum class GroupOp { kAdasum, kAverage, kSum };
@@ -38,14 +40,22 @@ std::vector<std::vector<int>> Groups(const std::vector<int>& hosts, int group_si
 Tree BuildTree(const std::vector<int>& hosts, GroupOp group_op, int group_size);
 
 // Entries of a packed upper triangle of an N x N matrix, and the position of (i, j), i <= j, in it.
-inline int64_t GramSize(int count) { return int64_t{count} * (count + 1) / 2; }
-inline int64_t GramIndex(int count, int i, int j) {
+ADASUM_HOST_DEVICE inline int64_t GramSize(int count) { return int64_t{count} * (count + 1) / 2; }
+ADASUM_HOST_DEVICE inline int64_t GramIndex(int count, int i, int j) {
   return int64_t{i} * count - int64_t{i} * (i - 1) / 2 + (j - i);
 }
 
 // The coefficient of a vector with squared norm `norm` whose partner has dot product `dot` with it. A norm
 // below sqrt(DBL_MIN) counts as zero and gives exactly 1.
-double AdasumCoefficient(double dot, double norm);
+ADASUM_HOST_DEVICE inline double AdasumCoefficient(double dot, double norm) {
+  constexpr double kSmallestNorm = 1.4916681462400413e-154; // sqrt(DBL_MIN) = 2^-511
+  return norm < kSmallestNorm ? 1.0 : 1.0 - dot / norm * 0.5;
+}
+
+// Whether a node's norm, had as a sum of terms, has cancelled too far for it.
+ADASUM_HOST_DEVICE inline bool Cancels(double norm, double sum_of_magnitudes) {
+  return norm < 1e-6 * sum_of_magnitudes;
+}
 
 // Writes the c_i with which sum c_i g_i is the AdaSum of the g_i whose packed Gram matrix is `gram`.
 // Returns false, with c undefined, when an inner node cancels so far that its norm cannot be had from the

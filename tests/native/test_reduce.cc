@@ -1,4 +1,5 @@
-// The op's arithmetic, ranks as threads, against a float64 tree walked on whole vectors.
+// The op's arithmetic, ranks as threads, against a float64 tree walked on whole vectors. With
+// ADASUM_ON_DEVICE it is the arithmetic on CUDA devices, or on simulated ones.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -20,6 +21,9 @@
 #include "reduce.h"
 #include "testing.h"
 #include "tree.h"
+#if defined(ADASUM_ON_DEVICE)
+#include "ranks_on_device.h"
+#endif
 
 using namespace adasum_hvd;
 
@@ -161,42 +165,141 @@ Options For(int ranks, ElementType type) {
   return options;
 }
 
+// A rank's tensors where a reduction finds them, and what it does there.
+#if defined(ADASUM_ON_DEVICE)
+class Rank {
+public:
+  explicit Rank(RankOnDevice& rank) : rank_(rank), before_(rank.scratch.explicit_tensors()) {}
+
+  Transport& transport() { return *rank_.transport; }
+  char* Put(std::vector<char>& bytes) {
+    hosts_.push_back(&bytes);
+    return devices_.emplace_back(bytes, rank_.stream).get();
+  }
+  void Reduce(const std::vector<TensorView>& views, const std::vector<ReduceLevel>& levels,
+              const Options& options) {
+    ReduceOnDevice(views, options.type, levels, options.scale, options.settings, rank_.scratch, rank_.stream,
+                   [](Phase, int) {});
+  }
+  // Copies everything back; returns how many tensors were walked explicitly.
+  int64_t Finish() {
+    CheckCuda(cudaStreamSynchronize(rank_.stream), "reduce");
+    for (size_t k = 0; k < hosts_.size(); ++k) {
+      *hosts_[k] = devices_[k].Read();
+    }
+    return rank_.scratch.explicit_tensors() - before_;
+  }
+
+private:
+  RankOnDevice& rank_;
+  const int64_t before_;
+  std::vector<std::vector<char>*> hosts_;
+  std::deque<OnDevice> devices_;
+};
+
+int64_t TotalBytes(const std::vector<Tensors>& ranks) {
+  int64_t total = 0;
+  for (const std::vector<char>& bytes : ranks[0].bytes) {
+    total += static_cast<int64_t>(bytes.size());
+  }
+  return total;
+}
+
+// Calls prepare(rank) for every rank, then reduce(rank), then finish(rank): memory is neither taken nor given
+// back while a reduction is under way.
+template <class Prepare, class Reduce, class Finish>
+void OnEveryRank(const std::vector<Tensors>& ranks, Prepare prepare, Reduce reduce, Finish finish) {
+  const int size = static_cast<int>(ranks.size());
+  auto& job = RanksOnDevice(size, TotalBytes(ranks) * (size + 1));
+  std::deque<Rank> all;
+  for (auto& rank : job) {
+    all.emplace_back(*rank);
+  }
+  auto each = [&](auto what) {
+    InThreads(size, [&](int rank) {
+      CheckCuda(cudaSetDevice(DeviceOf(rank)), "choose a device");
+      what(all[rank]);
+    });
+  };
+  each(prepare);
+  each(reduce);
+  each(finish);
+}
+#else
+class Rank {
+public:
+  explicit Rank(Transport& transport) : transport_(transport) {}
+
+  Transport& transport() { return transport_; }
+  char* Put(std::vector<char>& bytes) { return bytes.data(); }
+  void Reduce(const std::vector<TensorView>& views, const std::vector<ReduceLevel>& levels,
+              const Options& options) {
+    Workers workers(options.threads);
+    Scratch scratch;
+    explicit_tensors_ = adasum_hvd::Reduce(views, options.type, levels, options.scale, options.settings,
+                                           *options.kernels, workers, scratch, [](Phase, int) {})
+                            .explicit_tensors;
+  }
+  int64_t Finish() const { return explicit_tensors_; }
+
+private:
+  Transport& transport_;
+  int64_t explicit_tensors_ = 0;
+};
+
+template <class Prepare, class Reduce, class Finish>
+void OnEveryRank(const std::vector<Tensors>& ranks, Prepare prepare, Reduce reduce, Finish finish) {
+  RunRanks(static_cast<int>(ranks.size()), [&](ThreadTransport& transport) {
+    Rank rank(transport);
+    prepare(rank);
+    reduce(rank);
+    finish(rank);
+  });
+}
+#endif
+
 // The result on rank 0, after checking that every rank has the same bytes.
 std::vector<std::vector<char>> ReduceAll(const std::vector<Tensors>& ranks, const Options& options,
                                          int64_t* explicit_tensors = nullptr) {
-  std::vector<std::vector<std::vector<char>>> results(ranks.size());
+  using Bytes = std::vector<std::vector<char>>;
+  std::vector<Bytes> inputs, results, starts(ranks.size());
+  for (const Tensors& tensors : ranks) {
+    inputs.push_back(tensors.bytes);
+    results.push_back(tensors.bytes);
+  }
+  std::vector<std::vector<TensorView>> views(ranks.size());
   std::atomic<int64_t> explicit_count{0};
-  RunRanks(static_cast<int>(ranks.size()), [&](ThreadTransport& transport) {
-    std::vector<std::vector<char>> input = ranks[transport.rank()].bytes, output = input;
-    std::vector<TensorView> views;
-    for (size_t k = 0; k < input.size(); ++k) {
-      if (!options.in_place) {
-        std::fill(output[k].begin(), output[k].end(), char(0x5a));
-      }
-      views.push_back({options.in_place ? output[k].data() : input[k].data(), output[k].data(),
-                       static_cast<int64_t>(input[k].size() / ElementBytes(options.type))});
-      if (options.starts != nullptr) {
-        views.back().start = (*options.starts)[k].data();
-      }
+  auto prepare = [&](Rank& rank) {
+    const int me = rank.transport().rank();
+    if (options.starts != nullptr) {
+      starts[me] = *options.starts;
     }
+    for (size_t k = 0; k < inputs[me].size(); ++k) {
+      if (!options.in_place) {
+        std::fill(results[me][k].begin(), results[me][k].end(), char(0x5a));
+      }
+      char* output = rank.Put(results[me][k]);
+      const int64_t elements = static_cast<int64_t>(inputs[me][k].size() / ElementBytes(options.type));
+      views[me].push_back({options.in_place ? output : rank.Put(inputs[me][k]), output, elements,
+                           options.starts == nullptr ? nullptr : rank.Put(starts[me][k])});
+    }
+  };
+  auto reduce = [&](Rank& rank) {
+    const int me = rank.transport().rank();
     const std::vector<PlannedLevel> planned =
-        PlanLevels(options.hosts, options.group_op, options.group_size, transport.rank(), options.radices);
+        PlanLevels(options.hosts, options.group_op, options.group_size, me, options.radices);
     std::deque<GroupTransport> groups;
     std::vector<ReduceLevel> levels;
     for (const PlannedLevel& level : planned) {
-      levels.push_back({&groups.emplace_back(transport, level.group), &level.tree});
+      levels.push_back({&groups.emplace_back(rank.transport(), level.group), &level.tree});
     }
-    Workers workers(options.threads);
-    Scratch scratch;
-    explicit_count += Reduce(views, options.type, levels, options.scale, options.settings, *options.kernels,
-                             workers, scratch, [](Phase, int) {})
-                          .explicit_tensors;
-    if (!options.in_place) {
-      Check(input == ranks[transport.rank()].bytes, "the input was changed");
-    }
-    results[transport.rank()] = std::move(output);
-  });
-  for (size_t rank = 1; rank < results.size(); ++rank) {
+    rank.Reduce(views[me], levels, options);
+  };
+  auto finish = [&](Rank& rank) { explicit_count += rank.Finish(); };
+  OnEveryRank(ranks, prepare, reduce, finish);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    Check(inputs[rank] == ranks[rank].bytes, "the input was changed");
+    Check(options.starts == nullptr || starts[rank] == *options.starts, "the weights before were changed");
     Check(results[rank] == results[0], "rank " + std::to_string(rank) + " has other bits than rank 0");
   }
   if (explicit_tensors != nullptr) {
@@ -500,6 +603,47 @@ void ScaleAndNonFinite() {
   }
 }
 
+#if defined(ADASUM_ON_DEVICE)
+// Reductions are enqueued while the device is held up, ill-conditioned ones too: nothing waits for it.
+void NothingWaitsForTheDevice() {
+  const int size = 4;
+  const Maker opposite = [](int rank, size_t tensor, int64_t k) {
+    return (rank % 2 == 0 ? 1 : -1) * Random(26)(0, tensor, k) + 1e-6 * Random(27)(rank, tensor, k);
+  };
+  const std::vector<Tensors> tensors = MakeTensors(size, kSizes, kFloat32, opposite);
+  const Options options = For(size, kFloat32);
+  const auto wanted = ReduceAll(tensors, options); // and all memory is there
+  std::vector<std::vector<char>> results = {{}, {}, {}, {}};
+  Gate gate;
+  std::vector<std::vector<TensorView>> views(size);
+  std::vector<int> enqueued(size);
+  auto& job = RanksOnDevice(size, TotalBytes(tensors) * (size + 1));
+  OnEveryRank(
+      tensors,
+      [&](Rank& rank) {
+        const int me = rank.transport().rank();
+        results[me] = tensors[me].bytes[6];
+        char* at = rank.Put(results[me]);
+        views[me] = {{at, at, kSizes[6]}};
+        gate.Close(job[me]->stream);
+      },
+      [&](Rank& rank) {
+        for (int time = 0; time < 3; ++time) {
+          rank.Reduce(views[rank.transport().rank()], {{&rank.transport(), &options.tree}}, options);
+          enqueued[rank.transport().rank()] += 1;
+        }
+      },
+      [&](Rank& rank) {
+        gate.Open();
+        rank.Finish();
+      });
+  Check(enqueued == std::vector<int>(size, 3), "not everything was enqueued");
+  // The second and third time all ranks hold the first result: identical inputs stay what they are.
+  for (const std::vector<char>& result : results) {
+    Check(result == wanted[6], "other bits than when waited for");
+  }
+}
+#else
 // What goes over the wire: 2 n (N - 1) / N per rank, and one exchange where everything is small.
 void BytesAndRounds() {
   const std::vector<int64_t> sizes = {1 << 20};
@@ -521,6 +665,7 @@ void BytesAndRounds() {
     Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
   });
 }
+#endif
 
 // In levels every rank still gets the tree of all ranks, with a rounding between levels.
 void LevelsWalkTheSameTree() {
@@ -666,6 +811,7 @@ void ChangesOfWeights() {
   }
 }
 
+#if !defined(ADASUM_ON_DEVICE)
 // What a rank sends to other hosts in two levels: 2 (n / L) (H - 1) / H.
 void LevelsKeepBytesInsideTheHost() {
   const std::vector<Tensors> tensors = MakeTensors(4, {1 << 20}, kFloat32, Random(25));
@@ -814,6 +960,7 @@ void SlicesCoverEverythingOnce() {
     Check(covered == sizes, "not everything is covered");
   }
 }
+#endif
 
 } // namespace
 
@@ -832,14 +979,18 @@ int main(int argc, char** argv) {
                       {"cancelling pairs", CancellingPairs},
                       {"groups and placements", GroupsAndPlacements},
                       {"scale and non-finite values", ScaleAndNonFinite},
-                      {"bytes and rounds", BytesAndRounds},
                       {"levels walk the same tree", LevelsWalkTheSameTree},
                       {"cancelling pairs in levels", CancellingPairsInLevels},
                       {"changes of weights", ChangesOfWeights},
+#if defined(ADASUM_ON_DEVICE)
+                      {"nothing waits for the device", NothingWaitsForTheDevice},
+#else
+                      {"bytes and rounds", BytesAndRounds},
                       {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
                       {"plans follow hosts and costs", PlansFollowHostsAndCosts},
                       {"workers do every job once", WorkersDoEveryJobOnce},
                       {"half precision rounds once", HalfPrecisionRoundsOnce},
                       {"slices cover everything once", SlicesCoverEverythingOnce},
+#endif
                   });
 }

@@ -1,0 +1,79 @@
+// What reduce.h does, on a CUDA device: the same levels, slices, trees and block sums. Everything is enqueued
+// on one stream, the exchanges too; nothing waits for the device.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+#include "reduce.h"
+
+namespace adasum_hvd {
+
+// Throws std::runtime_error, saying `what` failed, where a call of CUDA did.
+void CheckCuda(cudaError_t error, const char* what);
+
+// Memory on the device that was current when it was made. It grows, and then waits for the device.
+class DeviceBuffer {
+public:
+  DeviceBuffer() = default;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer();
+
+  char* Reserve(int64_t bytes);
+
+private:
+  void* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Pinned host memory for what a reduction tells the device: a copy is enqueued, and the memory taken again
+// when that copy has been made.
+class Uploads {
+public:
+  Uploads() = default;
+  Uploads(const Uploads&) = delete;
+  Uploads& operator=(const Uploads&) = delete;
+  ~Uploads();
+
+  void Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream);
+
+private:
+  struct Pinned {
+    void* memory;
+    int64_t bytes;
+    cudaEvent_t copied;
+  };
+  std::deque<Pinned> pinned_; // the one used longest ago first
+};
+
+// One of each per stream, for as long as the op lives. Its destructor needs a device that still works.
+struct DeviceScratch {
+  DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
+  DeviceBuffer received; // the other ranks' elements of this rank's slices
+  DeviceBuffer work;     // what the kernels are told, and sums
+  Uploads uploads;
+
+  DeviceScratch() = default;
+  ~DeviceScratch();
+  // Tensors with an ill-conditioned node that reductions have met on this rank, as far as these are done.
+  int64_t explicit_tensors() const { return explicit_tensors_ == nullptr ? 0 : *explicit_tensors_; }
+
+  int64_t* counter(cudaStream_t stream); // on the device
+  void CopyCounter(cudaStream_t stream);
+
+private:
+  DeviceBuffer counter_;
+  volatile int64_t* explicit_tensors_ = nullptr; // pinned: the counter, some time ago
+};
+
+// As Reduce (reduce.h), with tensors in the memory of the current device and transports that enqueue their
+// exchanges on `stream`. Returns when all is enqueued. `observer` is called when a phase has been.
+void ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
+                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+                    DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer);
+
+} // namespace adasum_hvd

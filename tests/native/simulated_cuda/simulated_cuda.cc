@@ -1,0 +1,484 @@
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "cuda_fp16.h"
+#include "cuda_runtime.h"
+#include "kernels.h"
+#include "nccl.h"
+
+#if !defined(__x86_64__)
+#error "fibers are switched in x86-64 assembly"
+#endif
+
+// Saves the callee-saved registers on the running stack, leaves its top in *from and goes on with `to`.
+extern "C" void simulated_cuda_switch(void** from, void* to);
+asm(R"(
+.text
+.globl simulated_cuda_switch
+.type simulated_cuda_switch, @function
+simulated_cuda_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size simulated_cuda_switch, .-simulated_cuda_switch
+)");
+
+thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace simulated_cuda {
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kMostShuffled = 16; // bytes
+
+struct Barrier {
+  unsigned arrived = 0;
+  uint64_t passed = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  char values[2][kWarp][kMostShuffled]; // written for the next shuffle while the last is still read
+};
+
+struct Fiber {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  void* top = nullptr;
+  bool ended = false;
+  unsigned shuffles = 0;
+};
+
+struct Processor {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Warp> warps;
+  Barrier block;
+  void* scheduler = nullptr;
+  Fiber* running = nullptr;
+  const std::function<void()>* body = nullptr;
+  bool progress = false;
+
+  void Yield() { simulated_cuda_switch(&running->top, scheduler); }
+
+  void Wait(Barrier& barrier, unsigned expected) {
+    const uint64_t mine = barrier.passed;
+    if (++barrier.arrived == expected) {
+      barrier.arrived = 0;
+      barrier.passed += 1;
+      progress = true;
+    }
+    while (barrier.passed == mine) {
+      Yield();
+    }
+  }
+};
+
+Processor& processor() {
+  static thread_local Processor one;
+  return one;
+}
+
+void RunFiber() {
+  Processor& here = processor();
+  (*here.body)();
+  here.running->ended = true;
+  here.progress = true;
+  here.Yield();
+  std::abort(); // an ended fiber is not run again
+}
+
+void Prepare(Fiber& fiber) {
+  fiber.ended = false;
+  fiber.shuffles = 0;
+  // Where `ret` finds RunFiber, with the stack as after a call: 16-byte aligned but for the return address.
+  uintptr_t end = reinterpret_cast<uintptr_t>(fiber.stack.get() + kStackBytes) & ~uintptr_t{15};
+  void** at = reinterpret_cast<void**>(end) - 2;
+  *at = reinterpret_cast<void*>(&RunFiber);
+  at[1] = nullptr;
+  for (int saved = 0; saved < 6; ++saved) {
+    *--at = nullptr;
+  }
+  fiber.top = at;
+}
+
+} // namespace
+
+void WaitForBlock() { processor().Wait(processor().block, blockDim.x); }
+
+void WaitForWarp() {
+  Processor& here = processor();
+  here.Wait(here.warps[threadIdx.x / kWarp].barrier, kWarp);
+}
+
+void Shuffle(void* value, size_t bytes, unsigned lanes) {
+  Processor& here = processor();
+  Warp& warp = here.warps[threadIdx.x / kWarp];
+  const unsigned lane = threadIdx.x % kWarp, parity = here.running->shuffles++ % 2;
+  std::memcpy(warp.values[parity][lane], value, bytes);
+  WaitForWarp();
+  std::memcpy(value, warp.values[parity][lane ^ lanes], bytes);
+}
+
+void RunKernel(dim3 blocks, dim3 threads, const std::function<void()>& body) {
+  Processor& here = processor();
+  while (here.fibers.size() < threads.x) {
+    here.fibers.push_back(std::make_unique<Fiber>());
+  }
+  here.warps.resize((threads.x + kWarp - 1) / kWarp);
+  here.body = &body;
+  blockDim = threads;
+  gridDim = blocks;
+  for (unsigned block = 0; block < blocks.x * blocks.y; ++block) {
+    blockIdx = dim3(block % blocks.x, block / blocks.x);
+    here.block = Barrier();
+    for (Warp& warp : here.warps) {
+      warp.barrier = Barrier();
+    }
+    for (unsigned thread = 0; thread < threads.x; ++thread) {
+      Prepare(*here.fibers[thread]);
+    }
+    for (unsigned live = threads.x; live > 0;) {
+      here.progress = false;
+      for (unsigned thread = 0; thread < threads.x; ++thread) {
+        Fiber& fiber = *here.fibers[thread];
+        if (!fiber.ended) {
+          threadIdx = dim3(thread);
+          here.running = &fiber;
+          simulated_cuda_switch(&here.scheduler, fiber.top);
+          live -= fiber.ended ? 1 : 0;
+        }
+      }
+      if (!here.progress) {
+        std::fprintf(stderr, "a kernel hangs: some threads of a block never reach a barrier\n");
+        std::abort();
+      }
+    }
+  }
+}
+
+// ---- streams ----
+
+namespace {
+
+struct Streams {
+  std::mutex mutex;
+  std::set<Stream*> all;
+};
+Streams& streams() {
+  static Streams everywhere;
+  return everywhere;
+}
+
+} // namespace
+
+Stream::Stream() : thread_([this] { Work(); }) {}
+
+Stream::~Stream() {
+  Synchronize();
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ended_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void Stream::Enqueue(std::function<void()> work) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    queue_.push_back(std::move(work));
+  }
+  changed_.notify_all();
+}
+
+void Stream::Synchronize() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return queue_.empty() && !working_; });
+}
+
+void Stream::Work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return ended_ || !queue_.empty(); });
+    if (queue_.empty()) {
+      return;
+    }
+    std::function<void()> work = std::move(queue_.front());
+    queue_.pop_front();
+    working_ = true;
+    lock.unlock();
+    work();
+    lock.lock();
+    working_ = false;
+    changed_.notify_all();
+  }
+}
+
+} // namespace simulated_cuda
+
+using simulated_cuda::streams;
+
+// ---- the functions of CUDA ----
+
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory"
+         : error == cudaSuccess             ? "no error"
+                                            : "not ready";
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::malloc(bytes);
+  if (*memory == nullptr && bytes > 0) {
+    return cudaErrorMemoryAllocation;
+  }
+  std::memset(*memory, 0xff, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* memory) {
+  if (memory != nullptr) {
+    std::lock_guard<std::mutex> guard(streams().mutex);
+    for (simulated_cuda::Stream* stream : streams().all) {
+      stream->Synchronize();
+    }
+    std::free(memory);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = std::malloc(bytes);
+  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  stream->Enqueue([=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
+  stream->Enqueue([=] { std::memset(at, value, bytes); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = new simulated_cuda::Stream();
+  std::lock_guard<std::mutex> guard(streams().mutex);
+  streams().all.insert(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  {
+    std::lock_guard<std::mutex> guard(streams().mutex);
+    streams().all.erase(stream);
+  }
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  stream->Synchronize();
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* data) {
+  stream->Enqueue([=] { function(data); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new simulated_cuda::Event();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  int64_t number;
+  {
+    std::lock_guard<std::mutex> guard(event->mutex);
+    number = ++event->recorded;
+  }
+  stream->Enqueue([=] {
+    std::lock_guard<std::mutex> guard(event->mutex);
+    event->done = number;
+    event->changed.notify_all();
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  std::lock_guard<std::mutex> guard(event->mutex);
+  return event->done == event->recorded ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+float __half2float(__half value) {
+  double wide;
+  adasum_hvd::kPortableKernels.widen[adasum_hvd::kFloat16](&value, 1, 1.0, &wide);
+  return static_cast<float>(wide);
+}
+__half __double2half(double value) {
+  __half half;
+  adasum_hvd::kPortableKernels.narrow[adasum_hvd::kFloat16](&value, 1, 1.0, &half);
+  return half;
+}
+
+// ---- NCCL ----
+
+namespace simulated_cuda {
+
+// What ranks have sent each other, in order.
+struct Mail {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes;
+};
+
+struct Communicator {
+  std::shared_ptr<Mail> mail;
+  int rank;
+  int size;
+};
+
+namespace {
+
+struct Message {
+  bool send;
+  void* at;
+  size_t bytes;
+  int peer;
+  Communicator* communicator;
+  cudaStream_t stream;
+};
+
+struct Group {
+  int depth = 0;
+  std::vector<Message> messages;
+};
+Group& group() {
+  static thread_local Group mine;
+  return mine;
+}
+
+void Exchange(const std::vector<Message>& messages) {
+  for (const Message& message : messages) {
+    if (message.send) {
+      Mail& mail = *message.communicator->mail;
+      const char* from = static_cast<const char*>(message.at);
+      std::lock_guard<std::mutex> guard(mail.mutex);
+      mail.boxes[{message.communicator->rank, message.peer}].emplace_back(from, from + message.bytes);
+      mail.arrived.notify_all();
+    }
+  }
+  for (const Message& message : messages) {
+    if (!message.send) {
+      Mail& mail = *message.communicator->mail;
+      std::unique_lock<std::mutex> lock(mail.mutex);
+      auto& box = mail.boxes[{message.peer, message.communicator->rank}];
+      if (!mail.arrived.wait_for(lock, std::chrono::seconds(60), [&] { return !box.empty(); }) ||
+          box.front().size() != message.bytes) {
+        std::fprintf(stderr, "NCCL hangs: rank %d expects %zu bytes of rank %d and gets %s\n",
+                     message.communicator->rank, message.bytes, message.peer,
+                     box.empty() ? "none" : std::to_string(box.front().size()).c_str());
+        std::abort();
+      }
+      std::memcpy(message.at, box.front().data(), message.bytes);
+      box.pop_front();
+    }
+  }
+}
+
+ncclResult_t Add(Message message) {
+  if (group().depth == 0 || message.peer < 0 || message.peer >= message.communicator->size) {
+    return ncclInvalidUsage;
+  }
+  group().messages.push_back(message);
+  return ncclSuccess;
+}
+
+} // namespace
+} // namespace simulated_cuda
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclSuccess ? "no error" : "invalid usage";
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  static std::mutex mutex;
+  static int64_t last = 0;
+  std::lock_guard<std::mutex> guard(mutex);
+  std::memset(id, 0, sizeof *id);
+  ++last;
+  std::memcpy(id->internal, &last, sizeof last);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
+  static std::mutex mutex;
+  static std::map<int64_t, std::weak_ptr<simulated_cuda::Mail>> mails;
+  int64_t number;
+  std::memcpy(&number, id.internal, sizeof number);
+  std::lock_guard<std::mutex> guard(mutex);
+  std::shared_ptr<simulated_cuda::Mail> mail = mails[number].lock();
+  if (mail == nullptr) {
+    mail = std::make_shared<simulated_cuda::Mail>();
+    mails[number] = mail;
+  }
+  *communicator = new simulated_cuda::Communicator{mail, rank, size};
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
+  delete communicator;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupStart() {
+  simulated_cuda::group().depth += 1;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd() {
+  simulated_cuda::Group& group = simulated_cuda::group();
+  if (--group.depth == 0 && !group.messages.empty()) {
+    group.messages.front().stream->Enqueue(
+        [messages = std::move(group.messages)] { simulated_cuda::Exchange(messages); });
+    group.messages.clear();
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t, int peer, ncclComm_t communicator,
+                      cudaStream_t stream) {
+  return simulated_cuda::Add({true, const_cast<void*>(from), count, peer, communicator, stream});
+}
+
+ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t, int peer, ncclComm_t communicator,
+                      cudaStream_t stream) {
+  return simulated_cuda::Add({false, to, count, peer, communicator, stream});
+}
