@@ -6,6 +6,8 @@ NP     ?= 4
 # What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
 PACKAGES ?= --editable '.[dev]'
 
+NATIVE := $(foreach kind,h cc cu inc,$(wildcard adasum_hvd/native/*.$(kind) tests/native/*.$(kind) tests/native/*/*.$(kind)))
+
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
@@ -56,7 +58,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 # Not in `lint`: hadolint comes for x86-64 only.
 lint-docker: $(VENV)/ready
@@ -79,7 +81,7 @@ wheel: setup
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(wildcard adasum_hvd/native/*.h adasum_hvd/native/*.cc adasum_hvd/native/*.inc tests/native/*.h tests/native/*.cc)
+	$(BIN)/clang-format -i $(NATIVE)
 
 bench: setup
 	$(BIN)/python benchmarks/allreduce.py

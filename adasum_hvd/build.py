@@ -211,7 +211,9 @@ def detect(
 
 def _native_files() -> list[Path]:
     return sorted(
-        p for p in NATIVE.rglob("*") if p.suffix in (".h", ".cc", ".inc", ".cmake")
+        p
+        for p in NATIVE.rglob("*")
+        if p.suffix in (".h", ".cc", ".cu", ".inc", ".cmake")
     )
 
 

@@ -1,4 +1,5 @@
-// The AdaSum op that Horovod's background thread calls: glue between Horovod and reduce.h, no arithmetic.
+// The AdaSum op for tensors in host memory, called by Horovod's background thread: glue between Horovod and
+// reduce.h, no arithmetic.
 #pragma once
 
 #include <map>
@@ -6,8 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "agreement.h"
 #include "horovod/common/ops/collective_operations.h"
-#include "plan.h"
+#include "job.h"
 #include "reduce.h"
 #include "settings.h"
 #include "transport_local.h"
@@ -18,8 +20,8 @@ class AdasumOp : public horovod::common::AllreduceOp {
 public:
   explicit AdasumOp(horovod::common::HorovodGlobalState* global_state);
 
-  // True for every dtype and device that is not handed on to Horovod's own op: what this op cannot do is
-  // refused by Execute, with a message, on all ranks.
+  // True for every dtype that is not handed on to Horovod's own op: what this op cannot do is refused by
+  // Execute, with a message, on all ranks.
   bool Enabled(const horovod::common::ParameterManager& parameter_manager,
                const std::vector<horovod::common::TensorTableEntry>& entries,
                const horovod::common::Response& response) const override;
@@ -28,25 +30,18 @@ public:
                                   const horovod::common::Response& response) override;
 
 private:
-  // What a process set's ranks agreed on when they first reduced something in it. Horovod recycles the ids
-  // of process sets and rebuilds controllers at every init, so the controller is what identifies one.
-  struct Agreed {
-    std::weak_ptr<horovod::common::Controller> controller;
-    std::vector<PlannedLevel> levels;
-    ReduceSettings reduce;
-    std::string disagreement;              // why nothing can be reduced, or empty
-    std::vector<int> host;                 // the ranks of this host
-    std::unique_ptr<LocalTransport> local; // among them, where they share memory
+  // Of a process set, with what its ranks on this host share.
+  struct Agreed : Agreement {
+    std::unique_ptr<LocalTransport> local; // among the ranks of this host, where they share memory
     int threads = 1;
   };
 
   horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
-                                        const horovod::common::Response& response, ElementType type,
-                                        Agreed& agreed, horovod::common::ProcessSet& process_set);
+                                        const horovod::common::Response& response, Agreed& agreed,
+                                        horovod::common::ProcessSet& process_set);
   Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
   std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller);
-  ReduceResult ReduceInLevels(const std::vector<TensorView>& tensors, ElementType type, double scale,
-                              Agreed& agreed, horovod::common::ProcessSet& process_set,
+  ReduceResult ReduceInLevels(const Job& job, Agreed& agreed, horovod::common::ProcessSet& process_set,
                               const PhaseObserver& observer);
   std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;
 

@@ -25,8 +25,9 @@ public:
   // `*where` will point to a copy of `values`.
   template <class T> void Put(const T** where, const std::vector<T>& values) {
     const int64_t offset = Aligned(static_cast<int64_t>(uploaded_.size()));
-    uploaded_.resize(offset + values.size() * sizeof(T));
-    std::memcpy(uploaded_.data() + offset, values.data(), values.size() * sizeof(T));
+    uploaded_.resize(offset);
+    const char* bytes = reinterpret_cast<const char*>(values.data());
+    uploaded_.insert(uploaded_.end(), bytes, bytes + values.size() * sizeof(T));
     Remember(where, offset, uploads_);
   }
   // `*where` will point to room for `count` elements.
@@ -609,6 +610,11 @@ void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream
 }
 
 DeviceScratch::~DeviceScratch() { cudaFreeHost(const_cast<int64_t*>(explicit_tensors_)); }
+
+int64_t DeviceScratch::TakeExplicitTensors() {
+  const int64_t now = explicit_tensors_ == nullptr ? 0 : *explicit_tensors_;
+  return now - taken_.exchange(now);
+}
 
 int64_t* DeviceScratch::counter(cudaStream_t stream) {
   if (explicit_tensors_ == nullptr) {

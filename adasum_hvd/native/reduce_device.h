@@ -2,6 +2,7 @@
 // on one stream, the exchanges too; nothing waits for the device.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -59,8 +60,9 @@ struct DeviceScratch {
 
   DeviceScratch() = default;
   ~DeviceScratch();
-  // Tensors with an ill-conditioned node that reductions have met on this rank, as far as these are done.
-  int64_t explicit_tensors() const { return explicit_tensors_ == nullptr ? 0 : *explicit_tensors_; }
+  // Tensors with an ill-conditioned node that the reductions that are done have met on this rank, since the
+  // last call.
+  int64_t TakeExplicitTensors();
 
   int64_t* counter(cudaStream_t stream); // on the device
   void CopyCounter(cudaStream_t stream);
@@ -68,6 +70,7 @@ struct DeviceScratch {
 private:
   DeviceBuffer counter_;
   volatile int64_t* explicit_tensors_ = nullptr; // pinned: the counter, some time ago
+  std::atomic<int64_t> taken_{0};
 };
 
 // As Reduce (reduce.h), with tensors in the memory of the current device and transports that enqueue their

@@ -63,7 +63,8 @@ inline int DeviceOf(int rank) {
 // The ranks of a job of `size`, made once. Memory for reductions of `bytes` is there afterwards: where ranks
 // share a device, one of them must not allocate while another waits for it.
 inline std::vector<std::unique_ptr<RankOnDevice>>& RanksOnDevice(int size, int64_t bytes) {
-  static std::map<int, std::vector<std::unique_ptr<RankOnDevice>>> jobs;
+  // Never destroyed: at exit CUDA may be gone.
+  static auto& jobs = *new std::map<int, std::vector<std::unique_ptr<RankOnDevice>>>();
   std::vector<std::unique_ptr<RankOnDevice>>& job = jobs[size];
   ncclUniqueId id;
   const bool fresh = job.empty();

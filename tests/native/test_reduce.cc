@@ -169,7 +169,7 @@ Options For(int ranks, ElementType type) {
 #if defined(ADASUM_ON_DEVICE)
 class Rank {
 public:
-  explicit Rank(RankOnDevice& rank) : rank_(rank), before_(rank.scratch.explicit_tensors()) {}
+  explicit Rank(RankOnDevice& rank) : rank_(rank) {}
 
   Transport& transport() { return *rank_.transport; }
   char* Put(std::vector<char>& bytes) {
@@ -187,12 +187,11 @@ public:
     for (size_t k = 0; k < hosts_.size(); ++k) {
       *hosts_[k] = devices_[k].Read();
     }
-    return rank_.scratch.explicit_tensors() - before_;
+    return rank_.scratch.TakeExplicitTensors();
   }
 
 private:
   RankOnDevice& rank_;
-  const int64_t before_;
   std::vector<std::vector<char>*> hosts_;
   std::deque<OnDevice> devices_;
 };

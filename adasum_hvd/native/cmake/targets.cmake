@@ -29,8 +29,8 @@ if(TARGET tensorflow)
   endif()
 endif()
 
-set(ADASUM_SOURCES adasum_op.cc gram.cc kernels.cc kernels_portable.cc layout.cc local_bootstrap.cc
-  local_segment.cc level.cc plan.cc reduce.cc settings.cc transport_local.cc tree.cc
+set(ADASUM_SOURCES adasum_op.cc agreement.cc exports.cc gram.cc job.cc kernels.cc kernels_portable.cc layout.cc
+  level.cc local_bootstrap.cc local_segment.cc plan.cc reduce.cc settings.cc statistics.cc transport_local.cc tree.cc
   workers.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport_gloo.cc)
@@ -41,8 +41,12 @@ endif()
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND ADASUM_SOURCES kernels_avx2.cc kernels_avx512.cc)
 endif()
+if(HAVE_CUDA AND HAVE_NCCL)
+  list(APPEND ADASUM_SOURCES adasum_device_op.cc reduce_device.cc transport_nccl.cc)
+endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 
+set(ADASUM_KERNEL_LIBRARIES)
 foreach(target IN ITEMS pytorch tensorflow)
   if(NOT TARGET ${target})
     continue()
@@ -65,5 +69,26 @@ foreach(target IN ITEMS pytorch tensorflow)
   # site-packages/horovod/<framework> to the environment's lib: the MPI wheel of whichever environment this
   # is installed in comes before the one it was built with.
   set_property(TARGET ${target} APPEND PROPERTY BUILD_RPATH "$ORIGIN/../../../..")
+  # The kernels go into Horovod's own library of CUDA kernels, of which a target links the one of its ABI: for the
+  # devices that Horovod is built for.
+  if(HAVE_CUDA AND HAVE_NCCL)
+    get_target_property(libraries ${target} LINK_LIBRARIES)
+    foreach(library IN ITEMS horovod_cuda_kernels compatible_horovod_cuda_kernels)
+      if(library IN_LIST libraries)
+        list(APPEND ADASUM_KERNEL_LIBRARIES ${library})
+      endif()
+    endforeach()
+  endif()
   message(STATUS "AdaSum: op added to ${target}")
+endforeach()
+
+list(REMOVE_DUPLICATES ADASUM_KERNEL_LIBRARIES)
+foreach(library IN LISTS ADASUM_KERNEL_LIBRARIES)
+  set(source "${ADASUM_NATIVE_DIR}/device.cu")
+  target_sources(${library} PRIVATE "${source}")
+  set_target_properties(${library} PROPERTIES CUDA_STANDARD 17)
+  # Sums that are error-free are so only where no compiler joins a product and a sum.
+  set_source_files_properties("${source}" TARGET_DIRECTORY ${library} PROPERTIES COMPILE_OPTIONS
+    "-O3;-fmad=false;-Xcompiler=-fvisibility=hidden")
+  message(STATUS "AdaSum: kernels added to ${library}")
 endforeach()

@@ -1,0 +1,51 @@
+// The AdaSum op for tensors on CUDA devices, of a Horovod with NCCL: glue between Horovod's stream and
+// communicator and reduce_device.h, no arithmetic. Everything is enqueued; Horovod's finalizer thread learns
+// from an event that it is done.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "agreement.h"
+#include "horovod/common/ops/nccl_operations.h"
+#include "job.h"
+#include "reduce_device.h"
+#include "settings.h"
+#include "transport_nccl.h"
+
+namespace adasum_hvd {
+
+class AdasumDeviceOp : public horovod::common::AllreduceOp {
+public:
+  AdasumDeviceOp(horovod::common::NCCLContext* nccl_context, horovod::common::GPUContext* gpu_context,
+                 horovod::common::HorovodGlobalState* global_state);
+
+  bool Enabled(const horovod::common::ParameterManager& parameter_manager,
+               const std::vector<horovod::common::TensorTableEntry>& entries,
+               const horovod::common::Response& response) const override;
+
+  horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
+                                  const horovod::common::Response& response) override;
+
+protected:
+  // Horovod's stream waits for the tensors, and this thread does not.
+  void WaitForData(std::vector<horovod::common::TensorTableEntry>& entries) override;
+
+private:
+  using Entries = std::vector<horovod::common::TensorTableEntry>;
+
+  Agreement& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
+  void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
+               DeviceScratch& scratch);
+
+  Settings settings_;
+  horovod::common::GPUContext* gpu_context_;
+  horovod::common::GPUOpContext gpu_op_context_;
+  horovod::common::NCCLOpContext nccl_op_context_;
+  std::map<int, Agreement> agreed_;                      // by process set id
+  std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+};
+
+} // namespace adasum_hvd

@@ -1,0 +1,36 @@
+// What Horovod hands to an op, as tensors to reduce; and what Python has told about tensors by name.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "horovod/common/common.h"
+#include "horovod/common/message.h"
+#include "reduce.h"
+
+namespace adasum_hvd {
+
+struct Job {
+  ElementType type = kFloat32;
+  double scale = 1;
+  bool delta = false; // of the delta variant, by name
+  std::vector<TensorView> tensors;
+
+  // Of a phase, in Horovod's timeline.
+  std::string PhaseName(Phase phase, int level) const;
+};
+
+// Fills the job, and counts it; or says what is wrong with it, the same on all ranks.
+horovod::common::Status ReadJob(const std::vector<horovod::common::TensorTableEntry>& entries,
+                                const horovod::common::Response& response, Job& job);
+
+// Whether the op takes tensors of that dtype, and if not why.
+horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);
+
+// Declares a tensor to be many tensors laid end to end; none forgets it. Where `start` is not null see
+// horovod_adasum_register_segments (exports.cc).
+void RegisterSegments(const std::string& name, std::vector<int64_t> elements, const void* start,
+                      std::vector<void*> weights);
+
+} // namespace adasum_hvd
