@@ -1,11 +1,13 @@
-"""The op's arithmetic and shared memory in C++, ranks as threads, also under sanitizers."""
+"""The op's arithmetic, shared memory and CUDA in C++, ranks as threads, also under sanitizers."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from adasum_hvd import prerequisites
 from adasum_hvd.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
+SIMULATED = TESTS / "simulated_cuda"
 ARITHMETIC = (
     "tree.cc",
     "gram.cc",
@@ -26,7 +29,43 @@ ARITHMETIC = (
     "kernels_portable.cc",
 )
 SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
-PROGRAMS = {"test_reduce": (ARITHMETIC, 21), "test_local": (SHARED_MEMORY, 10)}
+DEVICE = ("device.cu", "reduce_device.cc", "transport_nccl.cc")
+X86_FLAGS = {
+    "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+    "kernels_avx512.cc": [
+        "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma", "-mf16c",
+    ],
+}  # fmt: skip
+X86 = platform.machine() == "x86_64"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A test program: its own source, what it tests, and how many tests it holds."""
+
+    source: str
+    parts: tuple[str, ...]
+    tests: int
+    flags: tuple[str, ...] = ()
+
+    def sources(self) -> dict[Path, tuple[str, ...]]:
+        """Return what to compile, each file with flags of its own."""
+        found = {NATIVE / part: () for part in self.parts}
+        if self.parts[0] == ARITHMETIC[0] and X86:
+            found |= {NATIVE / part: tuple(X86_FLAGS[part]) for part in X86_FLAGS}
+        if DEVICE[0] in self.parts:
+            found[SIMULATED / "simulated_cuda.cc"] = ()
+        return found | {TESTS / self.source: self.flags}
+
+
+PROGRAMS = {
+    "test_reduce": Program("test_reduce.cc", ARITHMETIC, 21),
+    "test_local": Program("test_local.cc", SHARED_MEMORY, 10),
+    # The same tests on devices, which here are simulated; tests/gpu has the real ones.
+    "test_device": Program(
+        "test_reduce.cc", ARITHMETIC + DEVICE, 16, ("-DADASUM_ON_DEVICE",)
+    ),
+}
 # The tests in which several threads share one reduction, explicit walks too; the others would
 # only show, ten times slower than plain, that ranks share nothing.
 THREADED = (
@@ -38,13 +77,17 @@ THREADED = (
     "changes of weights",
     "workers do every job once",
 )
-CHOSEN = {("test_reduce", "tsan"): THREADED}
-X86_FLAGS = {
-    "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-    "kernels_avx512.cc": [
-        "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma", "-mf16c",
-    ],
-}  # fmt: skip
+# Where kernels could read or write what is not theirs.
+EVERY_KERNEL = (
+    "agrees with the float64 tree",
+    "groups and placements",
+    "cancelling pairs in levels",
+    "nothing waits for the device",
+)
+CHOSEN = {
+    ("test_reduce", "tsan"): THREADED,
+    ("test_device", "asan-ubsan"): EVERY_KERNEL,
+}
 FORMS = {
     "plain": [],
     "asan-ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -52,48 +95,67 @@ FORMS = {
 }
 
 
-def build(name: str, form: str, directory: Path) -> Path:
-    """Compile a test program and what it tests with the flags of the injected CMake.
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Callable[[str, str], Path]:
+    """Return a function that compiles a program in a form, with the injected CMake's flags.
 
     Under sanitizers less optimized: that compiles in half the time and runs no slower.
+    Programs share what they have in common.
     """
-    cxx = prerequisites.compiler()
-    common = [
-        cxx,
-        "-std=c++17",
-        "-O1" if FORMS[form] else "-O2",
-        "-g1",
-        "-ffp-contract=off",
-        "-Wno-psabi",
-        "-pthread",
-    ]
-    common += [f"-I{NATIVE}", f"-I{TESTS}", *FORMS[form]]
-    parts, _ = PROGRAMS[name]
-    sources = {NATIVE / part: [] for part in parts} | {TESTS / f"{name}.cc": []}
-    if parts is ARITHMETIC and platform.machine() == "x86_64":
-        sources |= {NATIVE / part: flags for part, flags in X86_FLAGS.items()}
+    root = tmp_path_factory.mktemp("native")
+    objects: dict[tuple[str, ...], Path] = {}
 
-    def compile_one(item: tuple[Path, list[str]]) -> Path:
-        source, flags = item
-        target = directory / f"{source.stem}.o"
-        subprocess.run(
-            [*common, *flags, "-c", str(source), "-o", str(target)], check=True
-        )
-        return target
+    def compile_and_link(name: str, form: str) -> Path:
+        common = [str(prerequisites.compiler()), "-std=c++17", "-g1", "-pthread"]
+        common += ["-O1" if FORMS[form] else "-O2", "-ffp-contract=off", "-Wno-psabi"]
+        common += [
+            "-Wno-unknown-pragmas",
+            f"-I{NATIVE}",
+            f"-I{TESTS}",
+            f"-I{SIMULATED}",
+        ]
+        common += FORMS[form]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources.items()))
-    program = directory / name
-    subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
-    return program
+        def compile_one(item: tuple[Path, tuple[str, ...]]) -> Path:
+            source, flags = item
+            key = (str(source), form, *flags)
+            if key not in objects:
+                target = root / f"{len(objects)}-{source.stem}-{form}{''.join(flags)}.o"
+                objects[key] = target
+                command = [*common, *flags, "-x", "c++", "-c", str(source)]
+                subprocess.run([*command, "-o", str(target)], check=True)
+            return objects[key]
+
+        sources = PROGRAMS[name].sources()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = list(pool.map(compile_one, sources.items()))
+        program = root / f"{name}-{form}"
+        subprocess.run([*common, *map(str, compiled), "-o", str(program)], check=True)
+        return program
+
+    return compile_and_link
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(name: str, form: str, tmp_path: Path) -> None:
-    program = build(name, form, tmp_path)
+CASES = [
+    pytest.param(
+        name,
+        form,
+        marks=pytest.mark.skipif(
+            name == "test_device" and not X86,
+            reason="the simulated device is for x86-64",
+        ),
+    )
+    for name in PROGRAMS
+    for form in FORMS
+    # A kernel's threads are fibers, which the thread sanitizer does not know.
+    if (name, form) != ("test_device", "tsan")
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_program(name: str, form: str, build) -> None:
     chosen = CHOSEN.get((name, form), ())
-    command = [str(program), *chosen]
+    command = [str(build(name, form)), *chosen]
     if (
         form == "tsan"
         and subprocess.run(["setarch", "-R", "true"], check=False).returncode == 0
@@ -104,5 +166,5 @@ def test_program(name: str, form: str, tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok ") == (len(chosen) or PROGRAMS[name][1])
+    assert result.stdout.count("ok ") == (len(chosen) or PROGRAMS[name].tests)
     assert "FAILED" not in result.stdout

@@ -1,6 +1,6 @@
-// The part of CUDA that adasum_hvd/native uses, on the host: kernels run as written, their threads one after
-// the other, on memory that any tool can watch. For machines without a device; test_reduce.cc says which
-// tests run on it.
+// The part of CUDA that adasum_hvd/native and Horovod use, on the host: kernels run as written, their threads
+// one after the other, on memory that any tool can watch. For machines without a device; test_reduce.cc says
+// which tests run on it.
 //
 // A stream is a thread that works off what is enqueued, so that a host that does not wait is seen not to; the
 // threads of a block are fibers that meet at barriers and shuffles, and a kernel that one of them does not
@@ -86,7 +86,9 @@ using cudaStream_t = simulated_cuda::Stream*;
 using cudaEvent_t = simulated_cuda::Event*;
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0;
+constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaStreamNonBlocking = 1;
+
+struct cudaPointerAttributes {};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -111,7 +113,12 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 
 template <class... Parameters, class... Arguments>

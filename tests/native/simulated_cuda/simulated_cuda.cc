@@ -1,11 +1,17 @@
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
@@ -332,6 +338,36 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return event->done == event->recorded ? cudaSuccess : cudaErrorNotReady;
 }
 
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  std::unique_lock<std::mutex> lock(event->mutex);
+  const int64_t wanted = event->recorded;
+  event->changed.wait(lock, [=] { return event->done >= wanted; });
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  std::lock_guard<std::mutex> guard(event->mutex);
+  stream->Enqueue([event, wanted = event->recorded] {
+    std::unique_lock<std::mutex> lock(event->mutex);
+    event->changed.wait(lock, [=] { return event->done >= wanted; });
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  return cudaStreamCreate(stream);
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (least != nullptr) {
+    *least = 0;
+  }
+  *greatest = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
   return cudaSuccess;
@@ -353,17 +389,109 @@ __half __double2half(double value) {
 
 namespace simulated_cuda {
 
-// What ranks have sent each other, in order.
-struct Mail {
-  std::mutex mutex;
-  std::condition_variable arrived;
-  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes;
-};
+// A rank's datagram socket, named after the job and the rank, and a thread that sorts what arrives by sender.
+class Communicator {
+public:
+  Communicator(const std::string& job, int rank, int size)
+      : job_(job), rank_(rank), size_(size), socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)),
+        arrived_(size) {
+    const Address mine = AddressOf(rank);
+    if (socket_ < 0 || bind(socket_, mine.generic(), mine.length) != 0) {
+      std::perror("simulated NCCL");
+      std::abort();
+    }
+    reader_ = std::thread([this] { Read(); });
+  }
 
-struct Communicator {
-  std::shared_ptr<Mail> mail;
-  int rank;
-  int size;
+  ~Communicator() {
+    const Header end = {-1};
+    Deliver(rank_, {reinterpret_cast<const char*>(&end), sizeof end});
+    reader_.join();
+    close(socket_);
+  }
+
+  int size() const { return size_; }
+
+  void Send(const char* from, size_t bytes, int peer) {
+    std::string datagram;
+    for (size_t sent = 0; sent < bytes; sent += kMostBytes) {
+      const Header header = {rank_};
+      datagram.assign(reinterpret_cast<const char*>(&header), sizeof header);
+      datagram.append(from + sent, std::min(kMostBytes, bytes - sent));
+      Deliver(peer, datagram);
+    }
+  }
+
+  void Receive(char* to, size_t bytes, int peer) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::string& box = arrived_[peer];
+    if (!changed_.wait_for(lock, std::chrono::seconds(60), [&] { return box.size() >= bytes; })) {
+      std::fprintf(stderr, "NCCL hangs: rank %d expects %zu bytes of rank %d and has %zu\n", rank_, bytes,
+                   peer, box.size());
+      std::abort();
+    }
+    std::copy_n(box.data(), bytes, to);
+    box.erase(0, bytes);
+  }
+
+private:
+  static constexpr size_t kMostBytes = 64 << 10;
+
+  struct Header {
+    int from; // negative: the reader ends
+  };
+  struct Address {
+    sockaddr_un name = {};
+    socklen_t length = 0;
+    const sockaddr* generic() const { return reinterpret_cast<const sockaddr*>(&name); }
+  };
+
+  Address AddressOf(int rank) const {
+    Address address;
+    address.name.sun_family = AF_UNIX;
+    const std::string path = job_ + "-" + std::to_string(rank); // behind a zero: in no folder
+    path.copy(address.name.sun_path + 1, sizeof address.name.sun_path - 1);
+    address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+    return address;
+  }
+
+  void Deliver(int peer, const std::string& datagram) {
+    const Address address = AddressOf(peer);
+    for (int tries = 0; tries < 60000; ++tries) { // the peer may not be there yet
+      if (sendto(socket_, datagram.data(), datagram.size(), 0, address.generic(), address.length) >= 0) {
+        return;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::perror("simulated NCCL cannot send");
+    std::abort();
+  }
+
+  void Read() {
+    std::vector<char> datagram(sizeof(Header) + kMostBytes);
+    while (true) {
+      const ssize_t got = recv(socket_, datagram.data(), datagram.size(), 0);
+      Header header = {-1};
+      if (got >= static_cast<ssize_t>(sizeof header)) {
+        std::memcpy(&header, datagram.data(), sizeof header);
+      }
+      if (header.from < 0) {
+        return;
+      }
+      std::lock_guard<std::mutex> guard(mutex_);
+      arrived_[header.from].append(datagram.data() + sizeof header, static_cast<size_t>(got) - sizeof header);
+      changed_.notify_all();
+    }
+  }
+
+  const std::string job_;
+  const int rank_;
+  const int size_;
+  const int socket_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> arrived_; // per sender
+  std::thread reader_;
 };
 
 namespace {
@@ -389,33 +517,18 @@ Group& group() {
 void Exchange(const std::vector<Message>& messages) {
   for (const Message& message : messages) {
     if (message.send) {
-      Mail& mail = *message.communicator->mail;
-      const char* from = static_cast<const char*>(message.at);
-      std::lock_guard<std::mutex> guard(mail.mutex);
-      mail.boxes[{message.communicator->rank, message.peer}].emplace_back(from, from + message.bytes);
-      mail.arrived.notify_all();
+      message.communicator->Send(static_cast<const char*>(message.at), message.bytes, message.peer);
     }
   }
   for (const Message& message : messages) {
     if (!message.send) {
-      Mail& mail = *message.communicator->mail;
-      std::unique_lock<std::mutex> lock(mail.mutex);
-      auto& box = mail.boxes[{message.peer, message.communicator->rank}];
-      if (!mail.arrived.wait_for(lock, std::chrono::seconds(60), [&] { return !box.empty(); }) ||
-          box.front().size() != message.bytes) {
-        std::fprintf(stderr, "NCCL hangs: rank %d expects %zu bytes of rank %d and gets %s\n",
-                     message.communicator->rank, message.bytes, message.peer,
-                     box.empty() ? "none" : std::to_string(box.front().size()).c_str());
-        std::abort();
-      }
-      std::memcpy(message.at, box.front().data(), message.bytes);
-      box.pop_front();
+      message.communicator->Receive(static_cast<char*>(message.at), message.bytes, message.peer);
     }
   }
 }
 
 ncclResult_t Add(Message message) {
-  if (group().depth == 0 || message.peer < 0 || message.peer >= message.communicator->size) {
+  if (group().depth == 0 || message.peer < 0 || message.peer >= message.communicator->size()) {
     return ncclInvalidUsage;
   }
   group().messages.push_back(message);
@@ -430,32 +543,26 @@ const char* ncclGetErrorString(ncclResult_t result) {
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  static std::mutex mutex;
-  static int64_t last = 0;
-  std::lock_guard<std::mutex> guard(mutex);
-  std::memset(id, 0, sizeof *id);
-  ++last;
-  std::memcpy(id->internal, &last, sizeof last);
+  static std::atomic<int> made{0};
+  *id = {};
+  std::snprintf(id->internal, sizeof id->internal, "simulated-nccl-%d-%d", static_cast<int>(getpid()),
+                ++made);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
-  static std::mutex mutex;
-  static std::map<int64_t, std::weak_ptr<simulated_cuda::Mail>> mails;
-  int64_t number;
-  std::memcpy(&number, id.internal, sizeof number);
-  std::lock_guard<std::mutex> guard(mutex);
-  std::shared_ptr<simulated_cuda::Mail> mail = mails[number].lock();
-  if (mail == nullptr) {
-    mail = std::make_shared<simulated_cuda::Mail>();
-    mails[number] = mail;
-  }
-  *communicator = new simulated_cuda::Communicator{mail, rank, size};
+  *communicator = new simulated_cuda::Communicator(id.internal, rank, size);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   delete communicator;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t communicator) { return ncclCommDestroy(communicator); }
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  *error = ncclSuccess;
   return ncclSuccess;
 }
 
@@ -482,4 +589,27 @@ ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t, int peer, 
 ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t, int peer, ncclComm_t communicator,
                       cudaStream_t stream) {
   return simulated_cuda::Add({false, to, count, peer, communicator, stream});
+}
+
+// Horovod's own reductions are not run on simulated devices.
+ncclResult_t ncclAllReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+                           cudaStream_t) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclReduceScatter(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+                               cudaStream_t) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclReduce(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t,
+                        cudaStream_t) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclAllGather(const void*, void*, size_t, ncclDataType_t, ncclComm_t, cudaStream_t) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclBcast(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclBroadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  return ncclInvalidUsage;
 }

@@ -1,0 +1,87 @@
+"""The op for device tensors in real Horovod, on simulated devices; tests/gpu has real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+
+import pytest
+from launch import Configuration, case_names, launch
+from simulated_horovod import make
+
+from adasum_hvd import build
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the simulated device is for x86-64"
+)
+CASES = "cases_device"
+SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
+TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
+ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
+ONE_HOST = [
+    Configuration(CASES, "gloo", 1),
+    Configuration(CASES, "gloo", 2, SLICED + TWO_STREAMS),
+    Configuration(CASES, "gloo", 3),
+    Configuration(CASES, "gloo", 4, SLICED),
+]
+OTHERS = [
+    Configuration(
+        CASES, "gloo", 3, (*SLICED, ("ADASUM_TEST_HOSTS", "1,2")),
+        hosts="localhost:1,127.0.0.1:2",
+    ),
+    Configuration(
+        CASES, "gloo", 4, (*SLICED, ("ADASUM_TEST_HOSTS", "2,2")),
+        hosts="localhost:2,127.0.0.1:2",
+    ),
+    Configuration(
+        CASES, "gloo", 4,
+        (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2")),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated_horovod() -> None:
+    os.environ["ADASUM_SIMULATED_HOROVOD"] = str(make(build.cache_dir() / "simulated"))
+
+
+@pytest.mark.parametrize("name", case_names(CASES))
+@pytest.mark.parametrize("configuration", ONE_HOST + OTHERS, ids=str)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
+@pytest.mark.parametrize("configuration", ONE_HOST + OTHERS, ids=str)
+def test_all_ranks_have_the_same_bits(outcome_of, configuration: Configuration) -> None:
+    digests = outcome_of(configuration).results("case_every_dtype_and_size")
+    assert len(digests) == configuration.ranks
+    assert len(set(digests.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [(ONE_HOST[3], "devices: NCCL"), (OTHERS[1], "NCCL, levels of 2 x 2 ranks")],
+    ids=str,
+)
+def test_ranks_know_their_path(outcome_of, configuration, words: str) -> None:
+    paths = outcome_of(configuration).results("case_host_tensors_beside_them")
+    assert len(paths) == configuration.ranks
+    assert all(path.endswith(words) for path in paths.values()), paths
+
+
+def test_timeline_shows_the_phases_and_results_stay(outcome_of, tmp_path) -> None:
+    file = tmp_path / "timeline.json"
+    timed = Configuration(
+        CASES, "gloo", 3, (*SLICED, ("HOROVOD_TIMELINE", str(file)), *ASYNCHRONOUS)
+    )
+    outcome = launch(timed)
+    for name in case_names(CASES):
+        outcome.check(name, 3)
+    text = file.read_text().rstrip().rstrip(",").removesuffix("]")
+    events = [event.get("name", "") for event in json.loads(text.rstrip(",\n") + "]")]
+    for phase in ("EXCHANGE_GRAM", "SOLVE", "COMBINE_GATHER"):
+        assert f"ADASUM_{phase}" in events
+        assert f"ADASUM_DELTA_{phase}" in events
+    case = "case_every_dtype_and_size"
+    assert outcome.results(case) == outcome_of(ONE_HOST[2]).results(case)
