@@ -23,7 +23,8 @@ class Counters(NamedTuple):
         delta_tensors: those of the delta variant among them.
         bytes: reduced.
         explicit_tensors: those with a node that had to be formed explicitly, on this rank.
-        exchange_nanoseconds: spent sending, receiving and summing the Gram matrices.
+        exchange_nanoseconds: spent sending, receiving and summing the Gram matrices, of
+            tensors in host memory (those on devices: Horovod's timeline), as the next two.
         solve_nanoseconds: spent on the sums that ranks share, and on coefficients.
         gather_nanoseconds: spent combining slices and sending them round.
     """
@@ -83,6 +84,11 @@ def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     call = library.horovod_adasum_path
     call.restype = ctypes.c_char_p
     return call(process_set_id).decode()
+
+
+def reduces_on_devices(library: ctypes.CDLL) -> bool:
+    """Return whether CUDA tensors are reduced where they are, over NCCL."""
+    return bool(library.horovod_adasum_on_devices())
 
 
 def counters(library: ctypes.CDLL) -> Counters:

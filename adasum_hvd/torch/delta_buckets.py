@@ -134,15 +134,19 @@ def op_takes(
 ) -> bool:
     """Return whether the op can read and write these weights itself.
 
-    It does on the CPU, where they travel in their own dtype and are contiguous, unless the
-    reduced change has to be seen first (`clip_delta_norm`).
+    It does where they are reduced in their own memory (on the CPU, and on CUDA devices over
+    NCCL), travel in their own dtype and are contiguous, unless the reduced change has to be
+    seen first (`clip_delta_norm`).
     """
+    devices = {"cpu"}
+    if binding.reduces_on_devices(torch_ops.LIBRARY):
+        devices.add("cuda")
     return (
         ops.is_adasum(options.op)
         and options.clip_delta_norm is None
         and torch_ops.settings()["op"] == "on"
         and all(
-            weight.device.type == "cpu"
+            weight.device.type in devices
             and weight.dtype == wire_dtype
             and weight.is_contiguous()
             for weight in weights

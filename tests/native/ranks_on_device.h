@@ -1,23 +1,31 @@
-// Ranks as threads with a stream each, on the devices there are; several may share one (NCCL >= 2.32 with
-// NCCL_MULTI_RANK_GPU_ENABLE=1). Built with simulated_cuda or, where there is a device, with CUDA and NCCL.
+// Ranks as threads with a stream each, on the devices there are; several may share one. Built with
+// simulated_cuda or, where there is a device, with CUDA. Ranks copy from each other; built with
+// ADASUM_WITH_NCCL, ADASUM_TEST_TRANSPORT=nccl takes NCCL (from 2.32 on, with NCCL_MULTI_RANK_GPU_ENABLE=1,
+// where ranks share a device).
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime.h>
-#include <nccl.h>
 
 #include "reduce_device.h"
 #include "testing.h"
+#include "transport.h"
+#if defined(ADASUM_WITH_NCCL)
 #include "transport_nccl.h"
+#endif
 
 namespace adasum_hvd {
 
@@ -47,12 +55,109 @@ private:
   cudaStream_t stream_;
 };
 
+// Where the threads of a job leave each other things, in order and by pair.
+template <class T> class Post {
+public:
+  void Put(int from, int to, T thing) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    boxes_[{from, to}].push_back(thing);
+    arrived_.notify_all();
+  }
+  T Take(int from, int to) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::deque<T>& box = boxes_[{from, to}];
+    Check(arrived_.wait_for(lock, std::chrono::seconds(60), [&] { return !box.empty(); }),
+          "no message from rank " + std::to_string(from));
+    const T thing = box.front();
+    box.pop_front();
+    return thing;
+  }
+
+private:
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::map<std::pair<int, int>, std::deque<T>> boxes_;
+};
+
+struct Offer {
+  const void* from;
+  int64_t bytes;
+  cudaEvent_t ready;
+};
+
+struct Meeting {
+  Post<Offer> offers;
+  Post<cudaEvent_t> taken; // by the receiver
+};
+
+// Every rank copies what the others have for it, when their streams have come so far. Host threads wait for
+// each other's offers, and nobody for the device.
+class CopyTransport : public Transport {
+public:
+  CopyTransport(Meeting& meeting, int rank, int size, cudaStream_t stream)
+      : meeting_(meeting), rank_(rank), size_(size), stream_(stream) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void Start(const std::vector<Message>& messages) override {
+    const cudaEvent_t ready = Event();
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && messages[peer].send_bytes > 0) {
+        meeting_.offers.Put(rank_, peer, {messages[peer].send, messages[peer].send_bytes, ready});
+      }
+    }
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && messages[peer].receive_bytes > 0) {
+        const Offer offer = meeting_.offers.Take(peer, rank_);
+        Check(offer.bytes == messages[peer].receive_bytes, "message of another length than expected");
+        CheckCuda(cudaStreamWaitEvent(stream_, offer.ready, 0), "wait for a rank");
+        CheckCuda(cudaMemcpyAsync(messages[peer].receive, offer.from, static_cast<size_t>(offer.bytes),
+                                  cudaMemcpyDeviceToDevice, stream_),
+                  "copy");
+        meeting_.taken.Put(rank_, peer, Event());
+      }
+    }
+    for (int peer = 0; peer < size_; ++peer) { // or this rank would change what others still copy
+      if (peer != rank_ && messages[peer].send_bytes > 0) {
+        CheckCuda(cudaStreamWaitEvent(stream_, meeting_.taken.Take(peer, rank_), 0), "wait for a rank");
+      }
+    }
+  }
+  void Wait() override {}
+
+private:
+  cudaEvent_t Event() { // that lives as long as the job: some stream may still have to come to it
+    cudaEvent_t event = nullptr;
+    CheckCuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    events_.push_back(event);
+    CheckCuda(cudaEventRecord(event, stream_), "record an event");
+    return event;
+  }
+
+  Meeting& meeting_;
+  int rank_;
+  int size_;
+  cudaStream_t stream_;
+  std::deque<cudaEvent_t> events_;
+};
+
 struct RankOnDevice {
   cudaStream_t stream = nullptr;
-  ncclComm_t communicator = nullptr;
-  std::unique_ptr<NcclTransport> transport;
+  std::unique_ptr<Transport> transport;
   DeviceScratch scratch;
 };
+
+struct JobOnDevice {
+  explicit JobOnDevice(int size) : ranks(size) {}
+  Meeting meeting;
+  std::vector<std::unique_ptr<RankOnDevice>> ranks;
+};
+
+inline bool OverNccl() {
+  const char* wanted = std::getenv("ADASUM_TEST_TRANSPORT");
+  return wanted != nullptr && std::string(wanted) == "nccl";
+}
 
 inline int DeviceOf(int rank) {
   int devices = 0;
@@ -60,37 +165,53 @@ inline int DeviceOf(int rank) {
   return rank % devices;
 }
 
+#if defined(ADASUM_WITH_NCCL)
+inline std::unique_ptr<Transport> Nccl(ncclUniqueId id, int rank, int size, cudaStream_t stream) {
+  ncclComm_t communicator = nullptr; // never destroyed, like the job
+  const ncclResult_t result = ncclCommInitRank(&communicator, size, id, rank);
+  if (result != ncclSuccess) {
+    throw std::runtime_error(std::string("ncclCommInitRank: ") + ncclGetErrorString(result));
+  }
+  return std::make_unique<NcclTransport>(communicator, rank, size, stream);
+}
+#endif
+
 // The ranks of a job of `size`, made once. Memory for reductions of `bytes` is there afterwards: where ranks
 // share a device, one of them must not allocate while another waits for it.
 inline std::vector<std::unique_ptr<RankOnDevice>>& RanksOnDevice(int size, int64_t bytes) {
   // Never destroyed: at exit CUDA may be gone.
-  static auto& jobs = *new std::map<int, std::vector<std::unique_ptr<RankOnDevice>>>();
-  std::vector<std::unique_ptr<RankOnDevice>>& job = jobs[size];
-  ncclUniqueId id;
-  const bool fresh = job.empty();
-  job.resize(size);
-  if (fresh && ncclGetUniqueId(&id) != ncclSuccess) {
-    throw std::runtime_error("ncclGetUniqueId");
+  static auto& jobs = *new std::map<int, std::unique_ptr<JobOnDevice>>();
+  std::unique_ptr<JobOnDevice>& job = jobs[size];
+  const bool fresh = job == nullptr;
+  if (fresh) {
+    job = std::make_unique<JobOnDevice>(size);
   }
+#if defined(ADASUM_WITH_NCCL)
+  ncclUniqueId id = {};
+  Check(!fresh || !OverNccl() || ncclGetUniqueId(&id) == ncclSuccess, "ncclGetUniqueId");
+#else
+  Check(!OverNccl(), "built without NCCL");
+#endif
   InThreads(size, [&](int rank) {
     CheckCuda(cudaSetDevice(DeviceOf(rank)), "choose a device");
+    std::unique_ptr<RankOnDevice>& mine = job->ranks[rank];
     if (fresh) {
-      job[rank] = std::make_unique<RankOnDevice>();
-      CheckCuda(cudaStreamCreate(&job[rank]->stream), "create a stream");
-      const ncclResult_t result = ncclCommInitRank(&job[rank]->communicator, size, id, rank);
-      if (result != ncclSuccess) {
-        throw std::runtime_error(std::string("ncclCommInitRank: ") + ncclGetErrorString(result));
+      mine = std::make_unique<RankOnDevice>();
+      CheckCuda(cudaStreamCreate(&mine->stream), "create a stream");
+      mine->transport = std::make_unique<CopyTransport>(job->meeting, rank, size, mine->stream);
+#if defined(ADASUM_WITH_NCCL)
+      if (OverNccl()) {
+        mine->transport = Nccl(id, rank, size, mine->stream);
       }
-      job[rank]->transport =
-          std::make_unique<NcclTransport>(job[rank]->communicator, rank, size, job[rank]->stream);
+#endif
     }
-    job[rank]->scratch.staging.Reserve(bytes);
-    job[rank]->scratch.received.Reserve(2 * bytes + (1 << 20));
-    job[rank]->scratch.work.Reserve(bytes + (4 << 20));
-    job[rank]->scratch.counter(job[rank]->stream);
-    CheckCuda(cudaStreamSynchronize(job[rank]->stream), "prepare");
+    mine->scratch.staging.Reserve(bytes);
+    mine->scratch.received.Reserve(2 * bytes + (1 << 20));
+    mine->scratch.work.Reserve(bytes + (4 << 20));
+    mine->scratch.counter(mine->stream);
+    CheckCuda(cudaStreamSynchronize(mine->stream), "prepare");
   });
-  return job;
+  return job->ranks;
 }
 
 // Holds a stream until it is opened.
