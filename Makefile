@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel hosts lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo test unit parallel hosts gpu lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -23,6 +23,7 @@ help:
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make soak      the long tests"
+	@echo "make gpu       the tests that need a CUDA device"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
 $(VENV)/ready: pyproject.toml adasum_hvd/prerequisites.py
@@ -52,6 +53,11 @@ parallel: setup
 # Network namespaces need root and iproute2; skipped without.
 hosts: setup
 	$(BIN)/python -m pytest tests/hosts
+
+# Needs a device, and a Horovod of `adasum-hvd build --gpu nccl`; what cannot run is counted as skipped.
+gpu: $(VENV)/ready
+	@$(BIN)/adasum-hvd build --gpu nccl
+	$(BIN)/python -m pytest tests/gpu
 
 # Neither tool imports Horovod.
 lint: $(VENV)/ready

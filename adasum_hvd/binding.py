@@ -79,7 +79,8 @@ def settings(library: ctypes.CDLL) -> dict[str, object]:
 def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     """Return how the ranks of a process set reach each other, and why not by shared memory.
 
-    Empty before the first AdaSum in that process set.
+    Empty before the first AdaSum in that process set; what is said of devices comes with the
+    first tensor there.
     """
     call = library.horovod_adasum_path
     call.restype = ctypes.c_char_p
@@ -88,7 +89,9 @@ def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:
 
 def reduces_on_devices(library: ctypes.CDLL) -> bool:
     """Return whether CUDA tensors are reduced where they are, over NCCL."""
-    return bool(library.horovod_adasum_on_devices())
+    call = library.horovod_adasum_on_devices
+    call.restype = ctypes.c_bool
+    return call()
 
 
 def counters(library: ctypes.CDLL) -> Counters:

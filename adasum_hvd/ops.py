@@ -28,6 +28,8 @@ AdasumGrad, AdasumDelta = ReduceOp.AdasumGrad, ReduceOp.AdasumDelta
 
 # A tensor of this name is a weight change: the op shows and counts it as such.
 DELTA_PREFIX = "adasum.delta/"
+# A float16 tensor of this name holds bfloat16, which Horovod has no type for.
+BFLOAT16_PREFIX = "adasum.bfloat16/"
 
 _ADASUM = frozenset({Adasum, AdasumGrad, AdasumDelta})
 _BY_NAME = {

@@ -66,7 +66,7 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
 
     Args:
         options: the arguments.
-        compressions: the framework's `Compression.none` and `Compression.fp16`.
+        compressions: those that the framework and the reduction have.
 
     Raises:
         ValueError: an argument, or a combination, that has no meaning.
@@ -105,9 +105,10 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
             f'start_copy: required "device" or "host", got {options.start_copy!r}'
         )
     if options.compression not in compressions:
+        names = ("none", "fp16", "bf16")[: len(compressions)]
+        required = " or ".join(f"Compression.{name}" for name in names)
         raise NotImplementedError(
-            "compression: required Compression.none or Compression.fp16, got "
-            f"{options.compression!r}"
+            f"compression: required {required}, got {options.compression!r}"
         )
     if isinstance(options.groups, Sequence):
         listed = [id(parameter) for group in options.groups for parameter in group]

@@ -26,7 +26,6 @@ from pathlib import Path
 import jobs
 
 MB = 1_000_000
-NATIVE = jobs.REPOSITORY / "adasum_hvd" / "native"
 SIZES = (1, 16, 64, 100, 256, 1000)  # megabytes
 REPETITIONS = 20
 
@@ -36,14 +35,15 @@ REPETITIONS = 20
 
 def build_kernels(directory: Path) -> Path:
     """Compile the kernels and `device_kernels.cc` with nvcc for the device at hand."""
-    sys.path.insert(0, str(jobs.REPOSITORY))
-    from adasum_hvd import nccl
+    sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
+    from adasum_hvd import build, nccl
 
+    native = build.NATIVE
     program = directory / "device_kernels"
     parts = ["reduce_device.cc", "layout.cc", "tree.cc", "gram.cc", "device.cu"]
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
-    command += ["-fmad=false", "-arch=native", f"-I{NATIVE}", "-o", str(program)]
-    command += [str(NATIVE / part) for part in parts]
+    command += ["-fmad=false", "-arch=native", f"-I{native}", "-o", str(program)]
+    command += [str(native / part) for part in parts]
     command.append(str(Path(__file__).with_name("device_kernels.cc")))
     subprocess.run(command, check=True)
     return program

@@ -57,8 +57,8 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }
-  Job job;
-  if (const hvd::Status status = ReadJob(entries, response, job); !status.ok()) {
+  std::vector<Job> jobs;
+  if (const hvd::Status status = ReadJobs(entries, response, jobs); !status.ok()) {
     return status;
   }
   DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
@@ -67,7 +67,9 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     nccl_op_context_.InitNCCLComm(entries, response.devices());
     gpu_op_context_.InitGPUQueue(entries, response);
     WaitForData(entries);
-    Enqueue(job, agreed, *process_set.controller, *scratch);
+    for (const Job& job : jobs) {
+      Enqueue(job, agreed, *process_set.controller, *scratch);
+    }
   } catch (const std::exception& error) { // what the other ranks wait for was not enqueued here
     agreed.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
     throw;

@@ -175,8 +175,8 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
 hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
                                     const hvd::Response& response, Agreed& agreed,
                                     hvd::ProcessSet& process_set) {
-  Job job;
-  if (const hvd::Status status = ReadJob(entries, response, job); !status.ok()) {
+  std::vector<Job> jobs;
+  if (const hvd::Status status = ReadJobs(entries, response, jobs); !status.ok()) {
     return status;
   }
   WaitForData(entries);
@@ -188,17 +188,20 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
       timeline.ActivityEndAll(entries);
       const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - started;
       CountNanoseconds(*current, taken.count());
+      current.reset();
     }
   };
-  auto observer = [&](Phase phase, int level) {
+  for (const Job& job : jobs) {
+    auto observer = [&](Phase phase, int level) {
+      end_phase();
+      timeline.ActivityStartAll(entries, job.PhaseName(phase, level));
+      current = phase;
+      started = std::chrono::steady_clock::now();
+    };
+    const ReduceResult result = ReduceInLevels(job, agreed, process_set, observer);
     end_phase();
-    timeline.ActivityStartAll(entries, job.PhaseName(phase, level));
-    current = phase;
-    started = std::chrono::steady_clock::now();
-  };
-  const ReduceResult result = ReduceInLevels(job, agreed, process_set, observer);
-  end_phase();
-  Count(kExplicitTensors, result.explicit_tensors);
+    Count(kExplicitTensors, result.explicit_tensors);
+  }
   return hvd::Status::OK();
 }
 

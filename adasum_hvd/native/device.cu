@@ -2,7 +2,9 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 namespace adasum_hvd {
@@ -19,10 +21,12 @@ constexpr unsigned kAllLanes = 0xffffffff;
 // ---- elements ----
 
 __device__ inline double Widened(__half value) { return static_cast<double>(__half2float(value)); }
+__device__ inline double Widened(__nv_bfloat16 value) { return static_cast<double>(__bfloat162float(value)); }
 __device__ inline double Widened(float value) { return static_cast<double>(value); }
 __device__ inline double Widened(double value) { return value; }
 
 __device__ inline void Narrow(double value, __half* to) { *to = __double2half(value); }
+__device__ inline void Narrow(double value, __nv_bfloat16* to) { *to = __double2bfloat16(value); }
 __device__ inline void Narrow(double value, float* to) { *to = static_cast<float>(value); }
 __device__ inline void Narrow(double value, double* to) { *to = value; }
 
@@ -599,13 +603,13 @@ void Launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int thre
 dim3 Grid(int64_t x, int64_t y = 1) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
 int64_t BlocksFor(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
 
-// Calls one of a kernel's forms by element type.
-template <class Half, class Float, class Double>
-void ByType(ElementType type, Half half, Float single, Double twice) {
+// Calls `form` with a null pointer to the element type.
+template <class Form> void ByType(ElementType type, Form form) {
   switch (type) {
-  case kFloat16: return half();
-  case kFloat32: return single();
-  case kFloat64: return twice();
+  case kFloat16: return form(static_cast<__half*>(nullptr));
+  case kBfloat16: return form(static_cast<__nv_bfloat16*>(nullptr));
+  case kFloat32: return form(static_cast<float*>(nullptr));
+  case kFloat64: return form(static_cast<double*>(nullptr));
   }
 }
 
@@ -647,10 +651,9 @@ template <class T> void LaunchCopy(const Copy* copies, Blocks blocks, cudaStream
 } // namespace
 
 void CopyBlocks(ElementType type, const Copy* copies, Blocks blocks, cudaStream_t stream) {
-  ByType(
-      type, [&] { LaunchCopy<__half>(copies, blocks, stream); },
-      [&] { LaunchCopy<float>(copies, blocks, stream); },
-      [&] { LaunchCopy<double>(copies, blocks, stream); });
+  ByType(type, [&](auto* element) {
+    LaunchCopy<std::remove_pointer_t<decltype(element)>>(copies, blocks, stream);
+  });
 }
 
 void LargestOfBlocks(const Slice& slice, cudaStream_t stream) {
@@ -662,16 +665,14 @@ void SetScales(const Slice& slice, cudaStream_t stream) {
 }
 
 void GramOfBlocks(const Slice& slice, cudaStream_t stream) {
-  ByType(
-      slice.type, [&] { LaunchGram<__half>(slice, stream); }, [&] { LaunchGram<float>(slice, stream); },
-      [&] { LaunchGram<double>(slice, stream); });
+  ByType(slice.type,
+         [&](auto* element) { LaunchGram<std::remove_pointer_t<decltype(element)>>(slice, stream); });
 }
 
 void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream) {
-  ByType(
-      slice.type, [&] { LaunchNodes<__half>(slice, merges, merge_count, stream); },
-      [&] { LaunchNodes<float>(slice, merges, merge_count, stream); },
-      [&] { LaunchNodes<double>(slice, merges, merge_count, stream); });
+  ByType(slice.type, [&](auto* element) {
+    LaunchNodes<std::remove_pointer_t<decltype(element)>>(slice, merges, merge_count, stream);
+  });
 }
 
 void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool explicit_only, cudaStream_t stream) {
@@ -695,10 +696,9 @@ void SetSides(const Slice& slice, const int32_t* merges, int merge_count, cudaSt
 }
 
 void Combine(const Slice& slice, double scale, cudaStream_t stream) {
-  ByType(
-      slice.type, [&] { LaunchCombine<__half>(slice, scale, stream); },
-      [&] { LaunchCombine<float>(slice, scale, stream); },
-      [&] { LaunchCombine<double>(slice, scale, stream); });
+  ByType(slice.type, [&](auto* element) {
+    LaunchCombine<std::remove_pointer_t<decltype(element)>>(slice, scale, stream);
+  });
 }
 
 } // namespace device

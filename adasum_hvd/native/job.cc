@@ -12,6 +12,7 @@ namespace {
 namespace hvd = horovod::common;
 
 constexpr char kDeltaPrefix[] = "adasum.delta/";
+constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
 
 // Tensors that are many tensors laid end to end, by their name in Horovod; the sum of a registered
 // tensor's segments is checked against its size before anything is sent.
@@ -36,15 +37,31 @@ Segments SegmentsOf(const hvd::TensorTableEntry& entry) {
   return segments;
 }
 
-bool IsDelta(const std::string& name) { return name.find(kDeltaPrefix) != std::string::npos; }
+bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
 
-bool ElementTypeOf(hvd::DataType dtype, ElementType& type) {
-  switch (dtype) {
-  case hvd::HOROVOD_FLOAT16: type = kFloat16; return true;
+bool ElementTypeOf(const hvd::TensorTableEntry& entry, ElementType& type) {
+  switch (entry.tensor->dtype()) {
+  case hvd::HOROVOD_FLOAT16:
+    type = Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
+    return true;
   case hvd::HOROVOD_FLOAT32: type = kFloat32; return true;
   case hvd::HOROVOD_FLOAT64: type = kFloat64; return true;
   default: return false;
   }
+}
+
+Job& JobOf(const hvd::TensorTableEntry& entry, std::vector<Job>& jobs) {
+  ElementType type = kFloat32;
+  ElementTypeOf(entry, type);
+  for (Job& job : jobs) {
+    if (job.type == type) {
+      return job;
+    }
+  }
+  jobs.emplace_back();
+  jobs.back().type = type;
+  jobs.back().delta = Has(entry.tensor_name, kDeltaPrefix);
+  return jobs.back();
 }
 
 } // namespace
@@ -60,7 +77,7 @@ std::string Job::PhaseName(Phase phase, int level) const {
 
 hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
   ElementType type;
-  if (ElementTypeOf(entry.tensor->dtype(), type)) {
+  if (ElementTypeOf(entry, type)) {
     return hvd::Status::OK();
   }
   return hvd::Status::InvalidArgument(
@@ -68,12 +85,8 @@ hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
       hvd::DataType_Name(entry.tensor->dtype()) + "; cast it before the reduction");
 }
 
-hvd::Status ReadJob(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
-                    Job& job) {
-  ElementTypeOf(entries.front().tensor->dtype(), job.type);
-  job.delta = IsDelta(entries.front().tensor_name);
-  // AdaSum is homogeneous, AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
-  job.scale = response.prescale_factor() * response.postscale_factor();
+hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                     std::vector<Job>& jobs) {
   for (const hvd::TensorTableEntry& entry : entries) {
     const Segments segments = SegmentsOf(entry);
     const std::vector<int64_t>& sizes = segments.elements;
@@ -84,6 +97,7 @@ hvd::Status ReadJob(const std::vector<hvd::TensorTableEntry>& entries, const hvd
                                           std::to_string(entry.tensor->shape().num_elements()) +
                                           " elements in total, got " + std::to_string(total));
     }
+    Job& job = JobOf(entry, jobs);
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
     for (size_t k = 0; k < sizes.size(); ++k) {
@@ -96,10 +110,13 @@ hvd::Status ReadJob(const std::vector<hvd::TensorTableEntry>& entries, const hvd
       output += sizes[k] * ElementBytes(job.type);
     }
     Count(kBytes, static_cast<int64_t>(entry.tensor->size()));
-    Count(kDeltaTensors, IsDelta(entry.tensor_name) ? static_cast<int64_t>(sizes.size()) : 0);
+    Count(kTensors, static_cast<int64_t>(sizes.size()));
+    Count(kDeltaTensors, Has(entry.tensor_name, kDeltaPrefix) ? static_cast<int64_t>(sizes.size()) : 0);
+  }
+  for (Job& job : jobs) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
+    job.scale = response.prescale_factor() * response.postscale_factor();
   }
   Count(kCalls, 1);
-  Count(kTensors, static_cast<int64_t>(job.tensors.size()));
   return hvd::Status::OK();
 }
 

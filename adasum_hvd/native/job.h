@@ -21,9 +21,12 @@ struct Job {
   std::string PhaseName(Phase phase, int level) const;
 };
 
-// Fills the job, and counts it; or says what is wrong with it, the same on all ranks.
-horovod::common::Status ReadJob(const std::vector<horovod::common::TensorTableEntry>& entries,
-                                const horovod::common::Response& response, Job& job);
+// Fills the jobs, one per element type, and counts them; or says what is wrong, the same on all ranks.
+//
+// Horovod has no bfloat16. A tensor of float16 with "adasum.bfloat16/" in its name holds bfloat16, and
+// Horovod may fuse it with others of float16.
+horovod::common::Status ReadJobs(const std::vector<horovod::common::TensorTableEntry>& entries,
+                                 const horovod::common::Response& response, std::vector<Job>& jobs);
 
 // Whether the op takes tensors of that dtype, and if not why.
 horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);

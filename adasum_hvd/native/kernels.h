@@ -11,9 +11,9 @@ namespace adasum_hvd {
 // Sums run over blocks counted from a tensor's own start, so that they do not depend on fusion or slicing.
 constexpr int64_t kBlockElements = 4096;
 
-enum ElementType { kFloat16 = 0, kFloat32 = 1, kFloat64 = 2 };
-constexpr int kElementTypes = 3;
-inline int64_t ElementBytes(ElementType type) { return int64_t{2} << type; }
+enum ElementType { kFloat16 = 0, kFloat32 = 1, kFloat64 = 2, kBfloat16 = 3 };
+constexpr int kElementTypes = 4;
+inline int64_t ElementBytes(ElementType type) { return type == kBfloat16 ? 2 : int64_t{2} << type; }
 
 struct Kernels {
   const char* name;

@@ -18,6 +18,7 @@ from adasum_hvd.ops import (
 )
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.amp import GradScaler
+from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.functions import (
     allgather_object,
     broadcast_optimizer_state,

@@ -60,8 +60,8 @@ class Bucket:
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
-        prefix = ops.DELTA_PREFIX if op is ops.AdasumDelta else ""
-        self._entry = f"allreduce.{prefix}{self._name}"
+        as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
+        self._entry = f"allreduce.{torch_ops.name_in_op(self._name, op, as_bits)}"
         if ops.is_adasum(op):
             segments = [*sizes, *[1] * flags]
             binding.register_segments(torch_ops.LIBRARY, self._entry, segments)

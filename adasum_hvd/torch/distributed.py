@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 
 from adasum_hvd.agreement import OPTIONS, compare_settings
@@ -17,6 +16,7 @@ from adasum_hvd.options import Options
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
@@ -62,6 +62,8 @@ class DistributedBase(torch.optim.Optimizer):
     def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if self._options.compression is Compression.fp16:
             return torch.float16
+        if self._options.compression is Compression.bf16:
+            return torch.bfloat16
         return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
     def _describe(self, parameter: torch.Tensor) -> tuple[tuple, int]:

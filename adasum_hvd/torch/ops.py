@@ -57,6 +57,7 @@ def init(
     mpi_ops.init(*args, **kwargs)
     _carried.clear()
     _nameless.clear()
+    _op_is_on.cache_clear()
     theirs = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(theirs, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
@@ -82,15 +83,42 @@ def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
     return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
 
 
+@functools.cache
+def _op_is_on() -> bool:
+    return settings()["op"] == "on"
+
+
+def _as_bits(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether these are bfloat16 and travel as such, in two bytes, by their name."""
+    return tensors[0].dtype == torch.bfloat16 and (
+        all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _op_is_on()
+    )
+
+
+def name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
+    """Return the name that tells the op what a tensor is."""
+    if as_bits:
+        name = ops.BFLOAT16_PREFIX + name
+    return ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
+
+
 def _travels_as_is(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bfloat16 and tensor.is_contiguous()
 
 
-def _carry(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Any:
+def _carry(
+    tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], as_bits: bool
+) -> Any:
     """Return what to send, what to receive, and (copy, where its result belongs) pairs."""
     sent, received, carried = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
-        if not (_travels_as_is(tensor) and _travels_as_is(output)):
+        if as_bits and tensor.is_contiguous() and output.is_contiguous():
+            tensor, output = tensor.view(torch.float16), output.view(torch.float16)
+        elif as_bits:
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            carried.append((copy, output))
+            tensor = output = copy.view(torch.float16)
+        elif not (_travels_as_is(tensor) and _travels_as_is(output)):
             dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
             copy = tensor.detach().to(
                 dtype, copy=True, memory_format=torch.contiguous_format
@@ -126,18 +154,20 @@ def _enqueue(
 ) -> int:
     """Hand tensors to Horovod's background thread for AdaSum and return the handle.
 
-    What the op cannot take as it is (bfloat16, other layouts) travels as a contiguous
-    float32 copy; `synchronize` copies the result to where it belongs.
+    bfloat16 travels as float16 of the same bits under a name that says so. What the op
+    cannot take as it is (other layouts; bfloat16 beside other dtypes in a group, or with
+    `ADASUM_HVD_OP=off`) travels as a contiguous copy, of float32 for bfloat16;
+    `synchronize` copies the result to where it belongs.
     """
     if name is None:
         count = _nameless.setdefault(process_set, itertools.count())
         name = f"adasum.noname.{process_set.process_set_id}.{next(count)}"
-    if op is ops.AdasumDelta:
-        name = ops.DELTA_PREFIX + name
+    as_bits = _as_bits(tensors)
+    name = name_in_op(name, op, as_bits)
     sent, received, carried = tensors, outputs, []
     in_place = outputs is tensors
     if not all(map(_travels_as_is, tensors if in_place else (*tensors, *outputs))):
-        sent, received, carried = _carry(tensors, outputs)
+        sent, received, carried = _carry(tensors, outputs, as_bits)
     first = sent[0]
     device = "cpu" if first.is_cpu else first.device.type  # the latter takes its time
     function = _function_for(first.dtype, device, grouped)
@@ -215,7 +245,7 @@ def allreduce_async(
     """Start reducing `tensor` over the ranks of `process_set`; `tensor` stays as it is.
 
     Args:
-        tensor: float16, float32, float64 or bfloat16 (which travels as float32), any shape.
+        tensor: float16, bfloat16, float32 or float64, any shape.
         average: deprecated, as Horovod's.
         name: the tensor's name, the same on all ranks; counted up when None.
         op: a reduction or its name; AdaSum works for any number of ranks. Default Average.

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops, parallel
@@ -27,6 +26,7 @@ from adasum_hvd.options import Options, check, optimizer_op
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload_delta import OffloadDeltaOptimizer
 from adasum_hvd.torch.buckets import NamedParameter
+from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.delta import DeltaOptimizer
 from adasum_hvd.torch.gradient import GradientOptimizer
 from adasum_hvd.torch.modes import find_modes
@@ -116,7 +116,8 @@ def DistributedOptimizer(
         optimizer: any torch optimizer; its state and param groups are taken over.
         named_parameters: (name, parameter) pairs, as `model.named_parameters()`; without it
             parameters are named by their place in the param groups.
-        compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
+        compression: `Compression.none`; `Compression.fp16` for float16 on the wire;
+            `Compression.bf16` for bfloat16, with the AdaSum ops.
         backward_passes_per_step: backward passes whose gradients add up before a step.
         op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
             other one reduces gradients.
@@ -146,7 +147,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: bad arguments, or parameters that differ between the ranks; on all ranks.
         RuntimeError: a parallel mode that AdaSum cannot mix with, on any rank; on all ranks.
-        NotImplementedError: a compression that is not a cast to float16.
+        NotImplementedError: a compression that is not one of these.
 
     Collective: every rank of `process_set`; blocks until the parameter lists are compared.
 
@@ -173,6 +174,6 @@ def DistributedOptimizer(
         overlap=overlap,
         bucket_bytes=bucket_bytes,
     )
-    check(options, (Compression.none, Compression.fp16))
+    check(options, compressions(options.op))
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

@@ -116,11 +116,17 @@ def banner(optimizer: Any) -> str:
         ...     print(hvd.banner(optimizer))
     """
     wire = {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
+    path = binding.path(
+        torch_ops.LIBRARY, optimizer._options.process_set.process_set_id
+    )
+    if any(b.flat.is_cuda for b in optimizer._buckets) and "devices" not in path:
+        on_devices = binding.reduces_on_devices(torch_ops.LIBRARY)
+        path += "; devices: " + ("NCCL" if on_devices else "through the host")
     return options.banner(
         optimizer._options,
         torch_ops.settings(),
         "MPI" if mpi_ops.mpi_enabled() else "Gloo",
-        binding.path(torch_ops.LIBRARY, optimizer._options.process_set.process_set_id),
+        path,
         sorted(wire),
         optimizer.extra_bytes(),
     )

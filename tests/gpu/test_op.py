@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib
 import sys
 from pathlib import Path
 
@@ -9,52 +12,71 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from launch import Configuration, case_names, launch
+from launch import Configuration, Outcome, case_names, launch
 
-torch = pytest.importorskip("torch")
-hvd = pytest.importorskip("adasum_hvd.torch")
+from adasum_hvd import binding, build, doctor
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
-CASES = "cases_gpu_torch"
+DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
+FRAMEWORKS = {"torch": "cases_gpu_torch", "tensorflow": "cases_gpu_tensorflow"}
 SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
 SHARED = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
-TWO_HOSTS = {"hosts": "localhost:2,127.0.0.1:2"}
-CONFIGURATIONS = [
-    Configuration(CASES, "gloo", 1, SHARED),
-    Configuration(CASES, "gloo", 2, SHARED),
-    Configuration(CASES, "gloo", 3, SHARED + SLICED),
-    Configuration(CASES, "gloo", 4, SHARED + SLICED),
-    Configuration(CASES, "gloo", 4, SHARED + SLICED, **TWO_HOSTS),
-    Configuration(CASES, "gloo", 3, SHARED + SLICED, "localhost:1,127.0.0.1:2"),
-    Configuration(CASES, "mpi", 2, SHARED + SLICED),
+FORMS = [
+    ("gloo", 1, SHARED, ""),
+    ("gloo", 2, SHARED, ""),
+    ("gloo", 3, SHARED + SLICED, ""),
+    ("gloo", 4, SHARED + SLICED, ""),
+    ("gloo", 4, SHARED + SLICED, "localhost:2,127.0.0.1:2"),
+    ("gloo", 3, SHARED + SLICED, "localhost:1,127.0.0.1:2"),
+    ("mpi", 2, SHARED + SLICED, ""),
 ]
-
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not hvd.nccl_built(), reason="needs a Horovod built with NCCL"),
+CASES = [
+    (framework, Configuration(cases, *form), name)
+    for framework, cases in FRAMEWORKS.items()
+    for form in FORMS
+    for name in case_names(cases)
 ]
-_outcomes: dict[Configuration, object] = {}
+pytestmark = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 
 
-def outcome_of(configuration: Configuration):
-    """Return the outcome of a configuration, which is launched once."""
-    devices = torch.cuda.device_count()
+@functools.cache
+def library_of(framework: str) -> ctypes.CDLL:
+    """Return Horovod's library, or skip where it does not reduce on devices."""
+    path = (
+        doctor._library(framework)
+        if framework in build.installed_frameworks()
+        else None
+    )
+    if path is None:
+        pytest.skip(f"needs a Horovod for {framework}")
+    importlib.import_module(framework)
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    if not binding.reduces_on_devices(library):
+        pytest.skip("needs a Horovod built with NCCL")
+    return library
+
+
+@functools.cache
+def outcome_of(configuration: Configuration) -> Outcome:
+    """Return what the ranks of a configuration reported; launched once."""
+    return launch(configuration)
+
+
+@pytest.mark.parametrize(
+    ("framework", "configuration", "name"),
+    CASES,
+    ids=lambda value: str(value),
+)
+def test_case(framework: str, configuration: Configuration, name: str) -> None:
+    library = library_of(framework)
     # On hosts that are one machine, ranks of the same place take the same device.
-    most = 2 if configuration.hosts else configuration.ranks
-    shares = configuration.ranks > devices or (configuration.hosts and most < 4)
-    if shares and configuration.ranks > 1 and hvd.nccl_built() < SHARING:
+    shared = configuration.hosts or configuration.ranks > DEVICES
+    version = library.horovod_nccl_built()
+    if configuration.ranks > 1 and shared and version < SHARING:
         pytest.skip(
-            f"{configuration.ranks} ranks on {devices} devices: required NCCL 2.32 or newer, "
-            f"got {hvd.nccl_built()}"
+            f"{configuration.ranks} ranks share {DEVICES} devices: required NCCL 2.32 or "
+            f"newer, got {version}"
         )
-    if configuration.backend == "mpi" and not hvd.mpi_built():
+    if configuration.backend == "mpi" and not library.horovod_mpi_built():
         pytest.skip("needs a Horovod built with MPI")
-    if configuration not in _outcomes:
-        _outcomes[configuration] = launch(configuration)
-    return _outcomes[configuration]
-
-
-@pytest.mark.parametrize("name", case_names(CASES))
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_case(configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)

@@ -47,16 +47,17 @@ std::vector<const Kernels*> AllKernels() {
 
 const Kernels& Portable() { return *ChooseKernels("portable"); }
 
-double HalfToDouble(uint16_t half) {
+// Of a type of two bytes.
+double Widened(uint16_t bits, ElementType type) {
   double value;
-  Portable().widen[kFloat16](&half, 1, 1.0, &value);
+  Portable().widen[type](&bits, 1, 1.0, &value);
   return value;
 }
 
-uint16_t DoubleToHalf(double value) {
-  uint16_t half;
-  Portable().narrow[kFloat16](&value, 1, 1.0, &half);
-  return half;
+uint16_t Narrowed(double value, ElementType type) {
+  uint16_t bits;
+  Portable().narrow[type](&value, 1, 1.0, &bits);
+  return bits;
 }
 
 // One rank's tensors, as doubles and in the element type.
@@ -82,7 +83,7 @@ std::vector<char> Encode(const std::vector<double>& values, ElementType type) {
   }
   std::vector<uint16_t> halves;
   for (double value : values) {
-    halves.push_back(DoubleToHalf(value));
+    halves.push_back(Narrowed(value, type));
   }
   return BytesOf(halves);
 }
@@ -100,7 +101,7 @@ std::vector<double> Decode(const std::vector<char>& bytes, ElementType type) {
     } else {
       uint16_t half;
       std::memcpy(&half, at, 2);
-      values[k] = HalfToDouble(half);
+      values[k] = Widened(half, type);
     }
   }
   return values;
@@ -349,22 +350,25 @@ double RelativeError(const std::vector<double>& got, const std::vector<double>& 
 
 // One rounding to the element type. For float64 the arithmetic itself shows: a node may cancel to 1e-6 of
 // its terms before its vector is formed, which costs 2^-52 / 1e-6.
-constexpr double kRounding[] = {1.0 / 1024, 1.0 / (1 << 23), 2.3e-10};
+constexpr double kRounding[] = {1.0 / 1024, 1.0 / (1 << 23), 2.3e-10, 1.0 / 128};
 
-// Sanitizers make everything slow: with them every element type is in one test, and other tests take one.
-// Pairs cancel to 10 to the -kDigits.
+// Sanitizers and simulated devices are slow: with them every element type is in one test, and other tests
+// take some. Pairs cancel to 10 to the -kDigits.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 const std::vector<ElementType> kTypes = {kFloat32};
 const std::vector<int> kDigits = {3, 8};
+#elif defined(ADASUM_ON_DEVICE)
+const std::vector<ElementType> kTypes = {kFloat32, kBfloat16};
+const std::vector<int> kDigits = {1, 3, 6, 10};
 #else
-const std::vector<ElementType> kTypes = {kFloat16, kFloat32, kFloat64};
+const std::vector<ElementType> kTypes = {kFloat16, kFloat32, kFloat64, kBfloat16};
 const std::vector<int> kDigits = {1, 2, 3, 4, 6, 8, 10, 12};
 #endif
 
 const std::vector<int64_t> kSizes = {1, 0, 7, 4096, 300, 4097, 50001, 8, 12288, 1000};
 
 void AgreesWithTheFloat64Tree() {
-  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64, kBfloat16}) {
     for (int ranks : {1, 2, 3, 4, 5, 6, 7, 8, 9, 12}) {
       const Options options = For(ranks, type);
       const std::vector<Tensors> tensors = MakeTensors(ranks, kSizes, type, Random(ranks));
@@ -599,7 +603,7 @@ void ScaleAndNonFinite() {
     }
     Check(Decode(scaled[k], kFloat32) == wanted, "scale 0.25");
   }
-  for (ElementType type : {kFloat16, kFloat32, kFloat64}) {
+  for (ElementType type : {kFloat16, kFloat32, kFloat64, kBfloat16}) {
     const Maker overflowed = [](int rank, size_t tensor, int64_t k) {
       return rank == 1 && k == 0 ? HUGE_VAL : Random(17)(rank, tensor, k);
     };
@@ -921,29 +925,37 @@ void WorkersDoEveryJobOnce() {
   }
 }
 
-void HalfPrecisionRoundsOnce() {
+void TwoBytesRoundOnce() {
   for (const Kernels* kernels : AllKernels()) {
-    for (int half = 0; half < 65536; ++half) {
-      const uint16_t bits = static_cast<uint16_t>(half);
-      double value;
-      kernels->widen[kFloat16](&bits, 1, 1.0, &value);
-      if (std::isnan(value)) {
-        continue;
-      }
-      uint16_t back;
-      kernels->narrow[kFloat16](&value, 1, 1.0, &back);
-      Check(back == bits, std::string(kernels->name) + ": half does not survive");
-      if ((half & 0x7fff) < 0x7bff) {
-        // A hair above the midpoint to the next half rounds away from zero, at it to even, below it down.
-        uint16_t next_bits = static_cast<uint16_t>(half + 1);
-        double next;
-        kernels->widen[kFloat16](&next_bits, 1, 1.0, &next);
-        const double middle = (value + next) / 2;
-        const double points[] = {std::nextafter(middle, next), middle, std::nextafter(middle, value)};
-        const uint16_t wanted[] = {next_bits, half % 2 == 0 ? bits : next_bits, bits};
-        for (int k = 0; k < 3; ++k) {
-          kernels->narrow[kFloat16](&points[k], 1, 1.0, &back);
-          Check(back == wanted[k], std::string(kernels->name) + ": rounded twice");
+    for (ElementType type : {kFloat16, kBfloat16}) {
+      const uint16_t infinity = type == kFloat16 ? 0x7c00 : 0x7f80;
+      const uint16_t smallest = type == kFloat16 ? 0 : 0x0080; // below it bfloat16 rounds twice
+      for (int number = 0; number < 65536; ++number) {
+        const uint16_t bits = static_cast<uint16_t>(number);
+        double value;
+        kernels->widen[type](&bits, 1, 1.0, &value);
+        uint16_t back;
+        kernels->narrow[type](&value, 1, 1.0, &back);
+        if (std::isnan(value)) {
+          double again;
+          kernels->widen[type](&back, 1, 1.0, &again);
+          Check(std::isnan(again), std::string(kernels->name) + ": NaN became a number");
+          continue;
+        }
+        Check(back == bits, std::string(kernels->name) + ": an element does not survive");
+        const int magnitude = bits & 0x7fff;
+        if (magnitude >= smallest && magnitude + 1 < infinity) {
+          // A hair above the midpoint to the next one rounds away from zero, at it to even, below it down.
+          const uint16_t next_bits = static_cast<uint16_t>(bits + 1);
+          double next;
+          kernels->widen[type](&next_bits, 1, 1.0, &next);
+          const double middle = (value + next) / 2;
+          const double points[] = {std::nextafter(middle, next), middle, std::nextafter(middle, value)};
+          const uint16_t wanted[] = {next_bits, number % 2 == 0 ? bits : next_bits, bits};
+          for (int k = 0; k < 3; ++k) {
+            kernels->narrow[type](&points[k], 1, 1.0, &back);
+            Check(back == wanted[k], std::string(kernels->name) + ": rounded twice");
+          }
         }
       }
     }
@@ -1002,7 +1014,7 @@ int main(int argc, char** argv) {
                       {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
                       {"plans follow hosts and costs", PlansFollowHostsAndCosts},
                       {"workers do every job once", WorkersDoEveryJobOnce},
-                      {"half precision rounds once", HalfPrecisionRoundsOnce},
+                      {"two bytes round once", TwoBytesRoundOnce},
                       {"slices cover everything once", SlicesCoverEverythingOnce},
 #endif
                   });

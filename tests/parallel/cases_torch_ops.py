@@ -106,6 +106,41 @@ def case_every_dtype_and_size() -> dict[str, str]:
     return digests
 
 
+def case_bfloat16_travels_in_two_bytes() -> None:
+    mine = tensor_of(hvd.rank(), 10_000, torch.bfloat16, 31)
+    before = hvd.counters().bytes
+    result = hvd.allreduce(mine, op=hvd.Adasum, name="bits")
+    assert hvd.counters().bytes - before == 2 * 10_000
+    check_close(
+        result, wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+    )
+    table = mine.view(100, 100).t()
+    transposed = hvd.allreduce(table, op=hvd.Adasum, name="bits.transposed")
+    assert torch.equal(transposed.t().reshape(-1), result)
+    # Horovod fuses them: to it both are float16.
+    halves = tensor_of(hvd.rank(), 10_000, torch.float16, 32)
+    handles = [
+        hvd.allreduce_async(t, op=hvd.Adasum, name=f"bits.{k}")
+        for k, t in enumerate((mine, halves, mine[:300], halves[:300]))
+    ]
+    fused = [hvd.synchronize(handle) for handle in handles]
+    assert torch.equal(fused[0], result)
+    alone = hvd.allreduce(halves, op=hvd.Adasum, name="bits.alone")
+    assert torch.equal(fused[1], alone)
+    # Beside other types in a group it travels as float32.
+    mixed = hvd.grouped_allreduce(
+        [mine, mine.float()], op=hvd.Adasum, name="bits.mixed"
+    )
+    assert mixed[0].dtype == torch.bfloat16
+    check_close(
+        mixed[0], wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+    )
+    short = hvd.allreduce(
+        mine.float(), op=hvd.Adasum, name="bits.c", compression=hvd.Compression.bf16
+    )
+    assert torch.equal(short, result.float())
+
+
 def case_bits_for_tensorflow() -> dict[str, str]:
     """The inputs of cases_tensorflow_ops.py, whose bits must be these."""
     digests = {}

@@ -241,6 +241,8 @@ def case_wrong_arguments() -> None:
         make(backward_passes_per_step=0, op="adasum")
     with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
         make(compression=object(), op="adasum")
+    with pytest.raises(NotImplementedError, match=r"none or Compression\.fp16, got"):
+        make(compression=hvd.Compression.bf16, op="average")
 
 
 def distributed(
@@ -542,18 +544,25 @@ def case_groups_compression_and_buckets() -> None:
             )
             first = results[-1] if not kwargs else first
             assert torch.equal(results[-1], first), "bucketing changed the result"
-        model = model_of()
-        optimizer = distributed(model, op, compression=hvd.Compression.fp16)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-        check_same_everywhere(model)
-        rounded = torch.cat([p.detach().flatten() for p in model.parameters()])
-        torch.testing.assert_close(rounded, first, rtol=0.02, atol=2e-3)
-        if hvd.size() > 1:
-            assert not torch.equal(rounded, first)
-            assert sum(optimizer.extra_bytes().values()) > 0
+        for compression, rtol in (
+            (hvd.Compression.fp16, 0.02),
+            (hvd.Compression.bf16, 0.1),
+        ):
+            model = model_of()
+            optimizer = distributed(model, op, compression=compression)
+            before = hvd.counters().bytes
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.step()
+            check_same_everywhere(model)
+            rounded = torch.cat([p.detach().flatten() for p in model.parameters()])
+            torch.testing.assert_close(rounded, first, rtol=rtol, atol=rtol / 10)
+            if hvd.size() > 1:
+                assert not torch.equal(rounded, first)
+                assert sum(optimizer.extra_bytes().values()) > 0
+                travelled = hvd.counters().bytes - before
+                assert 2 * 3 * rounded.numel() <= travelled < 2.1 * 3 * rounded.numel()
 
 
 def case_low_precision() -> None:

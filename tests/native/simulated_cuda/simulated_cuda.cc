@@ -13,6 +13,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
 #include "kernels.h"
@@ -374,15 +375,27 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
-float __half2float(__half value) {
+namespace {
+
+float Widened(const void* value, adasum_hvd::ElementType type) {
   double wide;
-  adasum_hvd::kPortableKernels.widen[adasum_hvd::kFloat16](&value, 1, 1.0, &wide);
+  adasum_hvd::kPortableKernels.widen[type](value, 1, 1.0, &wide);
   return static_cast<float>(wide);
 }
+
+} // namespace
+
+float __half2float(__half value) { return Widened(&value, adasum_hvd::kFloat16); }
 __half __double2half(double value) {
   __half half;
   adasum_hvd::kPortableKernels.narrow[adasum_hvd::kFloat16](&value, 1, 1.0, &half);
   return half;
+}
+float __bfloat162float(__nv_bfloat16 value) { return Widened(&value, adasum_hvd::kBfloat16); }
+__nv_bfloat16 __double2bfloat16(double value) {
+  __nv_bfloat16 narrow;
+  adasum_hvd::kPortableKernels.narrow[adasum_hvd::kBfloat16](&value, 1, 1.0, &narrow);
+  return narrow;
 }
 
 // ---- NCCL ----
