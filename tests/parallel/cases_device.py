@@ -137,6 +137,29 @@ def case_wrong_dtype_and_then_right() -> None:
     )
 
 
+def case_bfloat16_by_its_name() -> None:
+    """Float16 to Horovod, which fuses it with what is float16."""
+
+    def bits_of(rank: int) -> np.ndarray:
+        floats = array_of(rank, 9000, "float32", 14)
+        return (floats.view(np.uint32) >> 16).astype(np.uint16)
+
+    def floats_of(bits: np.ndarray) -> np.ndarray:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    mine = bits_of(hvd.rank()).view(np.float16)
+    halves = array_of(hvd.rank(), 9000, "float16", 15)
+    marked = hvd.enqueue([mine], ["adasum.bfloat16/one"])
+    plain = hvd.enqueue([halves], ["one"])
+    (brain,), (half,) = hvd.wait(marked), hvd.wait(plain)
+    expected = wanted([floats_of(bits_of(rank)) for rank in range(hvd.size())])
+    error = np.abs(floats_of(brain.view(np.uint16)) - expected).max()
+    assert error <= 2**-7 * np.abs(expected).max()
+    check_close(
+        half, wanted([array_of(r, 9000, "float16", 15) for r in range(hvd.size())])
+    )
+
+
 def case_segments_and_their_size() -> None:
     """A flat bucket gets the coefficients of its parameters."""
     sizes = [5000, 7, 30_000]
