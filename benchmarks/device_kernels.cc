@@ -103,6 +103,9 @@ int main(int argc, char** argv) {
   for (int k = 1; k < argc; ++k) {
     for (ElementType type : {kFloat32, kFloat16, kFloat64}) {
       for (int ranks : {2, 4, 8}) {
+        if (type == kFloat64 && ranks > 3) {
+          continue; // combined in the order of a tree, which is not what is measured
+        }
         Measure(type, ranks, std::atoll(argv[k]) * 1000 * 1000, stream);
       }
     }

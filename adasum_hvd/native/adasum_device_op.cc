@@ -62,6 +62,8 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     return status;
   }
   DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
+  // With HOROVOD_ENABLE_ASYNC_COMPLETION Horovod does not call back.
+  Count(kExplicitTensors, scratch->TakeExplicitTensors());
   try {
     gpu_op_context_.InitGPU(entries);
     nccl_op_context_.InitNCCLComm(entries, response.devices());
@@ -70,14 +72,25 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     for (const Job& job : jobs) {
       Enqueue(job, agreed, *process_set.controller, *scratch);
     }
-  } catch (const std::exception& error) { // what the other ranks wait for was not enqueued here
+  } catch (const std::exception& error) {
     agreed.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+    GiveUp();
     throw;
   }
   return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
     nccl_op_context_.AsyncErrorCheck();
     Count(kExplicitTensors, scratch->TakeExplicitTensors());
   });
+}
+
+// What the other ranks wait for was not enqueued here, and Horovod's own reductions use the same
+// communicator: out of step, they would hang or mix. Nothing that still needs it may run.
+void AdasumDeviceOp::GiveUp() {
+  if (nccl_op_context_.nccl_comm_ != nullptr && *nccl_op_context_.nccl_comm_ != nullptr) {
+    ncclCommAbort(*nccl_op_context_.nccl_comm_);
+    *nccl_op_context_.nccl_comm_ = nullptr;
+  }
+  global_state_->shut_down = true;
 }
 
 void AdasumDeviceOp::WaitForData(Entries& entries) {

@@ -37,6 +37,7 @@ private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
   Agreement& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
+  void GiveUp();
   void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
                DeviceScratch& scratch);
 

@@ -1,6 +1,7 @@
 #include "adasum_op.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <optional>
@@ -27,6 +28,9 @@ namespace {
 namespace hvd = horovod::common;
 
 constexpr int kMostThreads = 8; // that a rank takes without being told; memory is then the limit
+
+// Read by the threads that enqueue.
+std::atomic<bool> left_to_horovod{false};
 
 bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
   return std::any_of(levels.begin(), levels.end(),
@@ -232,9 +236,11 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
 }
 
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
-  return std::make_shared<AdasumOp>(state);
+  auto op = std::make_shared<AdasumOp>(state);
+  left_to_horovod = op->is_off();
+  return op;
 }
 
-bool IsLeftToHorovod() { return Settings::FromEnvironment().off; }
+bool IsLeftToHorovod() { return left_to_horovod; }
 
 } // namespace adasum_hvd

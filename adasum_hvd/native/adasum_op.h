@@ -29,6 +29,8 @@ public:
   horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
                                   const horovod::common::Response& response) override;
 
+  bool is_off() const { return settings_.off; }
+
 private:
   // Of a process set, with what its ranks on this host share.
   struct Agreed : Agreement {

@@ -67,7 +67,7 @@ struct TreeOf {
   const int32_t* program;
   const int32_t* first_step;
 };
-constexpr int kMostStack = 64; // vectors on that stack; twice the levels of any tree that there is
+constexpr int kMostStack = 24; // vectors on that stack: one more than the levels of a tree of 2^23 ranks
 
 // A slice with all ranks' elements of it, and room for what is computed of it. Rows are `entries` long, of
 // Gram matrices or of three sums per merge of a tree's level.

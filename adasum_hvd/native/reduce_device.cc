@@ -14,8 +14,10 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kAlignment = 256; // bytes, of everything in the work buffer
-constexpr int kSlots = 2;           // sums that a rank sends at most: a slice has two ends
+constexpr int64_t kAlignment = 256;        // bytes, of everything in the work buffer
+constexpr int kSlots = 2;                  // sums that a rank sends at most: a slice has two ends
+constexpr int64_t kLeastPinned = 64 << 10; // bytes
+constexpr int kPinnedAtOnce = 4;
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -259,7 +261,7 @@ DeviceReduction::DeviceReduction(const std::vector<TensorView>& tensors, Element
   arena.Put(&unpack_, unpacks_);
   Put(packed, arena, pack_blocks_);
   Put(unpacked, arena, unpack_blocks_);
-  char* base = scratch.work.Reserve(arena.bytes());
+  char* base = scratch.work.Reserve(arena.bytes(), stream);
   arena.Resolve(base);
   for (Level& level : levels_) {
     for (Stage& stage : level.stages) {
@@ -285,7 +287,7 @@ void DeviceReduction::PlaceFirst(DeviceScratch& scratch) {
         staged || (!alone_ && !HasContiguousInput(slice)) || (!replicate_ && !HasContiguousOutput(slice));
     elements = std::max(elements, first.shares.starts[rank] + slice.elements);
   }
-  staging_ = staged ? scratch.staging.Reserve(elements * bytes()) : nullptr;
+  staging_ = staged ? scratch.staging.Reserve(elements * bytes(), stream_) : nullptr;
   for (int rank = 0; rank < first.size(); ++rank) {
     const Slice& slice = first.shares.slices[rank];
     char* there = staged ? staging_ + first.shares.starts[rank] * bytes() : nullptr;
@@ -313,7 +315,7 @@ void DeviceReduction::PlaceReceived(DeviceScratch& scratch) {
   for (const Level& level : levels_) {
     received += (level.size() - 1) * Aligned(level.mine().elements * bytes());
   }
-  char* room = scratch.received.Reserve(received);
+  char* room = scratch.received.Reserve(received, stream_);
   for (Level& level : levels_) {
     for (int rank = 0; rank < level.size(); ++rank) {
       level.receive.push_back(rank == level.rank() ? nullptr : room);
@@ -556,60 +558,117 @@ void CheckCuda(cudaError_t error, const char* what) {
   }
 }
 
-DeviceBuffer::~DeviceBuffer() { cudaFree(memory_); }
+int CurrentDevice() {
+  int device = -1;
+  CheckCuda(cudaGetDevice(&device), "tell the current device");
+  return device;
+}
 
-char* DeviceBuffer::Reserve(int64_t bytes) {
+DeviceGuard::DeviceGuard(int device) {
+  if (device >= 0 && cudaGetDevice(&before_) == cudaSuccess) {
+    cudaSetDevice(device);
+  }
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (before_ >= 0) {
+    cudaSetDevice(before_);
+  }
+}
+
+// Destructors run on whichever thread makes the next list of ops, and must not start CUDA on a device that
+// is not this rank's.
+DeviceBuffer::~DeviceBuffer() {
+  if (memory_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaFree(memory_);
+  }
+}
+
+char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
   if (bytes > bytes_) {
-    const int64_t wanted = std::max(bytes, bytes_ + bytes_ / 4);
-    CheckCuda(cudaFree(memory_), "free memory");
-    memory_ = nullptr;
+    if (memory_ != nullptr) {
+      CheckCuda(cudaFreeAsync(memory_, stream), "free memory");
+      memory_ = nullptr;
+    }
+    device_ = CurrentDevice();
+    const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
     bytes_ = 0;
-    const cudaError_t error = cudaMalloc(&memory_, static_cast<size_t>(wanted));
+    cudaError_t error = cudaErrorMemoryAllocation;
+    for (int64_t wanted : {std::max(bytes, roomy), bytes}) {
+      if (error != cudaSuccess) {
+        error = cudaMallocAsync(&memory_, static_cast<size_t>(wanted), stream);
+        bytes_ = error == cudaSuccess ? wanted : 0;
+      }
+    }
     if (error != cudaSuccess) {
+      memory_ = nullptr;
       cudaGetLastError(); // or the framework's next call would find it
       throw std::runtime_error(
-          "AdaSum: required " + std::to_string(wanted) +
+          "AdaSum: required " + std::to_string(bytes) +
           " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) +
-          "; lower HOROVOD_FUSION_THRESHOLD or leave the framework less memory");
+          "; leave the framework less memory (TensorFlow: set_memory_growth), lower "
+          "HOROVOD_FUSION_THRESHOLD, "
+          "or reduce in smaller buckets (bucket_bytes)");
     }
-    bytes_ = wanted;
   }
   return static_cast<char*>(memory_);
 }
 
 Uploads::~Uploads() {
-  for (const Pinned& pinned : pinned_) {
-    cudaFreeHost(pinned.memory);
-    cudaEventDestroy(pinned.copied);
+  if (!pinned_.empty()) {
+    DeviceGuard guard(device_);
+    for (const Pinned& pinned : pinned_) {
+      cudaFreeHost(pinned.memory);
+      cudaEventDestroy(pinned.copied);
+    }
   }
+}
+
+Uploads::Pinned Uploads::Pin(int64_t bytes) {
+  Pinned pinned = {nullptr, bytes, nullptr};
+  CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(bytes), cudaHostAllocDefault),
+            "pin host memory");
+  CheckCuda(cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming), "create an event");
+  return pinned;
+}
+
+// Pinning memory may wait for the device, so several are made at once, and none is given back.
+Uploads::Pinned Uploads::Take(int64_t bytes) {
+  for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
+    const cudaError_t copied = pinned->bytes < bytes ? cudaErrorNotReady : cudaEventQuery(pinned->copied);
+    if (copied == cudaSuccess) {
+      const Pinned found = *pinned;
+      pinned_.erase(pinned);
+      return found;
+    }
+    cudaGetLastError(); // "not ready" is no error that the framework should find
+  }
+  device_ = CurrentDevice();
+  int64_t rounded = kLeastPinned;
+  while (rounded < bytes) {
+    rounded *= 2;
+  }
+  for (int more = 1; more < kPinnedAtOnce; ++more) {
+    pinned_.push_back(Pin(rounded));
+  }
+  return Pin(rounded);
 }
 
 void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream) {
-  const int64_t size = static_cast<int64_t>(bytes.size());
-  Pinned pinned = {nullptr, 0, nullptr};
-  if (!pinned_.empty() && cudaEventQuery(pinned_.front().copied) == cudaSuccess) {
-    pinned = pinned_.front();
-    pinned_.pop_front();
-    if (pinned.bytes < size) {
-      cudaFreeHost(pinned.memory);
-      pinned.memory = nullptr;
-    }
-  }
-  if (pinned.copied == nullptr) {
-    CheckCuda(cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming), "create an event");
-  }
-  if (pinned.memory == nullptr) {
-    pinned.bytes = 2 * Aligned(size);
-    CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(pinned.bytes), cudaHostAllocDefault),
-              "pin host memory");
-  }
+  const Pinned pinned = Take(static_cast<int64_t>(bytes.size()));
+  pinned_.push_back(pinned);
   std::memcpy(pinned.memory, bytes.data(), bytes.size());
   CheckCuda(cudaMemcpyAsync(to, pinned.memory, bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
   CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
-  pinned_.push_back(pinned);
 }
 
-DeviceScratch::~DeviceScratch() { cudaFreeHost(const_cast<int64_t*>(explicit_tensors_)); }
+DeviceScratch::~DeviceScratch() {
+  if (explicit_tensors_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaFreeHost(const_cast<int64_t*>(explicit_tensors_));
+  }
+}
 
 int64_t DeviceScratch::TakeExplicitTensors() {
   const int64_t now = explicit_tensors_ == nullptr ? 0 : *explicit_tensors_;
@@ -618,13 +677,15 @@ int64_t DeviceScratch::TakeExplicitTensors() {
 
 int64_t* DeviceScratch::counter(cudaStream_t stream) {
   if (explicit_tensors_ == nullptr) {
+    device_ = CurrentDevice();
     void* pinned = nullptr;
     CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
     explicit_tensors_ = static_cast<volatile int64_t*>(pinned);
     *explicit_tensors_ = 0;
-    CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t)), 0, sizeof(int64_t), stream), "clear memory");
+    CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t), stream), 0, sizeof(int64_t), stream),
+              "clear memory");
   }
-  return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t)));
+  return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t), stream));
 }
 
 void DeviceScratch::CopyCounter(cudaStream_t stream) {

@@ -16,7 +16,22 @@ namespace adasum_hvd {
 // Throws std::runtime_error, saying `what` failed, where a call of CUDA did.
 void CheckCuda(cudaError_t error, const char* what);
 
-// Memory on the device that was current when it was made. It grows, and then waits for the device.
+// The device of the calling thread, while this lives. Does nothing for a negative one.
+class DeviceGuard {
+public:
+  explicit DeviceGuard(int device);
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard();
+
+private:
+  int before_ = -1;
+};
+
+int CurrentDevice();
+
+// Memory on the device that was current when it was first reserved. It grows in the order of a stream, the
+// same for all calls: what is enqueued keeps what it has, and nothing waits.
 class DeviceBuffer {
 public:
   DeviceBuffer() = default;
@@ -24,9 +39,10 @@ public:
   DeviceBuffer& operator=(const DeviceBuffer&) = delete;
   ~DeviceBuffer();
 
-  char* Reserve(int64_t bytes);
+  char* Reserve(int64_t bytes, cudaStream_t stream);
 
 private:
+  int device_ = -1;
   void* memory_ = nullptr;
   int64_t bytes_ = 0;
 };
@@ -48,10 +64,14 @@ private:
     int64_t bytes;
     cudaEvent_t copied;
   };
+  Pinned Take(int64_t bytes);
+  static Pinned Pin(int64_t bytes);
+
+  int device_ = -1;
   std::deque<Pinned> pinned_; // the one used longest ago first
 };
 
-// One of each per stream, for as long as the op lives. Its destructor needs a device that still works.
+// One of each per stream, for as long as the op lives.
 struct DeviceScratch {
   DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
   DeviceBuffer received; // the other ranks' elements of this rank's slices
@@ -68,6 +88,7 @@ struct DeviceScratch {
   void CopyCounter(cudaStream_t stream);
 
 private:
+  int device_ = -1;
   DeviceBuffer counter_;
   volatile int64_t* explicit_tensors_ = nullptr; // pinned: the counter, some time ago
   std::atomic<int64_t> taken_{0};

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "horovod/common/ops/operation_manager.h"
-#if HAVE_NCCL && HAVE_CUDA
+#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
 #include "horovod/common/ops/nccl_operations.h"
 #endif
 
@@ -18,7 +18,7 @@ namespace adasum_hvd {
 
 // Defined in adasum_op.cc.
 std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumOp(horovod::common::HorovodGlobalState* state);
-bool IsLeftToHorovod(); // ADASUM_HVD_OP=off
+bool IsLeftToHorovod(); // ADASUM_HVD_OP=off, as it was at init
 
 // HorovodOp::global_state_ is protected; a pointer to member named through a derived class reads it from
 // the join op, the one op that exists in every configuration.
@@ -28,7 +28,7 @@ struct GlobalStateOf : horovod::common::HorovodOp {
   }
 };
 
-#if HAVE_NCCL && HAVE_CUDA
+#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
 // Defined in adasum_device_op.cc.
 std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumDeviceOp(horovod::common::NCCLContext* nccl_context,
                                                                  horovod::common::GPUContext* gpu_context,
@@ -67,7 +67,7 @@ private:
                                                     Ops<horovod::common::AllreduceOp> adasum_ops) {
     horovod::common::HorovodGlobalState* state = GlobalStateOf::Read(any_op);
     adasum_ops.insert(adasum_ops.begin(), MakeAdasumOp(state));
-#if HAVE_NCCL && HAVE_CUDA
+#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
     for (const auto& op : allreduce_ops) {
       if (auto* nccl = dynamic_cast<horovod::common::NCCLAllreduce*>(op.get())) {
         adasum_ops.insert(adasum_ops.begin(),

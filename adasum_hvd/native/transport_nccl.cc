@@ -4,33 +4,30 @@
 #include <string>
 
 namespace adasum_hvd {
-namespace {
 
-void Check(ncclResult_t result, const char* what) {
-  if (result != ncclSuccess) {
-    throw std::runtime_error(std::string("AdaSum: NCCL could not ") + what + ": " +
-                             ncclGetErrorString(result));
-  }
-}
-
-} // namespace
-
+// The group is ended whatever happens: an open one would swallow every later call of NCCL on this thread,
+// Horovod's own too.
 void NcclTransport::Start(const std::vector<Message>& messages) {
-  Check(ncclGroupStart(), "start an exchange");
-  for (int distance = 1; distance < size_; ++distance) {
+  ncclResult_t first = ncclGroupStart();
+  auto note = [&](ncclResult_t result) { first = first == ncclSuccess ? result : first; };
+  const bool started = first == ncclSuccess;
+  for (int distance = 1; first == ncclSuccess && distance < size_; ++distance) {
     const int to = (rank_ + distance) % size_, from = (rank_ + size_ - distance) % size_;
     if (messages[to].send_bytes > 0) {
-      Check(ncclSend(messages[to].send, static_cast<size_t>(messages[to].send_bytes), ncclInt8, to,
-                     communicator_, stream_),
-            "send");
+      note(ncclSend(messages[to].send, static_cast<size_t>(messages[to].send_bytes), ncclInt8, to,
+                    communicator_, stream_));
     }
     if (messages[from].receive_bytes > 0) {
-      Check(ncclRecv(messages[from].receive, static_cast<size_t>(messages[from].receive_bytes), ncclInt8,
-                     from, communicator_, stream_),
-            "receive");
+      note(ncclRecv(messages[from].receive, static_cast<size_t>(messages[from].receive_bytes), ncclInt8, from,
+                    communicator_, stream_));
     }
   }
-  Check(ncclGroupEnd(), "exchange");
+  if (started) {
+    note(ncclGroupEnd());
+  }
+  if (first != ncclSuccess) {
+    throw std::runtime_error(std::string("AdaSum: NCCL could not exchange: ") + ncclGetErrorString(first));
+  }
 }
 
 } // namespace adasum_hvd

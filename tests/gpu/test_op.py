@@ -20,6 +20,8 @@ SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
 FRAMEWORKS = {"torch": "cases_gpu_torch", "tensorflow": "cases_gpu_tensorflow"}
 SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
+ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
+TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
 SHARED = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
 FORMS = [
     ("gloo", 1, SHARED, ""),
@@ -29,6 +31,8 @@ FORMS = [
     ("gloo", 4, SHARED + SLICED, "localhost:2,127.0.0.1:2"),
     ("gloo", 3, SHARED + SLICED, "localhost:1,127.0.0.1:2"),
     ("mpi", 2, SHARED + SLICED, ""),
+    ("gloo", 1, ASYNCHRONOUS, ""),
+    ("gloo", 2, SHARED + ASYNCHRONOUS + TWO_STREAMS, ""),
 ]
 CASES = [
     (framework, Configuration(cases, *form), name)

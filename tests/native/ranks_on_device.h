@@ -205,35 +205,40 @@ inline std::vector<std::unique_ptr<RankOnDevice>>& RanksOnDevice(int size, int64
       }
 #endif
     }
-    mine->scratch.staging.Reserve(bytes);
-    mine->scratch.received.Reserve(2 * bytes + (1 << 20));
-    mine->scratch.work.Reserve(bytes + (4 << 20));
+    mine->scratch.staging.Reserve(bytes, mine->stream);
+    mine->scratch.received.Reserve(2 * bytes + (1 << 20), mine->stream);
+    mine->scratch.work.Reserve(bytes + (4 << 20), mine->stream);
     mine->scratch.counter(mine->stream);
     CheckCuda(cudaStreamSynchronize(mine->stream), "prepare");
   });
   return job->ranks;
 }
 
-// Holds a stream until it is opened.
+// Holds a stream until it is opened, or for a minute.
 class Gate {
 public:
   void Close(cudaStream_t stream) { CheckCuda(cudaLaunchHostFunc(stream, Wait, this), "hold a stream"); }
-  void Open() {
+  // Returns whether it has been closed until now.
+  bool Open() {
     std::lock_guard<std::mutex> guard(mutex_);
     open_ = true;
     opened_.notify_all();
+    return !given_up_;
   }
 
 private:
   static void Wait(void* gate) {
     Gate& self = *static_cast<Gate*>(gate);
     std::unique_lock<std::mutex> lock(self.mutex_);
-    self.opened_.wait(lock, [&] { return self.open_; });
+    if (!self.opened_.wait_for(lock, std::chrono::seconds(60), [&] { return self.open_; })) {
+      self.given_up_ = true;
+    }
   }
 
   std::mutex mutex_;
   std::condition_variable opened_;
   bool open_ = false;
+  bool given_up_ = false;
 };
 
 } // namespace adasum_hvd

@@ -63,7 +63,10 @@ public:
   }
   hvd::Status AllocateZeros(int64_t elements, hvd::DataType dtype,
                             std::shared_ptr<hvd::Tensor>* zeros) override {
+    // Never freed: with HOROVOD_ENABLE_ASYNC_COMPLETION Horovod lets go of them while streams still read.
+    static std::vector<std::shared_ptr<std::vector<char>>> all;
     auto bytes = std::make_shared<std::vector<char>>(elements * hvd::DataType_Size(dtype));
+    all.push_back(bytes);
     *zeros = std::make_shared<OwnedTensor>(bytes, elements, dtype);
     return hvd::Status::OK();
   }
@@ -199,6 +202,8 @@ EXPORTED int horovod_simulated_join(int device) {
   }
   return handle;
 }
+
+EXPORTED void horovod_simulated_memory_limit(size_t bytes) { SimulatedMemoryLimit(bytes); }
 
 // Blocks; returns why it failed, or an empty string, valid until the next call.
 EXPORTED const char* horovod_simulated_wait(int handle) {

@@ -113,13 +113,15 @@ def case_strided_views() -> None:
 
 def case_kernels_before_and_behind_it() -> None:
     """The reduction waits for what makes its input; what uses its result waits for it."""
-    base = on_device(hvd.rank(), 1 << 20, torch.float32, 3)
-    expected = hvd.allreduce(base * 2, op=hvd.Adasum) + 1
-    for k in range(20):
-        late = base.clone()
-        for _ in range(50):
-            late = late * 1.0
-        handle = hvd.allreduce_async(late * 2, op=hvd.Adasum, name=f"late.{k}")
+    for k in range(5):
+        base = on_device(hvd.rank(), 1 << 20, torch.float32, 300 + k)
+        expected = hvd.allreduce(base * 2, op=hvd.Adasum, name=f"early.{k}") + 1
+        late = torch.full_like(base, -1.0)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(200_000_000)  # 0.1 s: many of Horovod's cycles
+        late.copy_(base * 2)
+        handle = hvd.allreduce_async_(late, op=hvd.Adasum, name=f"late.{k}")
         assert torch.equal(hvd.synchronize(handle) + 1, expected)
 
 

@@ -122,8 +122,7 @@ def make(directory: Path) -> Path:
         source, own = item
         command = [compiler, *flags, *own, "-x", "c++", "-c", str(source)]
         key = hashlib.sha256("\0".join(command).encode() + source.read_bytes())
-        if tree not in source.parents or source.stem in _FORCED:
-            key.update(headers.digest())
+        key.update(headers.digest())
         target = directory / f"{source.stem}-{key.hexdigest()[:16]}.o"
         if not target.exists():
             partial = target.with_suffix(f".{os.getpid()}")

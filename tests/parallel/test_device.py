@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import sys
 
 import pytest
-from launch import Configuration, case_names, launch
+from jobs import REPOSITORY, run_launcher
+from launch import Configuration, case_names, command, environment, launch
 from simulated_horovod import make
 
 from adasum_hvd import build
@@ -31,7 +34,7 @@ OTHERS = [
         hosts="localhost:1,127.0.0.1:2",
     ),
     Configuration(
-        CASES, "gloo", 4, (*SLICED, ("ADASUM_TEST_HOSTS", "2,2")),
+        CASES, "gloo", 4, (*SLICED, *ASYNCHRONOUS, ("ADASUM_TEST_HOSTS", "2,2")),
         hosts="localhost:2,127.0.0.1:2",
     ),
     Configuration(
@@ -68,6 +71,36 @@ def test_ranks_know_their_path(outcome_of, configuration, words: str) -> None:
     paths = outcome_of(configuration).results("case_host_tensors_beside_them")
     assert len(paths) == configuration.ranks
     assert all(path.endswith(words) for path in paths.values()), paths
+
+
+def test_a_rank_without_memory_says_so_and_stops(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, sys
+import numpy as np
+from pathlib import Path
+from simulated_horovod import Horovod
+hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
+hvd.init()
+hvd.adasum(np.ones(10, np.float32))
+if hvd.rank() == 1:
+    hvd.library.horovod_simulated_memory_limit(1 << 20)
+for _ in range(2):
+    try:
+        hvd.adasum(np.ones(1_000_000, np.float32))
+    except RuntimeError as error:
+        print(f"rank {hvd.rank()}: {error}", flush=True)
+sys.exit(3)
+"""
+    )
+    variables = environment((("PYTHONPATH", os.path.dirname(__file__)),))
+    variables["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
+    words = [*command("gloo", 2), sys.executable, str(script)]
+    status, output = run_launcher(words, variables, 120)
+    assert status != 0
+    assert re.search(r"rank 1: AdaSum: required \d+ bytes of device memory", output)
+    assert re.search(r"rank 1: Horovod has been shut down", output)
 
 
 def test_timeline_shows_the_phases_and_results_stay(outcome_of, tmp_path) -> None:

@@ -66,7 +66,7 @@ PROGRAMS = {
         "test_reduce.cc",
         ARITHMETIC + DEVICE,
         16,
-        ("-DADASUM_ON_DEVICE", "-DADASUM_WITH_NCCL"),
+        ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL"),
     ),
 }
 # The tests in which several threads share one reduction, explicit walks too; the others would

@@ -100,6 +100,9 @@ const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
 cudaError_t cudaMalloc(void** memory, size_t bytes); // filled with NaNs
 cudaError_t cudaFree(void* memory);                  // waits for all streams
+void SimulatedMemoryLimit(size_t bytes);             // that a single allocation of this process gets
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t stream);
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,

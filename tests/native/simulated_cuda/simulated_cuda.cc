@@ -252,7 +252,16 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
+namespace {
+std::atomic<size_t> memory_limit{SIZE_MAX};
+} // namespace
+
+void SimulatedMemoryLimit(size_t bytes) { memory_limit = bytes; }
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (bytes > memory_limit) {
+    return cudaErrorMemoryAllocation;
+  }
   *memory = std::malloc(bytes);
   if (*memory == nullptr && bytes > 0) {
     return cudaErrorMemoryAllocation;
@@ -269,6 +278,12 @@ cudaError_t cudaFree(void* memory) {
     }
     std::free(memory);
   }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) { return cudaMalloc(memory, bytes); }
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  stream->Enqueue([=] { std::free(memory); });
   return cudaSuccess;
 }
 
