@@ -20,7 +20,8 @@ import numpy as np
 
 from adasum_hvd import binding, build, prerequisites
 
-NATIVE_TESTS = Path(__file__).parents[1] / "native"
+REPOSITORY = Path(__file__).parents[2]
+NATIVE_TESTS = REPOSITORY / "tests" / "native"
 SIMULATED = NATIVE_TESTS / "simulated_cuda"
 _COMMON = [
     "common", "controller", "fusion_buffer_manager", "group_table", "half",
@@ -121,7 +122,8 @@ def make(directory: Path) -> Path:
     def compile_one(item: tuple[Path, tuple[str, ...]]) -> str:
         source, own = item
         command = [compiler, *flags, *own, "-x", "c++", "-c", str(source)]
-        key = hashlib.sha256("\0".join(command).encode() + source.read_bytes())
+        words = "\0".join(command).replace(str(REPOSITORY), "")  # for every clone
+        key = hashlib.sha256(words.encode() + source.read_bytes())
         key.update(headers.digest())
         target = directory / f"{source.stem}-{key.hexdigest()[:16]}.o"
         if not target.exists():
