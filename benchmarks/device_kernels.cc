@@ -12,7 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "device.h"
-#include "reduce_device.h"
+#include "device_memory.h"
 
 using namespace adasum_hvd;
 

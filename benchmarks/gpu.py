@@ -40,7 +40,7 @@ def build_kernels(directory: Path) -> Path:
 
     native = build.NATIVE
     program = directory / "device_kernels"
-    parts = ["reduce_device.cc", "layout.cc", "tree.cc", "gram.cc", "device.cu"]
+    parts = ["device_memory.cc", "device.cu"]
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
     command += ["-fmad=false", "-arch=native", f"-I{native}", "-o", str(program)]
     command += [str(native / part) for part in parts]

@@ -510,8 +510,13 @@ __global__ void SolveKernel(Slice slice) {
 // identical inputs occur. float32 and float16 have no bits that show it.
 __device__ inline bool InTreeOrder(ElementType type, int size) { return type == kFloat64 && size > 3; }
 
-template <class T> __device__ void CombineByTree(const Block<T>& block, double scale, bool explicit_walk) {
+// Combines the block where that takes the tree, and says whether it did.
+template <class T> __device__ bool CombinedByTree(const Block<T>& block, double scale) {
   const Slice& slice = block.slice;
+  const bool explicit_walk = slice.explicit_walk[block.run] != 0;
+  if (!explicit_walk && !InTreeOrder(slice.type, slice.size)) {
+    return false;
+  }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
   const Sides* sides =
       explicit_walk ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
@@ -524,13 +529,12 @@ template <class T> __device__ void CombineByTree(const Block<T>& block, double s
     });
     Narrow(explicit_walk ? value * (scale / input_scale) : value, &block.Result()[k]);
   }
+  return true;
 }
 
 template <class T, int N> __global__ void CombineKernel(Slice slice, double scale) {
   const Block<T> block(slice, static_cast<int>(blockIdx.x));
-  const bool explicit_walk = slice.explicit_walk[block.run] != 0;
-  if (explicit_walk || InTreeOrder(slice.type, slice.size)) {
-    CombineByTree(block, scale, explicit_walk);
+  if (CombinedByTree(block, scale)) {
     return;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
@@ -566,9 +570,7 @@ template <class T, int N> __global__ void CombineKernel(Slice slice, double scal
 
 template <class T> __global__ void CombineAnyKernel(Slice slice, double scale) {
   const Block<T> block(slice, static_cast<int>(blockIdx.x));
-  const bool explicit_walk = slice.explicit_walk[block.run] != 0;
-  if (explicit_walk || InTreeOrder(slice.type, slice.size)) {
-    CombineByTree(block, scale, explicit_walk);
+  if (CombinedByTree(block, scale)) {
     return;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;

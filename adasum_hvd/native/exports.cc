@@ -39,7 +39,7 @@ __attribute__((visibility("default"))) const char* horovod_adasum_path(int proce
 
 // Whether tensors on CUDA devices are reduced there, over NCCL.
 __attribute__((visibility("default"))) bool horovod_adasum_on_devices() {
-#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
+#if ADASUM_ON_DEVICES
   return true;
 #else
   return false;

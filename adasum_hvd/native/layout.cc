@@ -67,17 +67,6 @@ std::vector<Slice> Cut(const Slice& slice, int parts) {
   return cut;
 }
 
-std::vector<std::vector<int>> Shares::SharedTensors() const {
-  std::vector<std::vector<int>> shared;
-  for (const Slice& slice : slices) {
-    shared.emplace_back();
-    for (const Run* run : slice.PartialRuns()) {
-      shared.back().push_back(run->tensor);
-    }
-  }
-  return shared;
-}
-
 Shares Share(const Slice& region, int ranks, bool replicate) {
   Shares shares;
   shares.slices = replicate ? std::vector<Slice>(ranks, region) : Cut(region, ranks);
@@ -85,6 +74,10 @@ Shares Share(const Slice& region, int ranks, bool replicate) {
   for (const Slice& slice : shares.slices) {
     shares.starts.push_back(start);
     start += replicate ? 0 : slice.elements;
+    shares.shared.emplace_back();
+    for (const Run* run : slice.PartialRuns()) {
+      shares.shared.back().push_back(run->tensor);
+    }
   }
   return shares;
 }

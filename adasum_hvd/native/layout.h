@@ -35,9 +35,7 @@ std::vector<Slice> Cut(const Slice& slice, int parts);
 struct Shares {
   std::vector<Slice> slices;
   std::vector<int64_t> starts;
-
-  // Per rank, the tensors that its slice holds a part of, in order: at most two.
-  std::vector<std::vector<int>> SharedTensors() const;
+  std::vector<std::vector<int>> shared; // per rank: the tensors of which it holds a part, at most two
 };
 
 // With `replicate` everything is in every rank's slice.

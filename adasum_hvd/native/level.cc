@@ -135,7 +135,7 @@ void Level::SetScale(int tensor, double largest) {
 // every tensor's total, from the same bytes in the same order. `only` restricts it to some tensors, null to
 // none; the group's ranks agree on those that concern them, having seen the same totals before.
 void Level::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts = shares_.SharedTensors();
+  std::vector<std::vector<int>> parts = shares_.shared;
   bool any = false;
   for (std::vector<int>& part : parts) {
     if (only != nullptr) {

@@ -1,7 +1,6 @@
 #include "reduce.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <deque>
 #include <new>
@@ -64,14 +63,6 @@ private:
   bool any_delta_ = false;
 };
 
-int64_t CountRanks(const std::vector<ReduceLevel>& levels) {
-  int64_t ranks = 1;
-  for (const ReduceLevel& level : levels) {
-    ranks *= level.transport->size();
-  }
-  return ranks;
-}
-
 Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
                      const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                      const Kernels& kernels, Workers& workers, Scratch& scratch)
@@ -84,12 +75,10 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
   const Slice everything = Fused(elements);
   const int64_t ranks = CountRanks(levels);
   alone_ = ranks == 1;
-  replicate_ = alone_ || everything.elements * arithmetic_.bytes() * ranks <= settings.replicate_bytes;
+  replicate_ = Replicates(everything.elements * arithmetic_.bytes(), ranks, settings);
   const int64_t blocks = settings.chunk_bytes / arithmetic_.bytes() / kBlockElements;
   chunk_elements_ = std::max<int64_t>(blocks, 1) * kBlockElements;
-  // Between levels values are rounded to the element type: a factor that makes them smaller comes first, so
-  // that float16 overflows no earlier than it must.
-  const size_t scaled = std::fabs(scale) < 1 ? 0 : levels.size() - 1;
+  const size_t scaled = ScaledLevel(scale, levels.size());
   for (size_t level = 0; level < levels.size(); ++level) {
     const bool first = level == 0;
     const Slice region = first || replicate_ ? everything : levels_.back().mine();

@@ -12,6 +12,8 @@
 // itself).
 #pragma once
 
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -45,6 +47,23 @@ struct ReduceSettings {
   int64_t chunk_bytes = 1 << 20;      // sent at a time, so that arithmetic and transport overlap
   int64_t replicate_bytes = 32 << 10; // up to this many bytes times ranks, every rank reduces everything
 };
+
+inline int64_t CountRanks(const std::vector<ReduceLevel>& levels) {
+  int64_t ranks = 1;
+  for (const ReduceLevel& level : levels) {
+    ranks *= level.transport->size();
+  }
+  return ranks;
+}
+
+// Whether every rank reduces everything.
+inline bool Replicates(int64_t bytes, int64_t ranks, const ReduceSettings& settings) {
+  return ranks == 1 || bytes * ranks <= settings.replicate_bytes;
+}
+
+// The level in which the factor is applied. Between levels values are rounded to the element type: a factor
+// that makes them smaller comes first, so that float16 overflows no earlier than it must.
+inline size_t ScaledLevel(double scale, size_t levels) { return std::fabs(scale) < 1 ? 0 : levels - 1; }
 
 // Memory that grows and is never initialised; one of each lives as long as the op.
 class ScratchBuffer {

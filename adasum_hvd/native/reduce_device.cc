@@ -1,7 +1,6 @@
 #include "reduce_device.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <map>
 #include <set>
@@ -14,10 +13,8 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kAlignment = 256;        // bytes, of everything in the work buffer
-constexpr int kSlots = 2;                  // sums that a rank sends at most: a slice has two ends
-constexpr int64_t kLeastPinned = 64 << 10; // bytes
-constexpr int kPinnedAtOnce = 4;
+constexpr int64_t kAlignment = 256; // bytes, of everything in the work buffer
+constexpr int kSlots = 2;           // sums that a rank sends at most: a slice has two ends
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -165,11 +162,11 @@ private:
     const Slice& mine() const { return shares.slices[rank()]; }
   };
 
-  void PlaceFirst(DeviceScratch& scratch);
+  void PlaceFirst();
   void PlaceNext();
-  void PlaceReceived(DeviceScratch& scratch);
+  void PlaceReceived();
   std::map<int, int> PlanStages(size_t level, Arena& arena);
-  void PlanSlice(size_t level, Arena& arena, DeviceScratch& scratch);
+  void PlanSlice(size_t level, Arena& arena);
   void PlanCopies();
 
   void Exchange(Level& level);
@@ -229,26 +226,22 @@ DeviceReduction::DeviceReduction(const std::vector<TensorView>& tensors, Element
     elements.push_back(tensor.elements);
   }
   const Slice everything = Fused(elements);
-  int64_t ranks = 1;
-  for (const ReduceLevel& level : levels) {
-    ranks *= level.transport->size();
-  }
+  const int64_t ranks = CountRanks(levels);
   alone_ = ranks == 1;
-  replicate_ = alone_ || everything.elements * bytes() * ranks <= settings.replicate_bytes;
-  // As in reduce.cc: a factor that makes values smaller comes first.
-  const size_t scaled = std::fabs(scale) < 1 ? 0 : levels.size() - 1;
+  replicate_ = Replicates(everything.elements * bytes(), ranks, settings);
+  const size_t scaled = ScaledLevel(scale, levels.size());
   for (size_t level = 0; level < levels.size(); ++level) {
     const Slice region = level == 0 || replicate_ ? everything : levels_.back().mine();
     levels_.emplace_back(levels[level].transport, levels[level].tree, region, replicate_,
                          level == scaled ? scale : 1.0);
   }
-  PlaceFirst(scratch);
+  PlaceFirst();
   PlaceNext();
-  PlaceReceived(scratch);
+  PlaceReceived();
   PlanCopies();
   Arena arena;
   for (size_t level = 0; level < levels_.size(); ++level) {
-    PlanSlice(level, arena, scratch);
+    PlanSlice(level, arena);
   }
   std::vector<int64_t> packed, unpacked;
   for (const device::Copy& copy : packs_) {
@@ -261,7 +254,7 @@ DeviceReduction::DeviceReduction(const std::vector<TensorView>& tensors, Element
   arena.Put(&unpack_, unpacks_);
   Put(packed, arena, pack_blocks_);
   Put(unpacked, arena, unpack_blocks_);
-  char* base = scratch.work.Reserve(arena.bytes(), stream);
+  char* base = scratch_.work.Reserve(arena.bytes(), stream_);
   arena.Resolve(base);
   for (Level& level : levels_) {
     for (Stage& stage : level.stages) {
@@ -269,12 +262,12 @@ DeviceReduction::DeviceReduction(const std::vector<TensorView>& tensors, Element
       stage.fold.totals = level.slice.totals;
     }
   }
-  scratch.uploads.Copy(arena.uploaded(), base, stream);
+  scratch_.uploads.Copy(arena.uploaded(), base, stream_);
 }
 
 // ---- where things are ----
 
-void DeviceReduction::PlaceFirst(DeviceScratch& scratch) {
+void DeviceReduction::PlaceFirst() {
   Level& first = levels_.front();
   bool staged = replicate_ && levels_.size() > 1;
   for (const TensorView& tensor : tensors_) {
@@ -287,7 +280,7 @@ void DeviceReduction::PlaceFirst(DeviceScratch& scratch) {
         staged || (!alone_ && !HasContiguousInput(slice)) || (!replicate_ && !HasContiguousOutput(slice));
     elements = std::max(elements, first.shares.starts[rank] + slice.elements);
   }
-  staging_ = staged ? scratch.staging.Reserve(elements * bytes(), stream_) : nullptr;
+  staging_ = staged ? scratch_.staging.Reserve(elements * bytes(), stream_) : nullptr;
   for (int rank = 0; rank < first.size(); ++rank) {
     const Slice& slice = first.shares.slices[rank];
     char* there = staged ? staging_ + first.shares.starts[rank] * bytes() : nullptr;
@@ -310,12 +303,12 @@ void DeviceReduction::PlaceNext() {
   }
 }
 
-void DeviceReduction::PlaceReceived(DeviceScratch& scratch) {
+void DeviceReduction::PlaceReceived() {
   int64_t received = 0;
   for (const Level& level : levels_) {
     received += (level.size() - 1) * Aligned(level.mine().elements * bytes());
   }
-  char* room = scratch.received.Reserve(received, stream_);
+  char* room = scratch_.received.Reserve(received, stream_);
   for (Level& level : levels_) {
     for (int rank = 0; rank < level.size(); ++rank) {
       level.receive.push_back(rank == level.rank() ? nullptr : room);
@@ -361,7 +354,7 @@ std::map<int, int> DeviceReduction::PlanStages(size_t index, Arena& arena) {
   const int64_t entries = std::max<int64_t>(most, GramSize(level.size()));
   for (size_t below = index + 1; below-- > 0;) {
     const Level& group = levels_[below];
-    const std::vector<std::vector<int>> parts = group.shares.SharedTensors();
+    const std::vector<std::vector<int>>& parts = group.shares.shared;
     std::map<int, std::vector<int32_t>> sources; // by tensor
     Stage& stage = level.stages.emplace_back();
     stage.transport = group.transport;
@@ -372,7 +365,7 @@ std::map<int, int> DeviceReduction::PlanStages(size_t index, Arena& arena) {
       }
     }
     const std::vector<int> next =
-        below > 0 ? levels_[below - 1].shares.SharedTensors()[levels_[below - 1].rank()] : std::vector<int>();
+        below > 0 ? levels_[below - 1].shares.shared[levels_[below - 1].rank()] : std::vector<int>();
     std::vector<int32_t> row, first_source, source, next_slot;
     for (const auto& [tensor, from] : sources) {
       row.push_back(rows.emplace(tensor, static_cast<int>(rows.size())).first->second);
@@ -400,7 +393,7 @@ std::map<int, int> DeviceReduction::PlanStages(size_t index, Arena& arena) {
   return rows;
 }
 
-void DeviceReduction::PlanSlice(size_t index, Arena& arena, DeviceScratch& scratch) {
+void DeviceReduction::PlanSlice(size_t index, Arena& arena) {
   Level& level = levels_[index];
   device::Slice& slice = level.slice;
   const bool last = index + 1 == levels_.size();
@@ -410,7 +403,7 @@ void DeviceReduction::PlanSlice(size_t index, Arena& arena, DeviceScratch& scrat
   }
   Put(counts, arena, slice.blocks);
   const std::map<int, int> rows = PlanStages(index, arena);
-  const std::vector<int> sent = level.shares.SharedTensors()[level.rank()];
+  const std::vector<int>& sent = level.shares.shared[level.rank()];
   std::vector<device::Run> runs;
   int32_t first_block = 0;
   for (const Run& run : level.mine().runs) {
@@ -445,7 +438,7 @@ void DeviceReduction::PlanSlice(size_t index, Arena& arena, DeviceScratch& scrat
   arena.Room(&slice.coefficients, count * level.size());
   arena.Room(&slice.explicit_walk, count);
   arena.Room(&slice.sides, count * slice.tree.merges);
-  slice.explicit_counter = scratch.counter(stream_);
+  slice.explicit_counter = scratch_.counter(stream_);
 }
 
 // ---- enqueue ----
@@ -547,151 +540,6 @@ void DeviceReduction::SolveExplicitly(Level& level) {
     FoldOverRanks(level, entries, device::FoldBy::kAdd);
     device::SetSides(level.slice, walked.merges, walked.count, stream_);
   }
-}
-
-// ---- memory ----
-
-void CheckCuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("AdaSum: CUDA could not ") + what + ": " +
-                             cudaGetErrorString(error));
-  }
-}
-
-int CurrentDevice() {
-  int device = -1;
-  CheckCuda(cudaGetDevice(&device), "tell the current device");
-  return device;
-}
-
-DeviceGuard::DeviceGuard(int device) {
-  if (device >= 0 && cudaGetDevice(&before_) == cudaSuccess) {
-    cudaSetDevice(device);
-  }
-}
-
-DeviceGuard::~DeviceGuard() {
-  if (before_ >= 0) {
-    cudaSetDevice(before_);
-  }
-}
-
-// Destructors run on whichever thread makes the next list of ops, and must not start CUDA on a device that
-// is not this rank's.
-DeviceBuffer::~DeviceBuffer() {
-  if (memory_ != nullptr) {
-    DeviceGuard guard(device_);
-    cudaFree(memory_);
-  }
-}
-
-char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
-  if (bytes > bytes_) {
-    if (memory_ != nullptr) {
-      CheckCuda(cudaFreeAsync(memory_, stream), "free memory");
-      memory_ = nullptr;
-    }
-    device_ = CurrentDevice();
-    const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
-    bytes_ = 0;
-    cudaError_t error = cudaErrorMemoryAllocation;
-    for (int64_t wanted : {std::max(bytes, roomy), bytes}) {
-      if (error != cudaSuccess) {
-        error = cudaMallocAsync(&memory_, static_cast<size_t>(wanted), stream);
-        bytes_ = error == cudaSuccess ? wanted : 0;
-      }
-    }
-    if (error != cudaSuccess) {
-      memory_ = nullptr;
-      cudaGetLastError(); // or the framework's next call would find it
-      throw std::runtime_error(
-          "AdaSum: required " + std::to_string(bytes) +
-          " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) +
-          "; leave the framework less memory (TensorFlow: set_memory_growth), lower "
-          "HOROVOD_FUSION_THRESHOLD, "
-          "or reduce in smaller buckets (bucket_bytes)");
-    }
-  }
-  return static_cast<char*>(memory_);
-}
-
-Uploads::~Uploads() {
-  if (!pinned_.empty()) {
-    DeviceGuard guard(device_);
-    for (const Pinned& pinned : pinned_) {
-      cudaFreeHost(pinned.memory);
-      cudaEventDestroy(pinned.copied);
-    }
-  }
-}
-
-Uploads::Pinned Uploads::Pin(int64_t bytes) {
-  Pinned pinned = {nullptr, bytes, nullptr};
-  CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(bytes), cudaHostAllocDefault),
-            "pin host memory");
-  CheckCuda(cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming), "create an event");
-  return pinned;
-}
-
-// Pinning memory may wait for the device, so several are made at once, and none is given back.
-Uploads::Pinned Uploads::Take(int64_t bytes) {
-  for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
-    const cudaError_t copied = pinned->bytes < bytes ? cudaErrorNotReady : cudaEventQuery(pinned->copied);
-    if (copied == cudaSuccess) {
-      const Pinned found = *pinned;
-      pinned_.erase(pinned);
-      return found;
-    }
-    cudaGetLastError(); // "not ready" is no error that the framework should find
-  }
-  device_ = CurrentDevice();
-  int64_t rounded = kLeastPinned;
-  while (rounded < bytes) {
-    rounded *= 2;
-  }
-  for (int more = 1; more < kPinnedAtOnce; ++more) {
-    pinned_.push_back(Pin(rounded));
-  }
-  return Pin(rounded);
-}
-
-void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream) {
-  const Pinned pinned = Take(static_cast<int64_t>(bytes.size()));
-  pinned_.push_back(pinned);
-  std::memcpy(pinned.memory, bytes.data(), bytes.size());
-  CheckCuda(cudaMemcpyAsync(to, pinned.memory, bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
-  CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
-}
-
-DeviceScratch::~DeviceScratch() {
-  if (explicit_tensors_ != nullptr) {
-    DeviceGuard guard(device_);
-    cudaFreeHost(const_cast<int64_t*>(explicit_tensors_));
-  }
-}
-
-int64_t DeviceScratch::TakeExplicitTensors() {
-  const int64_t now = explicit_tensors_ == nullptr ? 0 : *explicit_tensors_;
-  return now - taken_.exchange(now);
-}
-
-int64_t* DeviceScratch::counter(cudaStream_t stream) {
-  if (explicit_tensors_ == nullptr) {
-    device_ = CurrentDevice();
-    void* pinned = nullptr;
-    CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
-    explicit_tensors_ = static_cast<volatile int64_t*>(pinned);
-    *explicit_tensors_ = 0;
-    CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t), stream), 0, sizeof(int64_t), stream),
-              "clear memory");
-  }
-  return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t), stream));
-}
-
-void DeviceScratch::CopyCounter(cudaStream_t stream) {
-  CheckCuda(cudaMemcpyAsync(const_cast<int64_t*>(explicit_tensors_), counter(stream), sizeof(int64_t),
-                            cudaMemcpyDeviceToHost, stream),
-            "copy");
 }
 
 void ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,

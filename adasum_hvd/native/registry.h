@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "horovod/common/ops/operation_manager.h"
-#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
+#include "settings.h"
+#if ADASUM_ON_DEVICES
 #include "horovod/common/ops/nccl_operations.h"
 #endif
 
@@ -28,7 +29,7 @@ struct GlobalStateOf : horovod::common::HorovodOp {
   }
 };
 
-#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
+#if ADASUM_ON_DEVICES
 // Defined in adasum_device_op.cc.
 std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumDeviceOp(horovod::common::NCCLContext* nccl_context,
                                                                  horovod::common::GPUContext* gpu_context,
@@ -67,7 +68,7 @@ private:
                                                     Ops<horovod::common::AllreduceOp> adasum_ops) {
     horovod::common::HorovodGlobalState* state = GlobalStateOf::Read(any_op);
     adasum_ops.insert(adasum_ops.begin(), MakeAdasumOp(state));
-#if HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N'
+#if ADASUM_ON_DEVICES
     for (const auto& op : allreduce_ops) {
       if (auto* nccl = dynamic_cast<horovod::common::NCCLAllreduce*>(op.get())) {
         adasum_ops.insert(adasum_ops.begin(),

@@ -10,6 +10,9 @@
 #include "reduce.h"
 #include "tree.h"
 
+// Whether this Horovod reduces tensors on CUDA devices, over NCCL: then so does the op.
+#define ADASUM_ON_DEVICES (HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N')
+
 namespace adasum_hvd {
 
 constexpr char kVersion[] = "0.1.0";

@@ -21,6 +21,7 @@ PARTS = (
     "layout.cc",
     "plan.cc",
     "device.cu",
+    "device_memory.cc",
     "reduce_device.cc",
 )
 X86_PARTS = {"kernels_avx2.cc": "-mavx2,-mfma,-mf16c"}

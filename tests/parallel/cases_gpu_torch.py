@@ -10,19 +10,13 @@ import os
 
 import numpy as np
 import torch
+from cases_torch_ops import SIZES, TOLERANCE, tensor_of
 from torch import nn
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
 
 DEVICE = os.environ.get("ADASUM_TEST_DEVICE", "cuda")
-SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
-TOLERANCE = {
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-    torch.float32: 1e-6,
-    torch.float64: 1e-9,
-}
 EVENS: hvd.ProcessSet
 
 
@@ -41,8 +35,7 @@ def align() -> None:
 
 
 def on_device(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    values = np.random.default_rng([seed, rank, size]).standard_normal(size)
-    return torch.from_numpy(values).to(dtype).to(DEVICE)
+    return tensor_of(rank, size, dtype, seed).to(DEVICE)
 
 
 def wanted(size: int, dtype: torch.dtype, ranks, seed: int = 0) -> np.ndarray:

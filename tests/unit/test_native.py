@@ -29,7 +29,7 @@ ARITHMETIC = (
     "kernels_portable.cc",
 )
 SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
-DEVICE = ("device.cu", "reduce_device.cc", "transport_nccl.cc")
+DEVICE = ("device.cu", "device_memory.cc", "reduce_device.cc", "transport_nccl.cc")
 X86_FLAGS = {
     "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.cc": [
@@ -182,7 +182,7 @@ def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
         compiler = nccl.cuda_home() / "bin" / "nvcc"
     except nccl.Missing as error:
         pytest.skip(str(error))
-    for part in ("device.cu", "reduce_device.cc"):
+    for part in DEVICE[:-1]:
         command = [str(compiler), "-std=c++17", "-fmad=false", "-arch=sm_90", "-c"]
         command += ["-Werror", "all-warnings", str(NATIVE / part)]
         subprocess.run([*command, "-o", str(tmp_path / f"{part}.o")], check=True)

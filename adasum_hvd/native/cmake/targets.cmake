@@ -42,7 +42,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND ADASUM_SOURCES kernels_avx2.cc kernels_avx512.cc)
 endif()
 if(HAVE_CUDA AND HAVE_NCCL)
-  list(APPEND ADASUM_SOURCES adasum_device_op.cc reduce_device.cc transport_nccl.cc)
+  list(APPEND ADASUM_SOURCES adasum_device_op.cc device_memory.cc reduce_device.cc transport_nccl.cc)
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 

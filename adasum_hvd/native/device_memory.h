@@ -1,0 +1,94 @@
+// What a reduction on a CUDA device keeps between calls: memory there, and pinned memory on the host.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+namespace adasum_hvd {
+
+// Throws std::runtime_error, saying `what` failed, where a call of CUDA did.
+void CheckCuda(cudaError_t error, const char* what);
+
+// The device of the calling thread, while this lives. Does nothing for a negative one.
+class DeviceGuard {
+public:
+  explicit DeviceGuard(int device);
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard();
+
+private:
+  int before_ = -1;
+};
+
+int CurrentDevice();
+
+// Memory on the device that was current when it was first reserved. It grows in the order of a stream, the
+// same for all calls: what is enqueued keeps what it has, and nothing waits.
+class DeviceBuffer {
+public:
+  DeviceBuffer() = default;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer();
+
+  char* Reserve(int64_t bytes, cudaStream_t stream);
+
+private:
+  int device_ = -1;
+  void* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Pinned host memory for what a reduction tells the device: a copy is enqueued, and the memory taken again
+// when that copy has been made.
+class Uploads {
+public:
+  Uploads() = default;
+  Uploads(const Uploads&) = delete;
+  Uploads& operator=(const Uploads&) = delete;
+  ~Uploads();
+
+  void Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream);
+
+private:
+  struct Pinned {
+    void* memory;
+    int64_t bytes;
+    cudaEvent_t copied;
+  };
+  Pinned Take(int64_t bytes);
+  static Pinned Pin(int64_t bytes);
+
+  int device_ = -1;
+  std::deque<Pinned> pinned_; // the one used longest ago first
+};
+
+// One of each per stream, for as long as the op lives.
+struct DeviceScratch {
+  DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
+  DeviceBuffer received; // the other ranks' elements of this rank's slices
+  DeviceBuffer work;     // what the kernels are told, and sums
+  Uploads uploads;
+
+  DeviceScratch() = default;
+  ~DeviceScratch();
+  // Tensors with an ill-conditioned node that the reductions that are done have met on this rank, since the
+  // last call.
+  int64_t TakeExplicitTensors();
+
+  int64_t* counter(cudaStream_t stream); // on the device
+  void CopyCounter(cudaStream_t stream);
+
+private:
+  int device_ = -1;
+  DeviceBuffer counter_;
+  volatile int64_t* explicit_tensors_ = nullptr; // pinned: the counter, some time ago
+  std::atomic<int64_t> taken_{0};
+};
+
+} // namespace adasum_hvd
