@@ -454,7 +454,11 @@ def _cmake() -> str:
 
 
 def install(wheel: Path) -> None:
-    """Install `wheel` into this environment with pip, in place of any other Horovod."""
+    """Install `wheel` into this environment with pip, in place of any other Horovod.
+
+    Raises:
+        BuildError: what is then installed does not load.
+    """
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     wanted = f"{wheel} {wheel.stat().st_mtime_ns}"
     ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
@@ -474,4 +478,14 @@ def install(wheel: Path) -> None:
         "--no-deps",
     ]
     subprocess.run([*command, str(wheel)], check=True)
+    # In a process of its own, which loads the frameworks and what was just installed.
+    check = "import sys; from adasum_hvd import doctor; sys.exit(doctor.load_built())"
+    loaded = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+    )
+    if loaded.returncode:
+        raise BuildError(
+            f"required a Horovod that loads, got: {loaded.stdout or loaded.stderr}; it is "
+            "installed all the same; report this with the output of `adasum-hvd doctor`"
+        )
     stamp.write_text(wanted)

@@ -34,6 +34,11 @@ def _library(framework: str) -> Path | None:
     return next(candidates, None)
 
 
+def _load(framework: str, path: Path) -> ctypes.CDLL:
+    importlib.import_module(framework)
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
 def _op_finding(framework: str, installed_version: str) -> Finding:
     path = _library(framework)
     subject = f"AdaSum op for {framework} {installed_version}"
@@ -51,8 +56,7 @@ def _op_finding(framework: str, installed_version: str) -> Finding:
             "adasum-hvd build --force",
         )
     try:
-        importlib.import_module(framework)
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        library = _load(framework, path)
     except (ImportError, OSError) as error:
         return Finding(subject, f"does not load: {error}", False, rebuild)
     if problem := binding._text(library, "horovod_adasum_settings_error"):
@@ -91,6 +95,23 @@ def findings() -> Iterator[Finding]:
     yield Finding("Horovod", horovod, ours, "" if ours else "adasum-hvd build")
     for name, version in frameworks.items():
         yield _op_finding(name, version)
+
+
+def load_built() -> int:
+    """Load the op for every framework that Horovod was built for; print what does not.
+
+    Returns:
+        How many do not load.
+    """
+    failed = 0
+    for framework in build.installed_frameworks():
+        if path := _library(framework):
+            try:
+                _load(framework, path)
+            except (ImportError, OSError) as error:
+                print(f"{framework}: {error}")
+                failed += 1
+    return failed
 
 
 def run() -> int:

@@ -119,3 +119,17 @@ def test_installed_horovod_is_ours():
         metadata.version("horovod") == f"{build.HOROVOD_VERSION}+{build.LOCAL_VERSION}"
     )
     assert Path(build.NATIVE, "cmake", "inject.cmake").exists()
+
+
+def test_a_library_that_does_not_load_is_named(tmp_path):
+    library = tmp_path / "horovod" / "torch" / "mpi_lib_v2.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("not a library" * 99)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    script = "import sys; from adasum_hvd import doctor; sys.exit(doctor.load_built())"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert loaded.returncode == 1
+    assert re.fullmatch(r"torch: .*invalid ELF header\n", loaded.stdout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+from pathlib import Path
 
 import horovod.tensorflow
 import keras
@@ -11,7 +13,7 @@ from horovod.tensorflow import mpi_ops
 
 import adasum_hvd.tensorflow as hvd
 import adasum_hvd.tensorflow.keras as hvd_keras
-from adasum_hvd import binding
+from adasum_hvd import binding, build, prerequisites
 from adasum_hvd.tensorflow import ops as tf_ops
 
 
@@ -81,3 +83,20 @@ def test_xla_shows_while_tracing():
     tf.function(body, autograph=False, jit_compile=True)()
     tf.function(lambda: tf.cond(tf.constant(True), body, body), jit_compile=True)()
     assert seen == ["fine", "refused", "refused", "refused"]
+
+
+def test_the_stream_function_that_tensorflow_lacks(tmp_path):
+    """Horovod's TensorFlow ops for CUDA need it in this form to load."""
+    compiled = tmp_path / "stream.o"
+    simulated = Path(__file__).parents[1] / "native" / "simulated_cuda"
+    subprocess.run(
+        [prerequisites.compiler(), "-std=c++17", "-c", "-o", str(compiled)]
+        + [*tf.sysconfig.get_compile_flags(), f"-I{simulated}"]
+        + [str(build.NATIVE / "tensorflow_stream.cc")],
+        check=True,
+    )
+    symbols = subprocess.run(
+        ["nm", "--demangle", str(compiled)], capture_output=True, text=True, check=True
+    ).stdout
+    wanted = "stream_executor::gpu::AsGpuStreamValue(stream_executor::Stream*)"
+    assert f" T {wanted}\n" in symbols

@@ -66,6 +66,11 @@ foreach(target IN ITEMS pytorch tensorflow)
     set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
       PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${header}" OBJECT_DEPENDS "${header}")
   endforeach()
+  if(target STREQUAL tensorflow AND HAVE_CUDA)
+    set(source "${ADASUM_NATIVE_DIR}/tensorflow_stream.cc")
+    target_sources(${target} PRIVATE "${source}")
+    set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS "-fvisibility=hidden")
+  endif()
   # site-packages/horovod/<framework> to the environment's lib: the MPI wheel of whichever environment this
   # is installed in comes before the one it was built with.
   set_property(TARGET ${target} APPEND PROPERTY BUILD_RPATH "$ORIGIN/../../../..")
