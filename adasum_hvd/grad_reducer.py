@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.partition import checked_degree, fusion_groups
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
@@ -26,8 +27,9 @@ class GradReducer(ABC):
 
     Args:
         parameters: the parameters that the gradients belong to, in the gradients' order. One
-            with a true attribute `layerwise_parallel` keeps its own gradient; one with an
-            attribute `comm_fusion` is reduced together with those of the same number.
+            with a true attribute `layerwise_parallel` or `is_in_shard`, or marked with
+            `mark_worker_local`, keeps its own gradient; one with an attribute `comm_fusion` is
+            reduced together with those of the same number.
         mean: multiply the sums by 1 / degree.
         degree: the divisor; by default the number of ranks in `group` (not in the job).
         fusion_type: the fusion number of parameters without a `comm_fusion`.
@@ -52,11 +54,11 @@ class GradReducer(ABC):
         group: Any = None,
         split_indices: Sequence[int] | None = None,
     ):
-        self._parameters = list(parameters)
+        self.parameters = tuple(parameters)
         self._group = self._all_ranks if group is None else group
         degree = checked_degree(self._group.size() if degree is None else degree)
         self._factor = 1.0 / degree if mean else 1.0
-        self._fusion = fusion_groups(self._parameters, fusion_type, split_indices)
+        self._fusion = fusion_groups(self.parameters, fusion_type, split_indices)
         count = _reducers.setdefault(self._group, itertools.count())
         self._name = f"grad_reducer.{self._group.process_set_id}.{next(count)}"
 
@@ -75,18 +77,18 @@ class GradReducer(ABC):
         """
         if not isinstance(gradients, list | tuple):
             return self((gradients,))[0]
-        if len(gradients) != len(self._parameters):
+        if len(gradients) != len(self.parameters):
             raise ValueError(
-                f"DistributedGradReducer: required {len(self._parameters)} gradients, one per "
+                f"DistributedGradReducer: required {len(self.parameters)} gradients, one per "
                 f"parameter, got {len(gradients)}"
             )
         results = list(gradients)
         name = self._current_name()
         dense: dict[int, list[int]] = {}  # by fusion number
         for index, (parameter, gradient) in enumerate(
-            zip(self._parameters, gradients, strict=True)
+            zip(self.parameters, gradients, strict=True)
         ):
-            if gradient is None or getattr(parameter, "layerwise_parallel", False):
+            if gradient is None or self._keeps_its_own(parameter):
                 continue
             if self._is_sparse(gradient):
                 results[index] = self._reduce_sparse(f"{name}.sparse.{index}", gradient)
@@ -103,6 +105,12 @@ class GradReducer(ABC):
 
     def _current_name(self) -> str:
         return self._name
+
+    def _keeps_its_own(self, parameter: Any) -> bool:
+        shards = ("layerwise_parallel", "is_in_shard")
+        return is_marked_local(parameter) or any(
+            getattr(parameter, name, False) for name in shards
+        )
 
     @abstractmethod
     def _is_sparse(self, gradient: Any) -> bool: ...

@@ -14,7 +14,10 @@ SEED_GROUP_SIZE = 8
 
 
 def check_job(
-    context: ParallelContext, settings: Mapping[str, object], relaxed: bool = False
+    context: ParallelContext,
+    settings: Mapping[str, object],
+    relaxed: bool = False,
+    reduced_in_group: bool = False,
 ) -> None:
     """Check that a job meets the constraints of MindSpore's cells.
 
@@ -23,16 +26,26 @@ def check_job(
         settings: the op's settings, as `hvd.settings()` returns them.
         relaxed: lift the constraints that our op does not need: any number of ranks from
             two, any groups.
+        reduced_in_group: the cell itself reduces gradients in the group (`gradient_group`);
+            the op then averages what is equal already, and must not sum it once more.
 
     Raises:
         RuntimeError: a parallel mode or number of ranks that is refused, or, unless
             `relaxed`, groups other than of 8 ranks averaged (summed, where the context says
-            `gradients_mean=False`).
+            `gradients_mean=False` and the op is to do it); with `reduced_in_group`, groups
+            that the op sums.
     """
     check(context, strict=not relaxed)
     if relaxed:
+        if reduced_in_group and settings["group_op"] == "sum":
+            raise RuntimeError(
+                "AdaSum wrap cell: required group_op='average' or 'adasum' with gradient_group, "
+                "got 'sum', which would sum what gradient_group has reduced already; call "
+                "hvd.init(group_op='average')"
+            )
         return
-    required = ("average" if context.gradients_mean else "sum", SEED_GROUP_SIZE)
+    sums = not context.gradients_mean and not reduced_in_group
+    required = ("sum" if sums else "average", SEED_GROUP_SIZE)
     found = (settings["group_op"], settings["group_size"])
     if found != required:
         raise RuntimeError(

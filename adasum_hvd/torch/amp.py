@@ -22,7 +22,9 @@ class GradScaler(torch.amp.GradScaler):
 
     A drop-in replacement: `scale`, `unscale_`, `step`, `update` and the state dict are
     torch's. When any rank's gradients overflow, every rank skips the step (the delta
-    variant then reduces nothing new) and every rank's scale shrinks.
+    variant then reduces nothing new) and every rank's scale shrinks. It shrinks too when
+    the reduced change of the delta variant is not finite; weights are then those from before
+    the step, or the window of local steps, and the optimizer's state has seen the step.
 
     Example:
         >>> scaler = hvd.GradScaler("cuda")       # doctest: +SKIP
@@ -69,9 +71,14 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         setattr(optimizer, _AGREED, True)
         try:
-            return super().step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
         finally:
             delattr(optimizer, _AGREED)
+        if getattr(optimizer, "change_overflowed", False):
+            optimizer.change_overflowed = False
+            for flag in state["found_inf_per_device"].values():
+                flag.fill_(1)
+        return result
 
 
 def refuse_with_overlap(optimizer: Any, scaled: bool = False) -> None:

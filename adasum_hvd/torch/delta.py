@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from adasum_hvd import ops
 from adasum_hvd.torch import amp
+from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.countdown import GradientCountdown
 from adasum_hvd.torch.delta_buckets import ChangeBucket, change_bucket
@@ -26,6 +28,8 @@ class DeltaOptimizer(DistributedBase):
         self._local_step = 0  # steps taken since the replicas were last equal
         self._countdown: GradientCountdown | None = None
         self._stepped: set[int] = set()  # buckets that overlap has stepped already
+        self._scaled = False  # a gradient scaler called this step()
+        self.change_overflowed = False  # read and cleared by hvd.GradScaler
         super()._configure(names, options)
 
     def _make_bucket(
@@ -101,7 +105,11 @@ class DeltaOptimizer(DistributedBase):
         self._buckets[index].keep()
 
     def _apply(self) -> None:
-        """Wait for the reduced changes and set every parameter to start + change."""
+        """Wait for the reduced changes and set every parameter to start + change.
+
+        Under a gradient scaler a change that is not finite (float16 on the wire overflows
+        where the gradients did not) is dropped, and the scaler told.
+        """
         try:
             for bucket in self._buckets:
                 bucket.finish()
@@ -109,6 +117,11 @@ class DeltaOptimizer(DistributedBase):
             for bucket in self._buckets:
                 bucket.restore()
             raise
+        if self._scaled and self._reducing and not self._changes_are_finite():
+            for bucket in self._buckets:
+                bucket.restore()
+            self.change_overflowed = True
+            return
         limit = self._options.clip_delta_norm
         if limit is not None and self._buckets:
             norms = [
@@ -119,6 +132,19 @@ class DeltaOptimizer(DistributedBase):
                 bucket.flat.mul_(limit / norm)
         for bucket in self._buckets:
             bucket.apply()
+
+    def _changes_are_finite(self) -> bool:
+        """Return whether all reduced changes are finite, the same on all ranks."""
+        largest = [bucket.largest().double().cpu() for bucket in self._buckets]
+        finite = torch.isfinite(torch.stack(largest)).all()
+        if self._any_partial:  # not all ranks have reduced the same
+            finite = torch_ops.allreduce(
+                finite.double().reshape(1),
+                name=f"adasum.change_is_finite.{self._instance}",
+                op=ops.Min,
+                process_set=self._options.process_set,
+            )
+        return bool(finite)
 
     @torch.no_grad()
     def step(self, closure: StepClosure = None) -> Any:
@@ -134,6 +160,7 @@ class DeltaOptimizer(DistributedBase):
             self._follow_parameters()
         if self._options.overlap and self._reducing:
             return self._overlapped_step(closure)
+        self._scaled = getattr(self, "found_inf", None) is not None
         skip = amp.must_skip(self, consistent=self._alone)
         if self._local_step == 0:
             for index in range(len(self._buckets)):

@@ -66,13 +66,18 @@ class ChangeBucket(Bucket):
                 view.copy_(param.to(start.dtype) - old.to(param.device))
         super().start()
 
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude in the reduced change; not finite where an element is."""
+        return _largest([self.flat])
+
     def apply(self) -> None:
         """Set the weights, after `finish`, to what they were at `keep` plus the reduced change."""
         self.start_weights.add_(self.flat.to(self.start_weights.device))
         torch._foreach_copy_(self.params, self._start_views)
 
     def restore(self) -> None:
-        """Set the weights to what they were at `keep`; only where `finish` changes them."""
+        """Set the weights to what they were at `keep`."""
+        torch._foreach_copy_(self.params, self._start_views)
 
 
 class ChangeInOpBucket(ChangeBucket):
@@ -89,9 +94,14 @@ class ChangeInOpBucket(ChangeBucket):
         self.start_weights, self._start_views = self.flat, self.views
 
     def start(self) -> None:
-        """As the base's; the parameters' memory must stay where it is until `finish`."""
+        """As the base's; the parameters' memory must stay where it is until `finish`.
+
+        Raises:
+            RuntimeError: parameters were converted since `keep`.
+        """
         addresses = [param.data_ptr() for param in self.params]
         if addresses != self._registered:
+            self._check_converted()
             binding.register_weights(
                 torch_ops.LIBRARY,
                 self._entry,
@@ -102,17 +112,29 @@ class ChangeInOpBucket(ChangeBucket):
             self._registered = addresses
         Bucket.start(self)
 
+    def _check_converted(self) -> None:
+        flat = self.flat
+        for param in self.params:
+            found = (param.dtype, param.device, param.is_contiguous())
+            if found != (flat.dtype, flat.device, True):
+                raise RuntimeError(
+                    f"delta variant: required weights that stay contiguous, {flat.dtype} and on "
+                    f"{flat.device} until the reduction, got one that is {param.dtype}, on "
+                    f"{param.device}, strides {param.stride()}; convert the model between "
+                    "reductions"
+                )
+
     def finish(self) -> None:
         """As the base's; autograd then knows that the parameters have changed."""
         super().finish()
         _note_change(self.params)
 
+    def largest(self) -> torch.Tensor:
+        """As the base's, of the new weights, which is all there is."""
+        return _largest(self.params)
+
     def apply(self) -> None:
         """Do nothing: `finish` has."""
-
-    def restore(self) -> None:
-        """Set the weights to what they were at `keep`."""
-        torch._foreach_copy_(self.params, self.views)
 
 
 def change_bucket(
@@ -152,6 +174,13 @@ def op_takes(
             for weight in weights
         )
     )
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(filled, torch.inf)).max()
 
 
 def _note_change(tensors: Sequence[torch.Tensor]) -> None:

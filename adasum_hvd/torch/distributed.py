@@ -27,6 +27,11 @@ def _is_reduced(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and not marks.is_worker_local(parameter)
 
 
+def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    """Return what `model.to(...)` may change while the parameter stays the same object."""
+    return parameter.dtype, parameter.device, parameter.is_contiguous()
+
+
 class DistributedBase(torch.optim.Optimizer):
     """Buckets, names and copies; mixed in front of the user's optimizer class."""
 
@@ -74,7 +79,7 @@ class DistributedBase(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
-        self._in_buckets: set[int] = set()  # by id
+        self._in_buckets: dict[int, tuple] = {}  # kinds of parameters, by id
         if not self._reducing:
             return
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
@@ -87,7 +92,7 @@ class DistributedBase(torch.optim.Optimizer):
             for index, members in enumerate(lists):
                 label = f"{self._instance}.{process_set.process_set_id}.{index}"
                 self._buckets.append(self._make_bucket(label, members, process_set))
-                self._in_buckets.update(id(parameter) for _, parameter in members)
+                self._in_buckets |= {id(p): _kind(p) for _, p in members}
 
     def _by_process_set(
         self, named: Sequence[NamedParameter]
@@ -140,7 +145,7 @@ class DistributedBase(torch.optim.Optimizer):
             )
 
     def _follow_parameters(self) -> None:
-        """Rebuild the buckets when parameters were (un)frozen or replaced since.
+        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since.
 
         Every rank runs the same program, so every rank comes to the same conclusion.
 
@@ -149,7 +154,7 @@ class DistributedBase(torch.optim.Optimizer):
         """
         if not self._reducing:
             return
-        if set(map(id, self._reduced_parameters())) != self._in_buckets:
+        if {id(p): _kind(p) for p in self._reduced_parameters()} != self._in_buckets:
             for index, group in enumerate(self.param_groups):
                 for j, parameter in enumerate(group["params"]):
                     self._names.setdefault(id(parameter), f"group{index}.param{j}")

@@ -9,13 +9,14 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd.grad_reducer import GradReducer
+from adasum_hvd.torch import marks
 
 
 class DistributedGradReducer(GradReducer):
     """Sums gradients over the ranks of a group in float32, and multiplies by 1 / degree.
 
     Arguments and errors: :class:`adasum_hvd.grad_reducer.GradReducer`. Sparse gradients are
-    COO tensors.
+    COO tensors. A parameter given to `mark_replicated_over` keeps its own gradient, too.
 
     Example:
         >>> reducer = DistributedGradReducer(list(model.parameters()))  # doctest: +SKIP
@@ -27,6 +28,9 @@ class DistributedGradReducer(GradReducer):
     """
 
     _all_ranks = mpi_ops.global_process_set
+
+    def _keeps_its_own(self, parameter: torch.Tensor) -> bool:
+        return super()._keeps_its_own(parameter) or marks.is_marked(parameter)
 
     def _is_sparse(self, gradient: torch.Tensor) -> bool:
         return gradient.is_sparse
@@ -48,15 +52,14 @@ class DistributedGradReducer(GradReducer):
         return finish
 
     def _reduce_sparse(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.coalesce()
-
+        # Not coalesced: entries of one position are not added up, in float16 least of all.
         def gather(tensor: torch.Tensor, what: str) -> Any:
             return mpi_ops.allgather(
                 tensor, name=f"{name}.{what}", process_set=self._group
             )
 
-        positions = gather(gradient.indices().t().contiguous(), "i")
-        values = gather(gradient.values().float(), "v") * self._factor
+        positions = gather(gradient._indices().t().contiguous(), "i")
+        values = gather(gradient._values().float(), "v") * self._factor
         return torch.sparse_coo_tensor(
             positions.t(), values.to(gradient.dtype), gradient.shape
         )
@@ -68,9 +71,9 @@ class DistributedGradReducer(GradReducer):
         A gradient that is None counts as dense zeros, and then exists on this rank too; a
         sparse gradient must exist on every rank.
         """
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = tuple(parameter.grad for parameter in self._parameters)
-        for parameter, reduced in zip(self._parameters, self(gradients), strict=True):
+        gradients = tuple(parameter.grad for parameter in self.parameters)
+        for parameter, reduced in zip(self.parameters, self(gradients), strict=True):
             parameter.grad = reduced

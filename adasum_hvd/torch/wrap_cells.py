@@ -22,12 +22,15 @@ from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.wrap_cells import check_job
 
+_OWN = ("optimizer", "_group", "_mean", "_reducer")  # a cell's; the rest is forwarded
+
 
 class WrapCell:
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
     Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
-    those of `optimizer`, the `DistributedOptimizer` inside; give that one to LR schedulers.
+    those of `optimizer`, the `DistributedOptimizer` inside, to read and to set, so that a
+    gradient scaler takes a cell for an optimizer; give LR schedulers the one inside.
 
     Args:
         optimizer: a torch optimizer.
@@ -38,7 +41,8 @@ class WrapCell:
         model: as `DistributedOptimizer`'s.
         gradient_group: a process set, this rank's group: gradients given to the cell are
             averaged over it (summed with `gradients_mean=False`) before anything else, as
-            MindSpore's TrainOneStepCell does.
+            MindSpore's TrainOneStepCell does. Then the op averages inside its groups, also
+            with `gradients_mean=False`: it finds sums that are equal there.
 
     Raises:
         RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
@@ -68,7 +72,7 @@ class WrapCell:
         found = find_modes(optimizer, model)
         if context is None:
             context = context_of([f for of_rank in found for f in of_rank], size())
-        check_job(context, torch_ops.settings(), relaxed)
+        check_job(context, torch_ops.settings(), relaxed, gradient_group is not None)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{type(self).__name__}: required a torch.optim.Optimizer, got "
@@ -77,19 +81,18 @@ class WrapCell:
         self.optimizer = DistributedOptimizer(
             optimizer, named_parameters, op=self._op, model=model
         )
-        self._reducer = None
-        if gradient_group is not None:
-            self._reducer = DistributedGradReducer(
-                self.parameters, context.gradients_mean, group=gradient_group
-            )
+        self._group = gradient_group
+        self._mean = context.gradients_mean
+        self._reducer: DistributedGradReducer | None = None
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The optimizer's parameters, in the order in which gradients are given."""
+        """The optimizer's parameters that require a gradient, in the order of gradients."""
         groups = self.optimizer.param_groups
-        return tuple(parameter for group in groups for parameter in group["params"])
+        everything = (parameter for group in groups for parameter in group["params"])
+        return tuple(parameter for parameter in everything if parameter.requires_grad)
 
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> Any:
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> Any:
         """Step with `gradients`, one per parameter, and return what the optimizer returns.
 
         Raises:
@@ -105,22 +108,42 @@ class WrapCell:
                 f"{type(self).__name__}: required one gradient per parameter, of shapes "
                 f"{required}, got {shapes}"
             )
-        if self._reducer is not None:
-            gradients = self._reducer(tuple(gradients))
+        gradients = self._reduced_in_group(parameters, gradients)
         # Drops what a backward pass by torch has left in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            assert gradient is not None
             parameter.grad = gradient.detach().to(parameter.dtype, copy=True)
         try:
             return self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
 
+    def _reduced_in_group(
+        self, parameters: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        if self._group is None:
+            return gradients
+        known = self._reducer.parameters if self._reducer else ()
+        if [*map(id, known)] != [*map(id, parameters)]:  # some were (un)frozen since
+            self._reducer = DistributedGradReducer(
+                parameters, self._mean, group=self._group
+            )
+        assert self._reducer is not None
+        return self._reducer(tuple(gradients))
+
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: __init__ has raised
+        if name in _OWN:  # not there yet: __init__ has raised
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
 
 
 class AdaSumByGradWrapCell(WrapCell):
@@ -134,9 +157,7 @@ class AdaSumByDeltaWeightWrapCell(WrapCell):
 
     _op = ops.AdasumDelta
 
-    def __call__(
-        self, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, ...]:
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Step with `gradients` and return the updated parameters; errors as the base's."""
         super().__call__(gradients)
         return self.parameters

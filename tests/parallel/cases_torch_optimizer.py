@@ -723,6 +723,88 @@ def case_grad_scaler() -> None:
         check_equal(model, simulation.models[0], 1e-5)
 
 
+def case_change_that_overflows() -> None:
+    """Finite gradients whose change overflows on the wire: dropped, and the scale shrinks."""
+    if hvd.size() == 1:
+        return
+    for options in ({}, {"clip_delta_norm": 1e9}):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], 1e5),
+            op="adasum-delta", compression=hvd.Compression.fp16, **options,
+        )  # fmt: skip
+        scaler = hvd.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight.detach(), torch.ones(3))
+        assert scaler.get_scale() == 2.0
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.5
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+    weight = nn.Parameter(torch.full((3,), 3e38))  # the op adds where the weights are
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], 1e38), op="adasum-delta"
+    )
+    scaler = hvd.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(-2 * weight.sum() if hvd.rank() else 0 * weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.full((3,), 3e38))
+    assert scaler.get_scale() == 0.5
+
+
+def case_conversion_after_wrapping() -> None:
+    """Other dtypes and memory layouts than at construction: the buckets follow."""
+    conversions = (
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.double(),
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+    )
+    for op in ("adasum-grad", "adasum-delta"):
+        for convert in conversions:
+            torch.manual_seed(0)
+            model = nn.Conv2d(3, 4, 2)
+            optimizer = distributed(model, op)
+            convert(model)
+            converted = copy.deepcopy(model)
+            again = distributed(converted, op)
+            for step in range(2):
+                for net, each in ((model, optimizer), (converted, again)):
+                    torch.manual_seed(10 * step + hvd.rank())
+                    images = torch.randn(2, 3, 4, 4).to(net.weight.dtype)
+                    each.zero_grad()
+                    net(images).square().mean().backward()
+                    each.step()
+            hvd.check_replicas(model)
+            for one, other in zip(
+                model.parameters(), converted.parameters(), strict=True
+            ):
+                assert torch.equal(one, other)
+
+
+def case_conversion_inside_a_step() -> None:
+    if hvd.size() == 1:
+        return
+
+    class Converting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data = parameter.data.double()
+
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        Converting(model.parameters(), 0.1), op="adasum-delta"
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"got one that is torch\.float64, on cpu"):
+        optimizer.step()
+
+
 def case_torch_grad_scaler() -> None:
     """torch's scaler: right after an own synchronize(), an error that names ours otherwise."""
     for op in ("adasum-grad", "adasum-delta"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from horovod.torch import mpi_ops
 from torch import nn
 
 import adasum_hvd.torch as hvd
@@ -54,6 +55,45 @@ def case_reducer_adds_float16_in_float32() -> None:
     assert mean.item() == 40000.0  # a float16 sum would have overflowed
 
 
+def fused(reducer, gradients) -> list[int]:
+    """Return how many tensors each reduction of a call carries."""
+    carried = []
+    start = mpi_ops.grouped_allreduce_async_
+
+    def watch(tensors, **arguments):
+        carried.append(len(tensors))
+        return start(tensors, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi_ops, "grouped_allreduce_async_", watch)
+        reducer(gradients)
+    return carried
+
+
+def case_reducer_leaves_what_is_local() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(5)]
+    params[1].layerwise_parallel = True
+    params[2].is_in_shard = True
+    hvd.mark_worker_local(params[3])
+    hvd.mark_replicated_over(hvd.global_process_set, params[4])
+    gradients = tuple(torch.full((2,), hvd.rank() + 1.0) for _ in params)
+    reduced = hvd.DistributedGradReducer(params)(gradients)
+    assert torch.equal(reduced[0], torch.full((2,), (hvd.size() + 1) / 2))
+    for result, given in zip(reduced[1:], gradients[1:], strict=True):
+        assert torch.equal(result, given)
+
+
+def case_reducer_keeps_sparse_entries_apart() -> None:
+    """Entries of one position are not added up, least of all in float16."""
+    table = nn.Parameter(torch.zeros(4, 1, dtype=torch.float16))
+    entries = torch.full((2, 1), 40000.0, dtype=torch.float16)
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), entries, (4, 1))
+    reduced = hvd.DistributedGradReducer([table])(gradient)
+    assert reduced._nnz() == 2 * hvd.size()
+    share = torch.tensor(40000.0).mul(1.0 / hvd.size()).half()
+    assert torch.equal(reduced._values(), share.expand(2 * hvd.size(), 1))
+
+
 def case_reducer_groups() -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(5)]
     params[1].layerwise_parallel = True
@@ -61,13 +101,13 @@ def case_reducer_groups() -> None:
     plain = hvd.DistributedGradReducer(params, mean=False)(gradients)
     assert torch.equal(plain[1], gradients[1])
     split = hvd.DistributedGradReducer(params, mean=False, split_indices=[1, 3])
-    assert split._fusion == [1024, 1024, 1025, 1025, 1026]
+    assert fused(split, gradients) == [1, 2, 1]  # one keeps its own gradient
     with pytest.warns(UserWarning, match="required indices below 5"):
         hvd.DistributedGradReducer(params, split_indices=[9])
     for index, parameter in enumerate(params):
         parameter.comm_fusion = index % 2
     own = hvd.DistributedGradReducer(params, mean=False)
-    assert own._fusion == [0, 1, 0, 1, 0]
+    assert fused(own, gradients) == [3, 1]
     for results in (split(gradients), own(gradients)):
         assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
     if hvd.size() > 2:

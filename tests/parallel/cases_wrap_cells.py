@@ -137,3 +137,72 @@ def case_wrong_gradients() -> None:
         ):
             cell(gradients)
     cell([torch.zeros(2, 3), torch.zeros(2)])
+
+
+def case_scalers() -> None:
+    """A scaler takes a cell for an optimizer: one rank's overflow counts for all."""
+    if hvd.size() == 1:
+        return
+    for cell_class in CELLS:
+        weight = nn.Parameter(torch.ones(3))
+        cell = cell_class(torch.optim.SGD([weight], 0.5), relaxed=True)
+        scaler = hvd.GradScaler("cpu", init_scale=1024.0)
+        for overflow in (True, False):
+            factor = torch.inf if overflow and hvd.rank() == 1 else 1.0
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(cell)
+            scaler.update()
+            cell.zero_grad()
+            expected = 1.0 if overflow else 0.5
+            assert torch.equal(weight.detach(), torch.full((3,), expected))
+            assert scaler.get_scale() == 512.0
+        plain = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plain.scale(weight.sum()).backward()
+        with pytest.raises(RuntimeError, match=r"use adasum_hvd\.torch\.GradScaler"):
+            plain.step(cell)
+
+
+def case_frozen_and_worker_local_parameters() -> None:
+    """Frozen ones take no gradient; local ones keep theirs, in the group as well."""
+    if hvd.size() == 1:
+        return
+    weight, frozen, local = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    hvd.mark_worker_local(local)
+    gradient = torch.full((2,), 1.0 + hvd.rank())
+    cell = hvd.AdaSumByGradWrapCell(
+        torch.optim.SGD([weight, frozen, local], 1.0),
+        relaxed=True,
+        gradient_group=hvd.global_process_set,
+    )
+    assert [*map(id, cell.parameters)] == [id(weight), id(local)]
+    cell((gradient, gradient))
+    mean = (1.0 + hvd.size()) / 2
+    assert torch.allclose(weight, torch.full((2,), 1.0 - mean))
+    assert torch.equal(frozen, torch.ones(2))
+    assert torch.equal(local, 1.0 - gradient)
+    frozen.requires_grad_(True)
+    cell((gradient, gradient, gradient))
+    assert torch.allclose(frozen, torch.full((2,), 1.0 - mean))
+
+
+def case_attributes_reach_the_optimizer() -> None:
+    if hvd.size() == 1:
+        return
+    cell = relaxed(CELLS[0], nn.Linear(3, 2))
+    cell.note = 7
+    assert cell.optimizer.note == 7
+    del cell.note
+    assert not hasattr(cell.optimizer, "note")
+
+
+def case_a_group_is_not_summed_twice() -> None:
+    if hvd.size() == 1:
+        return
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    context = ParallelContext(AUTO, 16, gradients_mean=False)
+    with pytest.raises(RuntimeError, match="required group_op='average' and group_"):
+        hvd.AdaSumByGradWrapCell(
+            optimizer, context=context, gradient_group=hvd.global_process_set
+        )
