@@ -14,8 +14,12 @@ Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a paramete
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:
-    """Return the settings of the op that must agree: all but those that change no bit."""
-    free = ("kernels", "threads")
+    """Return the settings of the op that must agree: all but those that are a rank's own."""
+    free = (
+        "kernels",
+        "threads",
+        "timeout_seconds",
+    )  # as native/settings.cc's fingerprint
     return {name: value for name, value in settings.items() if name not in free}
 
 
@@ -37,12 +41,16 @@ def compare_settings(
         ValueError: they differ; on every rank.
     """
     for other, settings in enumerate(theirs):
-        different = [name for name in settings if settings[name] != theirs[0][name]]
+        first = theirs[0]
+        names = dict.fromkeys(
+            [*first, *settings]
+        )  # of other versions, not the same ones
+        different = [name for name in names if settings.get(name) != first.get(name)]
         if different:
             name = different[0]
             raise ValueError(
                 f"AdaSum: required the same {what} on all ranks, got "
-                f"{name}={settings[name]} on rank {other} and {theirs[0][name]} on rank 0 "
+                f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank 0 "
                 f"(this is rank {rank}); {remedy}"
             )
 

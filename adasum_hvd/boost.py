@@ -62,7 +62,10 @@ class Boost:
         Raises:
             RuntimeError: AdaSum is on, and the groups of `init` are others than asked for.
 
-        Warns where AdaSum is on and there is only one group, so that nothing is left to it.
+        Gradients of several backward passes add up; MindSpore takes their mean: divide the
+        loss by `accumulation_steps`. Every rank then takes its own step, and what it changed
+        is averaged (or summed) in the group, and combined across groups by AdaSum; MindSpore
+        reduces the group's gradients before the step, as the wrap cells' `gradient_group` do.
         """
         plain = ops.Average if self.gradients_mean else ops.Sum
         arguments = {
@@ -71,19 +74,12 @@ class Boost:
         }
         if not self.adasum:
             return arguments
-        settings, ranks = hvd.settings(), hvd.size()
+        settings = hvd.settings()
         found = {name: settings[name] for name in ("group_op", "group_size")}
         if found != self.init_arguments():
             raise RuntimeError(
                 f"boost adasum: required {self.init_arguments()}, got {found}; call "
                 "hvd.init(**boost.init_arguments())"
-            )
-        if ranks <= self.device_number:
-            warnings.warn(
-                f"boost adasum: {ranks} ranks are one group of device_number="
-                f"{self.device_number}, which is reduced by {self._group_op}, so that AdaSum has "
-                "no second group to combine; start more ranks, or set common.device_number",
-                stacklevel=2,
             )
         return {**arguments, "op": ops.AdasumDelta}
 
@@ -92,6 +88,7 @@ def switch(
     boost_level: str = "O0",
     boost_config_dict: Mapping[str, Any] | None = None,
     gradients_mean: bool = True,
+    acc_level: str | None = None,
 ) -> Boost:
     """Return what MindSpore's `Model(..., boost_level, boost_config_dict)` would turn on.
 
@@ -101,7 +98,8 @@ def switch(
             {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
             part optional. Mode "auto" (default): the level decides; "manual": the flags
             override the level; "enable_all"; "disable_all".
-        gradients_mean: average, not sum, the gradients inside a group.
+        gradients_mean: average, not sum, what the ranks of a group have.
+        acc_level: deprecated name of `boost_level`.
 
     Raises:
         NotImplementedError: less_bn, grad_freeze or dim_reduce is asked for by the
@@ -117,20 +115,27 @@ def switch(
         >>> adasum_only.init_arguments()
         {'group_op': 'average', 'group_size': 8}
     """
+    if acc_level is not None:
+        message = "acc_level has been replaced by boost_level"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        boost_level = acc_level
     if boost_level not in LEVELS:
         raise ValueError(
             f"boost_level: required one of {', '.join(LEVELS)}, got {boost_level!r}"
         )
-    config = _mapping(boost_config_dict or {}, "boost_config_dict")
+    config = _mapping(
+        {} if boost_config_dict is None else boost_config_dict, "boost_config_dict"
+    )
     on = _switched_on(LEVELS[boost_level], _section(config, "boost"))
     common = _section(config, "common")
-    accumulation = _section(config, "grad_accumulation")
+    accumulation = (
+        _section(config, "grad_accumulation") if "grad_accumulation" in on else {}
+    )
     _check_split_groups(common)
     _warn_of_unread(config, common, accumulation, on)
-    steps = _count(accumulation, "grad_accumulation_step", 1)
     return Boost(
         adasum="adasum" in on,
-        accumulation_steps=steps if "grad_accumulation" in on else 1,
+        accumulation_steps=_count(accumulation, "grad_accumulation_step", 1),
         device_number=_count(common, "device_number", SEED_DEVICE_NUMBER),
         gradients_mean=gradients_mean,
     )
@@ -201,7 +206,8 @@ def _check_split_groups(common: Mapping[str, Any]) -> None:
     groups = common.get("gradient_split_groups")
     if groups is None:
         return
-    if isinstance(groups, bool) or not isinstance(groups, int | list):
+    listed = groups if isinstance(groups, list) else [groups]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
         raise ValueError(
             f"boost gradient_split_groups: required a list of ints or an int, got {groups!r}"
         )
@@ -225,7 +231,6 @@ def _warn_of_unread(
         *(
             f"grad_accumulation.{key}"
             for key in accumulation.keys() - {"grad_accumulation_step"}
-            if "grad_accumulation" in on
         ),
     ]
     if unread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,12 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
         raise ValueError(
             f"gradient_predivide_factor: required op=Average, got op={options.op.name}"
         )
-    for name in ("backward_passes_per_step", "local_steps"):
+    factor = options.gradient_predivide_factor
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(
+            f"gradient_predivide_factor: required a finite number > 0, got {factor!r}"
+        )
+    for name in ("backward_passes_per_step", "local_steps", "bucket_bytes"):
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
@@ -110,7 +116,12 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
         raise NotImplementedError(
             f"compression: required {required}, got {options.compression!r}"
         )
-    if isinstance(options.groups, Sequence):
+    if isinstance(options.groups, int):
+        if isinstance(options.groups, bool) or options.groups < 0:
+            raise ValueError(
+                f"groups: required an integer >= 0 or lists of parameters, got {options.groups!r}"
+            )
+    elif options.groups is not None:
         listed = [id(parameter) for group in options.groups for parameter in group]
         if len(set(listed)) != len(listed):
             raise ValueError("groups: required each parameter once, got one twice")

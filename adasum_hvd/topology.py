@@ -8,6 +8,8 @@ checked by the op itself, in the first reduction of every process set.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
 
 GROUP_OPS = ("adasum", "average", "sum")
 
@@ -39,3 +41,24 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
                 f"group_size: required an integer >= 1, got {group_size!r}"
             )
         os.environ["ADASUM_HVD_GROUP_SIZE"] = str(group_size)
+
+
+def warn_of_one_group(
+    settings: Mapping[str, object], rank: int, ranks: int, on_host: int
+) -> None:
+    """Warn, on the first rank, where groups leave nothing to AdaSum.
+
+    Args:
+        settings: the op's, after `init`.
+        rank: this rank.
+        ranks: ranks of the job.
+        on_host: ranks on this host, the group where no size was given.
+    """
+    group_op, size = settings["group_op"], settings["group_size"] or on_host
+    if group_op != "adasum" and 1 < ranks <= int(str(size)) and rank == 0:
+        warnings.warn(
+            f"AdaSum: {ranks} ranks are one group (group_size={size}), which is reduced by "
+            f"{group_op}, so that AdaSum has no second group to combine; start more ranks, set "
+            'a smaller group_size, or group_op="adasum"',
+            stacklevel=3,
+        )

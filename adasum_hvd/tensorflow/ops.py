@@ -50,6 +50,9 @@ def init(
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
+    topology.warn_of_one_group(
+        settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
+    )
 
 
 def settings() -> dict[str, object]:

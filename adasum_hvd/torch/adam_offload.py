@@ -63,6 +63,7 @@ class AdamOffload(MasterOptimizer):
         weight_decay: L2 penalty >= 0. Without groups, and given names, it leaves out the
             parameters with "beta" or "gamma" in their names.
         loss_scale: what the loss was multiplied by, > 0.
+        learning_rate: MindSpore's name of `lr`; wins over it.
         named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
         num_threads: threads of this rank's step; by default its share of the host's cores, and
@@ -101,6 +102,7 @@ class AdamOffload(MasterOptimizer):
         weight_decay: float = 0.0,
         loss_scale: float = 1.0,
         *,
+        learning_rate: Any = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         torch_eps: bool = False,
         num_threads: int | None = None,
@@ -120,7 +122,7 @@ class AdamOffload(MasterOptimizer):
             "torch_eps": adam.check_bool("torch_eps", torch_eps),
             "step": 0,
         }
-        groups.set_lr(defaults, lr)
+        groups.set_lr(defaults, lr if learning_rate is None else learning_rate)
         if num_threads is not None and (
             type(num_threads) is not int or num_threads < 1
         ):

@@ -55,6 +55,9 @@ def init(
     topology.configure(group_op, group_size)
     _binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
+    topology.warn_of_one_group(
+        settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
+    )
     _carried.clear()
     _nameless.clear()
     _op_is_on.cache_clear()

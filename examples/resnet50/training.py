@@ -171,7 +171,7 @@ class Training:
                 labels,
                 label_smoothing=self.arguments.label_smoothing,
             )
-        self.scale.backward(loss)
+        self.scale.backward(loss / self.passes)
         self.step += 1
         if self.step % self.passes == 0:
             self.scale.step(self.optimizer)

@@ -239,6 +239,12 @@ def case_wrong_arguments() -> None:
         ValueError, match="backward_passes_per_step: required an integer >= 1"
     ):
         make(backward_passes_per_step=0, op="adasum")
+    for groups in (-1, True):
+        with pytest.raises(ValueError, match="groups: required an integer >= 0 or"):
+            make(groups=groups, op="adasum")
+    for factor in (0.0, float("nan"), -1.0):
+        with pytest.raises(ValueError, match="required a finite number > 0, got"):
+            make(gradient_predivide_factor=factor, op="average")
     with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
         make(compression=object(), op="adasum")
     with pytest.raises(NotImplementedError, match=r"none or Compression\.fp16, got"):

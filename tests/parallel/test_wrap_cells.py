@@ -40,7 +40,7 @@ def test_tutorial_command_line(tmp_path):
     # 2 ranks are one group of eight: no AdaSum, and it says so.
     status, output = run_launcher(words, environment(), 100)
     assert status == 0, output[-2000:]
-    assert "2 ranks are one group of device_number=8" in output
+    assert "2 ranks are one group (group_size=8), which is reduced by average" in output
     assert "epoch: 2 step: 10 loss is " in output
     assert len(log.read_text().splitlines()) == 2
     status, output = run_launcher(words, environment(), 100)

@@ -246,6 +246,17 @@ def test_order_params_give_the_order_of_updates():
     d = nn.Parameter(torch.ones(4))
     optimizer.add_param_group({"params": [d]})
     assert [id(p) for p in optimizer.update_order()] == [id(d), id(a), id(c), id(b)]
+    for p in (a, b, c, d):
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes a parameter's state when it comes to it
+    assert [id(p) for p in optimizer.state] == [id(d), id(a), id(c), id(b)]
+
+
+def test_learning_rate_is_another_name_of_lr():
+    (p,) = parameters(shapes=[(2,)])
+    assert offload([p], learning_rate=0.1).param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="lr"):
+        offload([p], learning_rate=-0.1)
 
 
 P = nn.Parameter(torch.ones(3))

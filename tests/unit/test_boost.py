@@ -104,6 +104,7 @@ def test_accumulation():
     assert quiet("O0", config).accumulation_steps == 4
     assert quiet("O0", manual(grad_accumulation=True)).accumulation_steps == 1
     config["boost"]["grad_accumulation"] = False
+    config["grad_accumulation"]["grad_accumulation_step"] = 0  # not read
     with pytest.warns(UserWarning, match="nothing reads grad_accumulation"):
         assert switch("O0", config).accumulation_steps == 1
 
@@ -132,6 +133,12 @@ def test_common():
         (("O0", {"boost": {"mode": "all"}}), ValueError, "one of auto, manual.*'all'"),
         (("O0", manual(adasum=1)), TypeError, "boost adasum: required a bool, got 1"),
         (("O0", [1]), TypeError, "boost_config_dict: required a dict"),
+        (("O0", []), TypeError, "boost_config_dict: required a dict"),
+        (
+            ("O0", {"common": {"gradient_split_groups": ["a"]}}),
+            ValueError,
+            r"required a list of ints or an int, got \['a'\]",
+        ),
         (("O0", {"boost": "auto"}), TypeError, r"\['boost'\]: required a dict"),
         (("O0", {"common": {"device_number": 0}}), ValueError, "at least 1, got 0"),
         (("O0", {"common": {"device_number": 8.0}}), TypeError, "required an int"),
@@ -140,6 +147,11 @@ def test_common():
 def test_bad_input(arguments, error, match):
     with pytest.raises(error, match=match):
         switch(*arguments)
+
+
+def test_the_deprecated_name_of_the_level():
+    with pytest.warns(DeprecationWarning, match="replaced by boost_level"):
+        assert switch(boost_config_dict=TUTORIAL, acc_level="O2").adasum
 
 
 def test_no_state_between_calls():
@@ -161,8 +173,8 @@ def test_optimizer_arguments():
         assert with_adasum.optimizer_arguments(Job(24))["op"] is ops.AdasumDelta
         assert Boost().optimizer_arguments(Job(4, "adasum", 0))["op"] is ops.Average
     assert Boost(gradients_mean=False).optimizer_arguments(Job(4))["op"] is ops.Sum
-    with pytest.warns(UserWarning, match="8 ranks are one group of device_number=8"):
-        with_adasum.optimizer_arguments(Job(8))
+    both = Boost(adasum=True, accumulation_steps=4).optimizer_arguments(Job(16))
+    assert both == {"op": ops.AdasumDelta, "backward_passes_per_step": 4}
     with pytest.raises(RuntimeError, match=r"call hvd\.init\(\*\*boost.init_arguments"):
         with_adasum.optimizer_arguments(Job(16, "adasum", 0))
 

@@ -53,3 +53,25 @@ def test_topology_sets_the_environment(monkeypatch):
 def test_topology_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         topology.configure(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("group_op", "group_size", "rank", "ranks", "on_host", "warns"),
+    [
+        ("average", 8, 0, 8, 4, True),
+        ("sum", 0, 0, 4, 4, True),
+        ("average", 8, 1, 8, 4, False),  # the first rank speaks for all
+        ("average", 0, 0, 8, 4, False),
+        ("average", 8, 0, 9, 4, False),
+        ("adasum", 8, 0, 8, 8, False),
+        ("average", 8, 0, 1, 1, False),
+    ],
+)
+def test_one_group_leaves_nothing_to_adasum(
+    group_op, group_size, rank, ranks, on_host, warns, recwarn
+):
+    settings = {"group_op": group_op, "group_size": group_size}
+    topology.warn_of_one_group(settings, rank, ranks, on_host)
+    assert [f"reduced by {group_op}" in str(w.message) for w in recwarn] == [
+        True
+    ] * warns
