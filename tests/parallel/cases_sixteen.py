@@ -82,6 +82,21 @@ def case_cell_over_seed_groups() -> None:
         deltas = [0.1 * np.sign(everyone[k : k + 8].mean(0)) for k in (0, 8)]
         expected = old.numpy() - reference.adasum(deltas)
         np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=1e-5)
+    for mean in (True, False):  # the group's sum is not summed once more by the op
+        layer, gradients = layer_and_gradients()
+        before = [p.detach().clone() for p in layer.parameters()]
+        optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        context = ParallelContext("auto_parallel", hvd.size(), gradients_mean=mean)
+        hvd.AdaSumByGradWrapCell(optimizer, context=context, gradient_group=mine)(
+            gradients
+        )
+        for old, parameter, gradient in zip(
+            before, layer.parameters(), gradients, strict=True
+        ):
+            everyone = np.stack(hvd.allgather_object(gradient.numpy()))
+            groups = [everyone[k : k + 8].sum(0) / (8 if mean else 1) for k in (0, 8)]
+            expected = old.numpy() - reference.adasum(groups)
+            np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=1e-5)
     for process_set in sets:
         hvd.remove_process_set(process_set)
 
