@@ -78,6 +78,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
+    model: Any = None,
     process_set: Any = mpi_ops.global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state and hyperparameters.
@@ -90,6 +91,7 @@ def broadcast_optimizer_state(
     Args:
         optimizer: any torch optimizer, distributed or not.
         root_rank: the rank, in the job, whose state counts.
+        model: not needed; Horovod finds sparse embeddings in it, for the step it takes.
         process_set: the ranks that take part.
 
     Raises:

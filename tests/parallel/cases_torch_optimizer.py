@@ -400,7 +400,7 @@ def case_broadcast_optimizer_state() -> None:
         for p in model.parameters():
             optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 3.0)
     before = copy.deepcopy(model.state_dict())
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
     assert optimizer.param_groups[0]["lr"] == 0.01
     for p in model.parameters():
         assert torch.equal(
