@@ -240,19 +240,35 @@ def _sync_native(target: Path) -> None:
         stale.unlink()
 
 
+def _pip(required: str, remedy: str, *arguments: str) -> None:
+    """Run pip; BuildError "`required`, got: what pip said last; `remedy`" where it fails."""
+    command = [sys.executable, "-m", "pip", "--quiet", *arguments]
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        errors = [line for line in said if line.lower().startswith("error")]
+        raise BuildError(f"{required}, got: {(errors or said)[-1]}; {remedy}")
+    sys.stderr.write(done.stderr)
+
+
 def _fetch_sdist(directory: Path) -> Path:
     """Download Horovod's sdist with pip, check its hash, return its path."""
     archive = directory / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += [
+        _pip(
+            f"{archive.name}: required a download",
+            f"check the network and `pip config list`, or put the file into {directory}",
+            "download",
+            "--no-deps",
             "--no-binary",
             ":all:",
             "--no-build-isolation",
             "--dest",
             str(directory),
-        ]
-        subprocess.run([*command, f"horovod=={HOROVOD_VERSION}"], check=True)
+            f"horovod=={HOROVOD_VERSION}",
+        )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != HOROVOD_SHA256:
         archive.unlink()
@@ -263,15 +279,25 @@ def _fetch_sdist(directory: Path) -> Path:
     return archive
 
 
-def _source_tree(root: Path) -> Path:
+def source_tree(root: Path) -> Path:
+    """Return the folder in `root` that holds Horovod's sources, extracted if need be.
+
+    Raises:
+        BuildError: the sources are not in the cache and pip cannot download them.
+    """
     tree = root / f"horovod-{HOROVOD_VERSION}"
     if not (tree / "setup.py").exists():
-        shutil.rmtree(tree, ignore_errors=True)
+        # An interrupted extraction must not pass for a tree.
+        partial = root / "partial"
+        for folder in (tree, partial):
+            shutil.rmtree(folder, ignore_errors=True)
         with tarfile.open(_fetch_sdist(cache_dir())) as archive:
             if sys.version_info >= (3, 12):
-                archive.extractall(root, filter="data")
+                archive.extractall(partial, filter="data")
             else:
-                archive.extractall(root)
+                archive.extractall(partial)
+        (partial / tree.name).rename(tree)
+        partial.rmdir()
     return tree
 
 
@@ -380,8 +406,8 @@ def build(
         The path of the wheel in the cache.
 
     Raises:
-        BuildError: a prerequisite is missing, or the build failed; the message holds the
-            first compiler error and the path of the log.
+        BuildError: a prerequisite is missing, Horovod's source cannot be downloaded, or the
+            build failed; the message then holds the first compiler error and the log's path.
     """
     env = detect(frameworks, mpi, gpu)
     wheels = cache_dir() / "wheels" / env.key(native_key())
@@ -396,7 +422,7 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
     key = env.key(sys.prefix)
     root = cache_dir() / "build" / key
     root.mkdir(parents=True, exist_ok=True)
-    tree = _source_tree(root)
+    tree = source_tree(root)
     _sync_native(root / "adasum_native")
     wrapper = root / "cmake"
     wrapper.write_text(
@@ -457,7 +483,7 @@ def install(wheel: Path) -> None:
     """Install `wheel` into this environment with pip, in place of any other Horovod.
 
     Raises:
-        BuildError: what is then installed does not load.
+        BuildError: pip does not install it, or what is then installed does not load.
     """
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     wanted = f"{wheel} {wheel.stat().st_mtime_ns}"
@@ -468,16 +494,14 @@ def install(wheel: Path) -> None:
         and _version_of("horovod") == ours
     ):
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
+    _pip(
+        f"{wheel.name}: required to be installed in {sys.prefix}",
+        "mend that and run `adasum-hvd build` again",
         "install",
-        "--quiet",
         "--force-reinstall",
         "--no-deps",
-    ]
-    subprocess.run([*command, str(wheel)], check=True)
+        str(wheel),
+    )
     # In a process of its own, which loads the frameworks and what was just installed.
     check = "import sys; from adasum_hvd import doctor; sys.exit(doctor.load_built())"
     loaded = subprocess.run(

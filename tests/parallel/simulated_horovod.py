@@ -88,7 +88,7 @@ def _configure_gloo(gloo: Path, target: Path) -> Path:
 def make(directory: Path) -> Path:
     """Build the library in `directory`, or return the one of the same sources there."""
     directory.mkdir(parents=True, exist_ok=True)
-    tree = build._source_tree(build.cache_dir())
+    tree = build.source_tree(build.cache_dir())
     common = tree / "horovod" / "common"
     third_party = tree / "third_party"
     gloo = third_party / "gloo" / "gloo"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
@@ -133,3 +134,56 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     )  # fmt: skip
     assert loaded.returncode == 1
     assert re.fullmatch(r"torch: .*invalid ELF header\n", loaded.stdout)
+
+
+def offline(monkeypatch, cache: Path) -> None:
+    """Keep pip, here and in subprocesses, from every index."""
+    monkeypatch.setenv("ADASUM_HVD_CACHE", str(cache))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+
+
+def test_without_an_index_the_build_says_what_to_do(monkeypatch, tmp_path, capsys):
+    offline(monkeypatch, tmp_path)
+    assert cli.main(["build", "--frameworks", "torch", "--no-install"]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"adasum-hvd build: horovod-0\.28\.1\.tar\.gz: required a download, got: ERROR: "
+        rf"No matching .*; check the network .* put the file into {tmp_path}\n",
+        said,
+    )
+
+
+def test_a_wheel_that_pip_refuses(monkeypatch, tmp_path, capsys):
+    offline(monkeypatch, tmp_path)
+    wheel = tmp_path / "horovod-0.28.1-py2-none-any.whl"
+    wheel.touch()
+    monkeypatch.setattr(build, "build", lambda *args, **options: wheel)
+    assert cli.main(["build"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(
+        r"py2-none-any\.whl: required to be installed in .*, got: ERROR: .* not a "
+        r"supported wheel.*; mend that and run `adasum-hvd build` again\n$",
+        said,
+    )
+
+
+def test_an_interrupted_extraction_is_not_reused(monkeypatch, tmp_path):
+    name, archive = f"horovod-{build.HOROVOD_VERSION}", tmp_path / "sdist.tar.gz"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "setup.py").write_bytes(os.urandom(100_000))
+    (tmp_path / name / "last.cc").write_bytes(os.urandom(1_000_000))
+    with tarfile.open(archive, "w:gz") as file:
+        for part in ("setup.py", "last.cc"):
+            file.add(tmp_path / name / part, f"{name}/{part}")
+    monkeypatch.setattr(build, "_fetch_sdist", lambda directory: archive)
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[: len(whole) // 2])
+    root = tmp_path / "root"
+    with pytest.raises(EOFError):
+        build.source_tree(root)
+    archive.write_bytes(whole)
+    tree = build.source_tree(root)
+    assert (tree / "last.cc").stat().st_size == 1_000_000
+    assert list(root.iterdir()) == [tree]
