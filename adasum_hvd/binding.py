@@ -56,7 +56,7 @@ def require_op(library: ctypes.CDLL) -> None:
             "AdaSum: required a Horovod built with the AdaSum op, got "
             f"{library._name} without it; run `{_BUILD_COMMAND}`"
         )
-    if error := _text(library, "horovod_adasum_settings_error"):
+    if error := settings_error(library):
         raise ValueError(f"AdaSum: {error}")
 
 
@@ -74,6 +74,11 @@ def version(library: ctypes.CDLL) -> str:
 def settings(library: ctypes.CDLL) -> dict[str, object]:
     """Return the settings that the environment asks for, as the op reads them at `init`."""
     return json.loads(_text(library, "horovod_adasum_settings"))
+
+
+def settings_error(library: ctypes.CDLL) -> str:
+    """Return which `ADASUM_HVD_*` variable holds no valid value, or "" when all do."""
+    return _text(library, "horovod_adasum_settings_error")
 
 
 def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:

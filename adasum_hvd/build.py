@@ -209,7 +209,8 @@ def detect(
     )
 
 
-def _native_files() -> list[Path]:
+def native_files() -> list[Path]:
+    """Return the native sources of this installation."""
     return sorted(
         p
         for p in NATIVE.rglob("*")
@@ -220,7 +221,7 @@ def _native_files() -> list[Path]:
 def native_key() -> str:
     """Return a hash over the native sources of this installation."""
     digest = hashlib.sha256()
-    for path in _native_files():
+    for path in native_files():
         digest.update(
             str(path.relative_to(NATIVE)).encode() + b"\0" + path.read_bytes()
         )
@@ -230,7 +231,7 @@ def native_key() -> str:
 def _sync_native(target: Path) -> None:
     """Copy the native sources to `target`; a file whose content is the same keeps its time."""
     keep = set()
-    for source in _native_files():
+    for source in native_files():
         copy = target / source.relative_to(NATIVE)
         keep.add(copy)
         if not copy.exists() or copy.read_bytes() != source.read_bytes():

@@ -41,7 +41,8 @@ def _hosts(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; `run` in what it parses is the command."""
     parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     return arguments.run(arguments)
 
 

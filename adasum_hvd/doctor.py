@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from adasum_hvd import binding, build, prerequisites
 
+_BUILD = "adasum-hvd build"
 _LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
 
 
@@ -24,7 +25,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def _library(framework: str) -> Path | None:
+def library_path(framework: str) -> Path | None:
     """Return the path of Horovod's library for `framework`, without importing anything."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
@@ -40,9 +41,9 @@ def _load(framework: str, path: Path) -> ctypes.CDLL:
 
 
 def _op_finding(framework: str, installed_version: str) -> Finding:
-    path = _library(framework)
+    path = library_path(framework)
     subject = f"AdaSum op for {framework} {installed_version}"
-    rebuild = f"adasum-hvd build --frameworks {framework}"
+    rebuild = f"{_BUILD} --frameworks {framework}"
     if path is None:
         return Finding(
             subject, "Horovod was built without this framework", False, rebuild
@@ -53,13 +54,13 @@ def _op_finding(framework: str, installed_version: str) -> Finding:
             subject,
             "Horovod was built without the op",
             False,
-            "adasum-hvd build --force",
+            f"{_BUILD} --force",
         )
     try:
         library = _load(framework, path)
     except (ImportError, OSError) as error:
         return Finding(subject, f"does not load: {error}", False, rebuild)
-    if problem := binding._text(library, "horovod_adasum_settings_error"):
+    if problem := binding.settings_error(library):
         return Finding(subject, problem, False, "mend the variable on every host")
     settings = ", ".join(f"{k}={v}" for k, v in binding.settings(library).items())
     backends = [
@@ -75,8 +76,18 @@ def _op_finding(framework: str, installed_version: str) -> Finding:
 
 def findings() -> Iterator[Finding]:
     """Yield what was found, in the order in which things depend on each other."""
+    found = list(_installed())
+    # What compiles Horovod is not needed to run it.
+    to_build = any(finding.fix.startswith(_BUILD) for finding in found)
     for problem in prerequisites.missing():
-        yield Finding("prerequisite", problem, False, "install it")
+        if to_build:
+            yield Finding("prerequisite", problem, False, "install it")
+        else:
+            yield Finding("prerequisite, only to build again", problem)
+    yield from found
+
+
+def _installed() -> Iterator[Finding]:
     frameworks = build.installed_frameworks()
     if not frameworks:
         yield Finding("frameworks", "none", False, "pip install torch (or tensorflow)")
@@ -89,10 +100,10 @@ def findings() -> Iterator[Finding]:
     try:
         horovod = metadata.version("horovod")
     except metadata.PackageNotFoundError:
-        yield Finding("Horovod", "not installed", False, "adasum-hvd build")
+        yield Finding("Horovod", "not installed", False, _BUILD)
         return
     ours = horovod.endswith(f"+{build.LOCAL_VERSION}")
-    yield Finding("Horovod", horovod, ours, "" if ours else "adasum-hvd build")
+    yield Finding("Horovod", horovod, ours, "" if ours else _BUILD)
     for name, version in frameworks.items():
         yield _op_finding(name, version)
 
@@ -105,7 +116,7 @@ def load_built() -> int:
     """
     failed = 0
     for framework in build.installed_frameworks():
-        if path := _library(framework):
+        if path := library_path(framework):
             try:
                 _load(framework, path)
             except (ImportError, OSError) as error:

@@ -15,7 +15,7 @@ import pytest
 
 from adasum_hvd import build, doctor, nccl
 
-LIBRARIES = {name: doctor._library(name) for name in build.installed_frameworks()}
+LIBRARIES = {name: doctor.library_path(name) for name in build.installed_frameworks()}
 
 
 def nccl_version_inside(framework: str) -> int:

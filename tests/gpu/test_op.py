@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 def library_of(framework: str) -> ctypes.CDLL:
     """Return Horovod's library, or skip where it does not reduce on devices."""
     path = (
-        doctor._library(framework)
+        doctor.library_path(framework)
         if framework in build.installed_frameworks()
         else None
     )

@@ -144,6 +144,18 @@ def offline(monkeypatch, cache: Path) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
 
 
+def test_doctor_wants_no_compiler_where_the_op_is(tmp_path):
+    shown = subprocess.run(
+        [sys.executable, "-m", "adasum_hvd", "doctor"],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"CXX": str(tmp_path / "none")},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stdout
+    assert "ok  prerequisite, only to build again: a C++17 compiler" in shown.stdout
+    assert "ok  AdaSum op for torch" in shown.stdout
+    assert "BAD" not in shown.stdout
+
+
 def test_without_an_index_the_build_says_what_to_do(monkeypatch, tmp_path, capsys):
     offline(monkeypatch, tmp_path)
     assert cli.main(["build", "--frameworks", "torch", "--no-install"]) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.build import NATIVE, _native_files
+from adasum_hvd.build import NATIVE, native_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_both_hold_the_native_sources(dist: Path) -> None:
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
-    for path in _native_files():
+    for path in native_files():
         name = f"adasum_hvd/native/{path.relative_to(NATIVE)}"
         assert name in in_wheel
         assert name in in_sdist
@@ -74,8 +74,10 @@ def test_wheel_imports_in_an_empty_environment(dist: Path, tmp_path: Path) -> No
     doctor = subprocess.run(
         [str(tmp_path / "env/bin/adasum-hvd"), "doctor"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"CXX": str(tmp_path / "none")},
     )  # fmt: skip
     assert doctor.returncode == 1
+    assert "BAD prerequisite: a C++17 compiler" in doctor.stdout
     assert "do: pip install torch" in doctor.stdout
     refused = subprocess.run(
         [str(python), "-m", "adasum_hvd", "build"],
