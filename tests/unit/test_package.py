@@ -13,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+import adasum_hvd
 from adasum_hvd.build import NATIVE, native_files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,6 +56,24 @@ def test_both_hold_the_native_sources(dist: Path) -> None:
         assert name in in_wheel
         assert name in in_sdist
     assert "LICENSE" in in_sdist
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    native = (NATIVE / "settings.h").read_text()
+    assert re.search(r'^version = "(.*)"', project, re.M)[1] == adasum_hvd.__version__
+    assert re.search(r'kVersion\[\] = "(.*)"', native)[1] == adasum_hvd.__version__
+
+
+def test_extras_allow_what_ci_tests_and_nothing_older() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    oldest = (REPOSITORY / ".github/versions/oldest.txt").read_text()
+    for framework in ("torch", "tensorflow"):
+        extra = re.search(rf'^{framework} = \["([^"]+)"', project, re.M)[1]
+        (minimum,) = Requirement(extra).specifier
+        tested = re.search(rf"^{framework}(?:-cpu)?==(\S+)", oldest, re.M)[1]
+        assert minimum.operator == ">="
+        assert tested.split(".")[:2] == minimum.version.split(".")[:2]
 
 
 def test_wheel_imports_in_an_empty_environment(dist: Path, tmp_path: Path) -> None:
