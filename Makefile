@@ -6,7 +6,7 @@ NP     ?= 4
 # What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
 PACKAGES ?= --editable '.[dev]'
 
-NATIVE := $(foreach kind,h cc cu inc,$(wildcard adasum_hvd/native/*.$(kind) tests/native/*.$(kind) tests/native/*/*.$(kind)))
+NATIVE := $(foreach kind,h cc cu inc,$(wildcard adasum_hvd/native/*.$(kind) tests/native/*.$(kind) tests/native/*/*.$(kind) benchmarks/*.$(kind)))
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
 	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
-	@echo "make test      everything that CI runs: lint, unit tests, parallel tests, several hosts"
+	@echo "make test      lint, unit tests, parallel tests, several hosts; CI also runs docs, demo, wheel, lint-docker"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"

@@ -90,6 +90,30 @@ def test_images_are_pinned_and_do_not_run_as_root(path):
     assert re.search(r"^USER 10001$", last, re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_images_copy_builds_them_again(path):
+    workflow = yaml.safe_load((REPOSITORY / ".github/workflows/docker.yml").read_text())
+    triggers = workflow[True]  # YAML 1.1 reads `on` so
+    assert triggers["push"]["paths"] == triggers["pull_request"]["paths"]
+    watched = {name.removesuffix("/**") for name in triggers["push"]["paths"]}
+    text = re.sub(
+        r"^FROM base AS test$.*?(?=^FROM )", "", path.read_text(), flags=re.M | re.S
+    )
+    for copy in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        for source in [w for w in shlex.split(copy) if not w.startswith("--")][:-1]:
+            assert source.split("/")[0] in watched, source
+
+
+def test_both_gpu_images_are_built_without_a_device():
+    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/docker.yml").read_text())
+    job = jobs["jobs"]["gpu"]
+    assert job["strategy"]["matrix"]["framework"] == ["torch", "tensorflow"]
+    assert "self-hosted" not in job["runs-on"]
+    said = " ".join(step.get("run", "") for step in job["steps"])
+    assert "docker/Dockerfile.gpu" in said
+    assert "adasum-hvd doctor" in said
+
+
 def test_gpu_image_builds_with_nccl_for_either_framework():
     text = (DOCKER / "Dockerfile.gpu").read_text()
     assert re.search(r"adasum-hvd build .*--gpu nccl", text)
@@ -155,4 +179,6 @@ def test_matrix_names_versions_that_exist():
     used = {row["versions"] for row in rows} - {"pinned"}
     found = {path.stem for path in (REPOSITORY / ".github/versions").glob("*.txt")}
     assert used == found
-    assert {row["python"] for row in rows} == {"3.10", "3.11", "3.12", "3.13"}
+    supported = {"3.10", "3.11", "3.12", "3.13"}
+    assert {row["python"] for row in rows} == supported
+    assert set(jobs["unit"]["strategy"]["matrix"]["python"]) == supported
