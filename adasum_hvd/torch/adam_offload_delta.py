@@ -1,8 +1,10 @@
 """The delta variant over `AdamOffload`: deltas are those of the masters, on the host.
 
-A master lives in its bucket's flat tensor. A step keeps the start (on the host too), updates
-the flat tensor in place, turns it into the delta, reduces that where it is, and makes weights
-of it again; only then are parameters written. The device holds nothing for any of this.
+Where the op forms the change (`delta_buckets.op_takes`), the bucket's flat tensor holds the
+start, and the op reads newer masters and writes final ones where they are. Elsewhere a master
+lives in the flat tensor, beside a start: a step updates it in place, turns it into the delta,
+reduces that and makes weights of it again. Only then are parameters written. The device holds
+nothing for any of this.
 """
 
 from __future__ import annotations
