@@ -4,7 +4,8 @@
 
 The learning rate is the one that is best for a single process and is not retuned: that is
 what AdaSum is for. `--op` takes average, sum, adasum-grad, adasum-delta, or several of them
-separated by commas, which are then compared from the same initial weights.
+separated by commas, which are then compared from the same initial weights. It trains on CUDA
+devices where every rank of a host has one, else on the CPU (`--device`).
 """
 
 from __future__ import annotations
@@ -71,11 +72,23 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
+def device_of(wanted: str) -> torch.device:
+    """Return this rank's device: for "auto" CUDA where every rank of the host has one."""
+    devices = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and devices < hvd.local_size()):
+        return torch.device("cpu")
+    if not devices:
+        raise RuntimeError("--device cuda: required a CUDA device, got none; use cpu")
+    device = torch.device("cuda", hvd.local_rank() % devices)
+    torch.cuda.set_device(device)
+    return device
+
+
 def replicas_identical(model: nn.Module) -> bool:
     """Return whether every rank holds the same bits."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
 
 
@@ -94,9 +107,12 @@ def progress(op: str, step: int, steps: int, accuracy: float) -> None:
 
 def train(op: str, arguments: argparse.Namespace) -> Result:
     """Train one model with reduction `op` and return what came out."""
-    train_images, train_labels, test_images, test_labels = digits()
+    device = device_of(arguments.device)
+    train_images, train_labels, test_images, test_labels = (
+        tensor.to(device) for tensor in digits()
+    )
     torch.manual_seed(arguments.seed)
-    model = LeNet5()
+    model = LeNet5().to(device)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(
         model.parameters(), arguments.lr, momentum=arguments.momentum
@@ -190,6 +206,7 @@ def main() -> None:
     )
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", type=Path, default=Path("build"))
     arguments = parser.parse_args()
 
