@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jobs
 import numpy as np
 import torch
 
@@ -165,21 +165,6 @@ def measure(names: list[str], millions: int, repetitions: int, slow: int) -> dic
     return {"rows": rows, "copy_gb_per_s": copy, "left_out": obstacles}
 
 
-def hardware() -> dict[str, str]:
-    """Return versions and the processor's name."""
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": names[0] if names else platform.processor(),
-        "threads": str(torch.get_num_threads()),
-    }
-
-
 def show(result: dict) -> None:
     """Print the table of one size."""
     print(
@@ -213,8 +198,9 @@ def main() -> None:
     )  # fmt: skip
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    report = {"hardware": hardware(), "sizes": []}
-    print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
+    machine = jobs.machine() | {"threads": arguments.threads}
+    report = {"machine": machine, "sizes": []}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for millions in arguments.millions:
         names = [BASELINE, *(n for n in arguments.optimizers if n != BASELINE)]
         result = measure(

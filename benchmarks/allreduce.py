@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -244,24 +243,6 @@ def show(row: dict) -> None:
     )
 
 
-def machine() -> dict[str, object]:
-    """Return what a reader needs to know about where the figures come from."""
-    from importlib import metadata
-
-    models = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "horovod", "adasum-hvd")},
-    }
-
-
 def ratios(path: Path) -> dict[tuple[str, int, str, str], float]:
     """Return AdaSum's median over another operation's, by backend, ranks, case and operation."""
     found = {}
@@ -348,7 +329,7 @@ def main() -> None:
                 )
                 show(rows[-1])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
     print(f"results: {arguments.output}")
 
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jobs
 import numpy as np
 import torch
 from torch.nn import functional
@@ -334,6 +335,7 @@ def main() -> None:
     (arguments.output / "results.json").write_text(
         json.dumps(
             {
+                "machine": jobs.machine(),
                 "sequential": fixed,
                 "retuned": retuned,
                 "grid": grid,

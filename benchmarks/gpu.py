@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -224,7 +223,7 @@ def main() -> None:
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         sys.exit("benchmarks/gpu.py: required a CUDA device, got none on this machine")
     wanted = [options.what] if options.what else ["kernels", "op", "adam"]
-    found: dict[str, object] = {"cpus": os.cpu_count()}
+    found: dict[str, object] = {"machine": jobs.machine()}
     if "kernels" in wanted:
         found["kernels"] = rows = measure_kernels(options.sizes)
         print_kernels(rows)

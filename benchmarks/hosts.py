@@ -185,7 +185,7 @@ def main() -> None:
                     )
                     show(rows[-1])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(rows))
+    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
     print(f"results: {arguments.output}")
 
 

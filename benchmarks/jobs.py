@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from namespaces import INTERFACE, Hosts
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 LIMIT_SECONDS = 1800
+PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "horovod", "adasum-hvd")
 
 
 def launcher(backend: str, ranks: int, hosts: Hosts | None = None) -> list[str]:
@@ -84,6 +88,28 @@ def run(
         if not output.exists():
             raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said[-3000:]}")
         return json.loads(output.read_text())
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to know about where figures come from."""
+    models = _lines(Path("/proc/cpuinfo"), "model name")
+    drivers = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    found = metadata.distributions()
+    installed = {one.name.lower().replace("_", "-"): one.version for one in found}
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "devices": [name for path in drivers for name in _lines(path, "Model")],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: installed[name] for name in PACKAGES if name in installed},
+    }
+
+
+def _lines(path: Path, name: str) -> list[str]:
+    """Return the values of the lines `name: value` of a file in /proc."""
+    return re.findall(rf"^{name}\s*:\s*(.*?)\s*$", path.read_text(), re.MULTILINE)
 
 
 def run_launcher(

@@ -162,7 +162,7 @@ def main() -> None:
                     flush=True,
                 )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(rows))
+    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
 
 
 if __name__ == "__main__":
