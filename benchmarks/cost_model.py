@@ -152,8 +152,8 @@ def all_levels(machine: Machine, ranks: int) -> list[list[Level]]:
     return [first + split for split in splits(hosts)]
 
 
-def main() -> None:
-    """Print the table of `docs/cost_model.md`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; its defaults are the cluster of `native/plan.cc`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--gigabits", type=float, default=25.0, help="out of a host")
@@ -162,8 +162,12 @@ def main() -> None:
     parser.add_argument("--local-latency-us", type=float, default=2.0)
     parser.add_argument("--giga-multiply-adds", type=float, default=6.0)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 100.0])
-    a = parser.parse_args()
-    machine = Machine(
+    return parser
+
+
+def machine_of(a: argparse.Namespace) -> Machine:
+    """Return the cluster that the command line describes."""
+    return Machine(
         a.ranks_per_host,
         a.local_latency_us * 1e-6,
         a.local_gigabytes * 1e9,
@@ -171,6 +175,12 @@ def main() -> None:
         a.gigabits / 8 * 1e9,
         a.giga_multiply_adds * 1e9,
     )
+
+
+def main() -> None:
+    """Print the table of `docs/cost_model.md`."""
+    a = make_parser().parse_args()
+    machine = machine_of(a)
     print(
         "| MB | ranks | flat, ms | levels, ms | radices | cheapest, ms | ring average, ms |"
     )

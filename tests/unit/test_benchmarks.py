@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import cost_model
 import jobs
+
+from adasum_hvd import prerequisites
+from adasum_hvd.build import NATIVE
+
+BENCHMARKS = Path(jobs.__file__).parent
+_PLANNER = """
+#include "plan.h"
+#include <cstdlib>
+#include <iostream>
+using namespace adasum_hvd;
+int main(int count, char** words) {
+  for (int k = 1; k + 1 < count; k += 2) {
+    std::vector<int> hosts(std::atoi(words[k]));
+    for (size_t rank = 0; rank < hosts.size(); ++rank) {
+      hosts[rank] = static_cast<int>(rank) / std::atoi(words[k + 1]);
+    }
+    std::cout << Describe(PlanLevels(hosts, GroupOp::kAdasum, 0, 0, {})) << "\\n";
+  }
+}
+"""
 
 
 def test_figures_come_with_versions_and_hardware():
@@ -23,3 +44,28 @@ def test_figures_come_with_versions_and_hardware():
         text = path.read_text()
         writes = "import json" in text and "import argparse" in text
         assert not writes or "jobs.machine()" in text, path.name
+
+
+def test_the_op_plans_what_the_model_says(tmp_path):
+    clusters = [  # ranks, ranks on a host
+        (2, 1), (8, 1), (64, 1), (1024, 1), (4, 2), (16, 2), (64, 4), (512, 4),
+        (8, 8), (16, 8), (32, 8), (64, 8), (128, 8), (512, 8), (1024, 8), (4096, 8),
+    ]  # fmt: skip
+    source, planner = tmp_path / "planner.cc", tmp_path / "planner"
+    source.write_text(_PLANNER)
+    parts = [str(source), str(NATIVE / "plan.cc"), str(NATIVE / "tree.cc")]
+    command = [prerequisites.compiler(), "-std=c++17", f"-I{NATIVE}", *parts]
+    subprocess.run([*command, "-o", str(planner)], check=True)
+    words = [str(number) for cluster in clusters for number in cluster]
+    planned = subprocess.run(
+        [str(planner), *words], capture_output=True, text=True, check=True
+    )
+    modelled = []
+    for ranks, on_host in clusters:
+        defaults = cost_model.make_parser().parse_args(
+            ["--ranks-per-host", str(on_host)]
+        )
+        levels = cost_model.planned_levels(cost_model.machine_of(defaults), ranks)
+        modelled.append(" x ".join(str(level.radix) for level in levels))
+    assert planned.stdout.splitlines() == modelled
+    assert len(set(modelled)) > 8
