@@ -169,7 +169,10 @@ def best_rate(
 
 
 def quadratic_steps(workers: int, x_max: float, lr: float, seed: int, op: str) -> int:
-    """Return the steps until both gradients are 0 twice running; 100 when 50 do not do."""
+    """Return the steps until both gradients are 0 twice running; 100 when 50 do not do.
+
+    The guide computes in float32, where they become exactly 0; here, in float64, 1e-7 is 0.
+    """
     generators = [np.random.default_rng([seed, 1 + rank]) for rank in range(workers)]
     p, still = np.array([1.0, -1.0]), 0
     for step in range(1, 51):
