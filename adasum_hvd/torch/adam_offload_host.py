@@ -1,4 +1,4 @@
-"""The arithmetic of `AdamOffload`: torch's fused CPU Adam, led to the seed's results.
+"""The arithmetic of `AdamOffload`: torch's fused CPU Adam, led to MindSpore's results.
 
 The kernel divides `sqrt(v)` by `sqrt(1 - beta2^t)` before it adds eps, so it is given
 `eps / sqrt(1 - beta2^t)`. Nesterov's numerator `beta1 m + (1 - beta1) g` is what the kernel's

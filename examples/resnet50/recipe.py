@@ -13,7 +13,7 @@ import adasum_hvd.torch as hvd
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups: weights of convolutions and layers, and all else without decay.
 
-    Scale and shift of batch normalization (the seed's gamma and beta) and biases, all of one
+    Scale and shift of batch normalization (MindSpore's gamma and beta) and biases, all of one
     dimension, are not decayed.
     """
     parameters = list(model.parameters())

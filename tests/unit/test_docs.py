@@ -55,6 +55,21 @@ def test_commands_exist(document: Path) -> None:
         assert cli.make_parser().parse_args(words), line
 
 
+def test_cited_rows_are_explained() -> None:
+    replaced = (REPOSITORY / "docs" / "replaced.md").read_text()
+    explained = set(re.findall(r"^## (1[A-Z])\.", replaced, re.MULTILINE))
+    cited = {
+        row
+        for path in (REPOSITORY / "adasum_hvd").rglob("*.py")
+        for line in re.findall(r"SEEDS row.*", path.read_text())
+        for row in re.findall(r"\b1[A-Z]\b", line)
+    }
+    assert cited and cited <= explained
+    for name in re.findall(r"`([\w/*]+\.(?:py|cc))", replaced):
+        places = REPOSITORY / "adasum_hvd", REPOSITORY
+        assert any(list(place.glob(name)) for place in places), name
+
+
 def test_there_are_documents() -> None:
     assert REPOSITORY / "README.md" in DOCUMENTS
     assert {"setup", "test", "lint", "docs"} <= TARGETS
