@@ -287,19 +287,26 @@ def source_tree(root: Path) -> Path:
         BuildError: the sources are not in the cache and pip cannot download them.
     """
     tree = root / f"horovod-{HOROVOD_VERSION}"
-    if not (tree / "setup.py").exists():
-        # An interrupted extraction must not pass for a tree.
-        partial = root / "partial"
-        for folder in (tree, partial):
-            shutil.rmtree(folder, ignore_errors=True)
-        with tarfile.open(_fetch_sdist(cache_dir())) as archive:
-            if sys.version_info >= (3, 12):
-                archive.extractall(partial, filter="data")
-            else:
-                archive.extractall(partial)
-        (partial / tree.name).rename(tree)
-        partial.rmdir()
+    if (tree / "setup.py").exists():
+        return tree
+    with _locked(root):
+        if not (tree / "setup.py").exists():
+            _extract(_fetch_sdist(cache_dir()), tree)
     return tree
+
+
+def _extract(sdist: Path, tree: Path) -> None:
+    """Extract to a folder beside `tree` first: an interrupted extraction is no tree."""
+    partial = tree.with_name("partial")
+    for folder in (tree, partial):
+        shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        if sys.version_info >= (3, 12):
+            archive.extractall(partial, filter="data")
+        else:
+            archive.extractall(partial)
+    (partial / tree.name).rename(tree)
+    partial.rmdir()
 
 
 def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
