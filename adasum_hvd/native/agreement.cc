@@ -1,8 +1,6 @@
 #include "agreement.h"
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <stdexcept>
 
 namespace adasum_hvd {
@@ -18,7 +16,13 @@ constexpr int64_t kReplicateOverHostsBytes = 32 << 10;
 
 // Settings are for process sets of that many ranks; smaller ones are planned.
 std::vector<int> WantedRadices(const std::vector<int>& radices, int size) {
-  const int64_t product = std::accumulate(radices.begin(), radices.end(), int64_t{1}, std::multiplies<>());
+  int64_t product = 1;
+  for (int radix : radices) {
+    product *= radix;
+    if (product > size) { // or many large ones would overflow
+      return {};
+    }
+  }
   return product == 0 || product == size ? radices : std::vector<int>();
 }
 

@@ -228,7 +228,10 @@ void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) 
     iovec here = {part.at + done, static_cast<size_t>(part.left - done)};
     iovec there = {reinterpret_cast<void*>(address + done), static_cast<size_t>(part.left - done)};
     const ssize_t bytes = process_vm_readv(group_->peers[peer].process_id, &here, 1, &there, 1, 0);
-    if (bytes <= 0) {
+    if (bytes == 0) {
+      Fail(peer, "its memory cannot be read: nothing came");
+    }
+    if (bytes < 0) {
       const char* remedy = errno == EFAULT ? "; ADASUM_HVD_LOCAL=staged does without" : "";
       Fail(peer, std::string("its memory cannot be read: ") + std::strerror(errno) + remedy);
     }
@@ -257,6 +260,9 @@ void LocalTransport::KeepApart() {
   };
   const int here = sched_getcpu();
   processor(rank()).store(here, std::memory_order_relaxed);
+  if (here < 0 || here >= CPU_SETSIZE) { // not to be had, or more processors than a cpu_set_t has
+    return;
+  }
   int lower = 0;
   for (int peer = 0; peer < rank(); ++peer) {
     lower += processor(peer).load(std::memory_order_relaxed) == here ? 1 : 0;
