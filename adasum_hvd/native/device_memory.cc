@@ -49,29 +49,33 @@ DeviceBuffer::~DeviceBuffer() {
 
 char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
   if (bytes > bytes_) {
+    const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
     if (memory_ != nullptr) {
       CheckCuda(cudaFreeAsync(memory_, stream), "free memory");
       memory_ = nullptr;
+      bytes_ = 0;
     }
     device_ = CurrentDevice();
-    const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
-    bytes_ = 0;
     cudaError_t error = cudaErrorMemoryAllocation;
     for (int64_t wanted : {std::max(bytes, roomy), bytes}) {
       if (error != cudaSuccess) {
         error = cudaMallocAsync(&memory_, static_cast<size_t>(wanted), stream);
-        bytes_ = error == cudaSuccess ? wanted : 0;
+        if (error == cudaSuccess) {
+          bytes_ = wanted;
+        } else {
+          memory_ = nullptr;
+          cudaGetLastError(); // or the framework's next call would find it
+        }
       }
     }
     if (error != cudaSuccess) {
-      memory_ = nullptr;
-      cudaGetLastError(); // or the framework's next call would find it
+      const char* remedy = error == cudaErrorMemoryAllocation
+                               ? "; leave the framework less memory (TensorFlow: set_memory_growth), lower "
+                                 "HOROVOD_FUSION_THRESHOLD, or reduce in smaller buckets (bucket_bytes)"
+                               : "";
       throw std::runtime_error(
           "AdaSum: required " + std::to_string(bytes) +
-          " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) +
-          "; leave the framework less memory (TensorFlow: set_memory_growth), lower "
-          "HOROVOD_FUSION_THRESHOLD, "
-          "or reduce in smaller buckets (bucket_bytes)");
+          " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) + remedy);
     }
   }
   return static_cast<char*>(memory_);
@@ -91,15 +95,21 @@ Uploads::Pinned Uploads::Pin(int64_t bytes) {
   Pinned pinned = {nullptr, bytes, nullptr};
   CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(bytes), cudaHostAllocDefault),
             "pin host memory");
-  CheckCuda(cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming), "create an event");
+  const cudaError_t error = cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming);
+  if (error != cudaSuccess) {
+    cudaFreeHost(pinned.memory);
+    CheckCuda(error, "create an event");
+  }
   return pinned;
 }
 
 // Pinning memory may wait for the device, so several are made at once, and none is given back.
 Uploads::Pinned Uploads::Take(int64_t bytes) {
   for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
-    const cudaError_t copied = pinned->bytes < bytes ? cudaErrorNotReady : cudaEventQuery(pinned->copied);
-    if (copied == cudaSuccess) {
+    if (pinned->bytes < bytes) {
+      continue;
+    }
+    if (cudaEventQuery(pinned->copied) == cudaSuccess) {
       const Pinned found = *pinned;
       pinned_.erase(pinned);
       return found;
@@ -140,12 +150,12 @@ int64_t DeviceScratch::TakeExplicitTensors() {
 int64_t* DeviceScratch::counter(cudaStream_t stream) {
   if (explicit_tensors_ == nullptr) {
     device_ = CurrentDevice();
-    void* pinned = nullptr;
-    CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
-    explicit_tensors_ = static_cast<volatile int64_t*>(pinned);
-    *explicit_tensors_ = 0;
     CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t), stream), 0, sizeof(int64_t), stream),
               "clear memory");
+    void* pinned = nullptr;
+    CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
+    *static_cast<int64_t*>(pinned) = 0;
+    explicit_tensors_ = static_cast<volatile int64_t*>(pinned); // last: only now all of it is there
   }
   return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t), stream));
 }
