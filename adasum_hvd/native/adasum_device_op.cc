@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <unordered_set>
 
@@ -64,9 +65,12 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
   // With HOROVOD_ENABLE_ASYNC_COMPLETION Horovod does not call back.
   Count(kExplicitTensors, scratch->TakeExplicitTensors());
+  ncclComm_t* communicator = nullptr; // of this reduction, once there is one
   try {
     gpu_op_context_.InitGPU(entries);
+    scratch->earlier.Set(gpu_context_->streams[global_state_->current_nccl_stream][entries.front().device]);
     nccl_op_context_.InitNCCLComm(entries, response.devices());
+    communicator = nccl_op_context_.nccl_comm_;
     gpu_op_context_.InitGPUQueue(entries, response);
     WaitForData(entries);
     for (const Job& job : jobs) {
@@ -74,23 +78,42 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     }
   } catch (const std::exception& error) {
     agreed.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
-    GiveUp();
+    GiveUp(communicator, scratch->earlier);
     throw;
   }
   return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
-    nccl_op_context_.AsyncErrorCheck();
+    CheckCommunicator();
     Count(kExplicitTensors, scratch->TakeExplicitTensors());
   });
 }
 
 // What the other ranks wait for was not enqueued here, and Horovod's own reductions use the same
-// communicator: out of step, they would hang or mix. Nothing that still needs it may run.
-void AdasumDeviceOp::GiveUp() {
-  if (nccl_op_context_.nccl_comm_ != nullptr && *nccl_op_context_.nccl_comm_ != nullptr) {
-    ncclCommAbort(*nccl_op_context_.nccl_comm_);
-    *nccl_op_context_.nccl_comm_ = nullptr;
+// communicator: out of step, they would hang or mix. Nothing that still needs it may run, but what all ranks
+// have enqueued `earlier` comes to its end first.
+void AdasumDeviceOp::GiveUp(ncclComm_t* communicator, const StreamMark& earlier) {
+  if (communicator != nullptr && *communicator != nullptr) {
+    const bool ended = earlier.WaitFor(settings_.local.timeout_seconds);
+    std::lock_guard<std::mutex> guard(communicator_mutex_);
+    given_up_ = true;
+    cut_short_ = !ended;
+    ncclCommAbort(*communicator);
+    *communicator = nullptr;
   }
   global_state_->shut_down = true;
+}
+
+// On a finalizer thread, where an exception ends the process but in elastic mode. What was cut short holds
+// anything, and must not pass for a result.
+void AdasumDeviceOp::CheckCommunicator() {
+  std::lock_guard<std::mutex> guard(communicator_mutex_);
+  if (!given_up_) {
+    nccl_op_context_.AsyncErrorCheck();
+  } else if (cut_short_) {
+    throw std::runtime_error("AdaSum: a reduction was cut short: a later one failed on this rank, and it had "
+                             "not ended " +
+                             std::to_string(settings_.local.timeout_seconds) +
+                             " s later (ADASUM_HVD_TIMEOUT_SECONDS)");
+  }
 }
 
 void AdasumDeviceOp::WaitForData(Entries& entries) {

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -37,7 +38,8 @@ private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
   Agreement& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
-  void GiveUp();
+  void GiveUp(ncclComm_t* communicator, const StreamMark& earlier);
+  void CheckCommunicator();
   void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
                DeviceScratch& scratch);
 
@@ -47,6 +49,9 @@ private:
   horovod::common::NCCLOpContext nccl_op_context_;
   std::map<int, Agreement> agreed_;                      // by process set id
   std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+  std::mutex communicator_mutex_;                        // finalizer threads look at what GiveUp aborts
+  bool given_up_ = false;
+  bool cut_short_ = false; // by that, something that was still under way
 };
 
 } // namespace adasum_hvd

@@ -1,15 +1,18 @@
 #include "device_memory.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace adasum_hvd {
 namespace {
 
 constexpr int64_t kLeastPinned = 64 << 10; // bytes
 constexpr int kPinnedAtOnce = 4;
+constexpr std::chrono::milliseconds kBetweenLooks{1}; // at a mark
 
 } // namespace
 
@@ -133,6 +136,34 @@ void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream
   std::memcpy(pinned.memory, bytes.data(), bytes.size());
   CheckCuda(cudaMemcpyAsync(to, pinned.memory, bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
   CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
+}
+
+StreamMark::~StreamMark() {
+  if (event_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaEventDestroy(event_);
+  }
+}
+
+void StreamMark::Set(cudaStream_t stream) {
+  if (event_ == nullptr) {
+    device_ = CurrentDevice();
+    CheckCuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "create an event");
+  }
+  CheckCuda(cudaEventRecord(event_, stream), "record an event");
+}
+
+bool StreamMark::WaitFor(int seconds) const {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  cudaError_t reached;
+  while ((reached = cudaEventQuery(event_)) == cudaErrorNotReady &&
+         std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  if (reached != cudaSuccess) {
+    cudaGetLastError(); // "not ready" is no error that the framework should find
+  }
+  return reached == cudaSuccess;
 }
 
 DeviceScratch::~DeviceScratch() {

@@ -68,12 +68,30 @@ private:
   std::deque<Pinned> pinned_; // the one used longest ago first
 };
 
+// A place in what has been enqueued on a stream.
+class StreamMark {
+public:
+  StreamMark() = default;
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+  ~StreamMark();
+
+  void Set(cudaStream_t stream); // behind all that is enqueued now
+  // False where the stream has not come there after so long, or has failed.
+  bool WaitFor(int seconds) const;
+
+private:
+  int device_ = -1;
+  cudaEvent_t event_ = nullptr;
+};
+
 // One of each per stream, for as long as the op lives.
 struct DeviceScratch {
   DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
   DeviceBuffer received; // the other ranks' elements of this rank's slices
   DeviceBuffer work;     // what the kernels are told, and sums
   Uploads uploads;
+  StreamMark earlier; // behind what was enqueued before the latest reduction
 
   DeviceScratch() = default;
   ~DeviceScratch();

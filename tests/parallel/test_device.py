@@ -83,14 +83,20 @@ from pathlib import Path
 from simulated_horovod import Horovod
 hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
 hvd.init()
-hvd.adasum(np.ones(10, np.float32))
+small, large = np.full(300_000, hvd.rank() + 1, np.float32), np.ones(1_000_000)
+hvd.adasum(small)
 if hvd.rank() == 1:
     hvd.library.horovod_simulated_memory_limit(1 << 20)
+# Of two dtypes, which Horovod does not fuse: the first is under way when the second fails.
+started = [hvd.enqueue([small]), hvd.enqueue([large])]
 for _ in range(2):
-    try:
-        hvd.adasum(np.ones(1_000_000, np.float32))
-    except RuntimeError as error:
-        print(f"rank {hvd.rank()}: {error}", flush=True)
+    for one in started:
+        try:
+            (result,) = hvd.wait(one)
+            print(f"rank {hvd.rank()}: {set(result.tolist())}", flush=True)
+        except RuntimeError as error:
+            print(f"rank {hvd.rank()}: {error}", flush=True)
+    started = [hvd.enqueue([large])]
 sys.exit(3)
 """
     )
@@ -99,6 +105,7 @@ sys.exit(3)
     words = [*command("gloo", 2), sys.executable, str(script)]
     status, output = run_launcher(words, variables, 120)
     assert status != 0
+    assert "rank 1: {1.5}" in output, output
     assert re.search(r"rank 1: AdaSum: required \d+ bytes of device memory", output)
     assert re.search(r"rank 1: Horovod has been shut down", output)
 
