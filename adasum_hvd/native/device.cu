@@ -341,14 +341,7 @@ __global__ void ScalesKernel(Slice slice) {
     return;
   }
   const int shared = slice.runs[run].shared;
-  const double largest = (shared < 0 ? slice.run_sums[run] : slice.totals[shared]).high;
-  int exponent = 0;
-  const bool usable = largest > 0 && largest < INFINITY;
-  if (usable) {
-    frexp(largest, &exponent);
-  }
-  const int clamped = exponent < -1021 ? 1021 : exponent > 1021 ? -1021 : -exponent;
-  slice.scales[run] = usable ? ldexp(1.0, clamped) : 1.0;
+  slice.scales[run] = PowerOfTwoScale((shared < 0 ? slice.run_sums[run] : slice.totals[shared]).high);
 }
 
 // ---- sums over blocks and ranks ----
@@ -505,10 +498,6 @@ __global__ void SolveKernel(Slice slice) {
 }
 
 // ---- combine ----
-
-// In the order of ranks 3/4 x may round where x does not; in the order of the tree only powers of two of
-// identical inputs occur. float32 and float16 have no bits that show it.
-__device__ inline bool InTreeOrder(ElementType type, int size) { return type == kFloat64 && size > 3; }
 
 // Combines the block where that takes the tree, and says whether it did.
 template <class T> __device__ bool CombinedByTree(const Block<T>& block, double scale) {

@@ -1,7 +1,6 @@
 #include "level.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace adasum_hvd {
 namespace {
@@ -99,8 +98,7 @@ void Level::FinishRun(size_t run_index) {
   }
 }
 
-// float64 products overflow and underflow where their inputs do not, so each tensor is scaled by a power of
-// two that brings its largest element, over all ranks, to about 1.
+// From the largest element over all ranks.
 void Level::FindScales() {
   SumsByTensor partial;
   for (size_t index = 0; index < mine().runs.size(); ++index) {
@@ -111,22 +109,15 @@ void Level::FindScales() {
       largest = std::max(largest, arithmetic_.kernels.max_abs(static_cast<const double*>(vector), run.count));
     }
     if (run.whole) {
-      SetScale(run.tensor, largest);
+      tensor_scales_[run.tensor] = PowerOfTwoScale(largest);
     } else {
       partial[run.tensor] = {DoubleDouble{largest, 0.0}};
     }
   }
   FoldOverRanks(partial, nullptr, 1, Fold::kMaximum);
   for (const auto& [tensor, largest] : partial) {
-    SetScale(tensor, largest[0].high);
+    tensor_scales_[tensor] = PowerOfTwoScale(largest[0].high);
   }
-}
-
-void Level::SetScale(int tensor, double largest) {
-  int exponent = 0;
-  std::frexp(largest, &exponent);
-  const bool usable = std::isfinite(largest) && largest > 0;
-  tensor_scales_[tensor] = usable ? std::ldexp(1.0, std::clamp(-exponent, -1021, 1021)) : 1.0;
 }
 
 // ---- tensors that cross slice borders ----
@@ -295,9 +286,7 @@ Level::Sums Level::LevelSums(size_t run, size_t level, const ExplicitTree& sides
 // ---- combine ----
 
 void Level::Combine(int64_t begin, int64_t end) {
-  // In the order of ranks 3/4 x may round where x does not; in the order of the tree only powers of two of
-  // identical inputs occur.
-  const bool in_tree_order = arithmetic_.type == kFloat64 && size_ > 3;
+  const bool in_tree_order = InTreeOrder(arithmetic_.type, size_);
   if (in_tree_order || !explicit_.empty()) {
     ReserveNodes();
   }

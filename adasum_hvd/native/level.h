@@ -88,7 +88,6 @@ private:
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
-  void SetScale(int tensor, double largest);
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
   void FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold = Fold::kAdd);
   void SolveExplicitly(const std::set<int>& tensors, bool shared);

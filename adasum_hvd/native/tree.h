@@ -4,10 +4,12 @@
 // associative, so the tree is part of the definition. reference.py holds the same two functions in NumPy.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
 #include "gram.h"
+#include "kernels.h"
 
 namespace adasum_hvd {
 
@@ -50,6 +52,24 @@ ADASUM_HOST_DEVICE inline int64_t GramIndex(int count, int i, int j) {
 ADASUM_HOST_DEVICE inline double AdasumCoefficient(double dot, double norm) {
   constexpr double kSmallestNorm = 1.4916681462400413e-154; // sqrt(DBL_MIN) = 2^-511
   return norm < kSmallestNorm ? 1.0 : 1.0 - dot / norm * 0.5;
+}
+
+// What a float64 tensor is multiplied by so that its largest magnitude becomes about 1: products overflow and
+// underflow where their inputs do not. A power of two; 1 for zeros and what is not finite.
+ADASUM_HOST_DEVICE inline double PowerOfTwoScale(double largest) {
+  if (!(largest > 0 && largest < INFINITY)) {
+    return 1.0;
+  }
+  int exponent = 0;
+  frexp(largest, &exponent);
+  return ldexp(1.0, exponent < -1021 ? 1021 : exponent > 1021 ? -1021 : -exponent);
+}
+
+// Whether a result is summed in the order of the tree, not of the ranks. In that of the ranks 3/4 x may round
+// where x does not; in that of the tree only powers of two of identical inputs occur. The shorter types have
+// no bits that show it.
+ADASUM_HOST_DEVICE inline bool InTreeOrder(ElementType type, int ranks) {
+  return type == kFloat64 && ranks > 3;
 }
 
 // Whether a node's norm, had as a sum of terms, has cancelled too far for it.
