@@ -100,18 +100,26 @@ void Level::FinishRun(size_t run_index) {
 
 // From the largest element over all ranks.
 void Level::FindScales() {
-  SumsByTensor partial;
-  for (size_t index = 0; index < mine().runs.size(); ++index) {
-    const Run& run = mine().runs[index];
-    PointAt(index, 0, benches_[0]);
-    double largest = 0;
-    for (const void* vector : benches_[0].vectors) {
-      largest = std::max(largest, arithmetic_.kernels.max_abs(static_cast<const double*>(vector), run.count));
+  const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
+  std::vector<double> of_blocks(blocks.size()), of_runs(mine().runs.size());
+  arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
+    Bench& bench = benches_[worker];
+    PointAt(blocks[job].run, blocks[job].position, bench);
+    for (const void* vector : bench.vectors) {
+      const double largest = arithmetic_.kernels.max_abs(static_cast<const double*>(vector), blocks[job].n);
+      of_blocks[job] = std::max(of_blocks[job], largest);
     }
+  });
+  for (size_t job = 0; job < blocks.size(); ++job) {
+    of_runs[blocks[job].run] = std::max(of_runs[blocks[job].run], of_blocks[job]);
+  }
+  SumsByTensor partial;
+  for (size_t index = 0; index < of_runs.size(); ++index) {
+    const Run& run = mine().runs[index];
     if (run.whole) {
-      tensor_scales_[run.tensor] = PowerOfTwoScale(largest);
+      tensor_scales_[run.tensor] = PowerOfTwoScale(of_runs[index]);
     } else {
-      partial[run.tensor] = {DoubleDouble{largest, 0.0}};
+      partial[run.tensor] = {DoubleDouble{of_runs[index], 0.0}};
     }
   }
   FoldOverRanks(partial, nullptr, 1, Fold::kMaximum);
