@@ -26,26 +26,16 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
   if (entries.empty() || entries.front().device == CPU_DEVICE_ID) {
     return false;
   }
-  if (!settings_.off) {
-    return true;
-  }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  const int id = entries.front().process_set_id;
-  auto& agreed = const_cast<AdasumDeviceOp*>(this)->AgreedFor(id, global_state_->process_set_table.Get(id));
-  return !agreed.disagreement.empty();
+  return !settings_.off || !AgreedFor(entries.front().process_set_id).disagreement.empty();
 }
 
-Agreement& AdasumDeviceOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
-  Agreement& agreed = agreed_[process_set_id];
-  if (!agreed.IsOf(process_set.controller)) {
-    agreed = Agree(process_set.controller, settings_);
-    std::string path = settings_.off ? "Horovod's own op" : "NCCL";
-    if (!settings_.off && agreed.levels.size() > 1) {
-      path += ", levels of " + Describe(agreed.levels) + " ranks";
-    }
-    SetPath(process_set_id, Memory::kDevice, path);
-  }
-  return agreed;
+Agreement& AdasumDeviceOp::AgreedFor(int process_set_id) const {
+  const hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
+  return agreements_.Of(process_set_id, process_set, settings_, [](const Agreement& agreed) {
+    return agreed.levels.size() > 1 ? "NCCL, levels of " + Describe(agreed.levels) + " ranks"
+                                    : std::string("NCCL");
+  });
 }
 
 hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& response) {
@@ -54,7 +44,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreement& agreed = AgreedFor(process_set_id, process_set);
+  Agreement& agreed = AgreedFor(process_set_id);
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }

@@ -37,7 +37,7 @@ protected:
 private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
-  Agreement& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
+  Agreement& AgreedFor(int process_set_id) const;
   void GiveUp(ncclComm_t* communicator, const StreamMark& earlier);
   void CheckCommunicator();
   void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
@@ -47,7 +47,7 @@ private:
   horovod::common::GPUContext* gpu_context_;
   horovod::common::GPUOpContext gpu_op_context_;
   horovod::common::NCCLOpContext nccl_op_context_;
-  std::map<int, Agreement> agreed_;                      // by process set id
+  mutable Agreements<Agreement> agreements_{Memory::kDevice};
   std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
   std::mutex communicator_mutex_;                        // finalizer threads look at what GiveUp aborts
   bool given_up_ = false;

@@ -71,47 +71,30 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
   if (entries.empty() || entries.front().device != CPU_DEVICE_ID) {
     return entries.empty() && !settings_.off;
   }
-  if (!settings_.off) {
-    return true;
-  }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  const int id = entries.front().process_set_id;
-  auto& agreed = const_cast<AdasumOp*>(this)->AgreedFor(id, global_state_->process_set_table.Get(id));
-  return !agreed.disagreement.empty();
+  return !settings_.off || !AgreedFor(entries.front().process_set_id).disagreement.empty();
 }
 
-AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id, hvd::ProcessSet& process_set) {
-  Agreed& agreed = agreed_[process_set_id];
-  if (agreed.IsOf(process_set.controller)) {
-    return agreed;
-  }
-  agreed = Agreed{Agree(process_set.controller, settings_)};
-  if (!agreed.disagreement.empty()) {
-    return agreed;
-  }
-  if (settings_.off) {
-    SetPath(process_set_id, Memory::kHost, "Horovod's own op");
-    return agreed;
-  }
-  std::string path = agreed.one_host ? "one rank" : "network";
-  if (process_set.controller->GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
-    try {
-      path = ConnectLocally(agreed, *process_set.controller);
-    } catch (const std::exception& error) { // or the next call would find this rank alone on the network
-      agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
-      throw;
+AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id) const {
+  const hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
+  return agreements_.Of(process_set_id, process_set, settings_, [&](Agreed& agreed) {
+    std::string path = agreed.one_host ? "one rank" : "network";
+    if (process_set.controller->GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
+      try {
+        path = ConnectLocally(agreed, *process_set.controller);
+      } catch (const std::exception& error) { // or the next call would find this rank alone on the network
+        agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
+        throw;
+      }
     }
-  }
-  if (agreed.levels.size() > 1) {
-    path = "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path;
-  }
-  SetPath(process_set_id, Memory::kHost, path);
-  agreed.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
-  return agreed;
+    agreed.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
+    return agreed.levels.size() > 1 ? "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path
+                                    : path;
+  });
 }
 
 // Connects the ranks of every host; returns how they reach each other.
-std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller) {
+std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller) const {
   if (settings_.local.mode == LocalMode::kOff) {
     return "network (ADASUM_HVD_LOCAL=off)";
   }
@@ -160,7 +143,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreed& agreed = AgreedFor(process_set_id, process_set);
+  Agreed& agreed = AgreedFor(process_set_id);
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }

@@ -2,7 +2,6 @@
 // reduce.h, no arithmetic.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,8 +40,8 @@ private:
   horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
                                         const horovod::common::Response& response, Agreed& agreed,
                                         horovod::common::ProcessSet& process_set);
-  Agreed& AgreedFor(int process_set_id, horovod::common::ProcessSet& process_set);
-  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller);
+  Agreed& AgreedFor(int process_set_id) const;
+  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller) const;
   ReduceResult ReduceInLevels(const Job& job, Agreed& agreed, horovod::common::ProcessSet& process_set,
                               const PhaseObserver& observer);
   std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;
@@ -50,7 +49,7 @@ private:
   Settings settings_;
   Scratch scratch_;
   std::unique_ptr<Workers> workers_;
-  std::map<int, Agreed> agreed_; // by process set id
+  mutable Agreements<Agreed> agreements_{Memory::kHost};
 };
 
 } // namespace adasum_hvd

@@ -1,14 +1,17 @@
 // What the ranks of a process set have agreed on before they first reduce something in it.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "horovod/common/controller.h"
+#include "horovod/common/process_set.h"
 #include "plan.h"
 #include "reduce.h"
 #include "settings.h"
+#include "statistics.h"
 
 namespace adasum_hvd {
 
@@ -29,5 +32,31 @@ struct Agreement {
 
 // Collective over the process set. `off` ranks only learn whether others are, too.
 Agreement Agree(const std::shared_ptr<horovod::common::Controller>& controller, const Settings& settings);
+
+// What the ranks of every process set have agreed on for tensors in one kind of memory; an Agreed is an
+// Agreement.
+template <class Agreed> class Agreements {
+public:
+  explicit Agreements(Memory memory) : memory_(memory) {}
+
+  // Collective over the process set, where the ranks have yet to agree. Then `prepare(agreed)` does what else
+  // has to be done once, and returns how the ranks reach each other.
+  template <class Prepare>
+  Agreed& Of(int id, const horovod::common::ProcessSet& process_set, const Settings& settings,
+             Prepare prepare) {
+    Agreed& agreed = by_id_[id];
+    if (!agreed.IsOf(process_set.controller)) {
+      agreed = Agreed{Agree(process_set.controller, settings)};
+      if (agreed.disagreement.empty()) {
+        SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(agreed));
+      }
+    }
+    return agreed;
+  }
+
+private:
+  Memory memory_;
+  std::map<int, Agreed> by_id_;
+};
 
 } // namespace adasum_hvd

@@ -604,13 +604,13 @@ template <class Form> void ByType(ElementType type, Form form) {
   }
 }
 
-template <class T> using SliceKernel = void (*)(Slice);
-template <class T> using ScaledKernel = void (*)(Slice, double);
+using SliceKernel = void (*)(Slice);
+using ScaledKernel = void (*)(Slice, double);
 
 template <class T> void LaunchGram(const Slice& slice, cudaStream_t stream) {
-  static constexpr SliceKernel<T> kUnrolled[] = {GramKernel<T, 1>, GramKernel<T, 2>, GramKernel<T, 3>,
-                                                 GramKernel<T, 4>, GramKernel<T, 5>, GramKernel<T, 6>,
-                                                 GramKernel<T, 7>, GramKernel<T, 8>};
+  static constexpr SliceKernel kUnrolled[] = {GramKernel<T, 1>, GramKernel<T, 2>, GramKernel<T, 3>,
+                                              GramKernel<T, 4>, GramKernel<T, 5>, GramKernel<T, 6>,
+                                              GramKernel<T, 7>, GramKernel<T, 8>};
   if (slice.size <= kMostUnrolled) {
     Launch("the Gram kernel", kUnrolled[slice.size - 1], Grid(slice.blocks.count), kThreads, stream, slice);
   } else {
@@ -621,11 +621,11 @@ template <class T> void LaunchGram(const Slice& slice, cudaStream_t stream) {
 }
 
 template <class T> void LaunchCombine(const Slice& slice, double scale, cudaStream_t stream) {
-  static constexpr ScaledKernel<T> kUnrolled[] = {
-      CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>, CombineKernel<T, 4>,
-      CombineKernel<T, 5>, CombineKernel<T, 6>, CombineKernel<T, 7>, CombineKernel<T, 8>};
+  static constexpr ScaledKernel kUnrolled[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>,
+                                               CombineKernel<T, 4>, CombineKernel<T, 5>, CombineKernel<T, 6>,
+                                               CombineKernel<T, 7>, CombineKernel<T, 8>};
   Launch("the combine kernel",
-         slice.size <= kMostUnrolled ? kUnrolled[slice.size - 1] : ScaledKernel<T>(CombineAnyKernel<T>),
+         slice.size <= kMostUnrolled ? kUnrolled[slice.size - 1] : ScaledKernel(CombineAnyKernel<T>),
          Grid(slice.blocks.count), kThreads, stream, slice, scale);
 }
 

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <random>
 #include <stdexcept>
-#include <system_error>
 
 #include <poll.h>
 #include <sys/prctl.h>
@@ -35,10 +34,6 @@ struct Hello {
 struct Stranger : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-[[noreturn]] void ThrowErrno(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
 
 // The kernel picks a free name in the abstract namespace: a zero byte and five hexadecimal digits.
 Descriptor Listen(int backlog, int& name) {

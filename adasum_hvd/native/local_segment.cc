@@ -17,13 +17,10 @@
 #include <unistd.h>
 
 namespace adasum_hvd {
-namespace {
 
 [[noreturn]] void ThrowErrno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
-
-} // namespace
 
 void Bell::Ring() {
   rings.fetch_add(1, std::memory_order_seq_cst);

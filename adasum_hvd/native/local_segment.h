@@ -11,6 +11,9 @@
 
 namespace adasum_hvd {
 
+// Throws std::system_error of errno.
+[[noreturn]] void ThrowErrno(const char* what);
+
 // Wakes the rank that owns it. Futexes work across processes on shared memory.
 struct alignas(64) Bell {
   std::atomic<uint32_t> rings{0};

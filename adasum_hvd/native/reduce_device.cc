@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
-#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "device.h"
 #include "layout.h"

@@ -1,4 +1,4 @@
-// What the environment asks of the op. Every rank must ask the same: adasum_op.cc compares fingerprints.
+// What the environment asks of the op. Every rank must ask the same: agreement.cc compares fingerprints.
 #pragma once
 
 #include <cstdint>

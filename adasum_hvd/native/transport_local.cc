@@ -11,6 +11,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "pause.h"
+
 namespace adasum_hvd {
 namespace {
 
@@ -19,12 +21,6 @@ constexpr int64_t kPieceBytes = 64 << 10;  // of a long message, so that both si
 constexpr int kSleepMilliseconds = 50;     // between two looks at whether the peers live
 constexpr int kSpins = 2000;               // looks at a peer: some 50 us, about what sleeping costs
 constexpr int kYields = 16;                // then as many turns for other ranks before it sleeps
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 } // namespace
 

@@ -1,16 +1,12 @@
 #include "workers.h"
 
+#include "pause.h"
+
 namespace adasum_hvd {
 namespace {
 
 constexpr int64_t kWorthSharing = 4; // jobs; a job is a block of some 10 us, waking a thread costs as much
 constexpr int kSpins = 20000;        // looks for the next round before a helper sleeps: some 100 us
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 } // namespace
 
