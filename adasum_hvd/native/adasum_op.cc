@@ -12,6 +12,7 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
+#include "horovod/common/logging.h"
 #include "registry.h"
 #include "statistics.h"
 
@@ -196,6 +197,13 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
                                       const PhaseObserver& observer) {
   if (workers_ == nullptr || workers_->threads() != agreed.threads) {
     workers_ = std::make_unique<Workers>(agreed.threads);
+    if (workers_->threads() != agreed.threads) {
+      hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
+          << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: required " << agreed.threads
+          << " threads, got " << workers_->threads()
+          << ": slower, but the same results; raise ulimit -u or lower ADASUM_HVD_NUM_THREADS";
+      agreed.threads = workers_->threads();
+    }
   }
   std::unique_ptr<Transport> network;
   std::vector<std::unique_ptr<Transport>> groups;

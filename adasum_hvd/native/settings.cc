@@ -11,13 +11,16 @@ namespace adasum_hvd {
 namespace {
 
 constexpr int64_t kRingGranule = 64; // positions on cache lines
+constexpr int64_t kMost = int64_t{1} << 30;
+constexpr int64_t kMostThreads = 1024;
 
 std::string Variable(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
 }
 
-void Refuse(Settings& settings, const std::string& name, const char* required, const std::string& got) {
+void Refuse(Settings& settings, const std::string& name, const std::string& required,
+            const std::string& got) {
   if (settings.error.empty()) {
     settings.error =
         name + ": required " + required + ", got \"" + got + "\"; unset it or mend it on all ranks";
@@ -25,7 +28,8 @@ void Refuse(Settings& settings, const std::string& name, const char* required, c
 }
 
 template <class Integer>
-void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer& target) {
+void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer& target,
+                 int64_t largest = kMost) {
   const std::string text = Variable(name);
   if (text.empty()) {
     return;
@@ -33,8 +37,11 @@ void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer
   char* end = nullptr;
   errno = 0;
   const long long value = std::strtoll(text.c_str(), &end, 10);
-  if (errno != 0 || *end != '\0' || value < smallest || value > (int64_t{1} << 30)) {
-    Refuse(settings, name, smallest > 0 ? "an integer from 1 to 2^30" : "an integer from 0 to 2^30", text);
+  if (errno != 0 || *end != '\0' || value < smallest || value > largest) {
+    Refuse(settings, name,
+           "an integer from " + std::to_string(smallest) + " to " +
+               (largest == kMost ? "2^30" : std::to_string(largest)),
+           text);
     return;
   }
   target = static_cast<Integer>(value);
@@ -105,7 +112,7 @@ Settings Settings::FromEnvironment() {
   } else if (!radices.empty() && radices != "auto" && !ReadRadices(radices, settings.radices)) {
     Refuse(settings, "ADASUM_HVD_RADICES", "auto, flat or the sizes of levels, such as 4x2", radices);
   }
-  ReadInteger(settings, "ADASUM_HVD_NUM_THREADS", 1, settings.threads);
+  ReadInteger(settings, "ADASUM_HVD_NUM_THREADS", 1, settings.threads, kMostThreads);
   ReadInteger(settings, "ADASUM_HVD_TIMEOUT_SECONDS", 1, settings.local.timeout_seconds);
   ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
   settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;

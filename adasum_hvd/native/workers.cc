@@ -1,5 +1,7 @@
 #include "workers.h"
 
+#include <exception>
+
 #include "pause.h"
 
 namespace adasum_hvd {
@@ -11,8 +13,13 @@ constexpr int kSpins = 20000;        // looks for the next round before a helper
 } // namespace
 
 Workers::Workers(int threads) {
-  for (int worker = 1; worker < threads; ++worker) {
-    helpers_.emplace_back([this, worker] { Help(worker); });
+  helpers_.reserve(threads);
+  try {
+    for (int worker = 1; worker < threads; ++worker) {
+      helpers_.emplace_back([this, worker] { Help(worker); });
+    }
+  } catch (
+      const std::exception&) { // no more are to be had (ulimit -u, a limit of the container): fewer do it
   }
 }
 

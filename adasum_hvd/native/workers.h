@@ -16,7 +16,7 @@ public:
   // body(job, worker), worker in 0 .. threads() - 1; must not throw.
   using Body = std::function<void(int64_t job, int worker)>;
 
-  explicit Workers(int threads); // the calling thread is one of them
+  explicit Workers(int threads); // at most; the calling thread is one of them
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;

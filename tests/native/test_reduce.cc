@@ -14,11 +14,21 @@
 #include <string>
 #include <vector>
 
+#if !defined(ADASUM_ON_DEVICE)
+#include <cstdlib>
+#include <fstream>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 #include "layout.h"
 #include "plan.h"
 #include "ranks_as_threads.h"
 #include "reduce.h"
+#include "settings.h"
 #include "testing.h"
 #include "tree.h"
 #if defined(ADASUM_ON_DEVICE)
@@ -932,6 +942,60 @@ void WorkersDoEveryJobOnce() {
   }
 }
 
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) // which need address space themselves
+// In a child with room for a few more stacks.
+bool FewerThreadsDoEveryJob() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlim_t bytes = static_cast<rlim_t>(pages) * sysconf(_SC_PAGESIZE) + (64 << 20);
+  const rlimit limit = {bytes, bytes};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) {
+    return false;
+  }
+  constexpr int kWanted = 512, kJobs = 1000;
+  Workers workers(kWanted);
+  std::atomic<int> done{0};
+  workers.Run(kJobs, [&](int64_t, int) { ++done; });
+  return workers.threads() < kWanted && done == kJobs;
+}
+
+void WorkersDoWithFewerThreads() {
+  const pid_t child = fork();
+  if (child == 0) {
+    bool good = false;
+    try {
+      good = FewerThreadsDoEveryJob();
+    } catch (const std::exception&) { // says enough by its status
+    }
+    _exit(good ? 0 : 1);
+  }
+  int status = -1;
+  Check(waitpid(child, &status, 0) == child, "waitpid");
+  Check(status == 0, "the child ended with status " + std::to_string(status));
+}
+#endif
+
+void SettingsNameTheirBounds() {
+  const auto error_of = [](const char* name, const char* value) {
+    setenv(name, value, 1);
+    const Settings settings = Settings::FromEnvironment();
+    unsetenv(name);
+    return settings.error;
+  };
+  const auto wanted = [](const std::string& name, const std::string& bounds, const std::string& value) {
+    return name + ": required an integer from " + bounds + ", got \"" + value +
+           "\"; unset it or mend it on all ranks";
+  };
+  const char* threads = "ADASUM_HVD_NUM_THREADS";
+  const char* chunk = "ADASUM_HVD_CHUNK_BYTES";
+  const char* group = "ADASUM_HVD_GROUP_SIZE";
+  Check(error_of(threads, "1024").empty(), "1024 threads are refused");
+  Check(error_of(threads, "1025") == wanted(threads, "1 to 1024", "1025"), error_of(threads, "1025"));
+  Check(error_of(threads, "0") == wanted(threads, "1 to 1024", "0"), error_of(threads, "0"));
+  Check(error_of(chunk, "1073741825") == wanted(chunk, "1 to 2^30", "1073741825"), error_of(chunk, "2 GB"));
+  Check(error_of(group, "-1") == wanted(group, "0 to 2^30", "-1"), error_of(group, "-1"));
+}
+
 void TwoBytesRoundOnce() {
   for (const Kernels* kernels : AllKernels()) {
     for (ElementType type : {kFloat16, kBfloat16}) {
@@ -1021,6 +1085,10 @@ int main(int argc, char** argv) {
                       {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
                       {"plans follow hosts and costs", PlansFollowHostsAndCosts},
                       {"workers do every job once", WorkersDoEveryJobOnce},
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+                      {"workers do with fewer threads", WorkersDoWithFewerThreads},
+#endif
+                      {"settings name their bounds", SettingsNameTheirBounds},
                       {"two bytes round once", TwoBytesRoundOnce},
                       {"slices cover everything once", SlicesCoverEverythingOnce},
 #endif

@@ -25,6 +25,7 @@ ARITHMETIC = (
     "level.cc",
     "plan.cc",
     "reduce.cc",
+    "settings.cc",
     "workers.cc",
     "kernels_portable.cc",
 )
@@ -59,7 +60,7 @@ class Program:
 
 
 PROGRAMS = {
-    "test_reduce": Program("test_reduce.cc", ARITHMETIC, 21),
+    "test_reduce": Program("test_reduce.cc", ARITHMETIC, 23),
     "test_local": Program("test_local.cc", SHARED_MEMORY, 10),
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
     "test_device": Program(
