@@ -45,6 +45,7 @@ std::string Scientific(double value) {
   return text;
 }
 
+#if !defined(ADASUM_ON_DEVICE)
 std::vector<const Kernels*> AllKernels() {
   std::vector<const Kernels*> all;
   for (const char* name : {"portable", "avx2", "avx512"}) {
@@ -54,6 +55,7 @@ std::vector<const Kernels*> AllKernels() {
   }
   return all;
 }
+#endif
 
 const Kernels& Portable() { return *ChooseKernels("portable"); }
 
@@ -404,14 +406,15 @@ void SameBitsInEveryForm() {
       Options in_place = plain;
       in_place.in_place = true;
       Check(ReduceAll(tensors, in_place) == fused, "in place");
+      Options replicated = plain;
+      replicated.settings.replicate_bytes = int64_t{1} << 30;
+      Check(ReduceAll(tensors, replicated) == fused, "replicated");
+#if !defined(ADASUM_ON_DEVICE) // where there are no chunks, and the kernels are the device's
       for (int64_t chunk_bytes : {int64_t{1}, int64_t{1} << 30}) {
         Options chunked = plain;
         chunked.settings.chunk_bytes = chunk_bytes;
         Check(ReduceAll(tensors, chunked) == fused, "another chunk size");
       }
-      Options replicated = plain;
-      replicated.settings.replicate_bytes = int64_t{1} << 30;
-      Check(ReduceAll(tensors, replicated) == fused, "replicated");
       Options threaded = plain;
       threaded.threads = 3;
       Check(ReduceAll(tensors, threaded) == fused, "several threads");
@@ -420,13 +423,16 @@ void SameBitsInEveryForm() {
         other.kernels = kernels;
         Check(ReduceAll(tensors, other) == fused, std::string("kernels ") + kernels->name);
       }
+#endif
       for (size_t k = 0; k < kSizes.size(); ++k) {
         std::vector<Tensors> alone(ranks);
         for (int rank = 0; rank < ranks; ++rank) {
           alone[rank].bytes = {tensors[rank].bytes[k]};
         }
-        Check(ReduceAll(alone, plain)[0] == fused[k],
-              "unfused tensor of " + std::to_string(kSizes[k]) + " elements");
+        for (const Options& form : {plain, replicated}) {
+          Check(ReduceAll(alone, form)[0] == fused[k],
+                "unfused tensor of " + std::to_string(kSizes[k]) + " elements");
+        }
       }
     }
   }
@@ -446,6 +452,11 @@ void WideRangeInOneFloat64Tensor() {
   const Maker wide = [](int, size_t, int64_t k) { return k % 2 == 0 ? 1e200 : 1e-200; };
   const std::vector<Tensors> tensors = MakeTensors(4, {64}, kFloat64, wide);
   Check(ReduceAll(tensors, For(4, kFloat64)) == tensors[0].bytes, "small elements were flushed");
+  Options threaded = For(4, kFloat64); // every rank looks at enough blocks for its threads to share
+  threaded.threads = 3;
+  threaded.settings.replicate_bytes = int64_t{1} << 30;
+  const std::vector<Tensors> longer = MakeTensors(4, {64, 8 * kBlockElements}, kFloat64, wide);
+  Check(ReduceAll(longer, threaded) == longer[0].bytes, "small elements of many blocks were flushed");
 }
 
 void OrthogonalInputsAddUp() {
@@ -553,9 +564,13 @@ void CancellingPairs() {
         const auto result = ReduceAll(tensors, options, &explicit_tensors);
         Check(digits < 4 || explicit_tensors > 0, "no node was formed explicitly");
         Options other = options;
+#if defined(ADASUM_ON_DEVICE)
+        other.settings.replicate_bytes = int64_t{1} << 30;
+#else
         other.kernels = &Portable();
         other.threads = 3;
         other.settings.chunk_bytes = 1;
+#endif
         Check(ReduceAll(tensors, other) == result, "other bits in another form");
         for (size_t k = 0; k < sizes.size(); ++k) {
           // The float64 tree itself has an error of about 2^-52 / eps here.

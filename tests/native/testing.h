@@ -47,12 +47,22 @@ inline void InThreads(int size, const std::function<void(int)>& body) {
   }
 }
 
-// Prints "ok NAME (seconds)" or "FAILED NAME: why" per test, and returns the number of failures. Names on the
-// command line choose tests; without any, all run.
+// A test that throws it cannot run here, and says why.
+struct Skipped : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Prints "ok NAME (seconds)", "skipped NAME: why" or "FAILED NAME: why" per test, and returns the number of
+// failures. Names on the command line choose tests; without any, all run. With --list it prints the names
+// instead.
 inline int RunTests(int argc, char** argv, const std::vector<std::pair<const char*, void (*)()>>& tests) {
   const std::set<std::string> chosen(argv + 1, argv + argc);
   int failures = 0;
   for (const auto& [name, test] : tests) {
+    if (chosen.count("--list") != 0) {
+      std::printf("%s\n", name);
+      continue;
+    }
     if (!chosen.empty() && chosen.count(name) == 0) {
       continue;
     }
@@ -61,6 +71,8 @@ inline int RunTests(int argc, char** argv, const std::vector<std::pair<const cha
       test();
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - started;
       std::printf("ok %s (%.1f s)\n", name, seconds.count());
+    } catch (const Skipped& why) {
+      std::printf("skipped %s: %s\n", name, why.what());
     } catch (const std::exception& error) {
       ++failures;
       std::printf("FAILED %s: %s\n", name, error.what());
