@@ -7,10 +7,12 @@ steps, so the bias correction is folded into the learning rate, in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from adasum_hvd import adam
@@ -45,6 +47,62 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
+class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate from any Python function of the step, counted from 0.
+
+    Keras calls its own callables without the step. In a graph the function still runs in
+    every step, as plain Python.
+
+    Args:
+        function: gets the step as an int and returns a rate.
+    """
+
+    def __init__(self, function: Callable[[int], Any]):
+        self.function = function
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """Return the rate of a step; one that is no number >= 0 fails the step."""
+
+        def rate(step: Any) -> float:
+            return adam.check_rate(np.asarray(self.function(int(step))))
+
+        with tf.device(_HOST):
+            found = tf.py_function(rate, [tf.cast(step, tf.int64)], tf.float32)
+            found.set_shape(())
+            return found
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {"function": keras.saving.serialize_keras_object(self.function)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RateFunction:
+        """Undo :meth:`get_config`."""
+        return cls(keras.saving.deserialize_keras_object(config["function"]))
+
+
+def _keras_rate(value: Any) -> Any:
+    """Return a learning rate argument as Keras takes it.
+
+    Raises:
+        TypeError: a wrong type.
+        ValueError: a rate is negative.
+    """
+    rate = adam.parse_lr(value)
+    if isinstance(rate, tuple):
+        return RateVector(rate)
+    if not callable(rate) or isinstance(
+        rate, keras.optimizers.schedules.LearningRateSchedule
+    ):
+        return rate
+    try:
+        inspect.signature(rate).bind(0)
+    except (TypeError, ValueError):
+        return rate  # without arguments, as Keras's own callables
+    return RateFunction(rate)
+
+
+@keras.saving.register_keras_serializable(package="adasum_hvd")
 class AdamOffload(keras.optimizers.Optimizer):
     """Adam on the host CPU, for variables on any device; the formula of `adasum_hvd/adam.py`.
 
@@ -54,7 +112,7 @@ class AdamOffload(keras.optimizers.Optimizer):
 
     Args:
         learning_rate: a number or a 0-d tensor; a 1-d tensor or iterable with a rate per step;
-            or a Keras schedule.
+            a Keras schedule; or a Python function of the step, counted from 0.
         beta1: decay rate of the first moment, a float in (0, 1).
         beta2: decay rate of the second moment, a float in (0, 1).
         eps: a float > 0, added to the square root of the second moment.
@@ -91,13 +149,8 @@ class AdamOffload(keras.optimizers.Optimizer):
         name: str = "adam_offload",
         **kwargs: Any,
     ):
-        rate = adam.parse_lr(learning_rate)
         # Keras's own weight_decay is the decoupled one, so it stays unset.
-        super().__init__(
-            learning_rate=RateVector(rate) if isinstance(rate, tuple) else rate,
-            name=name,
-            **kwargs,
-        )
+        super().__init__(learning_rate=_keras_rate(learning_rate), name=name, **kwargs)
         self.beta1 = adam.check_beta("beta1", beta1)
         self.beta2 = adam.check_beta("beta2", beta2)
         self.eps = adam.check_positive("eps", eps)

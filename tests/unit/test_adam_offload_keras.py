@@ -117,6 +117,60 @@ def test_vector_of_rates_ends():
         optimizer.apply([tf.ones(3)], [variable])
 
 
+def test_rate_from_a_function_of_the_step():
+    """Plain Python, branches included, eagerly and in a graph; counted from 0."""
+    rates = [0.1, 0.1, 0.01, 0.01]
+
+    def rate(step):
+        return rates[0] if step < 2 else tf.constant(rates[3])
+
+    results = []
+    for learning_rate in (rate, rates):
+        for graph in (False, True):
+            variable = keras.Variable(np.ones(3), name="kernel")
+            optimizer = AdamOffload(learning_rate)
+            optimizer.build([variable])
+            apply = optimizer.apply
+            run = tf.function(apply) if graph else apply
+            for _ in rates:
+                run([tf.ones(3)])
+            results.append(variable.numpy())
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+    variable = keras.Variable(np.ones(3), name="kernel")
+    AdamOffload(lambda: 0.1).apply([tf.ones(3)], [variable])  # as Keras calls it
+    assert (variable.numpy() < 1).all()
+    for wrong in (lambda step: -1.0, lambda step: "fast"):
+        with pytest.raises(tf.errors.OpError, match="AdamOffload: lr: required"):
+            AdamOffload(wrong).apply([tf.ones(3)], [variable])
+
+
+@keras.saving.register_keras_serializable(package="test")
+def halving(step):
+    return 0.1 * 0.5**step
+
+
+def test_rate_function_is_saved_with_the_optimizer():
+    optimizer = AdamOffload(halving)
+    again = AdamOffload.from_config(optimizer.get_config())
+    assert again._learning_rate.function is halving
+    assert float(again.learning_rate) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("locking", [False, True])
+def test_use_locking_reaches_the_kernel(locking):
+    variable = keras.Variable(np.ones(3), name="kernel")
+    optimizer = AdamOffload(0.1, use_locking=locking)
+    optimizer.build([variable])
+    graph = (
+        tf.function(lambda: optimizer.apply([tf.ones(3)], [variable]))
+        .get_concrete_function()
+        .graph
+    )
+    kernels = [op for op in graph.get_operations() if op.type == "ResourceApplyAdam"]
+    assert [kernel.get_attr("use_locking") for kernel in kernels] == [locking]
+
+
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
