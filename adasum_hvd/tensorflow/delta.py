@@ -76,5 +76,37 @@ class DeltaOptimizer(KerasDistributed):
         reduced = bounded(
             state.reduction(changes, changed), state.options.clip_delta_norm
         )
+        finite = self._note_overflow(reduced)
         for variable, start, change in zip(changed, starts, reduced, strict=True):
-            variable.assign(tf.cast(start + change, variable.dtype))
+            new = (
+                start + change
+                if finite is None
+                else tf.where(finite, start + change, start)
+            )
+            variable.assign(tf.cast(new, variable.dtype))
+
+    def give_up_window(self) -> None:
+        """Put the weights back to where an unfinished window of local steps began."""
+        window = self._adasum.starts
+
+        def restore() -> None:
+            for variable in self._adasum.reduced(self._trainable_variables):
+                variable.assign(window.of(variable))
+
+        window.abandon(restore)
+
+    def _note_overflow(self, reduced: Sequence[Any]) -> Any:
+        """Return whether all reduced changes are finite, on all ranks alike; None: not asked.
+
+        Finite gradients can still make a change that overflows, in the step or on the wire.
+        Without a loss scale NaN goes into the weights, as in plain training, where users see it.
+        """
+        flag = self._adasum.finite
+        if flag is None or not reduced:
+            return None
+        # Every rank holds the same bits, so this needs no reduction of its own.
+        finite = tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(change)) for change in reduced]
+        )
+        flag.assign(finite)
+        return finite

@@ -36,6 +36,13 @@ class State:
         self.step_variables: list[Any] = []
         self.start_values: list[Any] = []
         self.did_reduce = False
+        # Whether the last step's reduced changes were finite; only where a loss scale asks.
+        self.finite: tf.Variable | None = None
+
+    def watch_overflow(self) -> None:
+        """Note from now on whether reduced changes are finite."""
+        with tf.init_scope():
+            self.finite = tf.Variable(True, trainable=False)
 
     @property
     def windows(self) -> tuple[Window, Window]:

@@ -60,6 +60,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scaled = _taken_over(optimizer, DistributedLossScale)
         scaled.inner_optimizer = wrap(optimizer.inner_optimizer, options)
+        scaled.inner_optimizer._adasum.watch_overflow()
         return scaled
     if options.local_steps > 1 and optimizer.use_ema:
         raise ValueError(

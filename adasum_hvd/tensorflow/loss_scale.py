@@ -49,6 +49,29 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
             self.inner_optimizer._prepared(grads, variables), trainable_variables
         )
 
+    def _stateful_handle_finite_grads(
+        self, grads: Any, trainable_variables: Any
+    ) -> None:
+        # The inner optimizer restores the weights where a reduced change is not finite.
+        flag = self._adasum.finite
+        flag.assign(True)
+        scale = tf.identity(self.dynamic_scale.value)
+        super()._stateful_handle_finite_grads(grads, trainable_variables)
+
+        def shrink() -> int:
+            self.dynamic_scale.assign(scale)  # the step may have raised it
+            self._stateful_handle_non_finite_grads()
+            return 0
+
+        tf.cond(flag.read_value(), lambda: 0, shrink)
+
+    def _stateful_handle_non_finite_grads(self) -> None:
+        super()._stateful_handle_non_finite_grads()
+        # Maybe a local step has made one rank's weights infinite: no later gradient would be
+        # finite, and the window would never end.
+        if self._options.is_delta:
+            self.inner_optimizer.give_up_window()
+
     @property
     def window_variables(self) -> list[tf.Variable]:
         """As the inner optimizer's."""

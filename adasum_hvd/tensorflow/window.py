@@ -92,6 +92,18 @@ class Window:
         done = steps.assign_add(1)
         tf.cond(tf.greater_equal(done, self.length), _returning(finish), lambda: 0)
 
+    def abandon(self, action: Callable[[], None]) -> None:
+        """Do `action` and begin anew, at run time, if a window is unfinished."""
+        if self._steps is None:
+            return
+        steps = self._steps
+
+        def begin_anew() -> None:
+            action()
+            steps.assign(0)
+
+        tf.cond(tf.greater(steps, 0), _returning(begin_anew), lambda: 0)
+
     @property
     def bytes(self) -> int:
         """How much memory this takes."""

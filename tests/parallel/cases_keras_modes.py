@@ -54,6 +54,67 @@ def case_keras_loss_scale_counts_for_all_ranks() -> None:
         assert digest_of(model) != before
 
 
+def case_keras_overflow_of_the_change_restores_the_weights() -> None:
+    """Gradients are finite and the change is not, on the wire or in one rank's step."""
+
+    class Exploding(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            change = gradient * learning_rate
+            variable.assign_sub(tf.where(explode.value, change * 1e30 * 1e30, change))
+
+    last = hvd.rank() == hvd.size() - 1
+    for eager in (False, True):
+        for options in (
+            {"compression": hvd.Compression.fp16},
+            {"local_steps": 2},
+            {"clip_delta_norm": 1e6},
+        ):
+            explode = keras.Variable(False, dtype="bool", trainable=False)
+            wire = "compression" in options
+            inside = keras.optimizers.SGD(1e6) if wire else Exploding(0.1)
+            scaled = keras.optimizers.LossScaleOptimizer(
+                inside, initial_scale=2.0**6, dynamic_growth_steps=3
+            )
+            optimizer = hvd.DistributedOptimizer(scaled, op="adasum-delta", **options)
+            model = compiled(optimizer, run_eagerly=eager)
+            before = digest_of(model)
+            steps = options.get("local_steps", 1)
+            explode.assign(last)
+            fit(model, steps)
+            assert digest_of(model) == before, f"{options}: other weights"
+            assert float(optimizer.dynamic_scale) == 2.0**5
+            assert int(optimizer.step_counter) == 0
+            # The second of two local steps had no finite gradients.
+            assert int(optimizer.iterations) == 1
+            if wire:
+                optimizer.learning_rate = 0.1
+            explode.assign(False)
+            fit(model, 6)
+            check_same_everywhere(model)
+            assert digest_of(model) != before
+            assert float(optimizer.dynamic_scale) == 2.0**7
+            # When the scale was about to grow, or in the last step of a window.
+            fit(model, 2 if steps == 1 else 1)
+            before = digest_of(model) if steps == 1 else None
+            explode.assign(last)
+            if wire:
+                optimizer.learning_rate = 1e6
+            fit(model, 1)
+            assert before is None or digest_of(model) == before
+            check_same_everywhere(model)
+            assert float(optimizer.dynamic_scale) == 2.0**6
+    # Without a scale, what is not finite shows.
+    model = compiled(
+        hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1e6),
+            op="adasum-delta",
+            compression=hvd.Compression.fp16,
+        )
+    )
+    fit(model, 1)
+    assert not all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
 def case_keras_loss_scale_around_is_refused() -> None:
     optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-delta")
     with pytest.raises(RuntimeError, match="required one inside the DistributedOpt"):
