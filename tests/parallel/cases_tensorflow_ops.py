@@ -236,6 +236,81 @@ def case_gradient_reducer() -> None:
     check(reduced, np.full((16, 10), 3.2))
 
 
+def case_gradient_reducer_settings() -> None:
+    variables = [tf.Variable(tf.zeros(4)) for _ in range(4)]
+    grads = [mine(4) * (index + 1.0) for index in range(4)]
+    total = np.sum(arrays(4), 0)
+    # Any divisor, whatever the number of ranks.
+    for index, result in enumerate(
+        hvd.DistributedGradReducer(variables, degree=8)(grads)
+    ):
+        check(result, total * (index + 1) / 8)
+    # Summed and divided in float32: only a sum can be too large for float16.
+    large = [tf.fill([2], tf.constant(60000, tf.float16))]
+    (mean,) = hvd.DistributedGradReducer(variables[:1])(large)
+    assert mean.numpy().tolist() == [60000.0] * 2
+    (overflow,) = hvd.DistributedGradReducer(variables[:1], mean=False)(large)
+    assert np.isinf(overflow.numpy()).all() and overflow.dtype == tf.float16
+    # What is reduced together, by the op's own count.
+    variables[1].comm_fusion = variables[3].comm_fusion = 7
+    by_number = hvd.DistributedGradReducer(variables, mean=False)
+    for variable in (variables[1], variables[3]):
+        del variable.comm_fusion
+    split = hvd.DistributedGradReducer(variables, mean=False, split_indices=[0, 2])
+    for reducer, groups in ((by_number, [[0, 2], [1, 3]]), (split, [[0], [1, 2], [3]])):
+        function = tf.function(lambda *g, reducer=reducer: reducer(g))
+        for results in (reducer(grads), function(*grads)):
+            for index, result in enumerate(results):
+                check(result, total * (index + 1))
+        seen: list[list[float]] = []
+        start = reducer._start
+        reducer._start = lambda name, some, seen=seen, start=start: (
+            seen.append([round(float(g[0] / grads[0][0])) - 1 for g in some])
+            or start(name, some)
+        )
+        reducer(grads)
+        assert seen == groups, seen
+    # Worker-local ones stay as they are.
+    hvd.mark_worker_local(variables[2])
+    results = hvd.DistributedGradReducer(variables)(grads)
+    check(results[2], grads[2].numpy())
+    check(results[3], 4 * total / hvd.size())
+
+
+def case_gradient_reducer_of_a_group() -> None:
+    """The last ranks alone, dense and sparse; the first one has a group of its own."""
+    members = list(range(1, hvd.size()))
+    others, first = hvd.add_process_set(members), hvd.add_process_set([0])
+    group = others if hvd.rank() else first
+    ranks = members if hvd.rank() else [0]
+    variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros((4, 2)))]
+    reducer = hvd.DistributedGradReducer(variables, group=group)
+    rows = tf.IndexedSlices(
+        tf.ones((1, 2)) * (hvd.rank() + 1.0), tf.constant([0]), tf.constant([4, 2])
+    )
+    dense, sparse = reducer([mine(3), rows])
+    check(dense, np.mean([arrays(3)[rank] for rank in ranks], 0))
+    wanted = np.zeros((4, 2))
+    wanted[0] = np.mean([rank + 1 for rank in ranks])
+    check(tf.convert_to_tensor(sparse), wanted)
+    hvd.remove_process_set(others)
+    hvd.remove_process_set(first)
+
+
+def case_gradient_reducer_of_empty_slices() -> None:
+    """A rank whose batch has used no row takes part all the same."""
+    count = 0 if hvd.rank() == 0 else 2
+    rows = tf.IndexedSlices(
+        tf.ones((count, 3)), tf.range(count, dtype=tf.int32), tf.constant([5, 3])
+    )
+    reducer = hvd.DistributedGradReducer([tf.Variable(tf.zeros((5, 3)))], mean=False)
+    for call in (reducer, tf.function(lambda grads: reducer(grads))):
+        (result,) = call([rows])
+        wanted = np.zeros((5, 3))
+        wanted[:2] = hvd.size() - 1
+        check(tf.convert_to_tensor(result), wanted)
+
+
 def case_broadcast_variables_goes_by_order() -> None:
     dtypes = (tf.float32, tf.bfloat16, tf.int64, tf.uint32, tf.bool)
     variables = [
