@@ -7,30 +7,40 @@ References:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from adasum_hvd import ops
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
+from adasum_hvd.tensorflow.reduction import name_of
 from adasum_hvd.wrap_cells import check_job
+
+_OWN = frozenset({"optimizer", "_variables", "_group", "_reducer"})
 
 
 class WrapCell:
     """A distributed Keras optimizer that is called with a list of gradients.
 
     Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are those of
-    `optimizer`, the `DistributedOptimizer` inside; give that one to `model.compile`.
+    `optimizer`, the `DistributedOptimizer` inside, to read and to set; give that one to
+    `model.compile`.
 
     Args:
         optimizer: a Keras 3 optimizer.
         variables: the variables that the gradients belong to, in the gradients' order;
-            without them the optimizer must have been built.
+            by default the model's, or those that the optimizer was built for.
         relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
             groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
         context: the parallel context to check; by default data parallel over all ranks.
+        model: a Keras model, for its trainable variables.
+        gradient_group: a process set, this rank's group: gradients given to the cell are
+            averaged over it (summed with `gradients_mean=False`) before anything else, as
+            MindSpore's TrainOneStepCell does.
+        allow_modes: as `DistributedOptimizer`'s.
 
     Raises:
         RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
@@ -49,6 +59,9 @@ class WrapCell:
         variables: Sequence[Any] | None = None,
         relaxed: bool = False,
         context: ParallelContext | None = None,
+        model: Any = None,
+        gradient_group: Any = None,
+        allow_modes: Collection[str] = (),
     ):
         # The package imports this module.
         hvd: Any = importlib.import_module("adasum_hvd.tensorflow.keras")
@@ -62,19 +75,66 @@ class WrapCell:
                 f"{type(self).__name__}: required a Keras 3 optimizer, got "
                 f"{type(optimizer).__name__}"
             )
-        refuse(hvd.allgather_object(detect(variables or ())), rank=hvd.rank())
-        self.optimizer = hvd.DistributedOptimizer(optimizer, op=self._op)
+        if variables is None and model is not None:
+            variables = model.trainable_variables
+        found = hvd.allgather_object(detect(variables or ()))
+        refuse(found, allow_modes, hvd.rank())
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer, op=self._op, allow_modes=allow_modes
+        )
         self._variables = None if variables is None else list(variables)
+        self._group = None
+        if gradient_group is not None:
+            self._group = (context.gradients_mean, gradient_group)
+        self._reducer: Any = None
 
+    def _stepped(self) -> list[Any]:
+        """Return the variables that gradients are for."""
+        if self._variables is not None:
+            return self._variables
+        if not self.optimizer.built:
+            raise ValueError(
+                f"{type(self).__name__}: required variables, got neither them nor a model, "
+                "and an optimizer that is not built; pass variables= or model="
+            )
+        return list(self.optimizer._trainable_variables)
+
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """Step with `gradients`, one per variable, and return what the optimizer returns.
 
         Raises:
-            ValueError: another number of gradients than of variables.
+            ValueError: another number of gradients than of variables, or a gradient of
+                another shape than its variable's; before anything is sent.
 
         Collective: every rank; blocks.
         """
+        gradients, variables = list(gradients), self._stepped()
+        if len(gradients) != len(variables):
+            raise ValueError(
+                f"{type(self).__name__}: required one gradient per variable, "
+                f"{len(variables)}, got {len(gradients)}"
+            )
+        for gradient, variable in zip(gradients, variables, strict=True):
+            shape = None if gradient is None else tf.TensorShape(gradient.shape)
+            if shape is not None and not shape.is_compatible_with(variable.shape):
+                raise ValueError(
+                    f"{type(self).__name__}: required a gradient of shape "
+                    f"{tuple(variable.shape)} for {name_of(variable)}, got {shape}"
+                )
+        if self._group is not None:
+            if self._reducer is None:
+                hvd: Any = importlib.import_module("adasum_hvd.tensorflow.keras")
+                mean, group = self._group
+                self._reducer = hvd.DistributedGradReducer(variables, mean, group=group)
+            gradients = self._reducer(gradients)
         return self.optimizer.apply(gradients, self._variables)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet: __init__ has raised
@@ -96,6 +156,4 @@ class AdaSumByDeltaWeightWrapCell(WrapCell):
     def __call__(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Step with `gradients` and return the updated variables; errors as the base's."""
         super().__call__(gradients)
-        if self._variables is not None:
-            return tuple(self._variables)
-        return tuple(self.optimizer._trainable_variables)
+        return tuple(self._stepped())

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
-from adasum_hvd.parallel import ParallelContext
+from adasum_hvd.parallel import Finding, ParallelContext
+from adasum_hvd.tensorflow import wrap_cells
 from adasum_hvd.tensorflow.wrap_cells import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
@@ -58,3 +59,77 @@ def case_steps() -> None:
         assert float(cell.learning_rate) == 0.5
         with pytest.raises(AttributeError, match="nonsense"):
             _ = cell.nonsense
+
+
+def case_attributes_are_the_optimizers() -> None:
+    """Written ones too, as schedules and callbacks do."""
+    variables = [keras.Variable([1.0, 2.0])]
+    for cell_class in CELLS:
+        cell = cell_class(keras.optimizers.SGD(0.5), variables, relaxed=True)
+        cell.learning_rate = 0.25
+        assert float(cell.optimizer.learning_rate) == 0.25
+        cell.clipnorm = 1.0
+        assert cell.optimizer.clipnorm == 1.0
+        assert "learning_rate" not in vars(cell) and "clipnorm" not in vars(cell)
+
+
+def case_wrong_gradients() -> None:
+    variables = [keras.Variable([1.0, 2.0], name="bias"), keras.Variable([[3.0]])]
+    good = [tf.ones(2), tf.ones((1, 1))]
+    for cell_class in CELLS:
+        cell = cell_class(keras.optimizers.SGD(0.5), variables, relaxed=True)
+        before = [v.numpy() for v in variables]
+        for call in (cell, tf.function(cell)):
+            with pytest.raises(
+                ValueError, match=r"Cell: .* shape \(2,\) for bias, got \(3,\)"
+            ):
+                call([tf.ones(3), tf.ones((1, 1))])
+            with pytest.raises(ValueError, match="one gradient per variable, 2, got 1"):
+                call([tf.ones(2)])
+        for variable, old in zip(variables, before, strict=True):
+            assert np.array_equal(variable.numpy(), old)
+        cell(good)  # nothing is left over of what was refused
+    cell = CELLS[0](keras.optimizers.SGD(0.5), relaxed=True)
+    with pytest.raises(ValueError, match="required variables, got neither them nor"):
+        cell(good)
+
+
+def case_gradient_group_and_model() -> None:
+    """Means over this rank's group first, then AdaSum over all ranks."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    hvd.broadcast_variables(model.weights)
+    for mean in (True, False):
+        cell = AdaSumByGradWrapCell(
+            keras.optimizers.SGD(0.5),
+            relaxed=True,
+            context=ParallelContext("data_parallel", hvd.size(), gradients_mean=mean),
+            model=model,
+            gradient_group=hvd.global_process_set,
+        )
+        before = [v.numpy() for v in model.trainable_variables]
+        cell([tf.fill(v.shape, hvd.rank() + 1.0) for v in model.trainable_variables])
+        total = sum(range(1, hvd.size() + 1))
+        step = 0.5 * (total / hvd.size() if mean else total)
+        for old, variable in zip(before, model.trainable_variables, strict=True):
+            np.testing.assert_allclose(variable.numpy(), old - step, rtol=1e-6)
+
+
+def case_modes_are_refused_unless_allowed() -> None:
+    def found(variables: object) -> list[Finding]:
+        assert list(variables) == [variable]
+        last = hvd.rank() == hvd.size() - 1
+        return [Finding("tf_strategy", "a strategy of 2 replicas")] if last else []
+
+    variable = keras.Variable([1.0, 2.0])
+    original, wrap_cells.detect = wrap_cells.detect, found
+    try:
+        with pytest.raises(RuntimeError, match="a strategy of 2 replicas"):
+            CELLS[0](keras.optimizers.SGD(0.5), [variable], relaxed=True)
+        CELLS[0](
+            keras.optimizers.SGD(0.5),
+            [variable],
+            relaxed=True,
+            allow_modes=("tf_strategy",),
+        )
+    finally:
+        wrap_cells.detect = original

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 from launch import Configuration, case_names
 
-CONFIGURATION = Configuration("cases_keras_wrap_cells", "gloo", 2)
+CONFIGURATIONS = [
+    Configuration("cases_keras_wrap_cells", "gloo", 2),
+    Configuration("cases_keras_strict_cells", "gloo", 4),
+]
 
 
-@pytest.mark.parametrize("name", case_names(CONFIGURATION.cases))
-def test_case(outcome_of, name: str) -> None:
-    outcome_of(CONFIGURATION).check(name, CONFIGURATION.ranks)
+@pytest.mark.parametrize(
+    ("configuration", "name"),
+    [(c, name) for c in CONFIGURATIONS for name in case_names(c.cases)],
+    ids=str,
+)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
