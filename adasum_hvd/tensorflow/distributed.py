@@ -99,7 +99,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
         """As Keras's, with one reduction per step. Collective; blocks (eagerly).
 
         Raises:
-            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`;
+            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
                 another number of gradients than of variables; accumulated passes over other
                 variables than the window's; the ranks' variables or options differ.
             NotImplementedError: under XLA or a tf.distribute strategy.

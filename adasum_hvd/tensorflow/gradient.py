@@ -7,7 +7,7 @@ from typing import Any
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.distributed import KerasDistributed
-from adasum_hvd.tensorflow.tape import dense
+from adasum_hvd.tensorflow.tape import prepared
 
 
 class GradientOptimizer(KerasDistributed):
@@ -15,7 +15,7 @@ class GradientOptimizer(KerasDistributed):
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         grads = super()._prepared(grads, variables)
-        return dense(grads, variables, self._adasum.options.sparse_as_dense)
+        return prepared(grads, variables, self._adasum.options)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         state = self._adasum

@@ -14,7 +14,7 @@ from adasum_hvd.tensorflow.reduction import (
     Reduction,
     must_reduce,
 )
-from adasum_hvd.tensorflow.tape import dense
+from adasum_hvd.tensorflow.tape import prepared
 
 _classes: dict[tuple[type, type], type] = {}
 
@@ -53,8 +53,8 @@ class _LegacyGradient(_Legacy):
         pairs = super().compute_gradients(*args, **kwargs)
         chosen = self._chosen(pairs)
         gradients, variables = zip(*chosen, strict=True)
-        sparse_as_dense = self._adasum_options.sparse_as_dense
-        reduced = self._reduce(dense(gradients, variables, sparse_as_dense), variables)
+        ready = prepared(gradients, variables, self._adasum_options)
+        reduced = self._reduce(ready, variables)
         by_variable = dict(zip(map(id, variables), reduced, strict=True))
         return [(by_variable.get(id(v), gradient), v) for gradient, v in pairs]
 

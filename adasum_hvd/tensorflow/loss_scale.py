@@ -37,7 +37,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
 
         Raises:
-            ValueError: a sparse gradient in the gradient variant without `sparse_as_dense`;
+            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
                 another number of gradients than of variables.
             NotImplementedError: under XLA or a tf.distribute strategy.
         """

@@ -47,8 +47,9 @@ def DistributedOptimizer(
         optimizer: any Keras 3 optimizer, `LossScaleOptimizer` too; its variables are taken
             over, so use the returned one only. Or a `tf.compat.v1.train.Optimizer`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
-        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise an error.
-            The delta variant needs no such thing: its sparse gradients stay local.
+        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
+            and `Sum` gather the rows that any rank has, and others are an error. The delta
+            variant needs no such thing: its sparse gradients stay local.
         backward_passes_per_step: gradients that add up before a step.
         op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
             other one reduces gradients.

@@ -32,6 +32,9 @@ from adasum_hvd.tensorflow.functions import allgather_object
 _numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process set
 _uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph
 
+# What can be computed from all ranks' rows, for `tf.IndexedSlices`.
+SPARSE_OPS = (ops.Average, ops.Sum)
+
 
 def is_alone(process_set: Any) -> bool:
     """Return whether this rank has nobody to reduce with; never in an elastic job."""
@@ -79,6 +82,10 @@ def name_in_graph(name: str, user: object) -> str:
     return f"{name}.use{use}" if use else name
 
 
+def _is_sparse(tensor: Any) -> bool:
+    return isinstance(tensor, tf.IndexedSlices)
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What the ranks found when they compared a list: its number, and about their models."""
@@ -103,7 +110,8 @@ class Reduction:
         """Return `tensors` reduced, one per variable.
 
         Args:
-            tensors: dense, one per variable.
+            tensors: one per variable; `tf.IndexedSlices` for `SPARSE_OPS`, which come back as
+                such, each row once.
             variables: what they belong to; shapes and dtypes in the same order on all ranks.
 
         Raises:
@@ -113,20 +121,25 @@ class Reduction:
         Collective: every rank of the process set, at its first step for this list. It compares
         then, even while a function is traced.
         """
-        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        tensors = [
+            tensor if _is_sparse(tensor) else tf.convert_to_tensor(tensor)
+            for tensor in tensors
+        ]
         label = self._label(self.agree(tensors, variables))
         options = self._options
-        kinds = {
-            id(variable): self._kind(tensor)
-            for tensor, variable in zip(tensors, variables, strict=True)
-        }
+        results: list[Any] = [None] * len(tensors)
+        kinds = {}
+        for index, variable in enumerate(variables):
+            if _is_sparse(tensors[index]):
+                results[index] = self._gather(f"{label}.rows{index}", tensors[index])
+            else:
+                kinds[id(variable)] = self._kind(tensors[index])
         buckets = partition(
-            enumerate(variables),
+            [entry for entry in enumerate(variables) if results[entry[0]] is None],
             lambda variable: kinds[id(variable)],
             options.bucket_bytes,
             options.groups,
         )
-        results: list[Any] = [None] * len(tensors)
         for number, members in enumerate(buckets):
             wire = kinds[id(members[0][1])][0]
             reduced = tf_ops.reduce_named(
@@ -143,6 +156,31 @@ class Reduction:
     def _kind(self, tensor: Any) -> tuple[tf.DType, int]:
         wire = tf_ops.wire_dtype(tensor.dtype, self._options.compression)
         return wire, (tensor.shape.num_elements() or 0) * wire.size
+
+    def _gather(self, name: str, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Return the sum or mean of all ranks' rows; ranks may have other numbers of them."""
+
+        def gather(tensor: Any, what: str) -> Any:
+            return mpi_ops.allgather(
+                tensor,
+                name=f"{name}.{what}",
+                ignore_name_scope=True,
+                process_set=self._options.process_set,
+            )
+
+        dtype = slices.values.dtype
+        wire = tf_ops.wire_dtype(dtype, self._options.compression)
+        values = tf.cast(gather(tf.cast(slices.values, wire), "values"), dtype)
+        # Optimizers that square a gradient need each row once.
+        rows, places = tf.unique(gather(slices.indices, "indices"))
+        total = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
+        if self._options.op is ops.Average:
+            process_set = self._options.process_set
+            size: Any = process_set.size()
+            if _is_elastic():  # it changes under a traced function
+                size = mpi_ops.size_op(process_set_id=process_set.process_set_id)
+            total /= tf.cast(size, dtype)
+        return tf.IndexedSlices(total, rows, slices.dense_shape)
 
     def agree(
         self,
@@ -172,6 +210,8 @@ class Reduction:
             )
         described = [
             (name_of(variable), tuple(tensor.shape), tensor.dtype.name)
+            if not _is_sparse(tensor)
+            else (name_of(variable), tuple(variable.shape), f"{tensor.dtype.name} rows")
             for tensor, variable in zip(tensors, variables, strict=True)
         ]
         key = tuple(entry[1:] for entry in described)

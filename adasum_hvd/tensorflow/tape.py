@@ -14,6 +14,7 @@ from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, check
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.reduction import (
+    SPARSE_OPS,
     Reduction,
     is_alone,
     name_of,
@@ -24,20 +25,22 @@ _classes: dict[type, type] = {}
 _reductions: dict[Options, Reduction] = {}
 
 
-def dense(
-    gradients: Sequence[Any], variables: Sequence[Any], sparse_as_dense: bool
+def prepared(
+    gradients: Sequence[Any], variables: Sequence[Any], options: Options
 ) -> list[Any]:
-    """Return the gradients with `tf.IndexedSlices` made dense, if that was asked for.
+    """Return the gradients as they are reduced: `tf.IndexedSlices` made dense on demand.
 
     Raises:
-        ValueError: a sparse gradient, and it was not.
+        ValueError: a sparse gradient that the reduction does not take, and
+            `sparse_as_dense` was not given.
     """
     result = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if isinstance(gradient, tf.IndexedSlices) and not is_marked_local(variable):
-            if not sparse_as_dense:
+            if options.sparse_as_dense:
+                gradient = tf.convert_to_tensor(gradient)
+            elif options.op not in SPARSE_OPS:
                 tf_ops.refuse_sparse(gradient, f"gradient of {name_of(variable)}")
-            gradient = tf.convert_to_tensor(gradient)
         result.append(gradient)
     return result
 
@@ -67,8 +70,8 @@ class _Tape(tf.GradientTape):
         """As TensorFlow's, reduced over the ranks. Collective; blocks (eagerly).
 
         Raises:
-            ValueError: a sparse gradient without `sparse_as_dense`; the ranks' gradients
-                differ in shape or number.
+            ValueError: a sparse gradient for AdaSum without `sparse_as_dense`; the ranks'
+                gradients differ in shape or number.
             NotImplementedError: under XLA or a tf.distribute strategy.
         """
         gradients = super().gradient(target, sources, *args, **kwargs)
@@ -86,7 +89,7 @@ class _Tape(tf.GradientTape):
         ]
         # Without any, too: other ranks hear of it when the lists are compared.
         places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())
-        ready = dense(found, variables, options.sparse_as_dense)
+        ready = prepared(found, variables, options)
         results = _reduction_of(options)(ready, variables)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
@@ -107,7 +110,8 @@ def DistributedGradientTape(
     Args:
         gradtape: a tape that has recorded, or is about to.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
-        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise an error.
+        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
+            and `Sum` gather the rows that any rank has, and others are an error.
         op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
         gradient_predivide_factor: as Horovod's, with `Average` only.
         process_set: the ranks that reduce; others keep their own gradients.

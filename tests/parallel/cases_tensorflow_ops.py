@@ -201,8 +201,21 @@ def case_sparse_gradients_of_a_tape() -> None:
         expected.append(each)
     result = gradient(op="adasum-grad", sparse_as_dense=True)
     check(result, reference.adasum(expected))
-    with pytest.raises(ValueError, match="pass sparse_as_dense=True"):
-        gradient(op="adasum-grad")
+    for op in ("adasum-grad", "max"):
+        with pytest.raises(ValueError, match="pass sparse_as_dense=True"):
+            gradient(op=op)
+    # What a sum needs is every rank's rows; each comes back once.
+    for op, wanted in (("average", np.mean(expected, 0)), ("sum", np.sum(expected, 0))):
+        function = tf.function(lambda op=op: gradient(op=op))
+        for result in (gradient(op=op), function(), function()):
+            assert isinstance(result, tf.IndexedSlices)
+            rows = result.indices.numpy().tolist()
+            assert len(set(rows)) == len(rows) == hvd.size()
+            check(tf.convert_to_tensor(result), wanted)
+            everyone = hvd.allgather_object(result.values.numpy().tobytes())
+            assert len(set(everyone)) == 1
+    short = gradient(op="sum", compression=hvd.Compression.fp16)
+    check(tf.convert_to_tensor(short), np.sum(expected, 0))
 
 
 def case_gradient_reducer() -> None:
