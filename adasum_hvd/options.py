@@ -13,6 +13,7 @@ _SHARED = (
     "backward_passes_per_step",
     "local_steps",
     "gradient_predivide_factor",
+    "average_aggregated_gradients",
     "clip_delta_norm",
     "bucket_bytes",
 )
@@ -23,7 +24,7 @@ class Options:
     """The arguments of `DistributedOptimizer` that outlive it; documented there.
 
     `op` is never `Adasum`: that is resolved to `AdasumDelta`. A framework without
-    `start_copy` and `overlap` leaves them at their defaults.
+    `start_copy`, `overlap` or `average_aggregated_gradients` leaves them at their defaults.
     """
 
     op: ops.ReduceOp
@@ -34,6 +35,7 @@ class Options:
     gradient_predivide_factor: float = 1.0
     groups: int | Sequence[Sequence[Any]] | None = None
     sparse_as_dense: bool = False
+    average_aggregated_gradients: bool = False
     start_copy: str = "device"
     clip_delta_norm: float | None = None
     overlap: bool = False
@@ -83,6 +85,11 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
             raise ValueError(
                 f"{name}: required op=AdasumDelta, got op={options.op.name}"
             )
+    if options.average_aggregated_gradients and ops.is_adasum(options.op):
+        raise ValueError(
+            "average_aggregated_gradients: required op=Average or op=Sum, got "
+            f"op={options.op.name}"
+        )
     if options.op in (ops.Min, ops.Product):
         raise ValueError(
             f"op: required average, sum, max or an AdaSum variant, got {options.op.name}"

@@ -150,11 +150,15 @@ class KerasDistributed(keras.optimizers.Optimizer):
             if grad is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
 
+        average = self._adasum.options.average_aggregated_gradients
+
         def step() -> None:
             totals = [
                 None if grad is None else total.read_value()
                 for total, grad in zip(sums, grads, strict=True)
             ]
+            if average:
+                totals = [t if t is None else t / window.length for t in totals]
             self._checked_apply(totals, variables)
             for total in sums:
                 total.assign(tf.zeros_like(total))

@@ -9,6 +9,7 @@ import tensorflow as tf
 from horovod.tensorflow import functions, mpi_ops
 
 from adasum_hvd.agreement import compare_parameters
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 
 # Types that Horovod does not carry, and what carries their bits.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
@@ -42,6 +43,7 @@ def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,
     process_set: Any = mpi_ops.global_process_set,
+    inplace: bool = False,
 ) -> Any:
     """Give every rank the root's values.
 
@@ -52,6 +54,7 @@ def broadcast_variables(
         variables: Keras or TensorFlow variables of any dtype, in the same order on all ranks.
         root_rank: the rank, in the job, whose values count.
         process_set: the ranks that take part.
+        inplace: without effect, for Horovod's scripts.
 
     Returns:
         In a TF1 graph, the operation that does it; otherwise None.
@@ -61,6 +64,7 @@ def broadcast_variables(
 
     Collective: every rank of `process_set`; blocks (eagerly).
     """
+    warn_without_effect("broadcast_variables", inplace=inplace)
     targets = [native(variable) for variable in variables]
     if tf.executing_eagerly():
         mine = [(t.name, tuple(t.shape), tf.as_dtype(t.dtype).name) for t in targets]

@@ -23,19 +23,27 @@ from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.horovod_arguments import groups_of, warn_without_effect
 from adasum_hvd.tensorflow.keras_optimizer import wrap
 
 
 def DistributedOptimizer(
     optimizer: Any,
-    *,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ops.ReduceOp | int | str = ops.Average,
     gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: Any = mpi_ops.global_process_set,
+    scale_local_gradients: bool = False,
+    *,
     local_steps: int = 1,
     clip_delta_norm: float | None = None,
     bucket_bytes: int = Options.bucket_bytes,
@@ -46,6 +54,11 @@ def DistributedOptimizer(
     Args:
         optimizer: any Keras 3 optimizer, `LossScaleOptimizer` too; its variables are taken
             over, so use the returned one only. Or a `tf.compat.v1.train.Optimizer`.
+        name: without effect, for Horovod's scripts, like `use_locking`, `device_dense`,
+            `device_sparse` and `scale_local_gradients`: setting one warns and says why.
+        use_locking: see `name`.
+        device_dense: see `name`.
+        device_sparse: see `name`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
             and `Sum` gather the rows that any rank has, and others are an error. The delta
@@ -54,8 +67,13 @@ def DistributedOptimizer(
         op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
             other one reduces gradients.
         gradient_predivide_factor: as Horovod's, with `Average` only.
+        average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
+            by their number; not with AdaSum.
+        num_groups: deprecated form of `groups`.
         groups: a number of buckets, or lists of variables that share one.
         process_set: the ranks that reduce; others step locally.
+        scale_local_gradients: see `name`; Horovod divides worker-local gradients by the number
+            of ranks unless told not to, here they stay as they are.
         local_steps: delta variant: local optimizer steps before one reduction of the total
             change.
         clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
@@ -77,6 +95,14 @@ def DistributedOptimizer(
         ...     keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.AdasumDelta)
         >>> model.compile(optimizer, loss, jit_compile=False)        # doctest: +SKIP
     """
+    warn_without_effect(
+        "DistributedOptimizer",
+        name=name,
+        use_locking=use_locking,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
     options = Options(
         op=optimizer_op(op),
         process_set=process_set,
@@ -84,8 +110,9 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
         local_steps=local_steps,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
+        groups=groups_of("DistributedOptimizer", num_groups, groups),
         sparse_as_dense=sparse_as_dense,
+        average_aggregated_gradients=average_aggregated_gradients,
         clip_delta_norm=clip_delta_norm,
         bucket_bytes=bucket_bytes,
     )

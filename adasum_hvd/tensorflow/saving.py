@@ -17,6 +17,7 @@ _KEPT = (
     "local_steps",
     "gradient_predivide_factor",
     "sparse_as_dense",
+    "average_aggregated_gradients",
     "clip_delta_norm",
     "bucket_bytes",
 )
@@ -39,10 +40,10 @@ def saved_config(plain: Any, options: Options) -> dict[str, Any]:
 
 
 def restored_options(config: dict[str, Any]) -> Options:
-    """Return the options that :func:`saved_config` kept."""
+    """Return the options that :func:`saved_config` kept; older files have fewer."""
     return Options(
         op=ops.ReduceOp[config["op"]],
         process_set=mpi_ops.global_process_set,
         compression=getattr(Compression, config["compression"]),
-        **{name: config[name] for name in _KEPT},
+        **{name: config[name] for name in _KEPT if name in config},
     )

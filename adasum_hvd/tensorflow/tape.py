@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,11 @@ from adasum_hvd import ops
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, check
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.horovod_arguments import (
+    by_name,
+    groups_of,
+    warn_without_effect,
+)
 from adasum_hvd.tensorflow.reduction import (
     SPARSE_OPS,
     Reduction,
@@ -22,7 +28,20 @@ from adasum_hvd.tensorflow.reduction import (
 
 _classes: dict[type, type] = {}
 # A tape lives for one step: what the ranks have compared must outlive it.
-_reductions: dict[Options, Reduction] = {}
+_reductions: dict[Hashable, Reduction] = {}
+_PARTIAL_ORDER = (
+    "device_dense",
+    "device_sparse",
+    "compression",
+    "sparse_as_dense",
+    "op",
+    "gradient_predivide_factor",
+    "num_groups",
+    "groups",
+    "process_set",
+    "local_layers",
+    "scale_local_gradients",
+)
 
 
 def prepared(
@@ -47,9 +66,13 @@ def prepared(
 
 def _reduction_of(options: Options) -> Reduction:
     """Return the reduction that all tapes with these options share."""
-    if options not in _reductions:
-        _reductions[options] = Reduction("DistributedGradientTape", options)
-    return _reductions[options]
+    groups = options.groups
+    if isinstance(groups, Sequence):  # of variables, which have no hash
+        groups = tuple(tuple(map(id, group)) for group in groups)
+    key = replace(options, groups=None), groups
+    if key not in _reductions:
+        _reductions[key] = Reduction("DistributedGradientTape", options)
+    return _reductions[key]
 
 
 class _Tape(tf.GradientTape):
@@ -98,23 +121,34 @@ class _Tape(tf.GradientTape):
 
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
-    *,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     op: ops.ReduceOp | int | str = ops.Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: Any = mpi_ops.global_process_set,
+    scale_local_gradients: bool = False,
 ) -> Any:
     """Return a tape whose `gradient()` is reduced over the ranks.
 
     Args:
         gradtape: a tape that has recorded, or is about to.
+        device_dense: without effect, for Horovod's scripts, like `device_sparse` and
+            `scale_local_gradients`: setting one warns and says why.
+        device_sparse: see `device_dense`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
             and `Sum` gather the rows that any rank has, and others are an error.
         op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
         gradient_predivide_factor: as Horovod's, with `Average` only.
+        num_groups: deprecated form of `groups`.
+        groups: a number of buckets, or lists of sources that share one.
         process_set: the ranks that reduce; others keep their own gradients.
+        scale_local_gradients: see `device_dense`; Horovod divides worker-local gradients by
+            the number of ranks unless told not to, here they stay as they are.
 
     Returns:
         An instance of a subclass of `type(gradtape)`.
@@ -128,6 +162,12 @@ def DistributedGradientTape(
         >>> tape = hvd.DistributedGradientTape(tape, op=hvd.AdasumGrad)  # doctest: +SKIP
         >>> gradients = tape.gradient(loss, model.trainable_variables)   # doctest: +SKIP
     """
+    warn_without_effect(
+        "DistributedGradientTape",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
     reduction = ops.parse(op)
     if reduction is ops.AdasumDelta:
         raise ValueError(
@@ -139,6 +179,7 @@ def DistributedGradientTape(
         process_set=process_set,
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups_of("DistributedGradientTape", num_groups, groups),
         sparse_as_dense=sparse_as_dense,
     )
     check(options, (Compression.none, Compression.fp16))
@@ -153,23 +194,24 @@ def DistributedGradientTape(
 
 
 def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape, *, local_layers: Any = None, **kwargs: Any
+    gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 ) -> Any:
     """Return a tape that reduces all gradients but those of `local_layers`.
 
     Args:
         gradtape: as :func:`DistributedGradientTape`.
-        local_layers: a Keras layer or several, whose gradients stay as they are.
-        **kwargs: as :func:`DistributedGradientTape`.
+        *args: by position in Horovod's order, which has `local_layers` behind `process_set`.
+        **kwargs: as :func:`DistributedGradientTape`, and `local_layers`: a Keras layer or
+            several, whose gradients stay as they are.
 
     Raises:
+        TypeError: too many arguments.
         ValueError: as :func:`DistributedGradientTape`.
     """
-    tape = DistributedGradientTape(gradtape, **kwargs)
-    if local_layers is None:
-        local_layers = []
-    layers = local_layers if isinstance(local_layers, Iterable) else [local_layers]
-    for layer in layers:
+    given = by_name("PartialDistributedGradientTape", _PARTIAL_ORDER, args, kwargs)
+    local = given.pop("local_layers", None) or ()
+    tape = DistributedGradientTape(gradtape, **given)
+    for layer in local if isinstance(local, Iterable) else [local]:
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)
     return tape

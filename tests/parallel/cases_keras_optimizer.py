@@ -119,6 +119,13 @@ def case_keras_accumulation_and_local_steps() -> None:
         half = lambda grads: [g / 2 for g in grads]
         expected = numerics.train(simulated, op, hvd.size(), steps, passes=2, clip=half)
         check_equal(model, expected)
+        if op == "average":  # so does Horovod's argument
+            optimizer = hvd.DistributedOptimizer(
+                make(), backward_passes_per_step=2, average_aggregated_gradients=True
+            )
+            model = compiled(optimizer)
+            fit(model, steps)
+            check_equal(model, expected)
     make, simulated = OPTIMIZERS["adam"]
     for passes in (1, 2):
         optimizer = hvd.DistributedOptimizer(

@@ -173,6 +173,11 @@ def case_tape() -> None:
                 adasum = reference.adasum(each)
                 check(result[index], np.mean(each, 0) if op == "average" else adasum)
             check(result[2], everyone[hvd.rank()][2].numpy())
+    for groups in (1, [[bias]], [[bias, kernel]]):
+        result = gradients_of(hvd.rank(), "adasum", groups=groups)
+        for index in range(2):
+            each = [grads[index].numpy() for grads in everyone]
+            check(result[index], reference.adasum(each))
     with pytest.raises(ValueError, match="required a reduction of gradients"):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.AdasumDelta)
     # Ranks whose gradients differ hear of it at once.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+from horovod.tensorflow.compression import Compression
 
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras_optimizer import is_distributed, wrap
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
 
@@ -44,21 +47,46 @@ def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> No
     model.compile(optimizer, *args, **kwargs)
 
 
-def load_model(filepath: Any, custom_objects: Any = None, **options: Any) -> Any:
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Any = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> Any:
     """Load a model that was saved with a plain or a distributed optimizer, ready to go on.
 
     Args:
         filepath: as `keras.models.load_model`.
+        custom_optimizers: optimizer classes that the file names and Keras does not know.
         custom_objects: as `keras.models.load_model`.
+        compression: as `DistributedOptimizer`, like `options`.
+        legacy_opts: without effect, for Horovod's scripts.
         **options: arguments of `DistributedOptimizer`, for a model with a plain optimizer; one
             saved with a distributed optimizer has it back with its own.
 
     Returns:
         The model; its optimizer, if it has one, is distributed.
+
+    Raises:
+        TypeError: `custom_optimizers` is not a list of classes.
     """
-    model = keras.models.load_model(filepath, custom_objects=custom_objects)
+    warn_without_effect("load_model", legacy_opts=legacy_opts)
+    classes = list(custom_optimizers or ())
+    if not all(isinstance(found, type) for found in classes):
+        raise TypeError(
+            f"load_model: custom_optimizers: required classes, got {classes!r}; a dictionary "
+            "of objects is custom_objects="
+        )
+    known = {found.__name__: found for found in classes}
+    model = keras.models.load_model(
+        filepath, custom_objects={**known, **(custom_objects or {})}
+    )
     if model.optimizer is not None:
         if not is_distributed(model.optimizer):
-            model.optimizer = DistributedOptimizer(model.optimizer, **options)
+            model.optimizer = DistributedOptimizer(
+                model.optimizer, compression=compression, **options
+            )
         model.jit_compile = False
     return model

@@ -1,0 +1,154 @@
+"""`DistributedOptimizer` and collectives with the arguments of `horovod.tensorflow.keras`.
+
+Their order is another one than `horovod.tensorflow`'s, and the collectives take any value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as horovods
+import tensorflow as tf
+from horovod.tensorflow.compression import Compression
+
+from adasum_hvd import ops
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow import optimizer as tf_optimizer
+from adasum_hvd.tensorflow.horovod_arguments import by_name
+
+OPTIMIZER_ORDER = (
+    "name",
+    "device_dense",
+    "device_sparse",
+    "compression",
+    "sparse_as_dense",
+    "gradient_predivide_factor",
+    "op",
+    "backward_passes_per_step",
+    "average_aggregated_gradients",
+    "num_groups",
+    "groups",
+    "process_set",
+    "scale_local_gradients",
+)
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+
+    Args:
+        optimizer: a Keras 3 optimizer.
+        *args: by position in the order of `horovod.tensorflow.keras`, `OPTIMIZER_ORDER`.
+        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, which
+            explains all of them.
+
+    Raises:
+        TypeError: too many arguments, or as that function's.
+        ValueError: as that function's.
+        RuntimeError: as that function's.
+        NotImplementedError: as that function's.
+    """
+    given = by_name("DistributedOptimizer", OPTIMIZER_ORDER, args, kwargs)
+    return tf_optimizer.DistributedOptimizer(optimizer, **given)
+
+
+def _tensor(value: Any) -> Any:
+    sparse = isinstance(value, tf.IndexedSlices)
+    return value if sparse else tf.convert_to_tensor(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    **kwargs: Any,
+) -> Any:
+    """Return `value` reduced over the ranks.
+
+    Args:
+        value: a tensor, or what becomes one.
+        name: as :func:`adasum_hvd.tensorflow.ops.allreduce`, like all that follow.
+        average: deprecated.
+        prescale_factor: multiplies the input.
+        postscale_factor: multiplies the result.
+        op: a reduction or its name; default Average.
+        compression: as Horovod's.
+        **kwargs: the others of that function, such as `process_set`.
+
+    Raises:
+        ValueError: as that function's.
+        NotImplementedError: as that function's.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    return tf_ops.allreduce(
+        _tensor(value), average, compression=compression, op=op, name=name,
+        prescale_factor=prescale_factor, postscale_factor=postscale_factor, **kwargs,
+    )  # fmt: skip
+
+
+def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
+    """Return all ranks' values, one behind the other along the first dimension.
+
+    Args:
+        value: a tensor, or what becomes one; ranks differ in the first dimension only.
+        name: as `horovod.tensorflow.allgather`.
+        **kwargs: as `horovod.tensorflow.allgather`.
+
+    Raises:
+        tf.errors.OpError: the ranks' dtypes or other dimensions differ.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    return horovods.allgather(_tensor(value), name, **kwargs)
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, **kwargs: Any
+) -> tf.Tensor:
+    """Return the root's value.
+
+    Args:
+        value: a tensor, or what becomes one, of one shape and dtype on all ranks.
+        root_rank: the rank, in the job, whose value counts.
+        name: as `horovod.tensorflow.broadcast`.
+        **kwargs: as `horovod.tensorflow.broadcast`.
+
+    Raises:
+        tf.errors.OpError: the ranks' shapes or dtypes differ.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    return horovods.broadcast(_tensor(value), root_rank, name, **kwargs)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: Any = ops.Average, **kwargs: Any
+) -> tf.Tensor:
+    """Return this rank's share, along the first dimension, of the reduced value.
+
+    Args:
+        value: a tensor, or what becomes one, of one shape and dtype on all ranks.
+        name: as `horovod.tensorflow.reducescatter`.
+        op: `Average` or `Sum`, or the name of one.
+        **kwargs: as `horovod.tensorflow.reducescatter`.
+
+    Raises:
+        ValueError: another `op`.
+        tf.errors.OpError: the ranks' shapes or dtypes differ.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    reduction = ops.parse(op)
+    if reduction not in (ops.Average, ops.Sum):
+        raise ValueError(
+            f"reducescatter: op: required average or sum, got {reduction.name}"
+        )
+    return horovods.reducescatter(
+        _tensor(value), op=int(reduction), name=name, **kwargs
+    )
