@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,56 @@ from adasum_hvd.tensorflow.reduction import (
 )
 from adasum_hvd.tensorflow.tape import prepared
 
+Pair = tuple[Any, Any]  # a gradient, or None, and its variable
 _classes: dict[tuple[type, type], type] = {}
+
+
+class _Sums:
+    """Sums of gradients over the passes of a window, in variables of their own.
+
+    Nothing clears them: the first pass of a window overwrites, so that no read can come late.
+    """
+
+    def __init__(self, passes: int, average: bool):
+        self.passes, self._divisor = passes, passes if average else 1
+        self._count: tf.Variable | None = None
+        self._sums: dict[int, tf.Variable] = {}  # by variable
+
+    def add(self, pairs: Sequence[Pair]) -> tuple[list[Pair], tf.Tensor]:
+        """Return the pairs with what has added up, and whether this pass is the last one.
+
+        Raises:
+            NotImplementedError: a reference variable, which a branch of a graph cannot change.
+        """
+        self._make_room(pairs)
+        assert self._count is not None
+        count = tf.identity(self._count.assign_add(1))
+        first = tf.equal(count % self.passes, 1)
+        totals = []
+        for gradient, variable in pairs:
+            if gradient is not None:
+                gradient, kept = (
+                    tf.convert_to_tensor(gradient),
+                    self._sums[id(variable)],
+                )
+                total = kept.assign(tf.where(first, gradient, kept + gradient))
+                gradient = tf.identity(total) / self._divisor
+            totals.append((gradient, variable))
+        return totals, tf.equal(count % self.passes, 0)
+
+    def _make_room(self, pairs: Sequence[Pair]) -> None:
+        with tf.init_scope():
+            if self._count is None:
+                self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
+            for gradient, variable in pairs:
+                if not hasattr(variable, "handle"):
+                    raise NotImplementedError(
+                        "backward_passes_per_step: required resource variables, got the "
+                        f"reference variable {variable.name}; pass use_resource=True"
+                    )
+                if gradient is not None and id(variable) not in self._sums:
+                    zeros = tf.zeros(variable.shape, variable.dtype.base_dtype)
+                    self._sums[id(variable)] = tf.Variable(zeros, trainable=False)
 
 
 class _Legacy(tf.compat.v1.train.Optimizer):
@@ -24,9 +73,12 @@ class _Legacy(tf.compat.v1.train.Optimizer):
 
     _adasum_options: Options
     _adasum_reduction: Reduction
+    _adasum_sums: _Sums
 
-    def _chosen(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _chosen(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs that a reduction is for; RuntimeError where no rank has any."""
+        if not must_reduce(self._adasum_options):
+            return []
         chosen = [
             (gradient, variable)
             for gradient, variable in pairs
@@ -48,15 +100,56 @@ class _Legacy(tf.compat.v1.train.Optimizer):
 class _LegacyGradient(_Legacy):
     """The gradient variant: `compute_gradients` returns reduced gradients."""
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As TensorFlow's, reduced over the ranks. Collective where it runs."""
+    _adasum_last: Any = None
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Pair]:
+        """As TensorFlow's, reduced over the ranks. Collective where it runs.
+
+        With `backward_passes_per_step`, what the last pass of a window returns is reduced, and
+        `apply_gradients` steps in that pass only.
+        """
         pairs = super().compute_gradients(*args, **kwargs)
+        if self._adasum_sums.passes == 1:
+            return self._reduced(pairs)
+        pairs, last = self._adasum_sums.add(pairs)
+        self._adasum_last = last
+        present = [pair for pair in pairs if pair[0] is not None]
+        found = tf.cond(
+            last,
+            lambda: [gradient for gradient, _ in self._reduced(present)],
+            lambda: [gradient for gradient, _ in present],
+        )
+        by_variable = dict(zip((id(v) for _, v in present), found, strict=True))
+        return [(by_variable.get(id(v)), v) for _, v in pairs]
+
+    def _reduced(self, pairs: Sequence[Pair]) -> list[Pair]:
         chosen = self._chosen(pairs)
+        if not chosen:
+            return list(pairs)
         gradients, variables = zip(*chosen, strict=True)
         ready = prepared(gradients, variables, self._adasum_options)
         reduced = self._reduce(ready, variables)
         by_variable = dict(zip(map(id, variables), reduced, strict=True))
         return [(by_variable.get(id(v), gradient), v) for gradient, v in pairs]
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """As TensorFlow's; with `backward_passes_per_step` in a window's last pass only.
+
+        Raises:
+            RuntimeError: the gradients do not come from `compute_gradients`.
+        """
+        pairs, step = list(grads_and_vars), super().apply_gradients
+        if self._adasum_sums.passes == 1:
+            return step(pairs, global_step, name)
+        if self._adasum_last is None:
+            raise RuntimeError(
+                "backward_passes_per_step: required gradients of compute_gradients(), got "
+                "others; call that, or minimize()"
+            )
+        last, self._adasum_last = self._adasum_last, None
+        return tf.cond(last, lambda: tf.group(step(pairs, global_step, name)), tf.no_op)
 
 
 class _LegacyDelta(_Legacy):
@@ -65,13 +158,25 @@ class _LegacyDelta(_Legacy):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """As TensorFlow's. Collective where it runs."""
-        pairs = list(grads_and_vars)
+        """As TensorFlow's. Collective where it runs, in the last pass of a window."""
+        pairs, step = list(grads_and_vars), super().apply_gradients
+        if self._adasum_sums.passes == 1:
+            return self._apply(pairs, lambda: step(pairs, global_step, name))
+        pairs, last = self._adasum_sums.add(pairs)
+        return tf.cond(
+            last,
+            lambda: self._apply(pairs, lambda: step(pairs, global_step, name)),
+            tf.no_op,
+        )
+
+    def _apply(self, pairs: Sequence[Pair], local_step: Callable[[], Any]) -> Any:
         variables = [variable for _, variable in self._chosen(pairs)]
         # A reference variable's value is its memory, which the step is about to change.
         starts = [tf.raw_ops.DeepCopy(x=wide(variable)) for variable in variables]
         with tf.control_dependencies(starts):
-            step = super().apply_gradients(pairs, global_step, name)
+            step = local_step()
+        if not variables:
+            return tf.group(*([] if step is None else [step]))
         with tf.control_dependencies([] if step is None else [step]):
             changes = [
                 wide(variable.read_value()) - start
@@ -93,15 +198,15 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     """Return `optimizer`'s slots and settings in an instance of the variant of the op.
 
     Raises:
-        NotImplementedError: accumulation or local steps, which the Keras optimizers have.
+        NotImplementedError: local steps, which the Keras optimizers have.
     """
-    for name in ("backward_passes_per_step", "local_steps"):
-        if getattr(options, name) != 1:
-            raise NotImplementedError(
-                f"{name}: required 1 with a tf.compat.v1 optimizer, got "
-                f"{getattr(options, name)}; use a Keras optimizer"
-            )
-    if not must_reduce(options):
+    if options.local_steps != 1:
+        raise NotImplementedError(
+            "local_steps: required 1 with a tf.compat.v1 optimizer, got "
+            f"{options.local_steps}; use a Keras optimizer"
+        )
+    passes = options.backward_passes_per_step
+    if passes == 1 and not must_reduce(options):
         return optimizer
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     base = type(optimizer)
@@ -111,5 +216,6 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     distributed: Any = object.__new__(_classes[mixin, base])
     distributed.__dict__.update(optimizer.__dict__)
     distributed._adasum_options = options
+    distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)
     distributed._adasum_reduction = Reduction("DistributedOptimizer", options)
     return distributed

@@ -88,7 +88,7 @@ def DistributedOptimizer(
         ValueError: bad arguments.
         RuntimeError: inside a tf.distribute strategy or a keras.distribution.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
-            backend than TensorFlow; accumulation or local steps with a TF1 optimizer.
+            backend than TensorFlow; local steps with a TF1 optimizer.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP

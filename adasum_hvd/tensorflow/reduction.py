@@ -53,6 +53,11 @@ def name_of(variable: Any) -> str:
     return str(name)
 
 
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape; TensorFlow 1's behaviour has objects in it that have no hash."""
+    return tuple(tf.TensorShape(tensor.shape).as_list())
+
+
 def must_reduce(options: Options) -> bool:
     """Return whether steps reduce; on a single rank only where that does more than reduce."""
     process_set = options.process_set
@@ -209,9 +214,9 @@ class Reduction:
                 "let Horovod start one process per device instead"
             )
         described = [
-            (name_of(variable), tuple(tensor.shape), tensor.dtype.name)
+            (name_of(variable), shape_of(tensor), tensor.dtype.name)
             if not _is_sparse(tensor)
-            else (name_of(variable), tuple(variable.shape), f"{tensor.dtype.name} rows")
+            else (name_of(variable), shape_of(variable), f"{tensor.dtype.name} rows")
             for tensor, variable in zip(tensors, variables, strict=True)
         ]
         key = tuple(entry[1:] for entry in described)

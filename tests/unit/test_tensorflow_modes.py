@@ -64,3 +64,26 @@ keras.distribution.set_distribution(None)
 assert detect() == []
 """
     )
+
+
+def test_tf1_behaviour():
+    """As TF1's scripts have it, down to shapes whose dimensions have no hash."""
+    run("""
+import numpy as np
+import tensorflow.compat.v1 as tf
+tf.disable_v2_behavior()
+import adasum_hvd.tensorflow as hvd
+hvd.init()
+variable = tf.get_variable("v", initializer=np.ones(3, np.float32), use_resource=True)
+optimizer = hvd.DistributedOptimizer(
+    tf.train.GradientDescentOptimizer(0.5),
+    op="adasum-delta",
+    backward_passes_per_step=2,
+    clip_delta_norm=1e6,  # reduces on one rank, too
+)
+train = optimizer.minimize(tf.reduce_sum(variable))
+with tf.Session() as session:
+    session.run(tf.global_variables_initializer())
+    found = [(session.run(train), session.run(variable)[0])[1] for _ in range(4)]
+assert found == [1.0, 0.0, 0.0, -1.0], found
+""")
