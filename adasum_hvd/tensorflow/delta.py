@@ -76,7 +76,7 @@ class DeltaOptimizer(KerasDistributed):
         reduced = bounded(
             state.reduction(changes, changed), state.options.clip_delta_norm
         )
-        finite = self._note_overflow(reduced)
+        finite = self._note_finite(reduced)
         for variable, start, change in zip(changed, starts, reduced, strict=True):
             new = (
                 start + change
@@ -94,19 +94,3 @@ class DeltaOptimizer(KerasDistributed):
                 variable.assign(window.of(variable))
 
         window.abandon(restore)
-
-    def _note_overflow(self, reduced: Sequence[Any]) -> Any:
-        """Return whether all reduced changes are finite, on all ranks alike; None: not asked.
-
-        Finite gradients can still make a change that overflows, in the step or on the wire.
-        Without a loss scale NaN goes into the weights, as in plain training, where users see it.
-        """
-        flag = self._adasum.finite
-        if flag is None or not reduced:
-            return None
-        # Every rank holds the same bits, so this needs no reduction of its own.
-        finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(change)) for change in reduced]
-        )
-        flag.assign(finite)
-        return finite

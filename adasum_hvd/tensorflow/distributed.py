@@ -36,11 +36,11 @@ class State:
         self.step_variables: list[Any] = []
         self.start_values: list[Any] = []
         self.did_reduce = False
-        # Whether the last step's reduced changes were finite; only where a loss scale asks.
+        # Whether what the last step reduced is finite; only where a loss scale asks.
         self.finite: tf.Variable | None = None
 
     def watch_overflow(self) -> None:
-        """Note from now on whether reduced changes are finite."""
+        """Note from now on whether what is reduced comes back finite."""
         with tf.init_scope():
             self.finite = tf.Variable(True, trainable=False)
 
@@ -185,6 +185,21 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._adasum.step_variables = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _note_finite(self, reduced: Sequence[Any]) -> Any:
+        """Return whether all of `reduced` is finite, on all ranks alike; None: not asked.
+
+        Finite gradients can still overflow on the wire, and a change in the step, too.
+        Without a loss scale NaN goes into the weights, as in plain training, where users see it.
+        """
+        flag = self._adasum.finite
+        if flag is None or not reduced:
+            return None
+        # Every rank holds the same bits, so this needs no reduction of its own.
+        values = (getattr(tensor, "values", tensor) for tensor in reduced)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+        flag.assign(finite)
+        return finite
 
     # ---- memory, saved models ----
 

@@ -52,7 +52,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def _stateful_handle_finite_grads(
         self, grads: Any, trainable_variables: Any
     ) -> None:
-        # The inner optimizer restores the weights where a reduced change is not finite.
+        # The inner optimizer keeps the old weights where what it reduced is not finite.
         flag = self._adasum.finite
         flag.assign(True)
         scale = tf.identity(self.dynamic_scale.value)

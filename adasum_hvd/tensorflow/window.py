@@ -73,7 +73,7 @@ class Window:
     def at_start(self, action: Callable[[], None]) -> None:
         """Do `action`, at run time, before the first step of a window."""
         assert self._steps is not None
-        tf.cond(tf.equal(self._steps, 0), _returning(action), lambda: 0)
+        tf.cond(tf.equal(self._steps, 0), returning(action), lambda: 0)
 
     def count(self, at_end: Callable[[], None]) -> None:
         """Count a step, and at run time do `at_end` and begin anew when it is the last."""
@@ -90,7 +90,7 @@ class Window:
                 self._filled = None
 
         done = steps.assign_add(1)
-        tf.cond(tf.greater_equal(done, self.length), _returning(finish), lambda: 0)
+        tf.cond(tf.greater_equal(done, self.length), returning(finish), lambda: 0)
 
     def abandon(self, action: Callable[[], None]) -> None:
         """Do `action` and begin anew, at run time, if a window is unfinished."""
@@ -102,7 +102,7 @@ class Window:
             action()
             steps.assign(0)
 
-        tf.cond(tf.greater(steps, 0), _returning(begin_anew), lambda: 0)
+        tf.cond(tf.greater(steps, 0), returning(begin_anew), lambda: 0)
 
     @property
     def bytes(self) -> int:
@@ -129,7 +129,7 @@ class Window:
             tensor.assign(store[f"{SAVED}{self._label}_{index}"])
 
 
-def _returning(action: Callable[[], None]) -> Callable[[], int]:
+def returning(action: Callable[[], None]) -> Callable[[], int]:
     """Return `action` as a branch of `tf.cond`, whose branches must return the same."""
 
     def branch() -> int:
