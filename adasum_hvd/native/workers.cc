@@ -18,8 +18,8 @@ Workers::Workers(int threads) {
     for (int worker = 1; worker < threads; ++worker) {
       helpers_.emplace_back([this, worker] { Help(worker); });
     }
-  } catch (
-      const std::exception&) { // no more are to be had (ulimit -u, a limit of the container): fewer do it
+  } catch (const std::exception&) {
+    // No more are to be had (ulimit -u, a limit of the container): fewer do the same.
   }
 }
 

@@ -69,7 +69,7 @@ class WrapCell:
         if context is None:
             mode = "stand_alone" if hvd.size() == 1 else "data_parallel"
             context = ParallelContext(mode, hvd.size())
-        check_job(context, hvd.settings(), relaxed)
+        check_job(context, hvd.settings(), relaxed, gradient_group is not None)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(
                 f"{type(self).__name__}: required a Keras 3 optimizer, got "
