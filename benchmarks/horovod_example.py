@@ -18,8 +18,9 @@ import json
 import sys
 from pathlib import Path
 
+import jobs
 import torch
-from jobs import REPOSITORY, run
+from jobs import REPOSITORY
 from torch import nn
 from torch.nn import functional
 
@@ -107,14 +108,14 @@ def main() -> None:
     rows = []
     for ranks in arguments.ranks:
         for form in FORMS if ranks > 1 else ["Average"]:
-            found = run(
+            found = jobs.run(
                 "gloo", ranks, __file__, form, arguments.images, arguments.epochs
             )
             rows.append({"ranks": ranks, "form": form, "accuracies": found})
             shown = " ".join(f"{100 * accuracy:5.1f}" for accuracy in found)
             print(f"{ranks:2d} ranks {form:20s} {shown}", flush=True)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {"rows": rows}
+    report = {"machine": jobs.machine(), "rows": rows}
     arguments.output.write_text(json.dumps(report, indent=1))
 
 
