@@ -21,7 +21,7 @@ CONFIGURATIONS = [
     Configuration(NUMBERS, "gloo", 3),
     Configuration(NUMBERS, "mpi", 2),
 ]
-AGREEMENT = Configuration("cases_keras_agreement", "gloo", 3)
+AGREEMENT = Configuration("cases_keras_agreement+cases_tensorflow_arguments", "gloo", 3)
 # The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
 TORCH = {
     2: Configuration("cases_torch_ops", "gloo", 2),

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import horovod.tensorflow
+import horovod.tensorflow.keras
 import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
@@ -15,6 +16,8 @@ import adasum_hvd.tensorflow as hvd
 import adasum_hvd.tensorflow.keras as hvd_keras
 from adasum_hvd import binding, build, prerequisites
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow import tape
+from adasum_hvd.tensorflow.keras import collectives
 
 
 def test_the_op_answers():
@@ -33,9 +36,37 @@ def test_horovods_operations_and_reductions():
 
 
 def test_everything_of_horovod_tensorflow_is_there():
-    public = {name for name in vars(horovod.tensorflow) if not name.startswith("_")}
+    public = {
+        name
+        for name, value in vars(horovod.tensorflow).items()
+        # Modules come to it when others import them.
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
     assert public <= set(vars(hvd))
     assert {"DistributedOptimizer", "compile", "callbacks"} <= set(vars(hvd_keras))
+
+
+def by_position(function) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def test_arguments_have_horovods_order():
+    for name in (
+        "DistributedOptimizer",
+        "DistributedGradientTape",
+        "allreduce",
+        "broadcast_variables",
+    ):
+        theirs = by_position(getattr(horovod.tensorflow, name))
+        assert by_position(getattr(hvd, name)) == theirs
+    for name in ("allreduce", "allgather", "broadcast", "reducescatter", "load_model"):
+        theirs = by_position(getattr(horovod.tensorflow.keras, name))
+        assert by_position(getattr(hvd_keras, name)) == theirs
+    theirs = by_position(horovod.tensorflow.keras.DistributedOptimizer)
+    assert theirs == ["optimizer", *collectives.OPTIMIZER_ORDER]
+    theirs = by_position(horovod.tensorflow.PartialDistributedGradientTape)
+    assert theirs == ["gradtape", *tape._PARTIAL_ORDER]
 
 
 def test_the_order_of_a_keras_step():
