@@ -50,7 +50,15 @@ class Options:
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, for `agreement.compare_settings`."""
         values = {name: getattr(self, name) for name in _SHARED}
-        return {"op": self.op.name, "compression": self.compression.__name__, **values}
+        groups = self.groups
+        if isinstance(groups, Sequence):
+            groups = [[tuple(item.shape) for item in group] for group in groups]
+        return {
+            "op": self.op.name,
+            "compression": self.compression.__name__,
+            "groups": groups,
+            **values,
+        }
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 
 GROUP_OPS = ("adasum", "average", "sum")
+_before: dict[str, str | None] = {}  # what the last `configure` has replaced
 
 
 def configure(group_op: str | None = None, group_size: int | None = None) -> None:
@@ -24,23 +25,32 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
         group_size: that many consecutive ranks form a group (MindSpore: 8); None leaves
             `ADASUM_HVD_GROUP_SIZE`, by default a group is a host.
 
+    What an earlier call has set is taken back first: it was for its own `init`.
+
     Raises:
         ValueError: an unknown `group_op`, or a `group_size` that is no positive integer.
     """
-    if group_op is not None:
-        if group_op not in GROUP_OPS:
-            raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
-        os.environ["ADASUM_HVD_GROUP_OP"] = group_op
-    if group_size is not None:
-        if (
-            isinstance(group_size, bool)
-            or not isinstance(group_size, int)
-            or group_size < 1
-        ):
-            raise ValueError(
-                f"group_size: required an integer >= 1, got {group_size!r}"
-            )
-        os.environ["ADASUM_HVD_GROUP_SIZE"] = str(group_size)
+    if group_op is not None and group_op not in GROUP_OPS:
+        raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
+    if group_size is not None and (
+        isinstance(group_size, bool)
+        or not isinstance(group_size, int)
+        or group_size < 1
+    ):
+        raise ValueError(f"group_size: required an integer >= 1, got {group_size!r}")
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
+    for name, given in (
+        ("ADASUM_HVD_GROUP_OP", group_op),
+        ("ADASUM_HVD_GROUP_SIZE", group_size),
+    ):
+        if given is not None:
+            _before[name] = os.environ.get(name)
+            os.environ[name] = str(given)
 
 
 def warn_of_one_group(

@@ -73,6 +73,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             self._build_windows()
 
     def _build_windows(self) -> None:
+        self._adasum.reduction.number(self._trainable_variables)
         for window in self._adasum.windows:
             window.build(self._trainable_variables)
 

@@ -110,14 +110,28 @@ class Reduction:
     def __init__(self, what: str, options: Options):
         self._what, self._options = what, options
         self._known: dict[Hashable, Agreed] = {}
+        self._places: dict[int, int] = {}  # among all variables, by id
 
-    def __call__(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def number(self, variables: Sequence[Any]) -> None:
+        """Take note of all variables, of which ranks may come to use different ones.
+
+        Names may differ between ranks, and shapes be equal: only their places tell them apart.
+        """
+        self._places = {id(variable): k for k, variable in enumerate(variables)}
+
+    def __call__(
+        self,
+        tensors: Sequence[Any],
+        variables: Sequence[Any],
+        places: Sequence[int] | None = None,
+    ) -> list[Any]:
         """Return `tensors` reduced, one per variable.
 
         Args:
             tensors: one per variable; `tf.IndexedSlices` for `SPARSE_OPS`, which come back as
                 such, each row once.
             variables: what they belong to; shapes and dtypes in the same order on all ranks.
+            places: as :meth:`agree`.
 
         Raises:
             ValueError: the ranks' lists differ; on every rank, the first time.
@@ -130,7 +144,7 @@ class Reduction:
             tensor if _is_sparse(tensor) else tf.convert_to_tensor(tensor)
             for tensor in tensors
         ]
-        label = self._label(self.agree(tensors, variables))
+        label = self._label(self.agree(tensors, variables, places=places))
         options = self._options
         results: list[Any] = [None] * len(tensors)
         kinds = {}
@@ -192,6 +206,7 @@ class Reduction:
         tensors: Sequence[Any],
         variables: Sequence[Any],
         has_local: bool = False,
+        places: Sequence[int] | None = None,
     ) -> Agreed:
         """Compare what is to be reduced, the options and the op's settings over the ranks.
 
@@ -200,6 +215,7 @@ class Reduction:
                 come with an empty list too, so that they hear of it where others have more.
             variables: what they belong to, for the message.
             has_local: whether this rank has worker-local variables.
+            places: of the variables among all there are; by default as `number` was told.
 
         Raises:
             ValueError: the ranks differ; on every rank.
@@ -213,12 +229,15 @@ class Reduction:
                 f"{self._what}: required one model per rank, got a tf.distribute strategy; "
                 "let Horovod start one process per device instead"
             )
-        described = [
-            (name_of(variable), shape_of(tensor), tensor.dtype.name)
-            if not _is_sparse(tensor)
-            else (name_of(variable), shape_of(variable), f"{tensor.dtype.name} rows")
-            for tensor, variable in zip(tensors, variables, strict=True)
-        ]
+        if places is None:
+            places = [self._places.get(id(variable), -1) for variable in variables]
+        described = []
+        for tensor, variable, place in zip(tensors, variables, places, strict=True):
+            rows = " rows" if _is_sparse(tensor) else ""
+            number = f", number {place}" if place >= 0 else ""
+            shape = shape_of(variable if rows else tensor)
+            kind = f"{tensor.dtype.name}{rows}{number}"
+            described.append((name_of(variable), shape, kind))
         key = tuple(entry[1:] for entry in described)
         if key not in self._known:
             self._known[key] = self._compare(described, has_local)
@@ -257,12 +276,13 @@ class Reduction:
 
         Collective: every rank of the process set; blocks (eagerly).
         """
-        flag = tf.cast(flag, tf.int32)
-        (agreed,) = tf_ops.reduce_named(
-            [flag],
-            self._label(self.agree([flag], [flag])),
-            ops.Min,
+        # A rank that has joined counts as zero: the largest, of what is not so.
+        missing = 1 - tf.cast(flag, tf.int32)
+        (missing,) = tf_ops.reduce_named(
+            [missing],
+            self._label(self.agree([missing], [missing])),
+            ops.Max,
             (1.0, 1.0),
             self._options.process_set.process_set_id,
         )
-        return tf.cast(agreed, tf.bool)
+        return tf.equal(missing, 0)

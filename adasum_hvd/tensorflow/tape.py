@@ -113,7 +113,7 @@ class _Tape(tf.GradientTape):
         # Without any, too: other ranks hear of it when the lists are compared.
         places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())
         ready = prepared(found, variables, options)
-        results = _reduction_of(options)(ready, variables)
+        results = _reduction_of(options)(ready, variables, places)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
         return tf.nest.pack_sequence_as(gradients, flat)

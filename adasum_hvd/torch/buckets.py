@@ -56,6 +56,7 @@ class Bucket:
         ]
         self._op, self._factors, self._process_set = op, factors, process_set
         self._handle: int | None = None
+        self.filled_from: list[Any] = [None] * len(sizes)  # a note of the owner's
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )

@@ -67,7 +67,7 @@ class GradientCountdown:
             raise RuntimeError(
                 f"gradient of {name_of(parameter)}: required at most {self._passes} backward "
                 "passes before step(), got one more; raise backward_passes_per_step, or call "
-                "step() or zero_grad()"
+                "step() or zero_grad() of this optimizer (the model's does not tell it)"
             )
 
     def reset(self) -> None:

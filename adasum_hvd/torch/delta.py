@@ -48,7 +48,7 @@ class DeltaOptimizer(DistributedBase):
         """Return the tensor that holds the parameter's weights; steps change it in place."""
         return parameter
 
-    def _build_buckets(self) -> None:
+    def _check_may_change(self) -> None:
         if self._local_step or self._stepped:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to change between reductions, got "
@@ -56,6 +56,9 @@ class DeltaOptimizer(DistributedBase):
                 + (" and after an overlapped backward" if self._stepped else "")
                 + "; call step() until the window is complete first"
             )
+
+    def _build_buckets(self) -> None:
+        self._check_may_change()
         if self._countdown:
             self._countdown.close()
         self._members: list[list[torch.Tensor]] = []  # parameters by bucket
@@ -156,8 +159,8 @@ class DeltaOptimizer(DistributedBase):
             RuntimeError: torch's own GradScaler was used on several ranks, or there is
                 nothing to reduce.
         """
-        if self._local_step == 0:
-            self._follow_parameters()
+        self._follow_parameters()
+        self._drop_frozen_gradients()
         if self._options.overlap and self._reducing:
             return self._overlapped_step(closure)
         self._scaled = getattr(self, "found_inf", None) is not None
@@ -169,10 +172,21 @@ class DeltaOptimizer(DistributedBase):
         self._local_step += 1
         if self._local_step >= self._options.local_steps:
             self._local_step = 0
-            for bucket in self._buckets:
-                bucket.start()
+            self._start(range(len(self._buckets)))
             self._apply()
         return result
+
+    def _start(self, indices: Iterable[int]) -> None:
+        """Start the reduction of buckets, of all or, where one cannot, of none."""
+        try:
+            for index in indices:
+                self._buckets[index].start()
+        except Exception:
+            for bucket in self._buckets:
+                if bucket.in_flight:
+                    bucket.finish()
+                bucket.restore()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's.
@@ -201,9 +215,7 @@ class DeltaOptimizer(DistributedBase):
             else:
                 self._keep_start(index)
         self._step_rest(rest)
-        for index in range(len(self._buckets)):
-            if index not in self._stepped:
-                self._buckets[index].start()
+        self._start(i for i in range(len(self._buckets)) if i not in self._stepped)
         self._apply()
         self._reset_overlap()
         return result

@@ -12,6 +12,10 @@ from adasum_hvd.options import Options
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
 
+# The op reads and writes these buckets' weights by their addresses: they must not be freed,
+# whatever becomes of the model and the optimizer.
+_in_flight: set[ChangeInOpBucket] = set()
+
 
 class ChangeBucket(Bucket):
     """Weights of which `flat` carries the change since `keep`, formed and applied here.
@@ -111,6 +115,7 @@ class ChangeInOpBucket(ChangeBucket):
             )
             self._registered = addresses
         Bucket.start(self)
+        _in_flight.add(self)
 
     def _check_converted(self) -> None:
         flat = self.flat
@@ -126,7 +131,10 @@ class ChangeInOpBucket(ChangeBucket):
 
     def finish(self) -> None:
         """As the base's; autograd then knows that the parameters have changed."""
-        super().finish()
+        try:
+            super().finish()
+        finally:
+            _in_flight.discard(self)
         _note_change(self.params)
 
     def largest(self) -> torch.Tensor:

@@ -36,6 +36,7 @@ class DistributedBase(torch.optim.Optimizer):
     """Buckets, names and copies; mixed in front of the user's optimizer class."""
 
     _variant: str
+    param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
     # `found_inf` and `grad_scale` here: see adasum_hvd/torch/amp.py.
     _step_supports_amp_scaling = True
@@ -83,6 +84,13 @@ class DistributedBase(torch.optim.Optimizer):
         if not self._reducing:
             return
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
+        for name, parameter in named:
+            if parameter.is_complex():
+                raise ValueError(
+                    f"parameter {name}: required a real dtype, got {parameter.dtype}, which "
+                    "Horovod does not carry; keep it as torch.view_as_real(...), or mark it with "
+                    "mark_worker_local()"
+                )
         self._compare_with_other_ranks(named)
         options = self._options
         for process_set, of_set in self._by_process_set(named):
@@ -166,6 +174,25 @@ class DistributedBase(torch.optim.Optimizer):
                 "gradient and is not marked worker-local; the replicas would drift apart"
             )
 
+    def _drop_frozen_gradients(self) -> None:
+        """Forget gradients that frozen parameters have kept: every rank has another one."""
+        if self._reducing:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if (
+                        parameter.grad is not None
+                        and not parameter.requires_grad
+                        and not marks.is_worker_local(parameter)
+                    ):
+                        parameter.grad = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Param groups stay the same list, which schedulers made before share."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        groups[:] = self.param_groups
+        self.param_groups = groups
+
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
         totals = {"device": 0, "host": 0}
@@ -179,12 +206,17 @@ class DistributedBase(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As torch's; the new parameters are reduced too. Collective."""
+        if "_names" in self.__dict__:
+            self._check_may_change()
         super().add_param_group(param_group)
         if "_names" in self.__dict__:
             index = len(self.param_groups) - 1
             for j, parameter in enumerate(self.param_groups[index]["params"]):
                 self._names[id(parameter)] = f"group{index}.param{j}"
             self._build_buckets()
+
+    def _check_may_change(self) -> None:
+        """Raise where parameters may not be added or (un)frozen now; see the variants."""
 
     # ---- the contract of Horovod's optimizer ----
 

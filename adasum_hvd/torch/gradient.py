@@ -16,6 +16,11 @@ from adasum_hvd.torch.countdown import GradientCountdown
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 
 
+def _seen(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return what changes when a gradient is replaced or written to."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
 class GradientOptimizer(DistributedBase):
     """Reduces gradients while backward runs; `step()` waits for the last of them."""
 
@@ -83,8 +88,10 @@ class GradientOptimizer(DistributedBase):
     def _on_complete(self, index: int) -> None:
         self._start(self._buckets[index])
 
+    @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         bucket.fill([self._dense(parameter) for parameter in bucket.params])
+        bucket.filled_from = [_seen(parameter.grad) for parameter in bucket.params]
         bucket.start()
 
     def _dense(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -117,6 +124,7 @@ class GradientOptimizer(DistributedBase):
         self._reset(synchronized=True)
 
     def _write_back(self, bucket: Bucket) -> None:
+        self._check_unchanged(bucket)
         gradients, views = [], []
         for index, parameter in enumerate(bucket.params):
             gradient, view = parameter.grad, bucket.views[index]
@@ -131,6 +139,17 @@ class GradientOptimizer(DistributedBase):
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)
+
+    def _check_unchanged(self, bucket: Bucket) -> None:
+        """Raise where a gradient is another one than the one that was reduced."""
+        for parameter, seen in zip(bucket.params, bucket.filled_from, strict=True):
+            if seen is not None and seen != _seen(parameter.grad):
+                raise RuntimeError(
+                    f"gradient of {self._name_of(parameter)}: required as backward has left it, "
+                    "got one changed between backward and step(), which would be lost, for it "
+                    "has been reduced already; call optimizer.synchronize(), change it, and "
+                    "step inside optimizer.skip_synchronize()"
+                )
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -159,6 +178,7 @@ class GradientOptimizer(DistributedBase):
             RuntimeError: torch's own GradScaler saw gradients that were not reduced yet, or
                 there is nothing to reduce.
         """
+        self._drop_frozen_gradients()
         if closure is not None:
             losses: list[Any] = []
 

@@ -174,6 +174,11 @@ def DistributedOptimizer(
         overlap=overlap,
         bucket_bytes=bucket_bytes,
     )
+    if getattr(optimizer, "_variant", None):
+        raise ValueError(
+            f"DistributedOptimizer: required a plain optimizer, got a {type(optimizer).__name__} "
+            "that is distributed already; wrap the one inside, once"
+        )
     check(options, compressions(options.op))
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

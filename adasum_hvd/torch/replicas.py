@@ -65,6 +65,9 @@ def check_replicas(
 ) -> bool:
     """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
 
+    Statistics of batch normalization are buffers that each rank has by its own data: mark
+    them with `mark_worker_local`, or average them first.
+
     Args:
         model: its parameters and buffers. Worker-local ones are left out, and those marked
             with `mark_replicated_over` are compared over the ranks that hold them.
@@ -76,10 +79,15 @@ def check_replicas(
         True when a comparison was made, False when this call was left out.
 
     Raises:
+        ValueError: `every` is no integer of at least 1.
         ReplicaMismatch: on every rank; names the first tensor that differs and the ranks.
 
     Collective: every rank of `process_set`; blocks when it compares.
     """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"check_replicas: every: required an integer >= 1, got {every!r}"
+        )
     calls = _calls[model] = _calls.get(model, 0) + 1
     if (calls - 1) % every:
         return False

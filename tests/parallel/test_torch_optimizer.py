@@ -9,10 +9,14 @@ CASES = "cases_torch_optimizer+cases_torch_delta"
 CONFIGURATIONS = [
     *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3, 4)),
     Configuration(CASES, "mpi", 2),
+    Configuration("cases_torch_misuse", "gloo", 2),
 ]
 
 
-@pytest.mark.parametrize("name", case_names(CASES))
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("configuration", "name"),
+    [(c, name) for c in CONFIGURATIONS for name in case_names(c.cases)],
+    ids=str,
+)
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)

@@ -1,0 +1,173 @@
+"""What users do that would part the replicas or lose something: followed, or refused."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from cases_torch_optimizer import distributed, loss_of, model_of
+from torch import nn
+
+import adasum_hvd.torch as hvd
+
+VARIANTS = ("average", "adasum-grad", "adasum-delta")
+
+
+def start() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+
+
+def align() -> None:
+    hvd.barrier()
+
+
+def backward(model: nn.Module, step: int = 0, **options) -> None:
+    loss_of(model, hvd.rank(), step).backward(**options)
+
+
+def case_a_model_freed_in_flight() -> None:
+    """Overlapped backward, and then no step: the op still finds the weights."""
+    if hvd.size() == 1:
+        return
+    for _ in range(5):
+        model = model_of()
+        optimizer = distributed(model, "adasum-delta", overlap=True)
+        backward(model)
+        del model, optimizer
+        gc.collect()
+        junk = [torch.full((130, 40), float(k)) for k in range(50)]
+        hvd.barrier()
+        del junk
+
+
+def case_complex_parameters() -> None:
+    if hvd.size() == 1:
+        return
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) * 1j)]
+    for op in VARIANTS:
+        with pytest.raises(
+            ValueError, match=r"parameter group0\.param1: required a real"
+        ):
+            hvd.DistributedOptimizer(torch.optim.SGD(weights, 0.1), op=op)
+
+
+def case_scheduler_from_before() -> None:
+    """It shares the param groups, also after a state has been loaded."""
+    for op in VARIANTS:
+        model = model_of()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            schedule.step()
+        rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
+        assert rates == [pytest.approx(0.0125)] * hvd.size()
+        hvd.check_replicas(model)
+
+
+def case_gradients_changed_after_their_reduction() -> None:
+    if hvd.size() == 1:
+        return
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    def replace(model: nn.Module) -> None:
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+
+    def drop(model: nn.Module) -> None:
+        model[0].weight.grad = None
+
+    for change in (clip, replace, drop):
+        model = model_of()
+        optimizer = distributed(model, "adasum-grad")
+        backward(model)
+        change(model)
+        with pytest.raises(RuntimeError, match="got one changed between backward and"):
+            optimizer.step()
+
+
+def case_leftover_gradients_of_frozen_parameters() -> None:
+    for op in VARIANTS:
+        for when in ("between", "after", "zeroed"):
+            model = model_of()
+            optimizer = distributed(model, op)
+            for step in range(3):
+                if step == 1 and when != "between":
+                    if when == "zeroed":
+                        optimizer.zero_grad(set_to_none=False)
+                    model[0].requires_grad_(False)
+                if step != 1 or when == "between":
+                    optimizer.zero_grad()
+                backward(model, step)
+                if step == 1 and when == "between":
+                    model[0].requires_grad_(False)
+                optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_unfreezing_inside_a_window() -> None:
+    if hvd.size() == 1:
+        return
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = distributed(model, "adasum-delta", local_steps=2)
+    backward(model)
+    optimizer.step()
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a change 1 local steps into a window"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a change 1 local steps into a window"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def case_wrapped_twice() -> None:
+    optimizer = distributed(model_of(), "average")
+    for op in VARIANTS:
+        with pytest.raises(ValueError, match="that is distributed already"):
+            hvd.DistributedOptimizer(optimizer, op=op)
+
+
+def case_gradient_of_a_gradient() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        backward(model, create_graph=True)
+        optimizer.step()
+        hvd.check_replicas(model)
+
+
+def case_groups_that_differ() -> None:
+    if hvd.size() == 1:
+        return
+    model = model_of()
+    lists = [[[model[0].weight]], [[model[0].bias]]]
+    for mine in (1 + hvd.rank(), lists[hvd.rank() > 0]):
+        with pytest.raises(ValueError, match="same arguments of DistributedOptimizer"):
+            distributed(model, "adasum-grad", groups=mine)
+
+
+def case_every_is_checked() -> None:
+    with pytest.raises(ValueError, match="every: required an integer >= 1, got 0"):
+        hvd.check_replicas(model_of(), every=0)
+
+
+def case_groups_of_an_earlier_init() -> None:
+    """They were for that one."""
+    hvd.shutdown()
+    hvd.init(group_op="average", group_size=2)
+    assert hvd.settings()["group_op"] == "average"
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.settings()["group_op"], hvd.settings()["group_size"]) == ("adasum", 0)
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))
