@@ -23,6 +23,8 @@ from cases_keras_optimizer import start as start
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow.reduction import Reduction
 
 VARIANTS = ("adasum-grad", "adasum-delta")
 
@@ -214,3 +216,33 @@ def case_keras_process_set() -> None:
         assert len(set(digests[1:])) == 1
         assert digests[0] != digests[1]
     hvd.remove_process_set(together)
+
+
+def case_keras_other_variables_of_the_same_shape() -> None:
+    """Every rank uses a head of its own: they are never mixed."""
+    if hvd.size() == 1:
+        return
+    heads = [tf.Variable(tf.ones(2)) for _ in range(hvd.size())]
+    mine = heads[hvd.rank()]
+    message = r"got \(.*number 0'\) on the first rank and \(.*number 1'\) on rank 1"
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+        optimizer.build(heads)
+        with pytest.raises(ValueError, match=message):
+            optimizer.apply_gradients([(tf.ones(2), mine)])
+        assert np.array_equal(mine, np.ones(2))
+    with hvd.DistributedGradientTape(tf.GradientTape(), op="adasum") as tape:
+        loss = tf.reduce_sum(mine)
+    with pytest.raises(ValueError, match=message):
+        tape.gradient(loss, heads)
+
+
+def case_keras_a_joined_rank_has_no_say_in_overflows() -> None:
+    options = Options(hvd.Average, hvd.global_process_set, hvd.Compression.none)
+    reduction = Reduction("join", options)
+    assert reduction.all_of(tf.constant(True))
+    assert not reduction.all_of(tf.constant(hvd.rank() > 0))
+    if hvd.rank() == 0:
+        assert reduction.all_of(tf.constant(True))
+        assert not reduction.all_of(tf.constant(False))
+    hvd.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,12 @@ def load_model(
         filepath, custom_objects={**known, **(custom_objects or {})}
     )
     if model.optimizer is not None:
+        if is_distributed(model.optimizer) and options:
+            warnings.warn(
+                f"load_model: {', '.join(options)} has no effect: the optimizer was saved "
+                "distributed, and has its own options back",
+                stacklevel=2,
+            )
         if not is_distributed(model.optimizer):
             model.optimizer = DistributedOptimizer(
                 model.optimizer, compression=compression, **options
