@@ -158,7 +158,7 @@ CASES = [
 ]
 
 
-def tests_of(command: list[str]) -> list[str]:
+def listed_by(command: list[str]) -> list[str]:
     """Return the names of a program's tests."""
     listed = subprocess.run(
         [*command, "--list"], capture_output=True, text=True, check=True
@@ -175,7 +175,7 @@ def test_program(name: str, form: str, build) -> None:
     ):
         # Older runtimes cannot map the address-space layouts of newer kernels.
         command = ["setarch", "-R", *command]
-    chosen = CHOSEN.get((name, form)) or tests_of(command)
+    chosen = CHOSEN.get((name, form)) or listed_by(command)
     # Devices exchange over NCCL, which here is simulated; under sanitizers by copies.
     over = {"ADASUM_TEST_TRANSPORT": "copy" if FORMS[form] else "nccl"}
     result = subprocess.run(
