@@ -1,4 +1,4 @@
-"""`make soak`: what takes minutes. Random reductions on every transport."""
+"""`make soak`: what takes minutes. Random reductions on every transport, more ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from launch import Configuration, launch
+from launch import Configuration, case_names, launch
 
 
 @pytest.mark.parametrize("local", ["direct", "staged", "off"])
@@ -18,3 +18,16 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
     environment = (("ADASUM_HVD_LOCAL", local),)
     outcome = launch(Configuration("cases_soak", backend, ranks, environment))
     outcome.check("case_random_reductions", ranks)
+
+
+@pytest.mark.parametrize(
+    ("cases", "backend", "ranks"),
+    [
+        ("cases_torch_optimizer+cases_torch_delta", "gloo", 4),
+        ("cases_torch_ops", "mpi", 3),
+    ],
+)
+def test_more_ranks(cases: str, backend: str, ranks: int) -> None:
+    outcome = launch(Configuration(cases, backend, ranks))
+    for name in case_names(cases):
+        outcome.check(name, ranks)
