@@ -23,6 +23,8 @@ PLAIN = [
     Configuration(CASES, "gloo", 5, NETWORK),
     Configuration(CASES, "mpi", 8),
     Configuration(CASES, "mpi", 2, NETWORK),
+    Configuration(CASES, "mpi", 3),
+    Configuration(CASES, "mpi", 4, NETWORK),
 ]
 TWO_HOSTS = Configuration(CASES, "gloo", 4, hosts="localhost:2,127.0.0.1:2")
 SPLIT = (("ADASUM_HVD_RADICES", "2x2"), ("ADASUM_HVD_GROUP_SIZE", "2"))

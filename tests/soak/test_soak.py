@@ -24,8 +24,6 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
     ("cases", "backend", "ranks"),
     [
         ("cases_torch_optimizer+cases_torch_delta", "gloo", 4),
-        ("cases_torch_ops", "mpi", 3),
-        ("cases_torch_ops", "mpi", 4),
         ("cases_adam_offload", "mpi", 2),
         ("cases_keras_optimizer", "gloo", 3),
     ],
