@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,24 @@ def optimizer_op(op: ops.ReduceOp | int | str) -> ops.ReduceOp:
     return ops.AdasumDelta if reduction is ops.Adasum else reduction
 
 
+def groups_of(what: str, num_groups: int, groups: Any) -> Any:
+    """Return `groups`, or what its deprecated form says."""
+    if not num_groups:
+        return groups
+    warnings.warn(
+        f"{what}: num_groups is deprecated; pass groups={num_groups}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return num_groups if groups is None else groups
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
+
+
 def check(options: Options, compressions: Sequence[Any]) -> None:
     """Check arguments that make no sense, alone or together.
 
@@ -112,9 +131,7 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
             f"gradient_predivide_factor: required a finite number > 0, got {factor!r}"
         )
     for name in ("backward_passes_per_step", "local_steps", "bucket_bytes"):
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
+        check_count(name, getattr(options, name))
     if options.clip_delta_norm is not None and not options.clip_delta_norm > 0:
         raise ValueError(
             f"clip_delta_norm: required a number > 0, got {options.clip_delta_norm!r}"

@@ -11,6 +11,8 @@ import os
 import warnings
 from collections.abc import Mapping
 
+from adasum_hvd.options import check_count
+
 GROUP_OPS = ("adasum", "average", "sum")
 _before: dict[str, str | None] = {}  # what the last `configure` has replaced
 
@@ -32,12 +34,8 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
     """
     if group_op is not None and group_op not in GROUP_OPS:
         raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
-    if group_size is not None and (
-        isinstance(group_size, bool)
-        or not isinstance(group_size, int)
-        or group_size < 1
-    ):
-        raise ValueError(f"group_size: required an integer >= 1, got {group_size!r}")
+    if group_size is not None:
+        check_count("group_size", group_size)
     for name, value in _before.items():
         if value is None:
             os.environ.pop(name, None)

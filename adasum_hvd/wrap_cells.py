@@ -7,10 +7,32 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from adasum_hvd.parallel import ParallelContext, check
 
 SEED_GROUP_SIZE = 8
+
+
+class Forwarding:
+    """Reads, sets and deletes attributes of `optimizer`, but for those in `_own`."""
+
+    _own: frozenset[str]
+    optimizer: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own:  # not there yet: __init__ has raised
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
 
 
 def check_job(

@@ -8,7 +8,7 @@
 #   sudo docker/check.sh --run   only run, in the image that --keep left
 #
 # WORK        where the folder adasum-docker is made, default: /var/tmp
-# VOLUMES     folders of this machine that pip's configuration points to, e.g. "/opt/wheels"
+# VOLUMES     folders of this machine that pip's configuration points to, e.g. "/srv/wheels"
 # COMMAND     what the job runs, default: the command of docker-compose.yml
 set -euo pipefail
 cd "$(dirname "$0")/.."

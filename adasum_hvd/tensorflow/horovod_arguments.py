@@ -35,18 +35,6 @@ def warn_without_effect(what: str, **given: Any) -> None:
             )
 
 
-def groups_of(what: str, num_groups: int, groups: Any) -> Any:
-    """Return `groups`, or what its deprecated form says."""
-    if not num_groups:
-        return groups
-    warnings.warn(
-        f"{what}: num_groups is deprecated; pass groups={num_groups}",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return num_groups if groups is None else groups
-
-
 def by_name(
     what: str, order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import binding, ops, parallel
-from adasum_hvd.options import Options, check, optimizer_op
+from adasum_hvd.options import Options, check, groups_of, optimizer_op
 from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.horovod_arguments import groups_of, warn_without_effect
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras_optimizer import wrap
 
 

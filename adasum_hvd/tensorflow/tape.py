@@ -12,13 +12,9 @@ from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
 from adasum_hvd.marks import is_marked_local
-from adasum_hvd.options import Options, check
+from adasum_hvd.options import Options, check, groups_of
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.horovod_arguments import (
-    by_name,
-    groups_of,
-    warn_without_effect,
-)
+from adasum_hvd.tensorflow.horovod_arguments import by_name, warn_without_effect
 from adasum_hvd.tensorflow.reduction import (
     SPARSE_OPS,
     Reduction,

@@ -17,12 +17,10 @@ from adasum_hvd import ops
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow.reduction import name_of
-from adasum_hvd.wrap_cells import check_job
-
-_OWN = frozenset({"optimizer", "_variables", "_group", "_reducer"})
+from adasum_hvd.wrap_cells import Forwarding, check_job
 
 
-class WrapCell:
+class WrapCell(Forwarding):
     """A distributed Keras optimizer that is called with a list of gradients.
 
     Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are those of
@@ -51,6 +49,7 @@ class WrapCell:
     Collective: every rank; blocks.
     """
 
+    _own = frozenset({"optimizer", "_variables", "_group", "_reducer"})
     _op: ops.ReduceOp
 
     def __init__(
@@ -129,17 +128,6 @@ class WrapCell:
                 self._reducer = hvd.DistributedGradReducer(variables, mean, group=group)
             gradients = self._reducer(gradients)
         return self.optimizer.apply(gradients, self._variables)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or hasattr(type(self), name):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.optimizer, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: __init__ has raised
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
 
 class AdaSumByGradWrapCell(WrapCell):

@@ -117,12 +117,10 @@ class DeltaOptimizer(DistributedBase):
             for bucket in self._buckets:
                 bucket.finish()
         except Exception:
-            for bucket in self._buckets:
-                bucket.restore()
+            self._restore()
             raise
         if self._scaled and self._reducing and not self._changes_are_finite():
-            for bucket in self._buckets:
-                bucket.restore()
+            self._restore()
             self.change_overflowed = True
             return
         limit = self._options.clip_delta_norm
@@ -185,8 +183,13 @@ class DeltaOptimizer(DistributedBase):
             for bucket in self._buckets:
                 if bucket.in_flight:
                     bucket.finish()
-                bucket.restore()
+            self._restore()
             raise
+
+    def _restore(self) -> None:
+        """Set every parameter to the start."""
+        for bucket in self._buckets:
+            bucket.restore()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's.

@@ -13,7 +13,6 @@ References:
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops, parallel
-from adasum_hvd.options import Options, check, optimizer_op
+from adasum_hvd.options import Options, check, groups_of, optimizer_op
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload_delta import OffloadDeltaOptimizer
 from adasum_hvd.torch.buckets import NamedParameter
@@ -156,17 +155,13 @@ def DistributedOptimizer(
         >>> opt = hvd.DistributedOptimizer(                          # doctest: +SKIP
         ...     opt, model.named_parameters(), op=hvd.AdasumDelta)
     """
-    if num_groups:
-        message = "num_groups has been replaced by groups"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
     options = Options(
         op=optimizer_op(op),
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
         local_steps=local_steps,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
+        groups=groups_of("DistributedOptimizer", num_groups, groups),
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         start_copy=start_copy,

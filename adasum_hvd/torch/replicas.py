@@ -84,10 +84,7 @@ def check_replicas(
 
     Collective: every rank of `process_set`; blocks when it compares.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"check_replicas: every: required an integer >= 1, got {every!r}"
-        )
+    options.check_count("check_replicas: every", every)
     calls = _calls[model] = _calls.get(model, 0) + 1
     if (calls - 1) % every:
         return False

@@ -20,12 +20,10 @@ from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer import DistributedOptimizer
-from adasum_hvd.wrap_cells import check_job
-
-_OWN = ("optimizer", "_group", "_mean", "_reducer")  # a cell's; the rest is forwarded
+from adasum_hvd.wrap_cells import Forwarding, check_job
 
 
-class WrapCell:
+class WrapCell(Forwarding):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
     Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
@@ -58,6 +56,7 @@ class WrapCell:
         >>> optim(torch.autograd.grad(loss, optim.parameters))          # doctest: +SKIP
     """
 
+    _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
     _op: ops.ReduceOp
 
     def __init__(
@@ -130,20 +129,6 @@ class WrapCell:
             )
         assert self._reducer is not None
         return self._reducer(tuple(gradients))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # not there yet: __init__ has raised
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.optimizer, name)
 
 
 class AdaSumByGradWrapCell(WrapCell):

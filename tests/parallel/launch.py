@@ -13,11 +13,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import pytest
 from jobs import REPOSITORY, run_launcher, search_path
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -80,6 +82,12 @@ def case_names(cases: str) -> list[str]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
     ]
+
+
+def every_case(configurations: Sequence[Configuration]) -> pytest.MarkDecorator:
+    """Call a test with `configuration` and `name` for each case of each configuration."""
+    pairs = [(c, name) for c in configurations for name in case_names(c.cases)]
+    return pytest.mark.parametrize(("configuration", "name"), pairs, ids=str)
 
 
 def command(backend: str, ranks: int, hosts: str = "") -> list[str]:

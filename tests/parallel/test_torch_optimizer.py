@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from launch import Configuration, case_names
+from launch import Configuration, every_case
 
 CASES = "cases_torch_optimizer+cases_torch_delta"
 CONFIGURATIONS = [
@@ -13,10 +12,6 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("configuration", "name"),
-    [(c, name) for c in CONFIGURATIONS for name in case_names(c.cases)],
-    ids=str,
-)
+@every_case(CONFIGURATIONS)
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)

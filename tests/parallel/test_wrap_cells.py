@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 from launch import (
     REPOSITORY,
     Configuration,
-    case_names,
     command,
     environment,
+    every_case,
     run_launcher,
 )
 
@@ -22,11 +21,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("configuration", "name"),
-    [(c, name) for c in CONFIGURATIONS for name in case_names(c.cases)],
-    ids=str,
-)
+@every_case(CONFIGURATIONS)
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)
 
