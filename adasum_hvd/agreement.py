@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,20 @@ OPTIONS = (
     "pass the same ones on every rank",
 )
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
+
+
+def refuse_elastic(what: str) -> None:
+    """Raise NotImplementedError in an elastic job, whose ranks come and go.
+
+    Args:
+        what: who asks, for the message.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise NotImplementedError(
+            f"{what}: required a job with a fixed number of ranks, got an elastic one "
+            "(HOROVOD_ELASTIC=1), in which ranks would wait for one another or train alone; "
+            "start it with horovodrun -np N, without --min-np, --max-np and a discovery script"
+        )
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:

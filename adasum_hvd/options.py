@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adasum_hvd import ops
+from adasum_hvd.agreement import refuse_elastic
 
 _SHARED = (
     "backward_passes_per_step",
@@ -25,7 +26,7 @@ class Options:
     """The arguments of `DistributedOptimizer` that outlive it; documented there.
 
     `op` is never `Adasum`: that is resolved to `AdasumDelta`. A framework without
-    `start_copy`, `overlap` or `average_aggregated_gradients` leaves them at their defaults.
+    `start_copy` or `average_aggregated_gradients` leaves them at their defaults.
     """
 
     op: ops.ReduceOp
@@ -39,7 +40,6 @@ class Options:
     average_aggregated_gradients: bool = False
     start_copy: str = "device"
     clip_delta_norm: float | None = None
-    overlap: bool = False
     bucket_bytes: int = 16 << 20
 
     @property
@@ -74,9 +74,11 @@ def optimizer_op(op: ops.ReduceOp | int | str) -> ops.ReduceOp:
 
 
 def groups_of(what: str, num_groups: int, groups: Any) -> Any:
-    """Return `groups`, or what its deprecated form says."""
+    """Return `groups`, with lists for what may be iterated once, or what `num_groups` says."""
     if not num_groups:
-        return groups
+        if groups is None or isinstance(groups, int):
+            return groups
+        return [list(group) for group in groups]
     warnings.warn(
         f"{what}: num_groups is deprecated; pass groups={num_groups}",
         DeprecationWarning,
@@ -100,12 +102,12 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
 
     Raises:
         ValueError: an argument, or a combination, that has no meaning.
-        NotImplementedError: a compression that is not one of `compressions`.
+        NotImplementedError: a compression that is not one of `compressions`; an elastic job.
     """
+    refuse_elastic("DistributedOptimizer")
     only_delta = {
         "local_steps": options.local_steps != 1,
         "clip_delta_norm": options.clip_delta_norm is not None,
-        "overlap": options.overlap,
     }
     for name, given in only_delta.items():
         if given and not options.is_delta:
@@ -136,8 +138,6 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
         raise ValueError(
             f"clip_delta_norm: required a number > 0, got {options.clip_delta_norm!r}"
         )
-    if options.overlap and options.local_steps != 1:
-        raise ValueError("overlap: required local_steps=1, got more")
     if options.start_copy not in ("device", "host"):
         raise ValueError(
             f'start_copy: required "device" or "host", got {options.start_copy!r}'

@@ -20,6 +20,7 @@ from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
 from adasum_hvd import binding, ops, topology
+from adasum_hvd.agreement import refuse_elastic
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 
@@ -44,9 +45,11 @@ def init(
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
         ValueError: a setting is invalid.
+        NotImplementedError: the job is elastic.
 
     Collective: every rank calls it; blocks until all have.
     """
+    refuse_elastic("init()")
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)

@@ -156,7 +156,6 @@ class AdamOffload(MasterOptimizer):
         self.lock = threading.RLock()
         self._host = HostAdam()
         self._begin_masters()
-        self._partly: set[torch.Tensor] = set()  # updated ahead of step()
         for group in self.param_groups:
             self._watch(group)
 
@@ -238,29 +237,16 @@ class AdamOffload(MasterOptimizer):
         if found_inf is not None and found_inf.item():
             return loss
         with self._guard():
-            self._update(lambda param: param not in self._partly)
-            self._partly.clear()
+            self._update()
             for group in self.param_groups:
                 group["step"] += 1
         return loss
 
-    @torch.no_grad()
-    def step_parameters(self, parameters: set[torch.Tensor]) -> None:
-        """Update some parameters ahead of the `step()` that they belong to.
-
-        Raises:
-            RuntimeError: a sparse gradient.
-            IndexError: a vector of learning rates is used up.
-        """
-        with self._guard():
-            self._update(parameters.__contains__)
-            self._partly |= parameters
-
-    def _update(self, chosen: Callable[[torch.Tensor], bool]) -> None:
+    def _update(self) -> None:
         work = [
             (group, index, param)
             for group, index, param in self._ordered()
-            if param.grad is not None and chosen(param)
+            if param.grad is not None
         ]
         if any(param.grad.is_sparse for _, _, param in work):
             raise RuntimeError(

@@ -9,7 +9,7 @@ nothing for any of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.delta import DeltaOptimizer
 from adasum_hvd.torch.delta_buckets import ChangeBucket
-from adasum_hvd.torch.distributed import DistributedBase, StepClosure
+from adasum_hvd.torch.distributed import StepClosure
 
 
 class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
@@ -55,17 +55,13 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
         ]
         return [*flats, *(bucket.start_weights for bucket in self._buckets)]
 
-    def _keep_start(self, index: int) -> None:
+    def _keep_start(self, index: int) -> Sequence[torch.Tensor]:
         # A master follows what others have changed since, and may be another one.
         self._buckets[index].params = [self.master(p) for p in self._members[index]]
-        super()._keep_start(index)
+        return super()._keep_start(index)
 
-    def _step_only(self, parameters: set[torch.Tensor]) -> None:
-        self.hold_back()
-        self.step_parameters(parameters)
-
-    def _step_rest(self, parameters: set[torch.Tensor]) -> None:
-        super(DistributedBase, self).step()  # AdamOffload's, which counts the step
+    def _check_weight_copies(self) -> None:
+        """Do nothing: the masters are the weights that are reduced."""
 
     def step(self, closure: StepClosure = None) -> Any:
         """As the base's. Parameters change when the reduction is done, masters before it."""

@@ -39,7 +39,6 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or variant is None:
             super().unscale_(optimizer)
             return
-        refuse_with_overlap(optimizer, scaled=True)
         if variant == "gradient" and not optimizer._synchronized:
             optimizer.synchronize()
         super().unscale_(optimizer)
@@ -81,18 +80,10 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
 
-def refuse_with_overlap(optimizer: Any, scaled: bool = False) -> None:
-    """Raise when a scaler meets overlap=True, whose steps use gradients as they come.
-
-    Raises:
-        RuntimeError: `scaled`, or a scaler called this `step()`, and overlap is on.
-    """
-    scaled = scaled or getattr(optimizer, "found_inf", None) is not None
-    if scaled and optimizer._options.overlap:
-        raise RuntimeError(
-            "overlap=True: required training without a gradient scaler, got one; scaled "
-            "gradients would be applied during backward, so pass overlap=False"
-        )
+def forget_scaler(optimizer: Any) -> None:
+    """Remove what a scaler has left in the optimizer, as it does itself after a `step()`."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
 
 
 def must_skip(optimizer: Any, consistent: bool) -> bool:
@@ -109,6 +100,7 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
     if found is None:
         return False
     if not consistent and not getattr(optimizer, _AGREED, False):
+        forget_scaler(optimizer)
         raise RuntimeError(
             f"{optimizer._variant} variant on several ranks: required a scaler that agrees "
             "over the ranks, got torch's GradScaler; use adasum_hvd.torch.GradScaler"

@@ -8,7 +8,8 @@ each as if it had come alone: bucketing never changes a result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from adasum_hvd import binding, ops
 from adasum_hvd.torch import ops as torch_ops
 
 NamedParameter = tuple[str, torch.nn.Parameter]
+_version_of = operator.attrgetter("_version")
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return what counts up whenever torch writes to a tensor."""
+    return list(map(_version_of, tensors))
 
 
 class Bucket:
@@ -54,9 +61,8 @@ class Bucket:
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._op, self._factors, self._process_set = op, factors, process_set
+        self._op, self._factors, self.process_set = op, factors, process_set
         self._handle: int | None = None
-        self.filled_from: list[Any] = [None] * len(sizes)  # a note of the owner's
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )
@@ -73,10 +79,12 @@ class Bucket:
         return self._handle is not None
 
     def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Copy one tensor per parameter in; None counts as zeros and clears its flag."""
+        """Copy one tensor per parameter in, densely; None counts as zeros and clears its flag."""
         self.flags.fill_(1)
         present = [
-            (v, s) for v, s in zip(self.views, sources, strict=True) if s is not None
+            (v, s.to_dense() if s.is_sparse else s)
+            for v, s in zip(self.views, sources, strict=True)
+            if s is not None
         ]
         if len(present) < len(self.views):
             for index, source in enumerate(sources):
@@ -96,7 +104,7 @@ class Bucket:
             op=self._op,
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
-            process_set=self._process_set,
+            process_set=self.process_set,
         )
 
     def finish(self) -> None:

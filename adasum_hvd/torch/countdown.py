@@ -39,16 +39,22 @@ class GradientCountdown:
             for index, parameters in enumerate(members)
             for parameter in parameters
         ]
+        # The gradient of each, and its version, when backward last added to it.
+        self._seen: list[tuple[torch.Tensor, int] | None] = [None] * len(places)
+        self._parameters = [parameter for parameter, _ in places]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(slot, index))
             for slot, (parameter, index) in enumerate(places)
         ]
 
     def _hook(self, slot: int, index: int) -> Callable[[torch.Tensor], None]:
-        left, missing = self._left, self._missing
+        left, missing, seen = self._left, self._missing, self._seen
 
         def on_gradient(parameter: torch.Tensor) -> None:
             self.touched = True
+            gradient = parameter.grad
+            if gradient is not None:
+                seen[slot] = gradient, gradient._version
             left[slot] -= 1
             if left[slot] < 0:
                 self._refuse(parameter)
@@ -67,7 +73,8 @@ class GradientCountdown:
             raise RuntimeError(
                 f"gradient of {name_of(parameter)}: required at most {self._passes} backward "
                 "passes before step(), got one more; raise backward_passes_per_step, or call "
-                "step() or zero_grad() of this optimizer (the model's does not tell it)"
+                "step() or zero_grad() of this optimizer (the model's does not tell it). An "
+                "earlier DistributedOptimizer of the same parameters counts, too: delete it"
             )
 
     def reset(self) -> None:
@@ -75,6 +82,16 @@ class GradientCountdown:
         self._left[:] = [self._passes] * len(self._left)
         self._missing[:] = self._sizes
         self.touched = False
+        self._seen[:] = [None] * len(self._seen)
+
+    def changed(self) -> torch.Tensor | None:
+        """Return a parameter whose gradient is not as backward has left it."""
+        for parameter, seen in zip(self._parameters, self._seen, strict=True):
+            if seen is not None:
+                gradient, version = seen
+                if parameter.grad is not gradient or gradient._version != version:
+                    return parameter
+        return None
 
     def close(self) -> None:
         """Remove the hooks."""

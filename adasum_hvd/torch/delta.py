@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.torch import amp
+from adasum_hvd.torch import amp, weight_copies
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import NamedParameter
-from adasum_hvd.torch.countdown import GradientCountdown
-from adasum_hvd.torch.delta_buckets import ChangeBucket, change_bucket
+from adasum_hvd.torch.delta_buckets import ChangeBucket, change_bucket, is_rounding
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
+from adasum_hvd.torch.rounds import Fact, bits_of, told_by_all
 
 _STATE_KEY = "adasum_delta"
 
@@ -24,13 +25,14 @@ class DeltaOptimizer(DistributedBase):
     _variant = "delta"
     _buckets: list[ChangeBucket]  # type: ignore[assignment]  # lists are invariant
 
-    def _configure(self, names: dict[int, str], options: Options) -> None:
+    def _configure(
+        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
+    ) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
-        self._countdown: GradientCountdown | None = None
-        self._stepped: set[int] = set()  # buckets that overlap has stepped already
         self._scaled = False  # a gradient scaler called this step()
+        self._replaced = 0  # which weights took the place of those that all agreed on
         self.change_overflowed = False  # read and cleared by hvd.GradScaler
-        super()._configure(names, options)
+        super()._configure(plain, names, options)
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: Any
@@ -49,63 +51,86 @@ class DeltaOptimizer(DistributedBase):
         return parameter
 
     def _check_may_change(self) -> None:
-        if self._local_step or self._stepped:
+        if self._local_step:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to change between reductions, got "
                 f"a change {self._local_step} local steps into a window"
-                + (" and after an overlapped backward" if self._stepped else "")
-                + "; call step() until the window is complete first"
+                "; call step() until the window is complete first"
             )
 
     def _build_buckets(self) -> None:
         self._check_may_change()
-        if self._countdown:
-            self._countdown.close()
         self._members: list[list[torch.Tensor]] = []  # parameters by bucket
         super()._build_buckets()
-        if self._options.overlap:
-            self._countdown = GradientCountdown(
-                self._members,
-                self._options.backward_passes_per_step,
-                self._name_of,
-                self._step_bucket,
-            )
 
     def _own_tensors(self) -> Iterable[torch.Tensor]:
         starts = (b.start_weights for b in self._buckets if not b.flat_is_start)
         return [*super()._own_tensors(), *starts]
 
-    # ---- overlap: a bucket is stepped as soon as its gradients are complete ----
-
-    def _reset_overlap(self) -> None:
-        if self._countdown:
-            self._countdown.reset()
-        self._stepped.clear()
-
-    @torch.no_grad()
-    def _step_bucket(self, index: int) -> None:
-        self._keep_start(index)
-        self._step_only(set(self._members[index]))
-        self._stepped.add(index)
-        self._buckets[index].start()
-
-    def _step_only(self, parameters: set[torch.Tensor]) -> None:
-        everything = [group["params"] for group in self.param_groups]
-        try:
-            for group in self.param_groups:
-                group["params"] = [p for p in group["params"] if p in parameters]
-            super().step()
-        finally:
-            for group, params in zip(self.param_groups, everything, strict=True):
-                group["params"] = params
-
-    def _step_rest(self, parameters: set[torch.Tensor]) -> None:
-        self._step_only(parameters)
-
     # ---- the step ----
 
-    def _keep_start(self, index: int) -> None:
-        self._buckets[index].keep()
+    def _begin_window(self) -> None:
+        """Note where all ranks start."""
+        replaced = [
+            tensor
+            for index, bucket in enumerate(self._buckets)
+            for tensor in self._keep_start(index)
+            if bucket.process_set is self._options.process_set
+        ]
+        if self._steps:
+            self._replaced = bits_of(replaced) if replaced else self._replaced
+        elif not self._alone:
+            self._agree_on_start()
+
+    def _agree_on_start(self) -> None:
+        """Take the first rank's start where this rank's is another one by rounding. Collective.
+
+        Raises:
+            RuntimeError: on any rank it is another one by more; on every rank.
+        """
+        process_set, name = self._options.process_set, f"adasum.start.{self._instance}"
+        starts = [
+            b.start_weights for b in self._buckets if b.process_set is process_set
+        ]
+        told = told_by_all(name, [float(bits_of(starts))], process_set)
+        if len({value for (value,) in told.values()}) == 1:
+            return
+        root, far = min(told), False
+        for index, start in enumerate(starts):
+            carried = (
+                start.detach().cpu().float() if start.itemsize < 4 else start.cpu()
+            )
+            theirs = mpi_ops.broadcast(
+                carried, root, name=f"{name}.{index}", process_set=process_set
+            )
+            far |= not is_rounding(carried, theirs)
+            start.copy_(theirs)
+        told = told_by_all(name, [float(far)], process_set)
+        others = [r for r, (is_far,) in told.items() if is_far]
+        if others:
+            raise RuntimeError(
+                "DistributedOptimizer: required the same weights on all ranks before the first "
+                f"step, got others on ranks {others} than on rank {root} (this is rank "
+                f"{mpi_ops.rank()}); call broadcast_parameters(model.state_dict(), root_rank="
+                f"{root}), or mark_worker_local() what is a rank's own"
+            )
+
+    def _keep_start(self, index: int) -> Sequence[torch.Tensor]:
+        """Note a bucket's start; return weights that are not those that all agreed on."""
+        bucket = self._buckets[index]
+        return bucket.params if bucket.open() else ()
+
+    def _facts(self) -> Mapping[str, Fact]:
+        replaced = "changed" if self._replaced else "not changed"
+        return {
+            **super()._facts(),
+            "weights at the start of a step": (
+                float(self._replaced),
+                f"whose weights were {replaced} between steps",
+                "change them alike on all ranks, bit for bit, or broadcast_parameters() "
+                "afterwards; where they were moved for a moment (as SAM does), put back a copy",
+            ),
+        }
 
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
@@ -113,12 +138,8 @@ class DeltaOptimizer(DistributedBase):
         Under a gradient scaler a change that is not finite (float16 on the wire overflows
         where the gradients did not) is dropped, and the scaler told.
         """
-        try:
-            for bucket in self._buckets:
-                bucket.finish()
-        except Exception:
-            self._restore()
-            raise
+        for bucket in self._buckets:
+            bucket.finish()
         if self._scaled and self._reducing and not self._changes_are_finite():
             self._restore()
             self.change_overflowed = True
@@ -133,6 +154,7 @@ class DeltaOptimizer(DistributedBase):
                 bucket.flat.mul_(limit / norm)
         for bucket in self._buckets:
             bucket.apply()
+            bucket.settle()
 
     def _changes_are_finite(self) -> bool:
         """Return whether all reduced changes are finite, the same on all ranks."""
@@ -151,87 +173,80 @@ class DeltaOptimizer(DistributedBase):
     def step(self, closure: StepClosure = None) -> Any:
         """Take the local step, and on every `local_steps`-th reduce and apply the change.
 
+        Hooks see weights as they are when all that is done: reduced ones, on those steps. A
+        step that raises leaves the weights that the window began with.
+
         Collective on those steps: every rank of the process set; blocks.
 
         Raises:
-            RuntimeError: torch's own GradScaler was used on several ranks, or there is
-                nothing to reduce.
+            RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
+                reduce; the optimizer keeps a second copy of the weights, the ranks have taken
+                different steps, or their weights were changed differently (on every rank).
         """
         self._follow_parameters()
         self._drop_frozen_gradients()
-        if self._options.overlap and self._reducing:
-            return self._overlapped_step(closure)
         self._scaled = getattr(self, "found_inf", None) is not None
         skip = amp.must_skip(self, consistent=self._alone)
         if self._local_step == 0:
-            for index in range(len(self._buckets)):
-                self._keep_start(index)
-        result = None if skip else super().step(closure)
+            self._begin_window()
+        if not skip:
+            return self._hooked_step(closure)
+        self._end_step()
+        return None
+
+    @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
+    def _hooked_step(self, closure: StepClosure) -> Any:
+        step = super().step.__func__
+        # torch wraps the user's step() with the hooks, too: they would come before the reduction.
+        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
+        try:
+            with self._evaluating():
+                result = unhooked(self, *([] if closure is None else [closure]))
+        except BaseException:
+            self._restore()
+            raise
+        self._end_step()
+        return result
+
+    def _end_step(self) -> None:
         self._local_step += 1
         if self._local_step >= self._options.local_steps:
             self._local_step = 0
-            self._start(range(len(self._buckets)))
-            self._apply()
-        return result
+            try:
+                if self._steps < self._options.local_steps:
+                    self._check_weight_copies()
+                for bucket in self._buckets:
+                    bucket.start()
+                self._next_round()
+                self._apply()
+            except Exception:
+                self._abandon()
+                self._restore()
+                raise
+        self._note_step()
 
-    def _start(self, indices: Iterable[int]) -> None:
-        """Start the reduction of buckets, of all or, where one cannot, of none."""
-        try:
-            for index in indices:
-                self._buckets[index].start()
-        except Exception:
-            for bucket in self._buckets:
-                if bucket.in_flight:
-                    bucket.finish()
-            self._restore()
-            raise
+    def _check_weight_copies(self) -> None:
+        """Raise on every rank where, on any, the optimizer holds the weights twice. Collective."""
+        if self._alone:
+            return
+        attributes = vars(self).keys() - self._wrapper_attributes
+        places = weight_copies.find(self, sorted(attributes))
+        name = f"adasum.weight_copies.{self._instance}"
+        told = told_by_all(name, [float(bool(places))], self._options.process_set)
+        if any(has_copies for (has_copies,) in told.values()):
+            where = places[0] if places else "on another rank"
+            raise RuntimeError(
+                "delta variant: required an optimizer whose weights are the parameters alone, got "
+                f"a {self._plain_class.__name__} that keeps them a second time ({where}), and "
+                "would overwrite the reduced ones at its next step; use op=AdasumGrad, or "
+                "adasum_hvd's AdamOffload for float32 master weights"
+            )
 
     def _restore(self) -> None:
         """Set every parameter to the start."""
         for bucket in self._buckets:
             bucket.restore()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's.
-
-        Raises:
-            RuntimeError: overlap has already stepped with these gradients.
-        """
-        if self._stepped:
-            raise RuntimeError(
-                "zero_grad(): required step() after a backward pass with overlap=True, got "
-                "none; the gradients have been applied already and cannot be dropped"
-            )
-        self._reset_overlap()
-        super().zero_grad(set_to_none)
-
-    def _overlapped_step(self, closure: StepClosure) -> Any:
-        amp.refuse_with_overlap(self)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        rest = {p for group in self.param_groups for p in group["params"]}
-        for index in range(len(self._buckets)):
-            if index in self._stepped:
-                rest -= set(self._members[index])
-            else:
-                self._keep_start(index)
-        self._step_rest(rest)
-        self._start(i for i in range(len(self._buckets)) if i not in self._stepped)
-        self._apply()
-        self._reset_overlap()
-        return result
-
-    def __reduce__(self) -> Any:
-        """As the base's; not inside a window of local steps, where only state_dict will do."""
-        if self._local_step:
-            raise RuntimeError(
-                "copying a DistributedOptimizer: required a complete window of local_steps, got "
-                f"{self._local_step} of {self._options.local_steps}; use state_dict(), which "
-                "holds the window's start"
-            )
-        return super().__reduce__()
+            bucket.settle()
 
     # ---- resume inside a window of local steps ----
 

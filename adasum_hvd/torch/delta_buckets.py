@@ -10,7 +10,10 @@ import torch
 from adasum_hvd import binding, ops
 from adasum_hvd.options import Options
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.buckets import Bucket, NamedParameter, versions
+
+# Relative change of a bucket's weights, as a norm, below which they are those put back.
+_ROUNDING = 1e-5
 
 # The op reads and writes these buckets' weights by their addresses: they must not be freed,
 # whatever becomes of the model and the optimizer.
@@ -35,6 +38,9 @@ class ChangeBucket(Bucket):
     ):
         super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
         self._make_start(options.start_copy == "host")
+        self._settled: list[int] | None = None  # versions of the weights at `settle`
+        # Whether the start, at the end of a window, holds anything but the rounded weights.
+        self._start_differs = self.start_weights.dtype != self.params[0].dtype
 
     def _make_start(self, on_host: bool) -> None:
         self.start_weights = torch.empty(
@@ -56,6 +62,32 @@ class ChangeBucket(Bucket):
     def keep(self) -> None:
         """Note the weights as they are."""
         torch._foreach_copy_(self._start_views, self.params)
+
+    def open(self) -> bool:
+        """Begin a window: the start is what the ranks agreed on at the end of the last one.
+
+        Weights that somebody has touched since, and put back but for rounding, so do not
+        part the replicas: the difference is a part of the change that is reduced. Weights that
+        are others now (loaded, clamped, pruned) are the new start.
+
+        Returns:
+            Whether the weights are others than those agreed on, or the first ones.
+        """
+        if self._settled == versions(self.params):
+            return False
+        if self._settled is not None:
+            start = self.start_weights
+            now = torch.cat([p.detach().flatten().to(start) for p in self.params])
+            if is_rounding(now, start):
+                return False
+        self.keep()
+        return True
+
+    def settle(self) -> None:
+        """End a window: the weights are, now, what all ranks agree on."""
+        if self._start_differs:
+            self.keep()
+        self._settled = versions(self.params)
 
     def start(self) -> None:
         """Begin to reduce the change since `keep`. Collective; does not block."""
@@ -142,7 +174,8 @@ class ChangeInOpBucket(ChangeBucket):
         return _largest(self.params)
 
     def apply(self) -> None:
-        """Do nothing: `finish` has."""
+        """Note the new weights: `finish` has set them."""
+        self.keep()
 
 
 def change_bucket(
@@ -182,6 +215,13 @@ def op_takes(
             for weight in weights
         )
     )
+
+
+def is_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two tensors differ, as a norm, by what `x + y - y` may leave of `x`."""
+    size = torch.linalg.vector_norm(expected, dtype=torch.float64)
+    difference = torch.linalg.vector_norm(found - expected, dtype=torch.float64)
+    return bool(difference <= _ROUNDING * size)
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
+from horovod.torch.mpi_ops import rank, size
 
 from adasum_hvd.agreement import OPTIONS, compare_settings
-from adasum_hvd.options import Options
+from adasum_hvd.options import Options, check_count
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
-from adasum_hvd.torch.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.buckets import Bucket, NamedParameter, versions
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
+from adasum_hvd.torch.rounds import Fact, Rounds
 
 _instances = itertools.count()
 
@@ -36,16 +39,24 @@ class DistributedBase(torch.optim.Optimizer):
     """Buckets, names and copies; mixed in front of the user's optimizer class."""
 
     _variant: str
+    _plain_class: type  # the user's
+    _wrapper_attributes: Set[str]  # those that the user's optimizer does not have
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
     # `found_inf` and `grad_scale` here: see adasum_hvd/torch/amp.py.
     _step_supports_amp_scaling = True
 
-    def _configure(self, names: dict[int, str], options: Options) -> None:
+    def _configure(
+        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
+    ) -> None:
+        self._wrapped = weakref.ref(plain)
         self._names = names
         self._options = options
         self._instance = next(_instances)
         self._any_partial = False  # some rank has parameters that not all ranks reduce
+        self._steps = 0
+        self._dropping = Dropping()
+        self._in_step = False  # a closure's zero_grad() drops nothing
         included = options.process_set.included()
         self._alone = not included or options.process_set.size() == 1
         # A single rank goes through the buckets only where they do more than reduce.
@@ -53,7 +64,11 @@ class DistributedBase(torch.optim.Optimizer):
             not self._alone or options.clip_delta_norm is not None
         )
         self._buckets: list[Bucket] = []
+        self._rounds: Rounds | None = None
         self._build_buckets()
+        if self._reducing and not self._alone:
+            name = f"adasum.rounds.{self._instance}"
+            self._rounds = Rounds(name, options.process_set)
 
     # ---- parameters and buckets ----
 
@@ -92,15 +107,19 @@ class DistributedBase(torch.optim.Optimizer):
                     "mark_worker_local()"
                 )
         self._compare_with_other_ranks(named)
+        self._in_buckets = {id(p): _kind(p) for _, p in named}
         options = self._options
-        for process_set, of_set in self._by_process_set(named):
+        for process_set, of_set in self._by_process_set(self._bucketed(named)):
             lists = partition(
                 of_set, self._describe, options.bucket_bytes, options.groups
             )
             for index, members in enumerate(lists):
                 label = f"{self._instance}.{process_set.process_set_id}.{index}"
                 self._buckets.append(self._make_bucket(label, members, process_set))
-                self._in_buckets |= {id(p): _kind(p) for _, p in members}
+
+    def _bucketed(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+        """Return those that travel in flat buckets."""
+        return named
 
     def _by_process_set(
         self, named: Sequence[NamedParameter]
@@ -167,7 +186,7 @@ class DistributedBase(torch.optim.Optimizer):
                 for j, parameter in enumerate(group["params"]):
                     self._names.setdefault(id(parameter), f"group{index}.param{j}")
             self._build_buckets()
-        if not self._buckets:
+        if not self._in_buckets:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to reduce over "
                 f"{self._options.process_set.size()} ranks, got none that requires a "
@@ -228,52 +247,120 @@ class DistributedBase(torch.optim.Optimizer):
         """Let `step()` trust that `synchronize()` has been called, as Horovod's."""
         yield
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes a step takes, on all ranks alike, as Horovod's.
+
+        Raises:
+            ValueError: no integer of at least 1.
+        """
+        check_count("backward_passes_per_step", passes)
+        self._options = replace(self._options, backward_passes_per_step=passes)
+
+    # ---- rounds: what all ranks do together ----
+
+    def _next_round(self) -> None:
+        if self._rounds is not None:
+            self._rounds.next(self._facts)
+
+    def _facts(self) -> Mapping[str, Fact]:
+        """Return what must be the same on all ranks; the variants add to it."""
+        steps = (
+            float(self._steps),
+            f"which has taken {self._steps}",
+            "a rank that leaves out a step() after a backward pass must not do so alone: agree on "
+            "it, or let all ranks step; the replicas differ now",
+        )
+        return {"number of steps": steps}
+
+    def _abandon(self) -> None:
+        """Wait for whatever is in flight, so that nobody writes behind an error's back."""
+        for bucket in self._buckets:
+            if bucket.in_flight:
+                with suppress(Exception):
+                    bucket.finish()
+
+    def _note_step(self) -> None:
+        self._steps += 1
+        self._dropping.forget()
+        plain = self._wrapped()
+        if plain is not None:  # a scheduler made before the wrapping asks it
+            plain._opt_called = True
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's.
+
+        Raises:
+            RuntimeError: weights change, and gradients are dropped, without `step()`.
+        """
+        if self._reducing and not self._alone and not self._in_step:
+            self._dropping.note(
+                p for group in self.param_groups for p in group["params"]
+            )
+        super().zero_grad(set_to_none)
+
     # ---- copies ----
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as torch's optimizers do, the distribution included.
+        """Copy and pickle as a plain optimizer of the user's class; not collective."""
+        return _plain_copy, (self._plain_class, self.__getstate__())
 
-        Collective, as the constructor: every rank copies or unpickles.
+
+class Dropping:
+    """Notices weights that are trained without `step()`: gradients dropped, weights changed.
+
+    SAM's `first_step` and `second_step` step the optimizer inside them and drop the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = True
+        self._changes = 0
+        self._versions: list[int] | None = None
+
+    def forget(self) -> None:
+        """Begin anew: a step was taken."""
+        self._stepped, self._changes, self._versions = True, 0, None
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at a `zero_grad()`.
+
+        Raises:
+            RuntimeError: the third one in a row that drops gradients, between which somebody
+                else has changed weights.
         """
-        base = next(c for c in type(self).__mro__ if c.__module__ != __name__
-                    and not getattr(c, "_variant", None))  # fmt: skip
-        names = [
-            [self._names[id(parameter)] for parameter in group["params"]]
-            for group in self.param_groups
-        ]
-        state = self.__getstate__()
-        return _restore, (base, state, names, _portable(self._options))
+        parameters = list(parameters)
+        stepped, self._stepped = self._stepped, False
+        if stepped or all(parameter.grad is None for parameter in parameters):
+            return
+        before, self._versions = self._versions, versions(parameters)
+        self._changes += before is not None and before != self._versions
+        if self._changes >= 2:
+            self.forget()
+            raise RuntimeError(
+                "DistributedOptimizer: required step() between backward and zero_grad(), got "
+                "weights that change without it, so nothing is reduced and the replicas part. "
+                "An optimizer with calls of its own (SAM's first_step and second_step) must get "
+                "the distributed one as its base optimizer, or be called as step(closure)"
+            )
 
 
-def _portable(options: Options) -> dict[str, Any]:
-    """Return what of the options can leave the process: groups hold parameters."""
-    kept = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    kept["process_set"] = options.process_set.process_set_id
-    return kept
-
-
-def _restore(
-    base: type, state: dict, names: list[list[str]], kept: dict[str, Any]
-) -> Any:
-    """Undo `__reduce__`: a distributed optimizer again, or a plain one without Horovod."""
+def _plain_copy(base: type, state: dict[str, Any]) -> Any:
+    """Return a plain optimizer with the state of a distributed one."""
+    warnings.warn(
+        f"{base.__name__}: the copy of a DistributedOptimizer is a plain optimizer; wrap it to "
+        "reduce with it",
+        stacklevel=2,
+    )
     plain: Any = object.__new__(base)
     plain.__setstate__(state)
-    if not is_initialized() or kept["process_set"] != 0:
-        warnings.warn(
-            f"{base.__name__}: Horovod is not initialized or the process set is not the "
-            "global one, so the copy is a plain optimizer; wrap it again",
-            stacklevel=2,
-        )
-        return plain
-    from adasum_hvd.torch.optimizer import wrap
-
-    name_of = {
-        id(parameter): name
-        for group, group_names in zip(plain.param_groups, names, strict=True)
-        for parameter, name in zip(group["params"], group_names, strict=True)
-    }
-    options = Options(**{**kept, "process_set": global_process_set})
-    return wrap(plain, name_of, options)
+    return plain
 
 
 StepClosure = Callable[[], Any] | None

@@ -49,9 +49,11 @@ def init(
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
         ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
+        NotImplementedError: the job is elastic.
 
     Collective: every rank calls it; blocks until all have.
     """
+    agreement.refuse_elastic("init()")
     topology.configure(group_op, group_size)
     _binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)

@@ -33,6 +33,21 @@ from adasum_hvd.torch.modes import find_modes
 _classes: dict[tuple[type, type], type] = {}
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: required a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}; make one of the model's parameters first"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if torch.nn.parameter.is_lazy(parameter):
+                raise ValueError(
+                    f"parameter group{index}.param{position}: required one with a shape, got one "
+                    "of a lazy layer; run one forward pass first, on every rank"
+                )
+
+
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[NamedParameter] | None
 ) -> dict[int, str]:
@@ -86,7 +101,9 @@ def wrap(
     distributed.__dict__.update(optimizer.__dict__)
     # A scheduler made before this call has wrapped the old object's step().
     distributed.__dict__.pop("step", None)
-    distributed._configure(names, options)
+    distributed._plain_class = type(optimizer)
+    distributed._configure(optimizer, names, options)
+    distributed._wrapper_attributes = vars(distributed).keys() - vars(optimizer).keys()
     return distributed
 
 
@@ -101,10 +118,10 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = global_process_set,
+    *,
     start_copy: str = "device",
     local_steps: int = 1,
     clip_delta_norm: float | None = None,
-    overlap: bool = False,
     bucket_bytes: int = Options.bucket_bytes,
     model: Any = None,
     allow_modes: Collection[str] = (),
@@ -131,10 +148,6 @@ def DistributedOptimizer(
         local_steps: delta variant: local optimizer steps before one reduction of the total
             change.
         clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
-        overlap: delta variant: step and reduce a bucket as soon as its gradients are
-            complete. Off by default, because clipping between backward and `step()`,
-            gradient scalers and optimizers that look at all parameters at once then come
-            too late.
         bucket_bytes: parameters travel in flat buckets of about this many bytes.
         model: the module, pipeline stage or engine that is trained, to be looked over for
             parallel modes that leave no trace on parameters; see docs/parallel.md.
@@ -144,9 +157,10 @@ def DistributedOptimizer(
         An instance of a subclass of `type(optimizer)`.
 
     Raises:
+        TypeError: `optimizer` is no torch optimizer.
         ValueError: bad arguments, or parameters that differ between the ranks; on all ranks.
         RuntimeError: a parallel mode that AdaSum cannot mix with, on any rank; on all ranks.
-        NotImplementedError: a compression that is not one of these.
+        NotImplementedError: a compression that is not one of these; an elastic job.
 
     Collective: every rank of `process_set`; blocks until the parameter lists are compared.
 
@@ -166,7 +180,6 @@ def DistributedOptimizer(
         process_set=process_set,
         start_copy=start_copy,
         clip_delta_norm=clip_delta_norm,
-        overlap=overlap,
         bucket_bytes=bucket_bytes,
     )
     if getattr(optimizer, "_variant", None):
@@ -176,4 +189,5 @@ def DistributedOptimizer(
         )
     check(options, compressions(options.op))
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
+    _check_optimizer(optimizer)
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

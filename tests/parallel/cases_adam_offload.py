@@ -206,12 +206,11 @@ def case_broadcast_optimizer_state() -> None:
     )
 
 
-def case_overlap_and_buckets_do_not_change_results() -> None:
+def case_buckets_do_not_change_results() -> None:
     expected_model = model_of(torch.bfloat16)
     expected = wrapped(expected_model)
     train(expected, expected_model, 0, STEPS)
-    for options in ({"overlap": True}, {"bucket_bytes": 64, "overlap": True},
-                    {"bucket_bytes": 64}, {"groups": 2}):  # fmt: skip
+    for options in ({"bucket_bytes": 64}, {"groups": 2}):
         model = model_of(torch.bfloat16)
         optimizer = wrapped(model, **options)
         train(optimizer, model, 0, STEPS)

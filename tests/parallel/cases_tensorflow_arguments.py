@@ -142,3 +142,16 @@ def case_load_model() -> None:
         hvd_keras.load_model(path, {"Mine": Mine})
     with pytest.warns(UserWarning, match="legacy_opts=True has no effect"):
         hvd_keras.load_model(path, [Mine], legacy_opts=True)
+
+
+def case_elastic_jobs_are_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        for call in (
+            lambda: hvd_keras.DistributedOptimizer(sgd(), op=hvd.Average),
+            lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Average),
+            lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum),
+            hvd.init,
+        ):
+            with pytest.raises(NotImplementedError, match="got an elastic one"):
+                call()

@@ -8,7 +8,7 @@ CASES = "cases_torch_optimizer+cases_torch_delta"
 CONFIGURATIONS = [
     *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3)),  # 4 in make soak
     Configuration(CASES, "mpi", 2),
-    Configuration("cases_torch_misuse", "gloo", 2),
+    Configuration("cases_torch_drift+cases_torch_misuse", "gloo", 2),
 ]
 
 

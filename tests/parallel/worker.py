@@ -9,6 +9,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 faulthandler.dump_traceback_later(440, exit=True)  # shows where a stuck rank stands
 
@@ -30,7 +32,7 @@ def main() -> None:
         error, result = "", None
         try:
             result = case()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             error = traceback.format_exc()
         with report.open("a") as file:
             file.write(

@@ -1,0 +1,133 @@
+"""Do all ranks still do the same? Asked every tenth round of reductions.
+
+A rank that leaves out a `step()`, another learning rate, or weights that somebody else has
+changed: nothing of that shows in a reduction, whose tensors pair up by name, and the replicas
+part without a word. So the ranks say now and then what each of them has done so far.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.torch import ops as torch_ops
+
+EVERY = 10  # rounds; a question is one small message that all wait for
+Fact = tuple[float, str, str]  # value, what this rank has, what to do
+
+
+class Rounds:
+    """Counts rounds of reductions, which all ranks take together, and compares facts.
+
+    Args:
+        name: the same on all ranks, of one optimizer only.
+        process_set: the ranks that reduce.
+    """
+
+    def __init__(self, name: str, process_set: Any):
+        self._name, self._process_set = name, process_set
+        self._round = 0
+
+    def next(
+        self,
+        facts_of: Callable[[], Mapping[str, Fact]],
+        news_of: Callable[[], float] = lambda: 0.0,
+    ) -> bool:
+        """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
+
+        Args:
+            facts_of: returns, by name, what must be the same on all ranks: its value (an
+                integer below 2**53), what this rank has in words, and what to do about it.
+            news_of: returns something but zero where this rank has news for the others.
+
+        Returns:
+            Whether any rank has news; the same on all ranks.
+
+        Raises:
+            RuntimeError: the ranks differ; on every rank.
+        """
+        due, self._round = self._round % EVERY == 0, self._round + 1
+        if not due:
+            return False
+        facts = facts_of()
+        values = [*(value for value, _, _ in facts.values()), news_of()]
+        everyone = told_by_all(self._name, values, self._process_set)
+        for column, (what, fact) in enumerate(facts.items()):
+            _compare(what, fact, {r: told[column] for r, told in everyone.items()})
+        return any(told[-1] for told in everyone.values())
+
+
+def told_by_all(
+    name: str, values: Sequence[float], process_set: Any
+) -> dict[int, list[float]]:
+    """Return what every rank says, by rank; ranks that have joined are left out.
+
+    Args:
+        name: the message's.
+        values: as many on all ranks; integers below 2**53.
+        process_set: the ranks that take part.
+
+    Collective: every rank of `process_set`; blocks.
+    """
+    ranks = list(process_set.ranks)
+    # One row a rank, zeros from all others: an exact sum, in which a rank that has joined
+    # takes part, too. One more than the value, so that zero means "has joined".
+    rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
+    rows[ranks.index(mpi_ops.rank())] = 1 + torch.tensor(values, dtype=torch.float64)
+    everyone = torch_ops.allreduce(rows, name=name, op=ops.Sum, process_set=process_set)
+    pairs = zip(ranks, everyone.tolist(), strict=True)
+    return {r: [v - 1 for v in told] for r, told in pairs if any(told)}
+
+
+def _compare(what: str, fact: Fact, values: Mapping[int, float]) -> None:
+    told = list(values.values())
+    usual = max(told, key=lambda value: (told.count(value), value))
+    others = [rank for rank, value in values.items() if value != usual]
+    if others:
+        _, here, remedy = fact
+        raise RuntimeError(
+            f"DistributedOptimizer: required the same {what} on all ranks, got another on "
+            f"ranks {others} than on the rest of {list(values)} (this is rank "
+            f"{mpi_ops.rank()}, {here}); {remedy}"
+        )
+
+
+def checksum(text: str) -> float:
+    """Return a number that is another one, most likely, for another text."""
+    return float(zlib.crc32(text.encode()))
+
+
+def bits_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a number that is another one, most likely, where a bit of the tensors is."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = 0
+    for position, tensor in enumerate(tensors):
+        bits = tensor.detach().contiguous().view(kinds[tensor.element_size()])
+        total = (total * 31 + position + int(bits.sum(dtype=torch.int64))) % (1 << 52)
+    return total
+
+
+def group_options(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the hyperparameters in words: all numbers and flags of all groups."""
+    plain = (bool, int, float, str, type(None))
+
+    def word(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # one on a device would cost a wait for it
+            return value.item() if value.numel() == 1 and value.is_cpu else "tensor"
+        if isinstance(value, tuple | list):
+            return [word(item) for item in value]
+        return value if isinstance(value, plain) else type(value).__name__
+
+    return "; ".join(
+        ", ".join(
+            f"{key}={word(value)}"
+            for key, value in sorted(group.items())
+            if key != "params"
+        )
+        for group in param_groups
+    )
