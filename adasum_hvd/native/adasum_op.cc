@@ -38,9 +38,10 @@ bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
                      [](const PlannedLevel& level) { return level.on_one_host; });
 }
 
-int ProcessorsOfThisProcess() {
+double ProcessorsOfThisProcess() {
   cpu_set_t allowed;
-  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  const int count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  return std::min<double>(count, ReadProcessorQuota().processors);
 }
 
 // Horovod's libraries in this process: torch's and TensorFlow's each hold a copy of the op.

@@ -216,17 +216,6 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
   group.mine->CloseDescriptor();
 }
 
-// Whether the ranks have to take turns; the same answer on all of them.
-bool Crowded(const LocalGroup& group) {
-  cpu_set_t together = group.mine->header().allowed;
-  for (const LocalPeer& peer : group.peers) {
-    if (peer.segment != nullptr) {
-      CPU_OR(&together, &together, &peer.segment->header().allowed);
-    }
-  }
-  return CPU_COUNT(&together) < static_cast<int>(group.peers.size());
-}
-
 } // namespace
 
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
@@ -244,6 +233,25 @@ int Descriptor::Release() {
   const int value = value_;
   value_ = -1;
   return value;
+}
+
+bool LocalGroup::Crowded() const {
+  cpu_set_t together = {};
+  for (int one = 0; one < static_cast<int>(peers.size()); ++one) {
+    CPU_OR(&together, &together, &header(one).allowed);
+    if (header(one).quota.processors < RanksUnder(header(one).quota)) {
+      return true;
+    }
+  }
+  return CPU_COUNT(&together) < static_cast<int>(peers.size());
+}
+
+int LocalGroup::RanksUnder(const ProcessorQuota& quota) const {
+  int ranks = 0;
+  for (int one = 0; one < static_cast<int>(peers.size()); ++one) {
+    ranks += header(one).quota.group == quota.group ? 1 : 0;
+  }
+  return ranks;
 }
 
 std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
@@ -284,7 +292,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   try {
     if (joined) {
       Join(*group, listening.value(), names, nonces);
-      group->crowded = Crowded(*group);
+      group->crowded = group->Crowded();
       readable = readable && (settings.mode == LocalMode::kDirect || group->crowded);
       for (int peer = 0; peer < size; ++peer) {
         readable = readable && (peer == member || MayRead(group->peers[peer]));

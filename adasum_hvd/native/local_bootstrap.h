@@ -50,11 +50,15 @@ struct LocalGroup {
   std::unique_ptr<LocalSegment> mine;
   std::vector<LocalPeer> peers;  // by rank on the host
   std::vector<int> global_ranks; // for messages
-  bool crowded = false;          // more ranks than processors that they may run on
+  bool crowded = false;          // more ranks than processors that they have together
   bool direct = false;           // long messages are read from the sender's memory
   int64_t ring_bytes = 0;
   int timeout_seconds = 0;
   int handshake_seconds = 0;
+
+  SegmentHeader& header(int one) const { return one == rank ? mine->header() : peers[one].segment->header(); }
+  bool Crowded() const; // whether the ranks have to take turns; the same answer on all of them
+  int RanksUnder(const ProcessorQuota& quota) const; // of the host, that share it
 };
 
 // Gathers two integers of every rank of the process set, in rank order. Collective.

@@ -75,6 +75,7 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
   if (sched_getaffinity(0, sizeof header().allowed, &header().allowed) != 0) {
     CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
   }
+  header().quota = ReadProcessorQuota();
   std::random_device random;
   probe_ = std::make_unique<uint64_t>((uint64_t{random()} << 32) | random());
   header().probe_address = reinterpret_cast<uint64_t>(probe_.get());

@@ -9,6 +9,8 @@
 
 #include <sched.h>
 
+#include "processor_quota.h"
+
 namespace adasum_hvd {
 
 // Throws std::system_error of errno.
@@ -56,6 +58,7 @@ struct SegmentHeader {
   std::atomic<int32_t> gave_up{0};    // 1 + the global rank for whose sake the owner has stopped
   std::atomic<int32_t> processor{-1}; // that the owner last ran on, inside a reduction
   cpu_set_t allowed = {};             // the processors that it may run on
+  ProcessorQuota quota;               // of their time
   uint64_t probe_address = 0; // in the owner's memory, where a peer that may read it finds probe_value
   uint64_t probe_value = 0;   // a random number
 };

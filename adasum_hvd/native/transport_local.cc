@@ -30,17 +30,18 @@ LocalTransport::LocalTransport(std::unique_ptr<LocalGroup> group)
       spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
 
 double LocalTransport::ShareOfProcessors() const {
-  const cpu_set_t& mine = group_->mine->header().allowed;
+  const SegmentHeader& mine = group_->header(rank());
   double share = 0;
   for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
-    if (CPU_ISSET(processor, &mine)) {
-      int users = 1;
-      for (const LocalPeer& peer : group_->peers) {
-        users += peer.segment != nullptr && CPU_ISSET(processor, &peer.segment->header().allowed) ? 1 : 0;
+    if (CPU_ISSET(processor, &mine.allowed)) {
+      int users = 0;
+      for (int one = 0; one < size(); ++one) {
+        users += CPU_ISSET(processor, &group_->header(one).allowed) ? 1 : 0;
       }
       share += 1.0 / users;
     }
   }
+  share = std::min(share, mine.quota.processors / group_->RanksUnder(mine.quota));
   return share + 1e-9; // a third three times is one
 }
 
@@ -250,10 +251,7 @@ void LocalTransport::CheckStopped(int peer) {
 // while the next processor is idle (Linux 6.18, as many ranks as processors: twice the time). A rank that is
 // beside more lower ranks than its share moves to the emptiest processor it may use. It is not bound there.
 void LocalTransport::KeepApart() {
-  const auto processor = [this](int peer) -> std::atomic<int32_t>& {
-    LocalSegment& segment = peer == rank() ? *group_->mine : *group_->peers[peer].segment;
-    return segment.header().processor;
-  };
+  const auto processor = [this](int one) -> std::atomic<int32_t>& { return group_->header(one).processor; };
   const int here = sched_getcpu();
   processor(rank()).store(here, std::memory_order_relaxed);
   if (here < 0 || here >= CPU_SETSIZE) { // not to be had, or more processors than a cpu_set_t has

@@ -24,7 +24,8 @@ public:
   int size() const override { return static_cast<int>(group_->peers.size()); }
   bool direct() const { return group_->direct; }
 
-  // How many processors are this rank's, where those that several ranks may use are divided among them.
+  // How many processors are this rank's, where those that several ranks may use are divided among them, and
+  // so is a quota.
   double ShareOfProcessors() const;
 
   // Counts a reduction, on every rank also where one is refused: messages carry the number, so that ranks
