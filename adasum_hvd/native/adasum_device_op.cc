@@ -9,6 +9,7 @@
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "registry.h"
+#include "release.h"
 #include "statistics.h"
 
 namespace adasum_hvd {
@@ -71,9 +72,11 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     GiveUp(communicator, scratch->earlier);
     throw;
   }
+  ++unfinished_;
   return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
     CheckCommunicator();
     Count(kExplicitTensors, scratch->TakeExplicitTensors());
+    --unfinished_;
   });
 }
 
@@ -144,10 +147,19 @@ void AdasumDeviceOp::Enqueue(const Job& job, const Agreement& agreed, hvd::Contr
   end_phase();
 }
 
+void AdasumDeviceOp::Release() {
+  agreements_.Clear();
+  if (unfinished_ == 0) { // else a finalizer thread, ended early, left what still points there
+    scratch_.clear();
+  }
+}
+
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumDeviceOp(hvd::NCCLContext* nccl_context,
                                                      hvd::GPUContext* gpu_context,
                                                      hvd::HorovodGlobalState* state) {
-  return std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
+  auto op = std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
+  ReleaseWithThisThread(op);
+  return op;
 }
 
 } // namespace adasum_hvd

@@ -14,6 +14,7 @@
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
 #include "registry.h"
+#include "release.h"
 #include "statistics.h"
 
 #if HAVE_GLOO
@@ -227,9 +228,16 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
                 scratch_, observer);
 }
 
+void AdasumOp::Release() {
+  agreements_.Clear();
+  workers_.reset();
+  scratch_ = Scratch();
+}
+
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumOp>(state);
   left_to_horovod = op->is_off();
+  ReleaseWithThisThread(op);
   return op;
 }
 

@@ -30,6 +30,9 @@ public:
 
   bool is_off() const { return settings_.off; }
 
+  // Lets go of memory, threads and descriptors; no reduction may follow.
+  void Release();
+
 private:
   // Of a process set, with what its ranks on this host share.
   struct Agreed : Agreement {

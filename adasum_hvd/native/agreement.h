@@ -54,6 +54,8 @@ public:
     return agreed;
   }
 
+  void Clear() { by_id_.clear(); }
+
 private:
   Memory memory_;
   std::map<int, Agreed> by_id_;

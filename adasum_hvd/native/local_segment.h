@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 
@@ -22,8 +23,8 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> asleep{0};
 
   void Ring();
-  // Sleeps until the count differs from `seen`; true when the time was over first.
-  bool SleepUnlessRung(uint32_t seen, int milliseconds);
+  // Sleeps until the count differs from `seen`, or so long.
+  void SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit);
 };
 
 // Where a ring's writer and its reader are. Positions only grow.
@@ -65,9 +66,10 @@ struct SegmentHeader {
 
 class LocalSegment {
 public:
-  // Makes the segment of this rank; throws std::system_error.
+  // Makes the segment of this rank, whose size nobody can change any more; throws std::system_error.
   LocalSegment(int ranks, int64_t ring_bytes);
-  // Maps the segment that a peer made with the same arguments; takes the descriptor over.
+  // Maps the segment that a peer made with the same arguments; takes the descriptor over. Throws
+  // std::runtime_error for one that is not as that peer makes it.
   LocalSegment(int descriptor, int ranks, int64_t ring_bytes);
   ~LocalSegment();
   LocalSegment(const LocalSegment&) = delete;

@@ -16,11 +16,11 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kDirectBytes = 16 << 10; // longer messages are read from the sender's memory
-constexpr int64_t kPieceBytes = 64 << 10;  // of a long message, so that both sides copy at the same time
-constexpr int kSleepMilliseconds = 50;     // between two looks at whether the peers live
-constexpr int kSpins = 2000;               // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;                // then as many turns for other ranks before it sleeps
+constexpr int64_t kDirectBytes = 16 << 10;     // longer messages are read from the sender's memory
+constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
+constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
+constexpr int kSpins = 2000;                   // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                    // then as many turns for other ranks before it sleeps
 
 } // namespace
 
@@ -75,7 +75,7 @@ void LocalTransport::Wait() {
     throw std::runtime_error(broken_);
   }
   int spins = 0, yields = 0;
-  idle_milliseconds_ = 0;
+  Moved();
   while (open_parts_.front() > 0) {
     if (AdvanceAll()) {
       spins = yields = 0;
@@ -99,9 +99,14 @@ bool LocalTransport::AdvanceAll() {
     moved = Advance((rank() + step) % size()) || moved;
   }
   if (moved) {
-    idle_milliseconds_ = 0;
+    Moved();
   }
   return moved;
+}
+
+void LocalTransport::Moved() {
+  idle_.Moved();
+  next_look_ = kLook;
 }
 
 bool LocalTransport::Advance(int peer) {
@@ -292,11 +297,14 @@ void LocalTransport::Sleep() {
   Bell& bell = group_->mine->header().bell;
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
-  const bool in_vain = !AdvanceAll() && bell.SleepUnlessRung(seen, kSleepMilliseconds);
+  const bool moved = AdvanceAll();
+  if (!moved) {
+    bell.SleepUnlessRung(seen, kLook);
+  }
   bell.asleep.store(0, std::memory_order_relaxed);
   KeepApart();
-  if (in_vain) {
-    idle_milliseconds_ += kSleepMilliseconds;
+  if (!moved && idle_.Elapsed() >= next_look_) {
+    next_look_ = idle_.Elapsed() + kLook;
     CheckPeers();
   }
 }
@@ -318,7 +326,7 @@ void LocalTransport::CheckPeers() {
     if (poll(watched, 2, 0) > 0 && !AdvanceAll()) {
       Fail(peer, "the process has ended");
     }
-    if (idle_milliseconds_ >= 1000 * group_->timeout_seconds) {
+    if (idle_.Elapsed() >= std::chrono::seconds(group_->timeout_seconds)) {
       Fail(peer, "nothing came from it for " + std::to_string(group_->timeout_seconds) +
                      " s (ADASUM_HVD_TIMEOUT_SECONDS); see what it does");
     }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "idle_clock.h"
 #include "local_bootstrap.h"
 #include "transport.h"
 
@@ -76,6 +77,7 @@ private:
   void ReadMemoryOf(int peer, const Part& part, uint64_t address);
   void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
   bool AdvanceAll();
+  void Moved();
   void KeepApart();
   void Sleep();
   void CheckPeers();
@@ -88,7 +90,8 @@ private:
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for
   uint64_t first_open_ = 0;
   uint64_t operation_ = 0;
-  int idle_milliseconds_ = 0;
+  IdleClock idle_;
+  IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
   int spins_;
   std::string broken_;
 };

@@ -13,8 +13,10 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -213,6 +215,32 @@ void FailedPeerIsNamed() {
   });
 }
 
+// Being woken is no progress: what counts is the time.
+void SilentPeerThatRingsIsNamed() {
+  Board board(2);
+  std::atomic<bool> done{false};
+  InThreads(2, [&](int rank) {
+    LocalSettings settings;
+    settings.timeout_seconds = 1;
+    std::string why_not;
+    std::unique_ptr<LocalGroup> group = Join(board, rank, 2, settings, why_not);
+    Check(group != nullptr, why_not);
+    SegmentHeader& header = group->header(0);
+    if (rank == 1) {
+      while (!done) {
+        header.bell.Ring();
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+      return;
+    }
+    LocalTransport transport(std::move(group));
+    const auto started = std::chrono::steady_clock::now();
+    CheckNames(ErrorOf(transport, 100), "nothing came from it for 1 s");
+    Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(3), "it took too long");
+    done = true;
+  });
+}
+
 // Ranks that are in different reductions, or in one of different sizes, never mix their bytes.
 void OtherReductionsAreNoticed() {
   for (bool other_size : {false, true}) {
@@ -377,6 +405,54 @@ void ARankThatMovesIsNotBound() {
   });
 }
 
+size_t CountIn(const char* folder) {
+  size_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) {
+    ++count;
+  }
+  return count;
+}
+
+size_t MapsOfSharedMemory() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:adasum_hvd") != std::string::npos ? 1 : 0;
+  }
+  return count;
+}
+
+void NothingStaysBehind() {
+  const size_t descriptors = CountIn("/proc/self/fd"), threads = CountIn("/proc/self/task");
+  for (int round = 0; round < 3; ++round) {
+    Board board(3);
+    InThreads(3, [&](int rank) {
+      const auto transport = Connect(board, rank, 3, LocalSettings());
+      Check(MapsOfSharedMemory() > 0, "no shared memory");
+    });
+    Check(CountIn("/proc/self/fd") == descriptors, "descriptors");
+    Check(CountIn("/proc/self/task") == threads, "threads");
+    Check(MapsOfSharedMemory() == 0, "mapped memory");
+  }
+}
+
+void MemoryKeepsItsSize() {
+  const LocalSegment segment(2, 4096);
+  for (int bytes : {0, 1 << 20}) {
+    Check(ftruncate(segment.descriptor(), bytes) != 0 && errno == EPERM, "its size was changed");
+  }
+  const int unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  struct stat status;
+  Check(fstat(segment.descriptor(), &status) == 0 && ftruncate(unsealed, status.st_size) == 0, "ftruncate");
+  try {
+    LocalSegment(unsealed, 2, 4096);
+  } catch (const std::runtime_error& error) {
+    Check(std::string(error.what()).find("may still change") != std::string::npos, error.what());
+    return;
+  }
+  Check(false, "memory that may shrink was mapped");
+}
+
 // A folder that goes with its owner, and what lies in it; also of a control group, whose files are the
 // kernel's.
 class Folder {
@@ -479,6 +555,7 @@ int main(int argc, char** argv) {
                       {"messages arrive", MessagesArrive},
                       {"an ended peer is named", EndedPeerIsNamed},
                       {"a silent peer is named", SilentPeerIsNamed},
+                      {"a silent peer that rings is named", SilentPeerThatRingsIsNamed},
 #if !defined(__SANITIZE_THREAD__)
                       {"a killed peer is named", KilledPeerIsNamed},
 #endif
@@ -489,6 +566,8 @@ int main(int argc, char** argv) {
                       {"direct where ranks take turns on one processor", DirectOnOneProcessor},
                       {"direct where ranks take turns on two processors", DirectOnTwoProcessors},
                       {"a rank that moves is not bound", ARankThatMovesIsNotBound},
+                      {"nothing stays behind", NothingStaysBehind},
+                      {"memory keeps its size", MemoryKeepsItsSize},
                       {"quotas are read", QuotasAreRead},
                       {"quotas of the kernel are read", QuotasOfTheKernelAreRead},
                       {"quotas are shared", QuotasAreShared},

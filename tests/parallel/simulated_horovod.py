@@ -45,8 +45,9 @@ _GLOO = [
 _OURS = [
     "adasum_op", "agreement", "exports", "gram", "job", "kernels",
     "kernels_portable", "layout", "level", "local_bootstrap", "local_segment",
-    "plan", "processor_quota", "reduce", "settings", "statistics", "transport_gloo", "transport_local",
-    "tree", "workers", "adasum_device_op", "device_memory", "reduce_device", "transport_nccl",
+    "plan", "processor_quota", "reduce", "settings", "statistics", "transport_gloo",
+    "transport_local", "tree", "workers",
+    "adasum_device_op", "device_memory", "reduce_device", "transport_nccl",
 ]  # fmt: skip
 _BOOST = [
     "assert", "config", "core", "detail", "iterator", "lockfree", "mpl",
