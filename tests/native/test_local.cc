@@ -1,6 +1,8 @@
 // Shared memory between ranks: threads for the exchanges, processes where one has to die.
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -16,7 +18,12 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,6 +31,41 @@
 #include "transport_local.h"
 
 using namespace adasum_hvd;
+
+// Linux's Yama module, which few test machines have: only whom a process has allowed may read its memory.
+namespace yama {
+
+enum Form { kAbsent, kRestricted, kForbidden };
+std::atomic<int> form{kAbsent};
+std::atomic<bool> allowed{false};
+std::atomic<int> calls{0};
+
+} // namespace yama
+
+extern "C" int prctl(int option, ...) {
+  unsigned long arguments[4];
+  va_list list;
+  va_start(list, option);
+  for (unsigned long& argument : arguments) {
+    argument = va_arg(list, unsigned long);
+  }
+  va_end(list);
+  if (option == PR_SET_PTRACER && yama::form != yama::kAbsent) {
+    ++yama::calls;
+    yama::allowed = arguments[0] != 0;
+    return 0;
+  }
+  return static_cast<int>(syscall(SYS_prctl, option, arguments[0], arguments[1], arguments[2], arguments[3]));
+}
+
+extern "C" ssize_t process_vm_readv(pid_t process, const iovec* here, unsigned long here_count,
+                                    const iovec* there, unsigned long there_count, unsigned long flags) {
+  if (yama::form == yama::kForbidden || (yama::form == yama::kRestricted && !yama::allowed)) {
+    errno = EPERM;
+    return -1;
+  }
+  return syscall(SYS_process_vm_readv, process, here, here_count, there, there_count, flags);
+}
 
 namespace {
 
@@ -342,6 +384,132 @@ void StrangersAreRefused() {
   });
 }
 
+#if !defined(__SANITIZE_THREAD__)
+// A process, of another user where this one may change its own, that calls `name` so often and says nothing.
+// It has called once, at least, when this is made.
+class SilentCaller {
+public:
+  SilentCaller(int name, int calls, bool another_user) {
+    int called[2];
+    Check(pipe2(called, O_CLOEXEC) == 0, "pipe");
+    process_ = fork();
+    if (process_ == 0) {
+      bool done = !another_user || setresuid(65534, 65534, 65534) == 0;
+      for (int call = 0; call < calls; ++call) {
+        const int caller = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+        sockaddr_un address = {};
+        address.sun_family = AF_UNIX;
+        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "%05x", name);
+        done = done && connect(caller, reinterpret_cast<sockaddr*>(&address),
+                               offsetof(sockaddr_un, sun_path) + 6) == 0;
+        if (call == 0) {
+          [[maybe_unused]] const ssize_t told = write(called[1], done ? "y" : "n", 1);
+        }
+      }
+      pause();
+      _exit(0);
+    }
+    close(called[1]);
+    char answer = 0;
+    const bool told = read(called[0], &answer, 1) == 1;
+    close(called[0]);
+    Check(told && answer == 'y', "the caller could not call");
+  }
+  ~SilentCaller() {
+    kill(process_, SIGKILL);
+    waitpid(process_, nullptr, 0);
+  }
+  SilentCaller(const SilentCaller&) = delete;
+  SilentCaller& operator=(const SilentCaller&) = delete;
+
+private:
+  pid_t process_;
+};
+
+// Processes that call in front of the ranks take nothing from them, not even time.
+void SilentCallersAreNotWaitedFor() {
+  for (const bool another_user : {false, true}) {
+    Board board(3);
+    const auto started = std::chrono::steady_clock::now();
+    std::unique_ptr<SilentCaller> caller;
+    InThreads(3, [&](int rank) {
+      const AllgatherTwo plain = board.For(rank);
+      int calls = 0;
+      const AllgatherTwo disturbed = [&](int first, int second) {
+        if (rank == 0 && ++calls == 1) { // the other ranks know no name yet
+          caller = std::make_unique<SilentCaller>(first, 3, another_user && geteuid() == 0);
+        }
+        return plain(first, second);
+      };
+      std::string why_not;
+      const auto group = ConnectLocalRanks(Ranks(3), rank, Ranks(3), LocalSettings(), disturbed, why_not);
+      Check(group != nullptr, why_not);
+    });
+    Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(3), "it took too long");
+  }
+}
+
+// More of them than a rank keeps, and than can wait to be accepted.
+void ManySilentCallersAreNotWaitedFor() {
+  Board board(2);
+  std::unique_ptr<SilentCaller> caller;
+  InThreads(2, [&](int rank) {
+    const AllgatherTwo plain = board.For(rank);
+    int calls = 0;
+    const AllgatherTwo disturbed = [&](int first, int second) {
+      if (rank == 0 && ++calls == 1) {
+        caller = std::make_unique<SilentCaller>(first, 300, false);
+      }
+      return plain(first, second);
+    };
+    std::string why_not;
+    const auto group = ConnectLocalRanks(Ranks(2), rank, Ranks(2), LocalSettings(), disturbed, why_not);
+    Check(group != nullptr, why_not);
+  });
+}
+#endif
+
+// Memory may be read by others only while ranks read it.
+void ReadingIsAllowedWhileItIsNeeded() {
+  struct Case {
+    LocalMode mode;
+    yama::Form form;
+    bool connected, allowed;
+  };
+  const std::vector<Case> cases = {
+      {LocalMode::kStaged, yama::kRestricted, true, false},
+      {LocalMode::kDirect, yama::kRestricted, true, true},
+      {LocalMode::kDirect, yama::kForbidden, false, false},
+  };
+  for (const Case& one : cases) {
+    yama::form = one.form;
+    yama::calls = 0;
+    Board board(2), other(2);
+    std::atomic<int> looked{0};
+    InThreads(2, [&](int rank) {
+      LocalSettings settings;
+      settings.mode = one.mode;
+      std::string why_not;
+      auto group = Join(board, rank, 2, settings, why_not);
+      auto second = Join(other, rank, 2, settings, why_not); // of another process set
+      second.reset();
+      ++looked;
+      while (looked < 2) {
+        std::this_thread::yield();
+      }
+      Check((group != nullptr) == one.connected, "connected: " + why_not);
+      Check(yama::allowed == one.allowed, "while connected");
+      ++looked;
+      while (looked < 4) {
+        std::this_thread::yield();
+      }
+    });
+    yama::form = yama::kAbsent;
+    Check(!yama::allowed, "afterwards");
+    Check((yama::calls > 0) == (one.mode == LocalMode::kDirect), "asked without need");
+  }
+}
+
 cpu_set_t Allowed() {
   cpu_set_t allowed;
   Check(sched_getaffinity(0, sizeof allowed, &allowed) == 0, "sched_getaffinity");
@@ -563,6 +731,11 @@ int main(int argc, char** argv) {
                       {"other reductions are noticed", OtherReductionsAreNoticed},
                       {"all ranks or none", AllOrNone},
                       {"strangers are refused", StrangersAreRefused},
+#if !defined(__SANITIZE_THREAD__)
+                      {"silent callers are not waited for", SilentCallersAreNotWaitedFor},
+                      {"many silent callers are not waited for", ManySilentCallersAreNotWaitedFor},
+#endif
+                      {"reading is allowed while it is needed", ReadingIsAllowedWhileItIsNeeded},
                       {"direct where ranks take turns on one processor", DirectOnOneProcessor},
                       {"direct where ranks take turns on two processors", DirectOnTwoProcessors},
                       {"a rank that moves is not bound", ARankThatMovesIsNotBound},

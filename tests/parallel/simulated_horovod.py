@@ -45,7 +45,7 @@ _GLOO = [
 _OURS = [
     "adasum_op", "agreement", "exports", "gram", "job", "kernels",
     "kernels_portable", "layout", "level", "local_bootstrap", "local_segment",
-    "plan", "processor_quota", "reduce", "settings", "statistics", "transport_gloo",
+    "plan", "processor_quota", "read_permission", "reduce", "settings", "statistics", "transport_gloo",
     "transport_local", "tree", "workers",
     "adasum_device_op", "device_memory", "reduce_device", "transport_nccl",
 ]  # fmt: skip

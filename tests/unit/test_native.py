@@ -33,6 +33,7 @@ ARITHMETIC = (
 )
 SHARED_MEMORY = (
     "processor_quota.cc",
+    "read_permission.cc",
     "local_segment.cc",
     "local_bootstrap.cc",
     "transport_local.cc",
