@@ -32,8 +32,7 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
 }
 
 Agreement& AdasumDeviceOp::AgreedFor(int process_set_id) const {
-  const hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  return agreements_.Of(process_set_id, process_set, settings_, [](const Agreement& agreed) {
+  return agreements_.Of(process_set_id, *global_state_, settings_, [](const Agreement& agreed, const auto&) {
     return agreed.levels.size() > 1 ? "NCCL, levels of " + Describe(agreed.levels) + " ranks"
                                     : std::string("NCCL");
   });

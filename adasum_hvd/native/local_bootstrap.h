@@ -58,7 +58,8 @@ struct LocalGroup {
   int timeout_seconds = 0;
   int handshake_seconds = 0;
 
-  SegmentHeader& header(int one) const { return one == rank ? mine->header() : peers[one].segment->header(); }
+  LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }
+  SegmentHeader& header(int one) const { return segment(one).header(); }
   bool Crowded() const; // whether the ranks have to take turns; the same answer on all of them
   int RanksUnder(const ProcessorQuota& quota) const; // of the host, that share it
 };

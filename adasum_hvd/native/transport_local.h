@@ -19,11 +19,12 @@ namespace adasum_hvd {
 
 class LocalTransport : public Transport {
 public:
-  explicit LocalTransport(std::unique_ptr<LocalGroup> group);
+  explicit LocalTransport(std::shared_ptr<LocalGroup> group);
 
   int rank() const override { return group_->rank; }
   int size() const override { return static_cast<int>(group_->peers.size()); }
   bool direct() const { return group_->direct; }
+  const std::shared_ptr<LocalGroup>& group() const { return group_; }
 
   // How many processors are this rank's, where those that several ranks may use are divided among them, and
   // so is a quota.
@@ -38,8 +39,8 @@ public:
 
   void Start(const std::vector<Message>& messages) override;
 
-  // Throws std::runtime_error that names the rank when a peer has ended, or nothing has moved for
-  // LocalSettings::timeout_seconds; every later call throws the same.
+  // Throws SilentRank when a peer has ended, or nothing has moved for LocalSettings::timeout_seconds; every
+  // later call throws the same. Of ranks that wait for one another it names the one that waits for nobody.
   void Wait() override;
 
 private:
@@ -82,18 +83,25 @@ private:
   void Sleep();
   void CheckPeers();
   void CheckStopped(int peer);
+  bool IsDue(int peer) const;
+  void ShowWhomIAwait(bool show);
+  [[noreturn]] void FailForSilence();
   [[noreturn]] void Fail(int peer, const std::string& what);
+  [[noreturn]] void FailForRank(int global_rank, const std::string& what);
   void Stop(const std::string& why, int blamed);
 
-  std::unique_ptr<LocalGroup> group_;
+  std::shared_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;
+  std::vector<uint32_t> beats_; // per rank, when this one first showed whom it awaits
+  int spins_;
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for
   uint64_t first_open_ = 0;
   uint64_t operation_ = 0;
   IdleClock idle_;
   IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
-  int spins_;
+  bool shown_ = false; // whom this rank awaits
   std::string broken_;
+  int blamed_ = 0; // global rank
 };
 
 } // namespace adasum_hvd

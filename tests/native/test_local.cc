@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,7 @@
 
 #include "testing.h"
 #include "transport_local.h"
+#include "watch.h"
 
 using namespace adasum_hvd;
 
@@ -283,6 +285,110 @@ void SilentPeerThatRingsIsNamed() {
   });
 }
 
+// Rank 2 waits for rank 0, which waits for rank 1.
+void EndOfAChainIsNamed() {
+  Board board(3);
+  std::atomic<int> done{0};
+  InThreads(3, [&](int rank) {
+    LocalSettings settings;
+    settings.timeout_seconds = rank == 0 ? 3 : 1; // so that nobody tells rank 2
+    auto transport = Connect(board, rank, 3, settings);
+    std::vector<char> buffer(100);
+    std::vector<Message> messages(3);
+    messages[rank == 0 ? 1 : 0] = {nullptr, 0, buffer.data(), 100};
+    std::string error;
+    try {
+      if (rank != 1) {
+        transport->Exchange(messages);
+      }
+    } catch (const SilentRank& silent) {
+      error = silent.what();
+      Check(silent.rank == 1, "another rank was found: " + error);
+    }
+    if (rank != 1) {
+      Check(error.find("got none of rank 1 on rank " + std::to_string(rank)) != std::string::npos,
+            "the error is \"" + error + "\"");
+    }
+    ++done;
+    while (done < 3) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+}
+
+// What a watch sees of Horovod, and what it did.
+struct Loop {
+  std::atomic<int64_t> turns{0};
+  std::atomic<bool> leaving{false}, ended{false};
+  std::mutex mutex;
+  std::string said;
+
+  WatchedLoop Watched() {
+    return {[this] { return turns.load(); }, [this] { return leaving.load(); },
+            [this](const std::string& why) {
+              std::lock_guard<std::mutex> guard(mutex);
+              said = why;
+            },
+            [this] { ended = true; }};
+  }
+  std::string Said() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return said;
+  }
+};
+
+void WaitUntil(const std::function<bool()>& holds, const std::string& what) {
+  for (int k = 0; !holds(); ++k) {
+    Check(k < 1000, what);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void AWatchEndsWhatIsStuck() {
+  for (const bool turns : {false, true}) {
+    Loop loop;
+    Watch watch(loop.Watched(), std::chrono::seconds(1));
+    watch.NoteFailure("rank 1 is silent");
+    if (turns) {
+      for (int k = 0; k < 250; ++k) {
+        ++loop.turns;
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      Check(!loop.ended && loop.Said().empty(), "a loop that turns was ended");
+      continue;
+    }
+    WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
+    Check(loop.Said() == "rank 1 is silent", loop.Said());
+  }
+}
+
+// Without a failed reduction, too: where Horovod itself waits for a rank that does not run.
+void AWatchNamesARankThatDoesNotRun() {
+  Board board(3);
+  std::vector<Loop> loops(3);
+  std::atomic<int> done{0};
+  InThreads(3, [&](int rank) {
+    std::string why_not;
+    std::shared_ptr<LocalGroup> group = Join(board, rank, 3, LocalSettings(), why_not);
+    Check(group != nullptr, why_not);
+    auto watch = std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1));
+    watch->Include(group);
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    if (rank == 1) {
+      watch.reset();
+    } else {
+      WaitUntil([&] { return loops[rank].ended.load(); }, "nothing was noticed");
+      Check(loops[rank].Said().find("got none of rank 1 on rank " + std::to_string(rank)) !=
+                std::string::npos,
+            loops[rank].Said());
+    }
+    ++done;
+    while (done < 3) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+}
+
 // Ranks that are in different reductions, or in one of different sizes, never mix their bytes.
 void OtherReductionsAreNoticed() {
   for (bool other_size : {false, true}) {
@@ -305,7 +411,7 @@ void OtherReductionsAreNoticed() {
         error = thrown.what();
       }
       Check(error.find("another reduction") != std::string::npos ||
-                error.find("stopped because of") != std::string::npos,
+                error.find("has given up on it") != std::string::npos,
             "the error is \"" + error + "\"");
       ++done;
       while (done < 2) {
@@ -728,6 +834,9 @@ int main(int argc, char** argv) {
                       {"a killed peer is named", KilledPeerIsNamed},
 #endif
                       {"a failed peer is named", FailedPeerIsNamed},
+                      {"the end of a chain is named", EndOfAChainIsNamed},
+                      {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
+                      {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},
                       {"other reductions are noticed", OtherReductionsAreNoticed},
                       {"all ranks or none", AllOrNone},
                       {"strangers are refused", StrangersAreRefused},

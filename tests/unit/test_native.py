@@ -37,6 +37,7 @@ SHARED_MEMORY = (
     "local_segment.cc",
     "local_bootstrap.cc",
     "transport_local.cc",
+    "watch.cc",
 )
 DEVICE = ("device.cu", "device_memory.cc", "reduce_device.cc", "transport_nccl.cc")
 X86_FLAGS = {
