@@ -9,6 +9,7 @@
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "registry.h"
+#include "release.h"
 #include "statistics.h"
 
 namespace adasum_hvd {
@@ -31,8 +32,7 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
 }
 
 Agreement& AdasumDeviceOp::AgreedFor(int process_set_id) const {
-  const hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  return agreements_.Of(process_set_id, process_set, settings_, [](const Agreement& agreed) {
+  return agreements_.Of(process_set_id, *global_state_, settings_, [](const Agreement& agreed, const auto&) {
     return agreed.levels.size() > 1 ? "NCCL, levels of " + Describe(agreed.levels) + " ranks"
                                     : std::string("NCCL");
   });
@@ -71,9 +71,11 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     GiveUp(communicator, scratch->earlier);
     throw;
   }
+  ++unfinished_;
   return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
     CheckCommunicator();
     Count(kExplicitTensors, scratch->TakeExplicitTensors());
+    --unfinished_;
   });
 }
 
@@ -144,10 +146,19 @@ void AdasumDeviceOp::Enqueue(const Job& job, const Agreement& agreed, hvd::Contr
   end_phase();
 }
 
+void AdasumDeviceOp::Release() {
+  agreements_.Clear();
+  if (unfinished_ == 0) { // else a finalizer thread, ended early, left what still points there
+    scratch_.clear();
+  }
+}
+
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumDeviceOp(hvd::NCCLContext* nccl_context,
                                                      hvd::GPUContext* gpu_context,
                                                      hvd::HorovodGlobalState* state) {
-  return std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
+  auto op = std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
+  ReleaseWithThisThread(op);
+  return op;
 }
 
 } // namespace adasum_hvd

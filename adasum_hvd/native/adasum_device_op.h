@@ -3,6 +3,7 @@
 // from an event that it is done.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,6 +31,9 @@ public:
   horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
                                   const horovod::common::Response& response) override;
 
+  // Lets go of memory on devices; no reduction may follow.
+  void Release();
+
 protected:
   // Horovod's stream waits for the tensors, and this thread does not.
   void WaitForData(std::vector<horovod::common::TensorTableEntry>& entries) override;
@@ -49,6 +53,7 @@ private:
   horovod::common::NCCLOpContext nccl_op_context_;
   mutable Agreements<Agreement> agreements_{Memory::kDevice};
   std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+  std::atomic<int> unfinished_{0};                       // reductions that finalizer threads have yet to end
   std::mutex communicator_mutex_;                        // finalizer threads look at what GiveUp aborts
   bool given_up_ = false;
   bool cut_short_ = false; // by that, something that was still under way

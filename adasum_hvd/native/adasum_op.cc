@@ -3,24 +3,26 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
 
 #include <link.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
+#include "network.h"
 #include "registry.h"
+#include "release.h"
 #include "statistics.h"
 
-#if HAVE_GLOO
-#include "transport_gloo.h"
-#endif
 #if HAVE_MPI
-#include "transport_mpi.h"
+#define OMPI_SKIP_MPICXX
+#include "mpi.h"
 #endif
 
 namespace adasum_hvd {
@@ -38,9 +40,10 @@ bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
                      [](const PlannedLevel& level) { return level.on_one_host; });
 }
 
-int ProcessorsOfThisProcess() {
+double ProcessorsOfThisProcess() {
   cpu_set_t allowed;
-  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  const int count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  return std::min<double>(count, ReadProcessorQuota().processors);
 }
 
 // Horovod's libraries in this process: torch's and TensorFlow's each hold a copy of the op.
@@ -53,6 +56,40 @@ int CopiesOfTheOp() {
       },
       &copies);
   return std::max(copies, 1);
+}
+
+// Ends the process so that the launcher ends the job.
+void EndProcess() {
+  std::signal(SIGALRM, SIG_DFL); // where MPI itself is stuck
+  alarm(10);
+#if HAVE_MPI
+  int started = 0, finished = 0, level = 0;
+  MPI_Initialized(&started);
+  MPI_Finalized(&finished);
+  if (started != 0 && finished == 0 && MPI_Query_thread(&level) == MPI_SUCCESS &&
+      level == MPI_THREAD_MULTIPLE) {
+    MPI_Abort(MPI_COMM_WORLD, 1);
+  }
+#endif
+  _exit(1);
+}
+
+WatchedLoop LoopOf(hvd::HorovodGlobalState& state) {
+  const auto rank = [&state] { return state.global_controller->GetRank(); };
+  return {[&state] { // written by the background thread, of the size of a register
+            return __atomic_load_n(reinterpret_cast<const int64_t*>(&state.last_cycle_start),
+                                   __ATOMIC_RELAXED);
+          },
+          [&state] { return state.shut_down.load(); },
+          [rank](const std::string& why) {
+            hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
+                << "[" << rank() << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
+          },
+          [&state] {
+            if (!state.elastic_enabled) {
+              EndProcess();
+            }
+          }};
 }
 
 // The processors that this rank may use, shared with the ranks of the host that may use the same.
@@ -77,25 +114,38 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
 }
 
 AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id) const {
-  const hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  return agreements_.Of(process_set_id, process_set, settings_, [&](Agreed& agreed) {
-    std::string path = agreed.one_host ? "one rank" : "network";
-    if (process_set.controller->GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
-      try {
-        path = ConnectLocally(agreed, *process_set.controller);
-      } catch (const std::exception& error) { // or the next call would find this rank alone on the network
-        agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
-        throw;
-      }
-    }
-    agreed.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
-    return agreed.levels.size() > 1 ? "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path
-                                    : path;
-  });
+  return agreements_.Of(
+      process_set_id, *global_state_, settings_, [&](Agreed& agreed, const AllgatherTwo& allgather) {
+        hvd::Controller& controller = *agreed.controller.lock();
+        std::string path = agreed.one_host ? "one rank" : "network";
+        if (controller.GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
+          path = ConnectLocally(agreed, controller, allgather);
+        }
+        if (controller.GetSize() > 1) {
+          WatchOver(process_set_id, agreed);
+        }
+        agreed.threads =
+            settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
+        return agreed.levels.size() > 1
+                   ? "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path
+                   : path;
+      });
+}
+
+// Only the ranks of process set 0 watch each other: it lives as long as Horovod does.
+void AdasumOp::WatchOver(int process_set_id, const Agreed& agreed) const {
+  if (watch_ == nullptr) {
+    watch_ = std::make_unique<Watch>(LoopOf(*global_state_),
+                                     std::chrono::seconds(settings_.local.timeout_seconds));
+  }
+  if (process_set_id == 0 && agreed.local != nullptr) {
+    watch_->Include(agreed.local->group());
+  }
 }
 
 // Connects the ranks of every host; returns how they reach each other.
-std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller) const {
+std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller,
+                                     const AllgatherTwo& allgather) const {
   if (settings_.local.mode == LocalMode::kOff) {
     return "network (ADASUM_HVD_LOCAL=off)";
   }
@@ -106,33 +156,13 @@ std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller
   const int place = static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), controller.GetRank()) -
                                      agreed.host.begin());
   std::string why_not;
-  std::unique_ptr<LocalGroup> group = ConnectLocalRanks(
-      agreed.host, place, global_ranks, settings_.local,
-      [&](int first, int second) {
-        std::vector<int> gathered;
-        controller.Allgather2Ints({first, second}, gathered);
-        return gathered;
-      },
-      why_not);
+  std::unique_ptr<LocalGroup> group =
+      ConnectLocalRanks(agreed.host, place, global_ranks, settings_.local, allgather, why_not);
   if (group == nullptr) {
     return "network (no shared memory: " + why_not + ")";
   }
   agreed.local = std::make_unique<LocalTransport>(std::move(group));
   return agreed.local->direct() ? "shared memory, direct" : "shared memory, staged";
-}
-
-std::unique_ptr<Transport> AdasumOp::NetworkFor(hvd::ProcessSet& process_set) const {
-#if HAVE_MPI
-  if (global_state_->control_operation == hvd::LibType::MPI) {
-    return std::make_unique<MpiTransport>(
-        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), settings_.max_message_bytes);
-  }
-#endif
-#if HAVE_GLOO
-  return std::make_unique<GlooTransport>(process_set.gloo_context.GetGlooContext(hvd::Communicator::GLOBAL));
-#else
-  throw std::logic_error("AdaSum: required a Horovod with Gloo or MPI, got neither");
-#endif
 }
 
 hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
@@ -148,16 +178,32 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (!agreed.disagreement.empty()) {
     return hvd::Status::InvalidArgument(agreed.disagreement);
   }
-  if (agreed.local == nullptr) {
-    return ExecuteAgreed(entries, response, agreed, process_set);
+  if (!agreed.failure.empty()) {
+    return hvd::Status::UnknownError(agreed.failure);
   }
-  agreed.local->BeginOperation();
+  if (agreed.local != nullptr) {
+    agreed.local->BeginOperation();
+  }
   try {
     return ExecuteAgreed(entries, response, agreed, process_set);
   } catch (const std::exception& error) {
-    agreed.local->Break(std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what());
+    GiveUp(agreed, process_set, error);
     throw;
   }
+}
+
+// After an error on one rank its messages and those of others would no longer fit together.
+void AdasumOp::GiveUp(Agreed& agreed, hvd::ProcessSet& process_set, const std::exception& error) {
+  agreed.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+  if (watch_ != nullptr) {
+    watch_->NoteFailure(error.what());
+  }
+  if (agreed.local != nullptr) {
+    agreed.local->Break(agreed.failure);
+  }
+  const auto* silent = dynamic_cast<const SilentRank*>(&error);
+  const int here = global_state_->global_controller->GetRank();
+  MakeNetwork(*global_state_, process_set, settings_)->GiveUp(silent != nullptr ? silent->rank : here);
 }
 
 hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
@@ -205,6 +251,8 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
       agreed.threads = workers_->threads();
     }
   }
+  std::atomic<int32_t>* awaits =
+      agreed.local != nullptr ? &agreed.local->group()->mine->header().awaits_elsewhere : nullptr;
   std::unique_ptr<Transport> network;
   std::vector<std::unique_ptr<Transport>> groups;
   std::vector<ReduceLevel> levels;
@@ -217,7 +265,7 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
       }
       groups.push_back(std::make_unique<GroupTransport>(*agreed.local, std::move(places)));
     } else {
-      network = network ? std::move(network) : NetworkFor(process_set);
+      network = network ? std::move(network) : MakeNetwork(*global_state_, process_set, settings_, awaits);
       groups.push_back(std::make_unique<GroupTransport>(*network, level.group));
     }
     levels.push_back({groups.back().get(), &level.tree});
@@ -226,9 +274,17 @@ ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::Proce
                 scratch_, observer);
 }
 
+void AdasumOp::Release() {
+  watch_.reset();
+  agreements_.Clear();
+  workers_.reset();
+  scratch_ = Scratch();
+}
+
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumOp>(state);
   left_to_horovod = op->is_off();
+  ReleaseWithThisThread(op);
   return op;
 }
 

@@ -12,6 +12,7 @@
 #include "reduce.h"
 #include "settings.h"
 #include "transport_local.h"
+#include "watch.h"
 
 namespace adasum_hvd {
 
@@ -30,26 +31,33 @@ public:
 
   bool is_off() const { return settings_.off; }
 
+  // Lets go of memory, threads and descriptors; no reduction may follow.
+  void Release();
+
 private:
   // Of a process set, with what its ranks on this host share.
   struct Agreed : Agreement {
     std::unique_ptr<LocalTransport> local; // among the ranks of this host, where they share memory
     int threads = 1;
+    std::string failure; // why nothing can be reduced any more, or empty
   };
 
   horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
                                         const horovod::common::Response& response, Agreed& agreed,
                                         horovod::common::ProcessSet& process_set);
   Agreed& AgreedFor(int process_set_id) const;
-  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller) const;
+  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller,
+                             const AllgatherTwo& allgather) const;
+  void WatchOver(int process_set_id, const Agreed& agreed) const;
+  void GiveUp(Agreed& agreed, horovod::common::ProcessSet& process_set, const std::exception& error);
   ReduceResult ReduceInLevels(const Job& job, Agreed& agreed, horovod::common::ProcessSet& process_set,
                               const PhaseObserver& observer);
-  std::unique_ptr<Transport> NetworkFor(horovod::common::ProcessSet& process_set) const;
 
   Settings settings_;
   Scratch scratch_;
   std::unique_ptr<Workers> workers_;
   mutable Agreements<Agreed> agreements_{Memory::kHost};
+  mutable std::unique_ptr<Watch> watch_; // of more than one rank
 };
 
 } // namespace adasum_hvd

@@ -28,12 +28,12 @@ std::vector<int> WantedRadices(const std::vector<int>& radices, int size) {
 
 } // namespace
 
-Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const Settings& settings) {
+Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const Settings& settings,
+                const AllgatherTwo& allgather) {
   hvd::Controller& controller = *shared_controller;
   const std::vector<int>& local = controller.GetLocalCommRanks();
   const int host = *std::min_element(local.begin(), local.end());
-  std::vector<int> gathered;
-  controller.Allgather2Ints({host, settings.Fingerprint()}, gathered);
+  const std::vector<int> gathered = allgather(host, settings.Fingerprint());
   std::vector<int> hosts;
   Agreement agreed;
   agreed.controller = shared_controller;

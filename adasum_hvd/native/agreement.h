@@ -8,6 +8,7 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/process_set.h"
+#include "network.h"
 #include "plan.h"
 #include "reduce.h"
 #include "settings.h"
@@ -31,7 +32,8 @@ struct Agreement {
 };
 
 // Collective over the process set. `off` ranks only learn whether others are, too.
-Agreement Agree(const std::shared_ptr<horovod::common::Controller>& controller, const Settings& settings);
+Agreement Agree(const std::shared_ptr<horovod::common::Controller>& controller, const Settings& settings,
+                const AllgatherTwo& allgather);
 
 // What the ranks of every process set have agreed on for tensors in one kind of memory; an Agreed is an
 // Agreement.
@@ -39,20 +41,31 @@ template <class Agreed> class Agreements {
 public:
   explicit Agreements(Memory memory) : memory_(memory) {}
 
-  // Collective over the process set, where the ranks have yet to agree. Then `prepare(agreed)` does what else
-  // has to be done once, and returns how the ranks reach each other.
+  // Collective over the process set, where the ranks have yet to agree. Then `prepare(agreed, allgather)`
+  // does what else has to be done once, and returns how the ranks reach each other.
   template <class Prepare>
-  Agreed& Of(int id, const horovod::common::ProcessSet& process_set, const Settings& settings,
-             Prepare prepare) {
+  Agreed& Of(int id, horovod::common::HorovodGlobalState& state, const Settings& settings, Prepare prepare) {
+    horovod::common::ProcessSet& process_set = state.process_set_table.Get(id);
     Agreed& agreed = by_id_[id];
     if (!agreed.IsOf(process_set.controller)) {
-      agreed = Agreed{Agree(process_set.controller, settings)};
-      if (agreed.disagreement.empty()) {
-        SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(agreed));
+      agreed = Agreed();
+      agreed.controller = process_set.controller;
+      try {
+        const std::unique_ptr<Transport> network = MakeNetwork(state, process_set, settings);
+        const AllgatherTwo allgather = GatherOver(*network);
+        static_cast<Agreement&>(agreed) = Agree(process_set.controller, settings, allgather);
+        if (agreed.disagreement.empty()) {
+          SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(agreed, allgather));
+        }
+      } catch (const std::exception& error) { // or the next call would find this rank alone
+        agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
+        throw;
       }
     }
     return agreed;
   }
+
+  void Clear() { by_id_.clear(); }
 
 private:
   Memory memory_;

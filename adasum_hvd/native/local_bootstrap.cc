@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -21,7 +20,7 @@ namespace adasum_hvd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::seconds kCaller{5}; // a caller that says nothing is not waited for longer
+constexpr size_t kMostSilent = 128; // callers that have yet to say who they are, kept at a time
 constexpr int kNoName = -1;
 
 // The first words on a socket, with the sender's shared memory attached. The nonce went over Horovod's own
@@ -87,11 +86,11 @@ Descriptor ConnectTo(int name, int seconds) {
   return socket_;
 }
 
-void WaitReadable(int socket_, Clock::time_point until) {
+// Blocks until one of `watched` is readable.
+void WaitReadable(std::vector<pollfd>& watched, Clock::time_point until) {
   for (;;) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
-    pollfd waiting = {socket_, POLLIN, 0};
-    const int ready = poll(&waiting, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+    const int ready = poll(watched.data(), watched.size(), static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready > 0) {
       return;
     }
@@ -122,9 +121,9 @@ void SendHello(int socket_, const Hello& hello, int descriptor) {
   }
 }
 
-// Returns the attached descriptor and the sender; throws when the words are not those of this job.
-std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce, Clock::time_point until) {
-  WaitReadable(socket_, until);
+// Takes what has come: returns the attached descriptor and the sender; throws when the words are not those of
+// this job.
+std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
   Hello hello = {};
   iovec part = {&hello, sizeof hello};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -145,8 +144,7 @@ std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce, Clock::time_p
       descriptor = Descriptor(value);
     }
   }
-  if (received != static_cast<ssize_t>(sizeof hello) || hello.nonce_of_receiver != my_nonce ||
-      PeerOf(socket_).uid != geteuid()) {
+  if (received != static_cast<ssize_t>(sizeof hello) || hello.nonce_of_receiver != my_nonce) {
     throw Stranger("a process that is not a rank of this job called");
   }
   if (descriptor.value() < 0) {
@@ -173,10 +171,45 @@ bool MayRead(const LocalPeer& peer) {
          found == header.probe_value;
 }
 
+// A descriptor of a caller; none where it hung up, or is another user's process.
+Descriptor Accept(int listening) {
+  Descriptor socket_(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
+  if (socket_.value() < 0 && errno != EINTR && errno != ECONNABORTED) {
+    ThrowErrno("call of a rank of this host");
+  }
+  return socket_.value() < 0 || PeerOf(socket_.value()).uid == geteuid() ? std::move(socket_) : Descriptor();
+}
+
+// Calls `meet` with the socket of every caller that says something, until it has returned true `ranks` times.
+// Anybody may call and stay silent; the ranks still come.
+void MeetCallers(int listening, int ranks, Clock::time_point until,
+                 const std::function<bool(Descriptor& caller)>& meet) {
+  std::vector<Descriptor> silent;
+  while (ranks > 0) {
+    std::vector<pollfd> watched = {{listening, POLLIN, 0}};
+    for (const Descriptor& caller : silent) {
+      watched.push_back({caller.value(), POLLIN, 0});
+    }
+    WaitReadable(watched, until);
+    for (size_t k = silent.size(); k-- > 0;) {
+      if (watched[k + 1].revents != 0) {
+        ranks -= meet(silent[k]) ? 1 : 0;
+        silent.erase(silent.begin() + k);
+      }
+    }
+    if (watched[0].revents != 0) {
+      silent.push_back(Accept(listening));
+    }
+    if (!silent.empty() && (silent.back().value() < 0 || silent.size() > kMostSilent)) {
+      silent.erase(silent.back().value() < 0 ? silent.end() - 1 : silent.begin());
+    }
+  }
+}
+
 void Join(LocalGroup& group, int listening, const std::vector<int>& names, const std::vector<int>& nonces) {
   const int size = static_cast<int>(names.size());
   const Clock::time_point until = Clock::now() + std::chrono::seconds(group.handshake_seconds);
-  auto keep = [&](int peer, Descriptor socket_, Descriptor memory) {
+  auto keep = [&](int peer, Descriptor& socket_, Descriptor& memory) {
     group.peers[peer].segment = std::make_unique<LocalSegment>(memory.Release(), size, group.ring_bytes);
     group.peers[peer].process_id = PeerOf(socket_.value()).pid;
     group.peers[peer].process = WatchProcess(group.peers[peer].process_id);
@@ -188,43 +221,67 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
     called[peer] = ConnectTo(names[peer], group.handshake_seconds);
     SendHello(called[peer].value(), {nonces[peer], group.rank}, group.mine->descriptor());
   }
-  for (int callers = group.rank + 1; callers < size;) {
-    WaitReadable(listening, until);
-    Descriptor socket_(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
-    if (socket_.value() < 0) {
-      if (errno == EINTR || errno == ECONNABORTED) {
-        continue;
-      }
-      ThrowErrno("call of a rank of this host");
-    }
+  MeetCallers(listening, size - 1 - group.rank, until, [&](Descriptor& caller) {
     try {
-      auto [memory, peer] =
-          ReceiveHello(socket_.value(), nonces[group.rank], std::min(until, Clock::now() + kCaller));
+      auto [memory, peer] = ReceiveHello(caller.value(), nonces[group.rank]);
       if (peer <= group.rank || peer >= size || group.peers[peer].segment != nullptr) {
         throw std::runtime_error("a rank of this host called twice");
       }
-      SendHello(socket_.value(), {nonces[peer], group.rank}, group.mine->descriptor());
-      keep(peer, std::move(socket_), std::move(memory));
-      ++callers;
-    } catch (const Stranger&) { // anybody may call; the ranks still come
+      SendHello(caller.value(), {nonces[peer], group.rank}, group.mine->descriptor());
+      keep(peer, caller, memory);
+      return true;
+    } catch (const Stranger&) {
+      return false;
     }
-  }
+  });
   for (int peer = 0; peer < group.rank; ++peer) {
-    auto [memory, sender] = ReceiveHello(called[peer].value(), nonces[group.rank], until);
-    keep(peer, std::move(called[peer]), std::move(memory));
+    std::vector<pollfd> watched = {{called[peer].value(), POLLIN, 0}};
+    WaitReadable(watched, until);
+    auto [memory, sender] = ReceiveHello(called[peer].value(), nonces[group.rank]);
+    keep(peer, called[peer], memory);
   }
   group.mine->CloseDescriptor();
 }
 
-// Whether the ranks have to take turns; the same answer on all of them.
-bool Crowded(const LocalGroup& group) {
-  cpu_set_t together = group.mine->header().allowed;
-  for (const LocalPeer& peer : group.peers) {
-    if (peer.segment != nullptr) {
-      CPU_OR(&together, &together, &peer.segment->header().allowed);
+// Whether a rank may read the memory of the others of its host.
+enum Reading { kUnwanted, kRefused, kGranted };
+
+Reading TryReading(const LocalGroup& group, LocalMode mode) {
+  if (mode == LocalMode::kStaged || (mode != LocalMode::kDirect && !group.crowded)) {
+    return kUnwanted;
+  }
+  for (int peer = 0; peer < static_cast<int>(group.peers.size()); ++peer) {
+    if (peer != group.rank && !MayRead(group.peers[peer])) {
+      return kRefused;
     }
   }
-  return CPU_COUNT(&together) < static_cast<int>(group.peers.size());
+  return kGranted;
+}
+
+// The lowest of what all ranks have gathered as their first or second integer.
+int Lowest(const std::vector<int>& gathered, size_t second) {
+  int lowest = gathered[second];
+  for (size_t k = second; k < gathered.size(); k += 2) {
+    lowest = std::min(lowest, gathered[k]);
+  }
+  return lowest;
+}
+
+// Decides, from what the ranks of the process set may do, whether long messages are read from the sender.
+// Collective.
+void AgreeOnReading(LocalGroup& group, LocalMode mode, const AllgatherTwo& allgather, int lowest) {
+  if (lowest == kRefused) {
+    // Memory that MPI has opened for its own use was readable, so this is not closed with ours.
+    group.permission = ReadPermission::Take();
+    allgather(0, 0); // now all have
+    lowest = Lowest(allgather(TryReading(group, mode), 0), 0);
+  } else if (lowest == kGranted) {
+    group.permission = ReadPermission::Share();
+  }
+  group.direct = lowest == kGranted;
+  if (!group.direct) {
+    group.permission.reset();
+  }
 }
 
 } // namespace
@@ -246,6 +303,25 @@ int Descriptor::Release() {
   return value;
 }
 
+bool LocalGroup::Crowded() const {
+  cpu_set_t together = {};
+  for (int one = 0; one < static_cast<int>(peers.size()); ++one) {
+    CPU_OR(&together, &together, &header(one).allowed);
+    if (header(one).quota.processors < RanksUnder(header(one).quota)) {
+      return true;
+    }
+  }
+  return CPU_COUNT(&together) < static_cast<int>(peers.size());
+}
+
+int LocalGroup::RanksUnder(const ProcessorQuota& quota) const {
+  int ranks = 0;
+  for (int one = 0; one < static_cast<int>(peers.size()); ++one) {
+    ranks += header(one).quota.group == quota.group ? 1 : 0;
+  }
+  return ranks;
+}
+
 std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
                                               const std::vector<int>& global_ranks,
                                               const LocalSettings& settings, const AllgatherTwo& allgather,
@@ -265,10 +341,6 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   try {
     group->mine = std::make_unique<LocalSegment>(size, settings.ring_bytes);
     listening = Listen(size, name);
-    if (settings.mode != LocalMode::kStaged) {
-      // Where the kernel lets only parents read (Yama), allow this user's processes.
-      prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-    }
   } catch (const std::exception& error) {
     why_not = error.what();
   }
@@ -280,29 +352,24 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   }
 
   bool joined = std::find(names.begin(), names.end(), kNoName) == names.end();
-  bool readable = settings.mode != LocalMode::kStaged;
+  Reading reading = kUnwanted;
   try {
     if (joined) {
       Join(*group, listening.value(), names, nonces);
-      group->crowded = Crowded(*group);
-      readable = readable && (settings.mode == LocalMode::kDirect || group->crowded);
-      for (int peer = 0; peer < size; ++peer) {
-        readable = readable && (peer == member || MayRead(group->peers[peer]));
-      }
+      group->crowded = group->Crowded();
+      reading = TryReading(*group, settings.mode);
     }
   } catch (const std::exception& error) {
     joined = false;
     why_not = error.what();
   }
-  const std::vector<int> outcomes = allgather(joined, readable);
-  bool all_joined = true;
-  group->direct = true;
-  for (size_t rank = 0; rank < outcomes.size() / 2; ++rank) {
-    all_joined = all_joined && outcomes[2 * rank] != 0;
-    group->direct = group->direct && outcomes[2 * rank + 1] != 0;
-  }
-  if (all_joined && (group->direct || settings.mode != LocalMode::kDirect)) {
-    return group;
+  const std::vector<int> outcomes = allgather(joined, reading);
+  const bool all_joined = Lowest(outcomes, 0) != 0;
+  if (all_joined) {
+    AgreeOnReading(*group, settings.mode, allgather, Lowest(outcomes, 1));
+    if (group->direct || settings.mode != LocalMode::kDirect) {
+      return group;
+    }
   }
   if (why_not.empty()) {
     why_not = all_joined ? "a rank may not read the memory of another" : "another rank could not connect";

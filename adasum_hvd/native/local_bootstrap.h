@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "local_segment.h"
+#include "read_permission.h"
 
 namespace adasum_hvd {
 
@@ -48,13 +49,19 @@ struct LocalPeer {
 struct LocalGroup {
   int rank = 0; // of this process among the ranks of the host
   std::unique_ptr<LocalSegment> mine;
-  std::vector<LocalPeer> peers;  // by rank on the host
-  std::vector<int> global_ranks; // for messages
-  bool crowded = false;          // more ranks than processors that they may run on
-  bool direct = false;           // long messages are read from the sender's memory
+  std::vector<LocalPeer> peers;               // by rank on the host
+  std::vector<int> global_ranks;              // for messages
+  bool crowded = false;                       // more ranks than processors that they have together
+  bool direct = false;                        // long messages are read from the sender's memory
+  std::unique_ptr<ReadPermission> permission; // for that, where it takes one
   int64_t ring_bytes = 0;
   int timeout_seconds = 0;
   int handshake_seconds = 0;
+
+  LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }
+  SegmentHeader& header(int one) const { return segment(one).header(); }
+  bool Crowded() const; // whether the ranks have to take turns; the same answer on all of them
+  int RanksUnder(const ProcessorQuota& quota) const; // of the host, that share it
 };
 
 // Gathers two integers of every rank of the process set, in rank order. Collective.

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,6 +18,12 @@
 #include <unistd.h>
 
 namespace adasum_hvd {
+namespace {
+
+// A peer that could shrink what others have mapped could end them: touching what is gone is a SIGBUS.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+} // namespace
 
 [[noreturn]] void ThrowErrno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -29,9 +36,9 @@ void Bell::Ring() {
   }
 }
 
-bool Bell::SleepUnlessRung(uint32_t seen, int milliseconds) {
-  const timespec limit = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
-  return syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &limit, nullptr, 0) == -1 && errno == ETIMEDOUT;
+void Bell::SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit) {
+  const timespec longest = {limit.count() / 1000, limit.count() % 1000 * 1000000L};
+  syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &longest, nullptr, 0);
 }
 
 int64_t Ring::Space() const { return capacity_ - static_cast<int64_t>(written() - read()); }
@@ -62,11 +69,12 @@ int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
 }
 
 LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
-    : descriptor_(memfd_create("adasum_hvd", MFD_CLOEXEC)), ranks_(ranks), ring_bytes_(ring_bytes) {
+    : descriptor_(memfd_create("adasum_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)), ranks_(ranks),
+      ring_bytes_(ring_bytes) {
   if (descriptor_ < 0) {
     ThrowErrno("memfd_create");
   }
-  if (ftruncate(descriptor_, Bytes(ranks, ring_bytes)) != 0) {
+  if (ftruncate(descriptor_, Bytes(ranks, ring_bytes)) != 0 || fcntl(descriptor_, F_ADD_SEALS, kSeals) != 0) {
     close(descriptor_);
     ThrowErrno("size of shared memory");
   }
@@ -75,6 +83,7 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
   if (sched_getaffinity(0, sizeof header().allowed, &header().allowed) != 0) {
     CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
   }
+  header().quota = ReadProcessorQuota();
   std::random_device random;
   probe_ = std::make_unique<uint64_t>((uint64_t{random()} << 32) | random());
   header().probe_address = reinterpret_cast<uint64_t>(probe_.get());
@@ -90,6 +99,10 @@ LocalSegment::LocalSegment(int descriptor, int ranks, int64_t ring_bytes)
   if (fstat(descriptor_, &status) != 0 || status.st_size != Bytes(ranks, ring_bytes)) {
     close(descriptor_);
     throw std::runtime_error("shared memory of another size than this rank's");
+  }
+  if (const int seals = fcntl(descriptor_, F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
+    close(descriptor_);
+    throw std::runtime_error("shared memory whose size may still change");
   }
   Map();
   CloseDescriptor();

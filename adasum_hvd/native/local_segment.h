@@ -4,10 +4,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 
 #include <sched.h>
+
+#include "processor_quota.h"
 
 namespace adasum_hvd {
 
@@ -20,13 +23,14 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> asleep{0};
 
   void Ring();
-  // Sleeps until the count differs from `seen`; true when the time was over first.
-  bool SleepUnlessRung(uint32_t seen, int milliseconds);
+  // Sleeps until the count differs from `seen`, or so long.
+  void SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit);
 };
 
 // Where a ring's writer and its reader are. Positions only grow.
 struct RingPositions {
   alignas(64) std::atomic<uint64_t> written{0};
+  std::atomic<uint32_t> awaits{0}; // whether the writer has been waiting for the reader, for some time
   alignas(64) std::atomic<uint64_t> read{0};
 };
 
@@ -53,18 +57,22 @@ private:
 
 struct SegmentHeader {
   Bell bell;
-  std::atomic<int32_t> gave_up{0};    // 1 + the global rank for whose sake the owner has stopped
-  std::atomic<int32_t> processor{-1}; // that the owner last ran on, inside a reduction
-  cpu_set_t allowed = {};             // the processors that it may run on
+  std::atomic<int32_t> gave_up{0};          // 1 + the global rank for whose sake the owner has stopped
+  std::atomic<int32_t> awaits_elsewhere{0}; // 1 + a global rank that the owner waits for over the network
+  std::atomic<uint32_t> beats{0};           // grows as long as the owner's process runs, where it is watched
+  std::atomic<int32_t> processor{-1};       // that the owner last ran on, inside a reduction
+  cpu_set_t allowed = {};                   // the processors that it may run on
+  ProcessorQuota quota;                     // of their time
   uint64_t probe_address = 0; // in the owner's memory, where a peer that may read it finds probe_value
   uint64_t probe_value = 0;   // a random number
 };
 
 class LocalSegment {
 public:
-  // Makes the segment of this rank; throws std::system_error.
+  // Makes the segment of this rank, whose size nobody can change any more; throws std::system_error.
   LocalSegment(int ranks, int64_t ring_bytes);
-  // Maps the segment that a peer made with the same arguments; takes the descriptor over.
+  // Maps the segment that a peer made with the same arguments; takes the descriptor over. Throws
+  // std::runtime_error for one that is not as that peer makes it.
   LocalSegment(int descriptor, int ranks, int64_t ring_bytes);
   ~LocalSegment();
   LocalSegment(const LocalSegment&) = delete;
@@ -74,6 +82,7 @@ public:
   void CloseDescriptor(); // the mapping stays
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
   Ring ring(int peer);
+  std::atomic<uint32_t>& awaits(int peer) { return positions(peer).awaits; } // whether the owner does
 
 private:
   static int64_t Bytes(int ranks, int64_t ring_bytes);

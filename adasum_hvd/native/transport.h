@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,16 @@ struct Message {
   int64_t send_bytes = 0;
   void* receive = nullptr;
   int64_t receive_bytes = 0;
+};
+
+// A rank that does not take part, as far as this one knows.
+struct SilentRank : std::runtime_error {
+  SilentRank(int silent, int here, const std::string& why) // global ranks
+      : std::runtime_error("AdaSum: required every rank to take part, got none of rank " +
+                           std::to_string(silent) + " on rank " + std::to_string(here) + ": " + why),
+        rank(silent) {}
+  SilentRank(int silent, const std::string& text) : std::runtime_error(text), rank(silent) {}
+  int rank;
 };
 
 class Transport {
@@ -35,6 +47,10 @@ public:
     Start(messages);
     Wait();
   }
+
+  // Tells the others that this rank takes part no more, for the sake of a global rank (which may be its own).
+  // Does not block.
+  virtual void GiveUp(int /*blamed*/) {}
 };
 
 // Some ranks of a transport, numbered anew in the order of `members`; this rank is one of them. The exchanges

@@ -16,13 +16,13 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
     const int from = (rank() + size() - step) % size();
     if (messages[from].receive_bytes > 0) {
       started.receives.push_back(
-          context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes));
-      started.receives.back()->recv(from, kSlotPrefix | received_[from]++);
+          {from, context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes)});
+      started.receives.back().buffer->recv(from, kSlotPrefix | received_[from]++);
     }
     if (messages[to].send_bytes > 0) {
       started.sends.push_back(
-          context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes));
-      started.sends.back()->send(to, kSlotPrefix | sent_[to]++);
+          {to, context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes)});
+      started.sends.back().buffer->send(to, kSlotPrefix | sent_[to]++);
     }
   }
   started_.push_back(std::move(started));
@@ -31,11 +31,23 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
 void GlooTransport::Wait() {
   Started oldest = std::move(started_.front());
   started_.pop_front();
-  for (auto& buffer : oldest.receives) {
-    buffer->waitRecv(context_->getTimeout());
+  for (const Pending& pending : oldest.receives) {
+    WaitFor(pending, true);
   }
-  for (auto& buffer : oldest.sends) {
-    buffer->waitSend(context_->getTimeout());
+  for (const Pending& pending : oldest.sends) {
+    WaitFor(pending, false);
+  }
+}
+
+void GlooTransport::WaitFor(const Pending& pending, bool receives) {
+  try {
+    if (receives) {
+      pending.buffer->waitRecv(context_->getTimeout());
+    } else {
+      pending.buffer->waitSend(context_->getTimeout());
+    }
+  } catch (const std::exception& error) {
+    throw SilentRank(global_ranks_[pending.peer], global_ranks_[rank()], error.what());
   }
 }
 

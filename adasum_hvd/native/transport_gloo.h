@@ -13,8 +13,9 @@ namespace adasum_hvd {
 // Point-to-point messages over a Gloo context; Gloo's own timeout bounds every wait.
 class GlooTransport : public Transport {
 public:
-  explicit GlooTransport(std::shared_ptr<gloo::Context> context)
-      : context_(std::move(context)), sent_(context_->size), received_(context_->size) {}
+  GlooTransport(std::shared_ptr<gloo::Context> context, std::vector<int> global_ranks)
+      : context_(std::move(context)), global_ranks_(std::move(global_ranks)), sent_(context_->size),
+        received_(context_->size) {}
 
   int rank() const override { return context_->rank; }
   int size() const override { return context_->size; }
@@ -22,13 +23,20 @@ public:
   void Wait() override;
 
 private:
-  using Buffers = std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>>;
+  struct Pending {
+    int peer;
+    std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
+  };
+  using Buffers = std::vector<Pending>;
   struct Started {
     Buffers sends;
     Buffers receives;
   };
 
+  void WaitFor(const Pending& pending, bool receives);
+
   std::shared_ptr<gloo::Context> context_;
+  std::vector<int> global_ranks_; // for messages
   std::deque<Started> started_;
   std::vector<uint64_t> sent_; // messages, per peer
   std::vector<uint64_t> received_;

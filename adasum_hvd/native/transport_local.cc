@@ -16,37 +16,38 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kDirectBytes = 16 << 10; // longer messages are read from the sender's memory
-constexpr int64_t kPieceBytes = 64 << 10;  // of a long message, so that both sides copy at the same time
-constexpr int kSleepMilliseconds = 50;     // between two looks at whether the peers live
-constexpr int kSpins = 2000;               // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;                // then as many turns for other ranks before it sleeps
+constexpr int64_t kDirectBytes = 16 << 10;     // longer messages are read from the sender's memory
+constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
+constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
+constexpr int kSpins = 2000;                   // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                    // then as many turns for other ranks before it sleeps
 
 } // namespace
 
-LocalTransport::LocalTransport(std::unique_ptr<LocalGroup> group)
-    : group_(std::move(group)), lanes_(group_->peers.size()),
+LocalTransport::LocalTransport(std::shared_ptr<LocalGroup> group)
+    : group_(std::move(group)), lanes_(group_->peers.size()), beats_(group_->peers.size()),
       // Spinning only takes a processor from the rank that is waited for when they have to take turns.
       spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
 
 double LocalTransport::ShareOfProcessors() const {
-  const cpu_set_t& mine = group_->mine->header().allowed;
+  const SegmentHeader& mine = group_->header(rank());
   double share = 0;
   for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
-    if (CPU_ISSET(processor, &mine)) {
-      int users = 1;
-      for (const LocalPeer& peer : group_->peers) {
-        users += peer.segment != nullptr && CPU_ISSET(processor, &peer.segment->header().allowed) ? 1 : 0;
+    if (CPU_ISSET(processor, &mine.allowed)) {
+      int users = 0;
+      for (int one = 0; one < size(); ++one) {
+        users += CPU_ISSET(processor, &group_->header(one).allowed) ? 1 : 0;
       }
       share += 1.0 / users;
     }
   }
+  share = std::min(share, mine.quota.processors / group_->RanksUnder(mine.quota));
   return share + 1e-9; // a third three times is one
 }
 
 void LocalTransport::Start(const std::vector<Message>& messages) {
   if (!broken_.empty()) {
-    throw std::runtime_error(broken_);
+    throw SilentRank(blamed_, broken_);
   }
   KeepApart();
   const uint64_t exchange = first_open_ + open_parts_.size();
@@ -71,10 +72,10 @@ void LocalTransport::Start(const std::vector<Message>& messages) {
 
 void LocalTransport::Wait() {
   if (!broken_.empty()) {
-    throw std::runtime_error(broken_);
+    throw SilentRank(blamed_, broken_);
   }
   int spins = 0, yields = 0;
-  idle_milliseconds_ = 0;
+  Moved();
   while (open_parts_.front() > 0) {
     if (AdvanceAll()) {
       spins = yields = 0;
@@ -88,6 +89,7 @@ void LocalTransport::Wait() {
       Sleep();
     }
   }
+  ShowWhomIAwait(false);
   open_parts_.pop_front();
   ++first_open_;
 }
@@ -98,9 +100,14 @@ bool LocalTransport::AdvanceAll() {
     moved = Advance((rank() + step) % size()) || moved;
   }
   if (moved) {
-    idle_milliseconds_ = 0;
+    Moved();
   }
   return moved;
+}
+
+void LocalTransport::Moved() {
+  idle_.Moved();
+  next_look_ = kLook;
 }
 
 bool LocalTransport::Advance(int peer) {
@@ -240,9 +247,10 @@ void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) 
 void LocalTransport::CheckStopped(int peer) {
   const int stopped = group_->peers[peer].segment->header().gave_up.load();
   if (stopped != 0) {
-    Fail(peer, stopped - 1 == group_->global_ranks[peer]
-                   ? "a reduction failed there"
-                   : "it stopped because of rank " + std::to_string(stopped - 1));
+    FailForRank(stopped - 1,
+                stopped - 1 == group_->global_ranks[peer]
+                    ? "a reduction failed there"
+                    : "rank " + std::to_string(group_->global_ranks[peer]) + " has given up on it");
   }
 }
 
@@ -250,10 +258,7 @@ void LocalTransport::CheckStopped(int peer) {
 // while the next processor is idle (Linux 6.18, as many ranks as processors: twice the time). A rank that is
 // beside more lower ranks than its share moves to the emptiest processor it may use. It is not bound there.
 void LocalTransport::KeepApart() {
-  const auto processor = [this](int peer) -> std::atomic<int32_t>& {
-    LocalSegment& segment = peer == rank() ? *group_->mine : *group_->peers[peer].segment;
-    return segment.header().processor;
-  };
+  const auto processor = [this](int one) -> std::atomic<int32_t>& { return group_->header(one).processor; };
   const int here = sched_getcpu();
   processor(rank()).store(here, std::memory_order_relaxed);
   if (here < 0 || here >= CPU_SETSIZE) { // not to be had, or more processors than a cpu_set_t has
@@ -294,23 +299,45 @@ void LocalTransport::Sleep() {
   Bell& bell = group_->mine->header().bell;
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
-  const bool in_vain = !AdvanceAll() && bell.SleepUnlessRung(seen, kSleepMilliseconds);
+  const bool moved = AdvanceAll();
+  if (!moved) {
+    bell.SleepUnlessRung(seen, kLook);
+  }
   bell.asleep.store(0, std::memory_order_relaxed);
   KeepApart();
-  if (in_vain) {
-    idle_milliseconds_ += kSleepMilliseconds;
+  if (!moved && idle_.Elapsed() >= next_look_) {
+    next_look_ = idle_.Elapsed() + kLook;
     CheckPeers();
   }
 }
 
-// Throws when a peer that this rank waits for has stopped, has ended or is silent for too long.
-void LocalTransport::CheckPeers() {
+// Whether the oldest exchange still needs that rank.
+bool LocalTransport::IsDue(int peer) const {
   const auto due = [this](const auto& parts) {
     return !parts.empty() && parts.front().exchange == first_open_;
   };
+  const Lane& lane = lanes_[peer];
+  return due(lane.incoming) || due(lane.outgoing) || due(lane.unread);
+}
+
+void LocalTransport::ShowWhomIAwait(bool show) {
+  if (!show && !shown_) {
+    return;
+  }
   for (int peer = 0; peer < size(); ++peer) {
-    const Lane& lane = lanes_[peer];
-    if (!due(lane.incoming) && !due(lane.outgoing) && !due(lane.unread)) {
+    group_->mine->awaits(peer).store(show && IsDue(peer), std::memory_order_relaxed);
+    if (show && !shown_) {
+      beats_[peer] = group_->header(peer).beats.load(std::memory_order_relaxed);
+    }
+  }
+  shown_ = show;
+}
+
+// Throws when a peer that this rank waits for has stopped, has ended or is silent for too long.
+void LocalTransport::CheckPeers() {
+  ShowWhomIAwait(true);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (!IsDue(peer)) {
       continue;
     }
     CheckStopped(peer);
@@ -318,21 +345,57 @@ void LocalTransport::CheckPeers() {
                         {group_->peers[peer].process.value(), POLLIN, 0}};
     // What a peer wrote before it ended is still taken; it cannot be when this rank found nothing to do.
     if (poll(watched, 2, 0) > 0 && !AdvanceAll()) {
+      CheckStopped(peer);
       Fail(peer, "the process has ended");
     }
-    if (idle_milliseconds_ >= 1000 * group_->timeout_seconds) {
-      Fail(peer, "nothing came from it for " + std::to_string(group_->timeout_seconds) +
-                     " s (ADASUM_HVD_TIMEOUT_SECONDS); see what it does");
-    }
+  }
+  if (idle_.Elapsed() >= std::chrono::seconds(group_->timeout_seconds)) {
+    FailForSilence();
   }
 }
 
+// Names a rank whose process does not run, or the end of a chain of ranks that wait for one another.
+void LocalTransport::FailForSilence() {
+  const std::string seconds = std::to_string(group_->timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)";
+  std::vector<int> chain;
+  for (int peer = 0; peer < size(); ++peer) {
+    const uint32_t beats = group_->header(peer).beats.load(std::memory_order_relaxed);
+    if (peer != rank() && beats != 0 && beats == beats_[peer]) {
+      Fail(peer, "its process does not run for " + seconds);
+    }
+    if (IsDue(peer)) {
+      chain.push_back(peer);
+    }
+  }
+  for (size_t k = 0; k < chain.size(); ++k) { // which grows
+    bool waits = false;
+    for (int next = 0; next < size(); ++next) {
+      if (group_->segment(chain[k]).awaits(next).load(std::memory_order_relaxed) != 0) {
+        waits = true;
+        if (next != rank() && std::find(chain.begin(), chain.end(), next) == chain.end()) {
+          chain.push_back(next);
+        }
+      }
+    }
+    if (const int elsewhere = group_->header(chain[k]).awaits_elsewhere.load(); !waits && elsewhere != 0) {
+      FailForRank(elsewhere - 1, "rank " + std::to_string(group_->global_ranks[chain[k]]) +
+                                     " waits for it over the network, for " + seconds);
+    }
+    if (!waits) {
+      Fail(chain[k], "nothing came from it for " + seconds + "; see what it does");
+    }
+  }
+  Fail(chain.front(), "the ranks wait for one another for " + seconds);
+}
+
 void LocalTransport::Fail(int peer, const std::string& what) {
-  Stop("AdaSum: required every rank of this host to take part, got none of rank " +
-           std::to_string(group_->global_ranks[peer]) + " on rank " +
-           std::to_string(group_->global_ranks[rank()]) + ": " + what,
-       group_->global_ranks[peer]);
-  throw std::runtime_error(broken_);
+  FailForRank(group_->global_ranks[peer], what);
+}
+
+void LocalTransport::FailForRank(int global_rank, const std::string& what) {
+  const SilentRank error(global_rank, group_->global_ranks[rank()], what);
+  Stop(error.what(), global_rank);
+  throw error;
 }
 
 void LocalTransport::Break(const std::string& why) { Stop(why, group_->global_ranks[rank()]); }
@@ -342,6 +405,7 @@ void LocalTransport::Stop(const std::string& why, int blamed) {
     return;
   }
   broken_ = why;
+  blamed_ = blamed;
   group_->mine->header().gave_up.store(1 + blamed, std::memory_order_seq_cst);
   lanes_.assign(lanes_.size(), Lane()); // no address outlives the caller's buffers
   open_parts_.clear();

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "idle_clock.h"
 #include "local_bootstrap.h"
 #include "transport.h"
 
@@ -18,13 +19,15 @@ namespace adasum_hvd {
 
 class LocalTransport : public Transport {
 public:
-  explicit LocalTransport(std::unique_ptr<LocalGroup> group);
+  explicit LocalTransport(std::shared_ptr<LocalGroup> group);
 
   int rank() const override { return group_->rank; }
   int size() const override { return static_cast<int>(group_->peers.size()); }
   bool direct() const { return group_->direct; }
+  const std::shared_ptr<LocalGroup>& group() const { return group_; }
 
-  // How many processors are this rank's, where those that several ranks may use are divided among them.
+  // How many processors are this rank's, where those that several ranks may use are divided among them, and
+  // so is a quota.
   double ShareOfProcessors() const;
 
   // Counts a reduction, on every rank also where one is refused: messages carry the number, so that ranks
@@ -36,8 +39,8 @@ public:
 
   void Start(const std::vector<Message>& messages) override;
 
-  // Throws std::runtime_error that names the rank when a peer has ended, or nothing has moved for
-  // LocalSettings::timeout_seconds; every later call throws the same.
+  // Throws SilentRank when a peer has ended, or nothing has moved for LocalSettings::timeout_seconds; every
+  // later call throws the same. Of ranks that wait for one another it names the one that waits for nobody.
   void Wait() override;
 
 private:
@@ -75,21 +78,30 @@ private:
   void ReadMemoryOf(int peer, const Part& part, uint64_t address);
   void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
   bool AdvanceAll();
+  void Moved();
   void KeepApart();
   void Sleep();
   void CheckPeers();
   void CheckStopped(int peer);
+  bool IsDue(int peer) const;
+  void ShowWhomIAwait(bool show);
+  [[noreturn]] void FailForSilence();
   [[noreturn]] void Fail(int peer, const std::string& what);
+  [[noreturn]] void FailForRank(int global_rank, const std::string& what);
   void Stop(const std::string& why, int blamed);
 
-  std::unique_ptr<LocalGroup> group_;
+  std::shared_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;
+  std::vector<uint32_t> beats_; // per rank, when this one first showed whom it awaits
+  int spins_;
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for
   uint64_t first_open_ = 0;
   uint64_t operation_ = 0;
-  int idle_milliseconds_ = 0;
-  int spins_;
+  IdleClock idle_;
+  IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
+  bool shown_ = false; // whom this rank awaits
   std::string broken_;
+  int blamed_ = 0; // global rank
 };
 
 } // namespace adasum_hvd

@@ -2,6 +2,8 @@
 
 #include <exception>
 
+#include <sys/prctl.h>
+
 #include "pause.h"
 
 namespace adasum_hvd {
@@ -64,6 +66,7 @@ void Workers::TakeJobs(int worker) {
 }
 
 void Workers::Help(int worker) {
+  prctl(PR_SET_NAME, "adasum", 0, 0, 0); // for top -H
   for (uint64_t seen = 0;;) {
     for (int spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin) {
       Pause();

@@ -120,9 +120,9 @@ print("DONE")
     assert status == 0 and output.count("DONE") == 6, output[-2000:]
 
 
-def test_kernels_and_threads_may_differ(tmp_path):
+def test_kernels_and_threads_may_differ_and_nothing_stays_after_shutdown(tmp_path):
     script = """
-import os, torch
+import os, pathlib, torch
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["ADASUM_HVD_NUM_THREADS"] = str(int(rank) + 1)
 os.environ["ADASUM_HVD_KERNELS"] = "portable" if rank == "1" else ""
@@ -131,6 +131,25 @@ hvd.init()
 mine = torch.randn(100000, generator=torch.Generator().manual_seed(hvd.rank()))
 result = hvd.allreduce(mine, op=hvd.Adasum, name="x")
 assert all(torch.equal(result, other) for other in hvd.allgather_object(result))
+
+def held():
+    processes = [os.path.realpath(file) for file in pathlib.Path("/proc/self/fd").iterdir()]
+    names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    return (
+        pathlib.Path("/proc/self/maps").read_text().count("memfd:adasum_hvd"),
+        sum("pidfd" in name for name in processes),
+        names.count("adasum\\n"),
+        int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+# Two tensors are fused: what the op receives and stages is half of them and all of them.
+hvd.grouped_allreduce([torch.ones(6_000_000), torch.ones(2_000_000)], op=hvd.Adasum, name="large")
+before = held()
+assert before[0] == 2 and before[1] <= 1 and before[2] == hvd.rank(), before
+hvd.shutdown()
+after = held()
+assert after[:3] == (0, 0, 0), after
+assert before[3] - after[3] > 40_000_000, (before, after)
 print("DONE")
 """
     status, output = start(tmp_path, "mpi", 2, script)

@@ -31,7 +31,14 @@ ARITHMETIC = (
     "workers.cc",
     "kernels_portable.cc",
 )
-SHARED_MEMORY = ("local_segment.cc", "local_bootstrap.cc", "transport_local.cc")
+SHARED_MEMORY = (
+    "processor_quota.cc",
+    "read_permission.cc",
+    "local_segment.cc",
+    "local_bootstrap.cc",
+    "transport_local.cc",
+    "watch.cc",
+)
 DEVICE = ("device.cu", "device_memory.cc", "reduce_device.cc", "transport_nccl.cc")
 X86_FLAGS = {
     "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],

@@ -30,8 +30,8 @@ if(TARGET tensorflow)
 endif()
 
 set(ADASUM_SOURCES adasum_op.cc agreement.cc exports.cc gram.cc job.cc kernels.cc kernels_portable.cc layout.cc
-  level.cc local_bootstrap.cc local_segment.cc plan.cc reduce.cc settings.cc statistics.cc transport_local.cc tree.cc
-  workers.cc)
+  level.cc local_bootstrap.cc local_segment.cc network.cc plan.cc processor_quota.cc read_permission.cc reduce.cc settings.cc statistics.cc transport_local.cc tree.cc
+  watch.cc workers.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport_gloo.cc)
 endif()
