@@ -1,5 +1,9 @@
 """`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
 
+from adasum_hvd import installed as _installed
+
+_installed.require_horovod("torch")
+
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
