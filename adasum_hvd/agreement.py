@@ -43,6 +43,7 @@ def compare_settings(
     rank: int,
     what: str = "ADASUM_HVD_* variables",
     remedy: str = "export them on every host",
+    ranks: Sequence[int] = (),
 ) -> None:
     """Compare every rank's settings.
 
@@ -51,11 +52,13 @@ def compare_settings(
         rank: this rank.
         what: what they are, for the message.
         remedy: what to do where they differ, for the message.
+        ranks: whose they are, in the job; all of its ranks when empty.
 
     Raises:
         ValueError: they differ; on every rank.
     """
-    for other, settings in enumerate(theirs):
+    ranks = ranks or range(len(theirs))
+    for other, settings in zip(ranks, theirs, strict=True):
         first = theirs[0]
         names = dict.fromkeys(
             [*first, *settings]
@@ -65,8 +68,8 @@ def compare_settings(
             name = different[0]
             raise ValueError(
                 f"AdaSum: required the same {what} on all ranks, got "
-                f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank 0 "
-                f"(this is rank {rank}); {remedy}"
+                f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank "
+                f"{ranks[0]} (this is rank {rank}); {remedy}"
             )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from adasum_hvd import binding, build, prerequisites
+from adasum_hvd.installed import library_path
 
 _BUILD = "adasum-hvd build"
-_LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
 
 
 class Finding(NamedTuple):
@@ -23,16 +22,6 @@ class Finding(NamedTuple):
     found: str
     ok: bool = True
     fix: str = ""
-
-
-def library_path(framework: str) -> Path | None:
-    """Return the path of Horovod's library for `framework`, without importing anything."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder, name = _LIBRARIES[framework].split("/")
-    candidates = Path(spec.submodule_search_locations[0], folder).glob(f"{name}*.so")
-    return next(candidates, None)
 
 
 def _load(framework: str, path: Path) -> ctypes.CDLL:

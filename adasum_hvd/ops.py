@@ -9,6 +9,10 @@ from __future__ import annotations
 import enum
 
 
+class SparseAdasumError(NotImplementedError, ValueError):
+    """AdaSum of sparse tensors: to Horovod not implemented, to us a wrong argument."""
+
+
 class ReduceOp(enum.IntEnum):
     """A reduction; the first six have Horovod's numbers."""
 

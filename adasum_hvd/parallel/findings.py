@@ -82,7 +82,8 @@ def refuse(
     """Raise for the first mode that was found on any rank and is not allowed.
 
     Args:
-        findings: every rank's, in rank order and the same on every rank, so that all raise.
+        findings: every rank's, by its number in the job and the same on every rank, so that
+            all raise.
         allow_modes: modes to let pass, of `FOUND_MODES`.
         rank: the caller's, for the message.
 

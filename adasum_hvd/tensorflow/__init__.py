@@ -1,5 +1,9 @@
 """`horovod.tensorflow` with an AdaSum that works: `import adasum_hvd.tensorflow as hvd`."""
 
+from adasum_hvd import installed as _installed
+
+_installed.require_horovod("tensorflow")
+
 from horovod.tensorflow import *
 
 from adasum_hvd.learning_rate import adasum_lr

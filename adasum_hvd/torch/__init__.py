@@ -1,5 +1,9 @@
 """`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
 
+from adasum_hvd import installed as _installed
+
+_installed.require_horovod("torch")
+
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
@@ -18,12 +22,12 @@ from adasum_hvd.ops import (
 )
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.amp import GradScaler
-from adasum_hvd.torch.compression import Compression
-from adasum_hvd.torch.functions import (
-    allgather_object,
+from adasum_hvd.torch.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from adasum_hvd.torch.compression import Compression
+from adasum_hvd.torch.functions import allgather_object, broadcast_object
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.marks import mark_replicated_over
 from adasum_hvd.torch.ops import (
@@ -37,11 +41,13 @@ from adasum_hvd.torch.ops import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
     init,
+    poll,
     settings,
     synchronize,
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
+from adasum_hvd.torch.sparse_allreduce import sparse_allreduce_async
 from adasum_hvd.torch.wrap_cells import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,

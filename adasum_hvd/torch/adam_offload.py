@@ -64,6 +64,7 @@ class AdamOffload(MasterOptimizer):
             parameters with "beta" or "gamma" in their names.
         loss_scale: what the loss was multiplied by, > 0.
         learning_rate: MindSpore's name of `lr`; wins over it.
+        betas: torch's name of (beta1, beta2); wins over them.
         named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
         num_threads: threads of this rank's step; by default its share of the host's cores, and
@@ -103,6 +104,7 @@ class AdamOffload(MasterOptimizer):
         loss_scale: float = 1.0,
         *,
         learning_rate: Any = None,
+        betas: tuple[float, float] | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         torch_eps: bool = False,
         num_threads: int | None = None,
@@ -114,7 +116,7 @@ class AdamOffload(MasterOptimizer):
                 f"{torch.__version__}; pip install --upgrade torch"
             )
         defaults: groups.Group = {
-            "betas": (adam.check_beta("beta1", beta1), adam.check_beta("beta2", beta2)),
+            "betas": groups.check_betas((beta1, beta2) if betas is None else betas),
             "eps": adam.check_positive("eps", eps),
             "use_nesterov": adam.check_bool("use_nesterov", use_nesterov),
             "weight_decay": adam.check_weight_decay(weight_decay),
@@ -234,7 +236,8 @@ class AdamOffload(MasterOptimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item():
+        # torch's scaler sums it up over the gradients: the int 0 where there are none.
+        if found_inf is not None and float(found_inf):
             return loss
         with self._guard():
             self._update()

@@ -107,8 +107,7 @@ def complete(
         set_lr(group, group["lr"])
     decay = group.get("weight_decay", defaults["weight_decay"])
     group["weight_decay"] = adam.check_weight_decay(decay)
-    beta1, beta2 = {**defaults, **group}["betas"]
-    group["betas"] = (adam.check_beta("beta1", beta1), adam.check_beta("beta2", beta2))
+    group["betas"] = check_betas({**defaults, **group}["betas"])
     adam.check_positive("eps", group.get("eps", defaults["eps"]))
     scale = group.get("loss_scale", defaults["loss_scale"])
     group["loss_scale"] = adam.check_positive("loss_scale", scale, integers=True)
@@ -159,6 +158,20 @@ def _is_named(element: Any) -> bool:
     return (
         isinstance(element, tuple) and len(element) == 2 and isinstance(element[0], str)
     )
+
+
+def check_betas(betas: Any) -> tuple[float, float]:
+    """Return beta1 and beta2.
+
+    Raises:
+        TypeError: not two numbers.
+        ValueError: one of them is out of range.
+    """
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise TypeError(
+            f"AdamOffload: betas: required two floats in (0, 1), got {betas!r}"
+        )
+    return adam.check_beta("beta1", betas[0]), adam.check_beta("beta2", betas[1])
 
 
 def set_lr(group: Group, lr: Any) -> None:

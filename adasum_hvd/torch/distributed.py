@@ -159,7 +159,7 @@ class DistributedBase(torch.optim.Optimizer):
             process_set=self._options.process_set,
         )
         shared, theirs, instances, local = zip(*gathered, strict=True)
-        compare_settings(shared, rank(), *OPTIONS)
+        compare_settings(shared, rank(), *OPTIONS, ranks=everyone)
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self._instance = max(instances)
         compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())

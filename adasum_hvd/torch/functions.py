@@ -3,12 +3,59 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.torch import marks
+
+class Failure:
+    """What went wrong on one rank, sent in place of what the others wait for."""
+
+    def __init__(self, error: BaseException | str):
+        self.text = (
+            error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        )
+
+
+class _Unpicklable(Failure):
+    """In place of an object that did not pickle."""
+
+
+def ranks_of(process_set: Any) -> Sequence[int]:
+    """Return the ranks of a process set, by their numbers in the job."""
+    return process_set.ranks or range(mpi_ops.size())
+
+
+def check_root(what: str, root_rank: int, process_set: Any) -> None:
+    """Raise ValueError where no rank of `process_set` is the root."""
+    ranks = list(ranks_of(process_set))
+    if isinstance(root_rank, bool) or root_rank not in ranks:
+        raise ValueError(
+            f"{what}: required a root_rank of {ranks}, got {root_rank!r} (this is rank "
+            f"{mpi_ops.rank()})"
+        )
+
+
+def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
+    """Return `obj` in bytes, or else the error that the others must hear of."""
+    try:
+        return cloudpickle.dumps(obj), None
+    except Exception as error:  # whatever a class's own __reduce__ may raise
+        return pickle.dumps(_Unpicklable(error)), error
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _refusal(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
+    return pickle.PicklingError(
+        f"{what}: required an object that pickles, got on rank {rank} {failure.text} (this "
+        f"is rank {mpi_ops.rank()})"
+    )
 
 
 def allgather_object(
@@ -17,156 +64,70 @@ def allgather_object(
     """Return every rank's `obj`, in rank order; Horovod's knows the global process set only.
 
     Args:
-        obj: anything that pickles.
+        obj: anything that pickles, functions too.
         name: base name of the two tensors that travel.
         process_set: the ranks that take part.
 
     Raises:
-        pickle.PicklingError: `obj` does not pickle.
+        pickle.PicklingError: a rank's `obj` does not pickle; on all ranks.
 
     Collective: every rank of `process_set`; blocks.
     """
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    pickled, error = _pickled(obj)
+    data = _tensor_of(pickled)
     base = name or "adasum.allgather_object"
     lengths = mpi_ops.allgather(
         torch.tensor([data.numel()]), name=f"{base}.length", process_set=process_set
     )
     everything = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
-    return [
+    objects = [
         pickle.loads(part.numpy().tobytes())
         for part in everything.split(lengths.tolist())
     ]
+    for rank, found in zip(ranks_of(process_set), objects, strict=True):
+        if isinstance(found, _Unpicklable):
+            raise _refusal("allgather_object", rank, found) from error
+    return objects
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the root's parameters.
-
-    As Horovod's, and also for bfloat16, which Horovod has no type for. Horovod writes behind
-    torch's back; here the tensors count as modified, so that `AdamOffload` notices.
-
-    Args:
-        params: a state dict, or a list of tensors or (name, tensor) pairs.
-        root_rank: the rank whose values count.
-
-    Raises:
-        ValueError: `params` is neither a dict nor a list.
-
-    Collective: every rank; blocks.
-    """
-    if not isinstance(params, dict | list):
-        raise ValueError(
-            "broadcast_parameters: required a dict or a list, got "
-            f"{type(params).__name__}"
-        )
-    listed = sorted(params.items()) if isinstance(params, dict) else params
-    named = [p if isinstance(p, tuple) else (None, p) for p in listed]
-    carried = []
-    for name, tensor in named:
-        bits = tensor.detach()
-        if bits.dtype == torch.bfloat16:
-            bits = bits.view(torch.int16)
-        sent = bits.contiguous()
-        handle = mpi_ops.broadcast_async_(sent, root_rank, name)
-        carried.append((handle, tensor, bits, sent))
-    for handle, tensor, bits, sent in carried:
-        mpi_ops.synchronize(handle)
-        if sent is not bits:
-            bits.copy_(sent)
-        torch.autograd.graph.increment_version(tensor)
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+def broadcast_object(
+    obj: Any,
     root_rank: int = 0,
-    model: Any = None,
+    name: str | None = None,
     process_set: Any = mpi_ops.global_process_set,
-) -> None:
-    """Give every rank the root's optimizer state and hyperparameters.
+) -> Any:
+    """Return the root's `obj`.
 
-    Horovod's takes a step with zero gradients where there is no state yet, which decays
-    weights, and for a distributed optimizer is collective on some ranks only after one of
-    them has loaded a checkpoint. This one only copies, and leaves the state of parameters that
-    are marked (worker-local, or replicated over some ranks) as it is on each rank.
+    Horovod's names what travels after the type of `obj`, and waits for ever where the ranks
+    pass objects of different types, such as None on all but the root.
 
     Args:
-        optimizer: any torch optimizer, distributed or not.
-        root_rank: the rank, in the job, whose state counts.
-        model: not needed; Horovod finds sparse embeddings in it, for the step it takes.
+        obj: anything that pickles, functions too; without meaning on other ranks.
+        root_rank: the rank, in the job, whose object counts.
+        name: base name of the two tensors that travel.
         process_set: the ranks that take part.
 
     Raises:
         ValueError: `root_rank` is not in `process_set`; on all its ranks.
+        pickle.PicklingError: the root's `obj` does not pickle; on all ranks.
 
     Collective: every rank of `process_set`; blocks.
     """
-    ranks = process_set.ranks or range(mpi_ops.size())
-    if root_rank not in ranks:
-        raise ValueError(
-            f"broadcast_optimizer_state: required a root_rank of {list(ranks)}, got {root_rank}"
-        )
-    root = list(ranks).index(root_rank)
+    check_root("broadcast_object", root_rank, process_set)
     is_root = mpi_ops.rank() == root_rank
-    tensors: list[torch.Tensor] = []
-    outline = _outline(optimizer.state_dict(), tensors) if is_root else None
-    shapes = [(tuple(t.shape), t.dtype) for t in tensors]
-    gathered = allgather_object(
-        (outline, shapes), "adasum.optimizer_state", process_set
+    pickled, error = _pickled(obj) if is_root else (b"", None)
+    base = name or "adasum.broadcast_object"
+    length = torch.tensor([len(pickled)])
+    mpi_ops.broadcast_(length, root_rank, f"{base}.length", process_set)
+    data = (
+        _tensor_of(pickled)
+        if is_root
+        else torch.empty(length.tolist(), dtype=torch.uint8)
     )
-    outline, shapes = gathered[root]
-    # One tensor at a time, through the host: a pickle of everything may pass MPI's 2 GiB.
-    received = []
-    for index, (shape, dtype) in enumerate(shapes):
-        copy = (
-            tensors[index].cpu().contiguous()
-            if is_root
-            else torch.empty(shape, dtype=dtype)
-        )
-        mpi_ops.broadcast_(
-            copy,
-            root_rank,
-            name=f"adasum.optimizer_state.{index}",
-            process_set=process_set,
-        )
-        received.append(copy)
-    if not is_root:
-        state = _fill(outline, received)
-        _keep_own(optimizer, state["state"])
-        optimizer.load_state_dict(state)
-
-
-def _keep_own(optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
-    """Put this rank's own state back for parameters that not all ranks hold."""
-    own = optimizer.state_dict()["state"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
-        if marks.is_marked(parameter):
-            state.pop(index, None)
-            if index in own:
-                state[index] = own[index]
-
-
-class _Place(int):
-    """Where a tensor was in an outline: its index in the list of tensors."""
-
-
-def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` with every tensor replaced by its place, and append it to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _outline(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_outline(item, tensors) for item in value)
-    return value
-
-
-def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Undo :func:`_outline`."""
-    if isinstance(value, _Place):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: _fill(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_fill(item, tensors) for item in value)
-    return value
+    mpi_ops.broadcast_(data, root_rank, f"{base}.data", process_set)
+    received = (
+        obj if is_root and error is None else pickle.loads(data.numpy().tobytes())
+    )
+    if isinstance(received, _Unpicklable):
+        raise _refusal("broadcast_object", root_rank, received) from error
+    return received

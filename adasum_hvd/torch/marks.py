@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import rank
+from horovod.torch.mpi_ops import ProcessSet, rank
 
-from adasum_hvd.marks import is_marked_local
+from adasum_hvd.marks import check_tensors, is_marked_local
 
 _HOLDERS = "_adasum_holders"
 
@@ -31,12 +31,19 @@ def mark_replicated_over(process_set: Any, *tensors: torch.Tensor) -> None:
 
     Raises:
         ValueError: the process set is not registered, or this rank is not in it.
+        TypeError: `process_set` is none, or something in `tensors` is no tensor.
 
     Example:
         >>> pair = hvd.add_process_set([0, 1])                          # doctest: +SKIP
         >>> if pair.included():                                         # doctest: +SKIP
         ...     hvd.mark_replicated_over(pair, *expert.parameters())
     """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"mark_replicated_over: required a process set first, got {process_set!r:.80}; "
+            "make one with hvd.add_process_set"
+        )
+    check_tensors("mark_replicated_over", tensors)
     if process_set.process_set_id is None or not process_set.included():
         raise ValueError(
             "mark_replicated_over: required a registered process set with this rank in it, "

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.mpi_ops import global_process_set, size
 
 from adasum_hvd.parallel import Finding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
-from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.functions import allgather_object, ranks_of
 
 
 def find_modes(
     optimizer: Any, model: Any = None, process_set: Any = global_process_set
 ) -> list[list[Finding]]:
-    """Return what every rank of `process_set` was found to use, in rank order.
+    """Return what every rank of `process_set` was found to use, by its number in the job.
 
     Args:
         optimizer: any optimizer; its parameters are looked at, worker-local ones excepted.
@@ -34,4 +34,6 @@ def find_modes(
         if not marks.is_worker_local(parameter)
     ]
     mine = detect(parameters, optimizer, model)
-    return allgather_object(mine, "adasum.parallel_modes", process_set)
+    theirs = allgather_object(mine, "adasum.parallel_modes", process_set)
+    by_rank = dict(zip(ranks_of(process_set), theirs, strict=True))
+    return [by_rank.get(rank, []) for rank in range(size())]

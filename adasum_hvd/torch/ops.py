@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
 # leaves a rank out; these counts are per process set.
 _nameless: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_NOTHING = -1  # the handle of an empty group
 
 
 def init(
@@ -165,8 +166,7 @@ def _enqueue(
     `synchronize` copies the result to where it belongs.
     """
     if name is None:
-        count = _nameless.setdefault(process_set, itertools.count())
-        name = f"adasum.noname.{process_set.process_set_id}.{next(count)}"
+        name = nameless(process_set)
     as_bits = _as_bits(tensors)
     name = name_in_op(name, op, as_bits)
     sent, received, carried = tensors, outputs, []
@@ -196,6 +196,44 @@ def _enqueue(
     return handle
 
 
+def check_dense(
+    tensors: Sequence[torch.Tensor], name: str | None, op: ops.ReduceOp
+) -> None:
+    """Check that there is nothing but dense tensors to reduce.
+
+    Raises:
+        TypeError: something is no tensor.
+        SparseAdasumError: a sparse tensor, and the reduction is AdaSum.
+        ValueError: a sparse tensor.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"allreduce {_label(name)}: required a tensor, got {type(tensor).__name__} "
+                f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
+            )
+        if tensor.layout is torch.strided:
+            continue
+        adasum = ops.is_adasum(op)
+        error = ops.SparseAdasumError if adasum else ValueError
+        gather = "" if adasum else ", or use hvd.sparse_allreduce_async"
+        raise error(
+            f"allreduce {_label(name)}: {op.name} required a dense tensor, got one of layout "
+            f"{tensor.layout} (rank {mpi_ops.rank()} of {mpi_ops.size()}); reduce its "
+            f"to_dense(){gather}"
+        )
+
+
+def _label(name: str | None) -> str:
+    return "of a nameless tensor" if name is None else f"of {name}"
+
+
+def nameless(process_set: Any) -> str:
+    """Return a name for what has none, the same on all ranks of the process set."""
+    count = _nameless.setdefault(process_set, itertools.count())
+    return f"adasum.noname.{process_set.process_set_id}.{next(count)}"
+
+
 def _outputs_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
@@ -212,6 +250,9 @@ def _dispatch(
 ) -> int:
     """Start an AdaSum ourselves, and every other reduction with Horovod's own function."""
     reduction = _reduction(op, average)
+    check_dense(tensors, name, reduction)
+    if not tensors:
+        return _NOTHING
     if not ops.is_adasum(reduction):
         what = tensors if grouped else tensors[0]
         return horovods(what, None, name, int(reduction), *factors)
@@ -219,13 +260,20 @@ def _dispatch(
     return _enqueue(tensors, outputs, name, reduction, *factors, grouped)
 
 
-def synchronize(handle: int) -> Any:
+def synchronize(handle: int | Callable[[], Any]) -> Any:
     """Wait for an asynchronous operation and return its output, as Horovod's does.
+
+    Args:
+        handle: what any of the asynchronous functions has returned.
 
     Raises:
         ValueError: the op refused the tensors (dtype, segments); on every rank.
         HorovodInternalError: the operation failed, or the ranks' tensors do not match.
     """
+    if callable(handle):
+        return handle()
+    if handle == _NOTHING:
+        return ()
     carried = _carried.pop(handle, ())
     try:
         result = mpi_ops.synchronize(handle)
@@ -233,9 +281,21 @@ def synchronize(handle: int) -> Any:
         # Horovod forgets to where it raises ValueError.
         mpi_ops._handle_map.pop(handle, None)
     for copy, output in carried:
-        with torch.no_grad():
-            output.copy_(copy)
+        write_back(output.detach(), copy)
     return result
+
+
+def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor that may be expanded: each place in memory once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def poll(handle: int) -> bool:
+    """Return whether an asynchronous operation has ended, as Horovod's does."""
+    return handle == _NOTHING or mpi_ops.poll(handle)
 
 
 def allreduce_async(
@@ -262,8 +322,9 @@ def allreduce_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: unknown `op`, or a tensor type that Horovod does not know; from
-            `synchronize`, on every rank, for an integer dtype.
+        TypeError: `tensor` is none.
+        ValueError: unknown `op`, a sparse tensor, or a tensor type that Horovod does not know;
+            from `synchronize`, on every rank, for an integer dtype.
         HorovodInternalError: from `synchronize`, on every rank, for tensors that differ.
 
     Collective: every rank of `process_set`; does not block.
@@ -320,7 +381,7 @@ def grouped_allreduce_async(
     factors = (prescale_factor, postscale_factor, process_set)
     return _dispatch(
         mpi_ops.grouped_allreduce_async,
-        tensors,
+        list(tensors),
         average,
         name,
         op,
@@ -343,7 +404,7 @@ def grouped_allreduce_async_(
     factors = (prescale_factor, postscale_factor, process_set)
     return _dispatch(
         mpi_ops.grouped_allreduce_async_,
-        tensors,
+        list(tensors),
         average,
         name,
         op,
@@ -398,6 +459,7 @@ def allreduce(
     Collective: every rank of `process_set`; blocks.
     """
     reduction = _reduction(op, average)
+    check_dense([tensor], name, reduction)
     factors = (prescale_factor, postscale_factor, process_set)
     if not ops.is_adasum(reduction):
         return mpi_ops.allreduce(
@@ -424,7 +486,10 @@ def grouped_allreduce(
     process_set: Any = mpi_ops.global_process_set,
 ) -> list[torch.Tensor]:
     """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`."""
-    reduction = _reduction(op, average)
+    reduction, tensors = _reduction(op, average), list(tensors)
+    check_dense(tensors, name, reduction)
+    if not tensors:
+        return []
     factors = (prescale_factor, postscale_factor, process_set)
     if not ops.is_adasum(reduction):
         return mpi_ops.grouped_allreduce(

@@ -99,8 +99,11 @@ class WrapCell(Forwarding):
 
         Collective: every rank; blocks.
         """
-        parameters = self.parameters
-        shapes = [None if g is None else tuple(g.shape) for g in gradients]
+        parameters, gradients = self.parameters, tuple(gradients)
+        shapes = [
+            tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
+            for g in gradients
+        ]
         required = [tuple(parameter.shape) for parameter in parameters]
         if shapes != required:
             raise ValueError(

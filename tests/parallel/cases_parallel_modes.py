@@ -121,6 +121,23 @@ def case_one_rank_is_enough() -> None:
     hvd.DistributedOptimizer(sgd(module), model=model, allow_modes=["pipeline"])
 
 
+def case_ranks_of_a_process_set_have_their_numbers_in_the_job() -> None:
+    first, last = hvd.size() - 2, hvd.size() - 1
+    pair = hvd.global_process_set if first == 0 else hvd.add_process_set([first, last])
+    if pair.included():
+        module = nn.Linear(3, 3)
+        stage = PipelineStage(module, 0, 2, torch.device("cpu"))
+        model = stage if hvd.rank() == last else module
+        match = rf"of 2 stages on rank {last}:"
+        refuses(match, sgd(module), model=model, process_set=pair)
+        size = 1 << 20 if hvd.rank() == last else 1 << 21
+        match = f"bucket_bytes={1 << 20} on rank {last} and {1 << 21} on rank {first} "
+        with pytest.raises(ValueError, match=match):
+            hvd.DistributedOptimizer(sgd(module), process_set=pair, bucket_bytes=size)
+    if first:
+        hvd.remove_process_set(pair)
+
+
 # ---- parameters that some ranks hold ----
 
 

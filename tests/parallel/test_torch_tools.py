@@ -1,11 +1,11 @@
-"""The torch gradient reducer, replica check and banner on Gloo and MPI."""
+"""The torch gradient reducer, replica check, banner and what travels beside, on Gloo and MPI."""
 
 from __future__ import annotations
 
 import pytest
 from launch import Configuration, case_names
 
-CASES = "cases_torch_tools"
+CASES = "cases_torch_tools+cases_torch_functions"
 CONFIGURATIONS = [
     *(Configuration(CASES, "gloo", ranks) for ranks in (1, 2, 3)),
     Configuration(CASES, "mpi", 2),

@@ -309,6 +309,9 @@ Q = nn.Parameter(torch.ones(3))
         ([{"params": [P], "lr": [1.0]}, {"params": [Q], "lr": [1.0, 2.0]}], {},
          ValueError, "vectors of one length"),
         ([{"params": [P], "betas": (0.9, 1.0)}], {}, ValueError, "beta2"),
+        ([P], {"betas": (0.9, 1.0)}, ValueError, "beta2"),
+        ([P], {"betas": 0.9}, TypeError, r"betas: required two floats in \(0, 1\), got 0.9"),
+        ([{"params": [P], "betas": (0.9,)}], {}, TypeError, "betas: required two floats"),
         ([{"params": [P], "amsgrad": True}], {}, ValueError, "amsgrad"),
         ([P, Q], {"named_parameters": [("p", P)]}, ValueError, "none for 1 of 2"),
         ([P], {"named_parameters": [P]}, ValueError, "tuples"),
@@ -395,6 +398,33 @@ def test_closure_zero_grad_and_accumulation():
     optimizer.zero_grad()
     before = p.detach().clone()
     optimizer.step()  # without gradients nothing moves
+    assert torch.equal(p, before)
+
+
+def test_betas_as_torch_names_them():
+    weights = []
+    for settings in (
+        {"betas": (0.5, 0.75)},
+        {"beta1": 0.5, "beta2": 0.75},
+        {"beta1": 0.25, "betas": [0.5, 0.75]},
+    ):
+        params = parameters()
+        optimizer = offload(params, 0.01, **settings)
+        assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+        set_gradients(params, 0)
+        optimizer.step()
+        weights.append([p.detach() for p in params])
+    for others in weights[1:]:
+        assert all(map(torch.equal, weights[0], others))
+
+
+def test_grad_scaler_without_gradients():
+    (p,) = params = parameters(shapes=[(3,)])
+    optimizer = offload(params, 0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    before = p.detach().clone()
+    scaler.step(optimizer)
     assert torch.equal(p, before)
 
 

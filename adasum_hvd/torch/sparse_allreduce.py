@@ -1,0 +1,86 @@
+"""Sums and averages of sparse tensors: the entries of all ranks, as Horovod does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.torch import ops as torch_ops
+
+
+def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
+    reduction = ops.parse(op)
+    where = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
+    if ops.is_adasum(reduction):
+        raise ops.SparseAdasumError(
+            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name}, which "
+            f"gathered entries say nothing of {where}; reduce to_dense() with hvd.allreduce"
+        )
+    if reduction not in (ops.Average, ops.Sum):
+        raise ValueError(
+            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name} {where}; "
+            "reduce to_dense() with hvd.allreduce"
+        )
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        found = getattr(tensor, "layout", type(tensor).__name__)
+        raise ValueError(
+            f"sparse_allreduce {name}: required a sparse COO tensor, got {found} {where}; use "
+            "hvd.allreduce, or to_sparse_coo()"
+        )
+    return reduction
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = ops.Average,
+    process_set: Any = mpi_ops.global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start adding up or averaging a sparse tensor over the ranks of `process_set`.
+
+    Horovod's takes every reduction but its own number of Average for Sum, AdaSum too, and
+    has no bfloat16.
+
+    Args:
+        tensor: a COO tensor, of the same shape and dtype on all ranks, with any number of
+            entries.
+        name: the tensor's name, the same on all ranks; counted up when None.
+        op: Average or Sum, or the name of one.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and returns the result: the entries of all ranks, in rank order
+        and not added up. `synchronize` calls it.
+
+    Raises:
+        SparseAdasumError: `op` is AdaSum; both a NotImplementedError and a ValueError.
+        ValueError: `op` is another reduction, or `tensor` is not sparse.
+
+    Collective: every rank of `process_set`; does not block.
+    """
+    name = torch_ops.nameless(process_set) if name is None else name
+    reduction = _checked(tensor, name, op)
+    values = tensor.detach()._values().contiguous()
+    as_bits = values.dtype == torch.bfloat16
+    handles = [
+        mpi_ops.allgather_async(part, f"{name}.{what}", process_set)
+        for part, what in (
+            (tensor.detach()._indices().t().contiguous(), "indices"),
+            (values.view(torch.int16) if as_bits else values, "values"),
+        )
+    ]
+
+    def finish() -> torch.Tensor:
+        indices, gathered = map(mpi_ops.synchronize, handles)
+        gathered = gathered.view(torch.bfloat16) if as_bits else gathered
+        if reduction is ops.Average:
+            gathered = gathered / process_set.size()
+        return torch.sparse_coo_tensor(
+            indices.t(), gathered, tensor.shape, check_invariants=False
+        )
+
+    return finish
