@@ -1,6 +1,7 @@
 """`horovod.tensorflow` with an AdaSum that works: `import adasum_hvd.tensorflow as hvd`."""
 
 from horovod.tensorflow import *
+from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 
 from adasum_hvd.learning_rate import adasum_lr
 from adasum_hvd.marks import mark_worker_local

@@ -33,6 +33,9 @@ FILES = {
     "test_adasum_tensorflow.py": ("horovod.tensorflow",),
     "test_tensorflow_process_sets.py": ("horovod.tensorflow",),
     "test_tensorflow_process_sets_dynamic.py": ("horovod.tensorflow",),
+    "test_process_sets_static.py": ("horovod.tensorflow",),
+    "test_process_sets_multi_comm.py": ("horovod.tensorflow",),
+    "test_timeline.py": ("horovod.torch",),
     "test_tensorflow2_keras.py": _KERAS,
     "test_tensorflow2_keras_process_sets.py": _KERAS,
 }
