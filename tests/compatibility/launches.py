@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 from launch import command, environment
-from reports import ENDED, Report
+from reports import ENDED, FINISHED, Report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from jobs import REPOSITORY, run_launcher
@@ -57,11 +57,11 @@ def run_file(
         reports = [Report(Path(directory), rank) for rank in range(ranks)]
         words = [*command(backend, ranks), sys.executable, str(RANK), str(source), file]
         words += [directory, str(limit_seconds), select, *modules]
-        while not all(report.finished() for report in reports):
-            before = sum(len(report.ended()) for report in reports)
+        while not all(report.of(FINISHED) for report in reports):
+            before = sum(len(report.of(ENDED)) for report in reports)
             _, said = run_launcher(words, variables, LAUNCH_SECONDS)
             close_unfinished(reports, said[-8000:])
-            if sum(len(report.ended()) for report in reports) == before:
+            if sum(len(report.of(ENDED)) for report in reports) == before:
                 raise RuntimeError(
                     f"{file}, {backend}: no verdict in a launch:\n{said}"
                 )
@@ -77,7 +77,7 @@ def close_unfinished(reports: Sequence[Report], said: str) -> None:
     """
     unfinished = sorted({test for report in reports for test in report.unfinished()})
     for report in reports:
-        ended = {line["test"] for line in report.ended()}
+        ended = {line["test"] for line in report.of(ENDED)}
         for test in unfinished:
             if test not in ended:
                 report.write(ENDED, test, {"": NO_END}, said)
@@ -88,7 +88,7 @@ def collect(reports: Sequence[Report]) -> tuple[Verdicts, Reasons]:
     verdicts: Verdicts = {}
     reasons: Reasons = {}
     for rank, report in enumerate(reports):
-        for line in report.ended():
+        for line in report.of(ENDED):
             test = line["test"].rpartition("/")[2]
             for part, outcome in line["parts"].items():
                 verdicts.setdefault((test, part), {})[rank] = outcome

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from reports import ENDED, FINISHED, STARTED, Report
+from reports import ENDED, FINISHED, READY, STARTED, Report
 from swap import swap
 
 _WORSE = ("passed", "skipped", "failed")  # of a test's set-up, body and tear-down
@@ -43,8 +43,19 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Leave out the tests that have a verdict."""
-        done = {line["test"] for line in self.report.ended()}
+        done = {line["test"] for line in self.report.of(ENDED)}
         items[:] = [item for item in items if item.nodeid not in done]
+
+    def pytest_collection_finish(self) -> None:
+        """Start together: no test's limit holds another rank's imports."""
+        self.report.write(READY)
+        self.wait_for_peers(READY)
+
+    def wait_for_peers(self, event: str) -> None:
+        """Return when every rank has written `event` as often as this one."""
+        count = len(self.report.of(event))
+        while any(len(peer.of(event)) < count for peer in self.all_reports):
+            time.sleep(0.05)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
@@ -54,9 +65,7 @@ class Recorder:
         self.report.write(STARTED, item.nodeid)
         result = yield
         self.report.write(ENDED, item.nodeid, self.outcomes, self.why)
-        count = len(self.report.ended())
-        while any(len(peer.ended()) < count for peer in self.all_reports):
-            time.sleep(0.05)
+        self.wait_for_peers(ENDED)
         faulthandler.cancel_dump_traceback_later()
         return result
 

@@ -1,4 +1,4 @@
-"""The lines that ranks write: which test started, which ended and how, and that all did."""
+"""The lines that ranks write: which test started, which ended and how."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STARTED, ENDED, FINISHED = "started", "ended", "finished"
+READY, STARTED, ENDED, FINISHED = "ready", "started", "ended", "finished"
 
 
 class Report:
@@ -26,7 +26,7 @@ class Report:
         """Append a line.
 
         Args:
-            event: `STARTED`, `ENDED`, or `FINISHED` after the last test.
+            event: `READY` before the first test of a launch, `STARTED`, `ENDED`, `FINISHED`.
             test: pytest's name of it.
             parts: the outcome of the test itself ("") and of its sub-tests.
             why: tracebacks.
@@ -41,16 +41,11 @@ class Report:
         whole = text[: text.rfind("\n") + 1]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def ended(self) -> list[dict[str, Any]]:
-        """Return the lines of tests that have a verdict."""
-        return [line for line in self.lines() if line["event"] == ENDED]
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the lines of one event."""
+        return [line for line in self.lines() if line["event"] == event]
 
     def unfinished(self) -> list[str]:
         """Return the tests that started and did not end."""
-        ended = {line["test"] for line in self.ended()}
-        started = {line["test"] for line in self.lines() if line["event"] == STARTED}
-        return sorted(started - ended)
-
-    def finished(self) -> bool:
-        """Return whether a launch has come behind the last test."""
-        return any(line["event"] == FINISHED for line in self.lines())
+        started = {line["test"] for line in self.of(STARTED)}
+        return sorted(started - {line["test"] for line in self.of(ENDED)})

@@ -148,7 +148,10 @@ def case_names_as_horovods_optimizer_keeps_them() -> None:
     plain = torch.optim.SGD(model.parameters(), 0.1)
     for op in ("average", "adasum-delta"):
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
-        assert optimizer._parameter_names == {model.weight: "weight", model.bias: "bias"}
+        assert optimizer._parameter_names == {
+            model.weight: "weight",
+            model.bias: "bias",
+        }
 
 
 def case_seed_example() -> None:
