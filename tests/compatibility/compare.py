@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backends", default="gloo", help="gloo,mpi")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds for one test"
+        "--limit", type=float, default=300.0, help="seconds for one test"
     )
     parser.add_argument("--select", default="", help="pytest's -k")
     parser.add_argument("--lines", type=int, default=12, help="of a traceback")

@@ -51,8 +51,11 @@ def run_file(
     path = os.pathsep.join(
         filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
     )
-    # The checkout stays as it is.
-    variables = environment((("PYTHONPATH", path), ("PYTHONDONTWRITEBYTECODE", "1")))
+    # The checkout stays as it is, and Horovod's module gets Horovod's own AdaSum.
+    more = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    if not modules:
+        more["ADASUM_HVD_OP"] = "off"
+    variables = environment(tuple(more.items()))
     with tempfile.TemporaryDirectory() as directory:
         reports = [Report(Path(directory), rank) for rank in range(ranks)]
         words = [*command(backend, ranks), sys.executable, str(RANK), str(source), file]
