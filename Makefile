@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel hosts gpu lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo test unit parallel hosts compatibility gpu lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
+	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make soak      the long tests"
 	@echo "make gpu       the tests that need a CUDA device"
@@ -53,6 +54,11 @@ parallel: setup
 # Network namespaces need root and iproute2; skipped without.
 hosts: setup
 	$(BIN)/python -m pytest tests/hosts
+
+# Horovod's own tests, from the checkout that HOROVOD_SOURCE names: docs/compatibility.md.
+compatibility: setup
+	$(BIN)/python -m pip install --quiet --editable '.[compatibility]'
+	$(BIN)/python tests/compatibility/compare.py
 
 # Needs a device, and a Horovod of `adasum-hvd build --gpu nccl`; what cannot run is counted as skipped.
 gpu: $(VENV)/ready

@@ -5,6 +5,7 @@ from adasum_hvd import installed as _installed
 _installed.require_horovod("tensorflow")
 
 from horovod.tensorflow import *
+from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 
 from adasum_hvd.learning_rate import adasum_lr
 from adasum_hvd.marks import mark_worker_local

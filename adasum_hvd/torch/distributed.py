@@ -132,6 +132,12 @@ class DistributedBase(torch.optim.Optimizer):
             by_id.setdefault(key, (process_set, []))[1].append((name, parameter))
         yield from (by_id[key] for key in sorted(by_id))
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Names by parameter; Horovod's name of it, which programs read."""
+        groups = self.param_groups
+        return {p: self._name_of(p) for group in groups for p in group["params"]}
+
     def _name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]
 

@@ -43,6 +43,7 @@ def test_everything_of_horovod_tensorflow_is_there():
         if not name.startswith("_") and not inspect.ismodule(value)
     }
     assert public <= set(vars(hvd))
+    assert hvd._executing_eagerly is horovod.tensorflow._executing_eagerly
     assert {"DistributedOptimizer", "compile", "callbacks"} <= set(vars(hvd_keras))
 
 
