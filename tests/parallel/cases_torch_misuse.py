@@ -31,7 +31,7 @@ def backward(model: nn.Module, step: int = 0, **options) -> None:
 def case_a_model_freed_in_flight() -> None:
     """Overlapped backward, and then no step: the op still finds the weights."""
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     for _ in range(5):
         model = model_of()
         optimizer = distributed(model, "adasum-delta", overlap=True)
@@ -45,7 +45,7 @@ def case_a_model_freed_in_flight() -> None:
 
 def case_complex_parameters() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) * 1j)]
     for op in VARIANTS:
         with pytest.raises(
@@ -75,7 +75,7 @@ def case_scheduler_from_before() -> None:
 
 def case_gradients_changed_after_their_reduction() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
 
     def clip(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -116,7 +116,7 @@ def case_leftover_gradients_of_frozen_parameters() -> None:
 
 def case_unfreezing_inside_a_window() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = distributed(model, "adasum-delta", local_steps=2)
@@ -148,7 +148,7 @@ def case_gradient_of_a_gradient() -> None:
 
 def case_groups_that_differ() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     model = model_of()
     lists = [[[model[0].weight]], [[model[0].bias]]]
     for mine in (1 + hvd.rank(), lists[hvd.rank() > 0]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from horovod.torch import mpi_ops
@@ -193,4 +192,5 @@ def case_banner() -> None:
         assert "exchange over shared memory" in line
         assert "float32 on the wire" in line
         assert optimizer.extra_bytes() == {"device": 0, "host": 2 * 4 * 10_100}
-    assert np.isfinite(optimizer.extra_bytes()["host"])
+    else:
+        assert optimizer.extra_bytes() == {"device": 0, "host": 0}
