@@ -188,6 +188,7 @@ def case_banner() -> None:
     assert "AdasumDelta (delta variant)" in line
     assert f"{hvd.size()} ranks on {'MPI' if hvd.mpi_enabled() else 'Gloo'}" in line
     assert "2 local steps" in line
+    assert "learning rate 1 times the best of one worker" in line
     if hvd.size() > 1:
         assert "exchange over shared memory" in line
         assert "float32 on the wire" in line
