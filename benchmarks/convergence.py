@@ -3,7 +3,7 @@
     python benchmarks/convergence.py                  # everything, into docs/convergence
     python benchmarks/convergence.py --quick          # a small part, into build/convergence
     python benchmarks/convergence.py --optimizer adam --workers 1,32 --retuned 32 --seeds 3 \
-        --output docs/convergence/adam
+        --ops adasum-grad,adasum-delta --output docs/convergence/adam
 
 LeNet-5 on scikit-learn's digits, after the paper's case study: a fixed number of epochs, 8
 images per worker and step (so that a step of 64 workers is 512 of the 1437 images; the
