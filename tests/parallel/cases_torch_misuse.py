@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 from cases_torch_optimizer import distributed, loss_of, model_of
@@ -159,15 +158,3 @@ def case_groups_that_differ() -> None:
 def case_every_is_checked() -> None:
     with pytest.raises(ValueError, match="every: required an integer >= 1, got 0"):
         hvd.check_replicas(model_of(), every=0)
-
-
-def case_groups_of_an_earlier_init() -> None:
-    """They were for that one."""
-    hvd.shutdown()
-    hvd.init(group_op="average", group_size=2)
-    assert hvd.settings()["group_op"] == "average"
-    hvd.shutdown()
-    hvd.init()
-    assert (hvd.settings()["group_op"], hvd.settings()["group_size"]) == ("adasum", 0)
-    total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
-    assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))

@@ -422,6 +422,20 @@ def case_join() -> None:
     hvd.join()
 
 
+def case_groups_of_an_earlier_init() -> None:
+    """They were for that one."""
+    if hvd.size() > 1:  # a rank may find the addresses of the first start
+        pytest.skip("Horovod cannot start again with several ranks")
+    hvd.shutdown()
+    hvd.init(group_op="average", group_size=2)
+    assert hvd.settings()["group_op"] == "average"
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.settings()["group_op"], hvd.settings()["group_size"]) == ("adasum", 0)
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="started.again")
+    assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))
+
+
 def case_init_again_and_recycled_process_sets() -> None:
     mine = tensor_of(hvd.rank(), 5000, torch.float32, 30)
     first = hvd.allreduce(mine, op=hvd.Adasum, name="again")
