@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adasum_hvd import ops
+from adasum_hvd import learning_rate, ops
 from adasum_hvd.agreement import refuse_elastic
 
 _SHARED = (
@@ -167,7 +167,7 @@ def banner(
     wire: Sequence[str],
     extra: dict[str, int],
 ) -> str:
-    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+    """Return one line that says what is in force: backend, ranks, groups, variant, rate, wire.
 
     Args:
         options: the optimizer's.
@@ -187,6 +187,7 @@ def banner(
         f"{options.process_set.size()} ranks on {backend}",
         f"exchange over {path or 'what the first reduction finds'}",
         groups if ops.is_adasum(options.op) else "no groups",
+        *_advice(options.op, options.process_set.size(), settings),
         f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
         "steps per reduction",
         f"{' and '.join(wire) or 'nothing'} on the wire",
@@ -195,3 +196,14 @@ def banner(
         f"{extra['host'] / 2**20:.1f} MiB host",
     ]
     return "; ".join(parts)
+
+
+def _advice(op: ops.ReduceOp, ranks: int, settings: dict[str, object]) -> list[str]:
+    """Return what the figures say of this variant and its learning rate, where they do."""
+    group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))
+    if op not in learning_rate.MEASURED or (group_op != "adasum" and group_size == 0):
+        return []
+    rate = learning_rate.adasum_lr(1.0, op, ranks, group_op, max(1, group_size))
+    start = f"learning rate {rate.factor:.3g} times the best of one worker"
+    against = learning_rate.variant_advice(op, ranks)
+    return [f"{start} ({rate.certainty})", *([against] if against else [])]

@@ -1,7 +1,9 @@
 """Does AdaSum keep converging as ranks are added, at a learning rate tuned for one?
 
     python benchmarks/convergence.py                  # everything, into docs/convergence
-    python benchmarks/convergence.py --quick          # a small part, to see that it runs
+    python benchmarks/convergence.py --quick          # a small part, into build/convergence
+    python benchmarks/convergence.py --optimizer adam --workers 1,32 --retuned 32 --seeds 3 \
+        --ops adasum-grad,adasum-delta --output docs/convergence/adam
 
 LeNet-5 on scikit-learn's digits, after the paper's case study: a fixed number of epochs, 8
 images per worker and step (so that a step of 64 workers is 512 of the 1437 images; the
@@ -12,8 +14,8 @@ real jobs of 4 and 8 processes compute the same. Epochs, batch and the grid of l
 are constants below; the sequential rate is chosen on a validation split by a single worker,
 before any AdaSum run.
 
-The quadratic problem is that of Horovod's AdaSum guide: y = x^2 - 20 x + 50, model
-x^2 + p0 x + p1, p = (1, -1), one sample per worker and step.
+Every run is kept in results.json as soon as it is there, and what is kept is not run again.
+The quadratic problem of Horovod's guide is in quadratic.py.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from pathlib import Path
 import jobs
 import numpy as np
 import torch
+from convergence_report import OPS, TARGET, plot, spread, table
+from quadratic import quadratic
 from torch.nn import functional
 
 from adasum_hvd import reference
@@ -35,17 +39,53 @@ from adasum_hvd import reference
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from torch_digits import LeNet5, digits
 
-EPOCHS, MOMENTUM, WARM_UP, TARGET = 30, 0.9, 0.17, 0.95
-GRID = (0.003, 0.01, 0.03, 0.1, 0.3)
-OPS = ("sum", "average", "adasum-grad", "adasum-delta")
+EPOCHS, MOMENTUM, WARM_UP = 30, 0.9, 0.17
+GRIDS = {
+    "momentum": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "adam": (0.0003, 0.001, 0.003, 0.01, 0.03),
+}
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
-SEEDS = (1, 2, 3, 4, 5)
+RETUNED = (16, 32, 64)
 
 
 def schedule(step: int, steps: int, lr: float) -> float:
     """Return the rate of a step: linear up over WARM_UP of all steps, then linear to 0."""
     warm = max(1, round(WARM_UP * steps))
     return lr * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+
+
+class Momentum:
+    """SGD with momentum; the first axis of `like` are optimizers of their own."""
+
+    def __init__(self, like: tuple[int, ...]):
+        self._buffer = np.zeros(like, np.float32)
+
+    def change(self, gradients: np.ndarray, rate: float) -> np.ndarray:
+        """Return what a step adds to the weights."""
+        self._buffer *= MOMENTUM
+        self._buffer += gradients
+        return -rate * self._buffer
+
+
+class Adam(Momentum):
+    """Adam with torch's defaults."""
+
+    def __init__(self, like: tuple[int, ...]):
+        super().__init__(like)
+        self._squares = np.zeros(like, np.float32)
+        self._steps = 0
+
+    def change(self, gradients: np.ndarray, rate: float) -> np.ndarray:
+        """Return what a step adds to the weights."""
+        self._steps += 1
+        self._buffer += (1 - 0.9) * (gradients - self._buffer)
+        self._squares += (1 - 0.999) * (gradients**2 - self._squares)
+        mean = self._buffer / (1 - 0.9**self._steps)
+        root = np.sqrt(self._squares / (1 - 0.999**self._steps))
+        return -rate * mean / (root + 1e-8)
+
+
+OPTIMIZERS = {"momentum": Momentum, "adam": Adam}
 
 
 def reduce_workers(stacked: np.ndarray, op: str) -> np.ndarray:
@@ -79,6 +119,7 @@ def train(
     split: str,
     batch: int,
     limit: int | None = None,
+    optimizer: str = "momentum",
 ) -> dict:
     """Train LeNet-5 with all workers in this process and return what came out.
 
@@ -93,9 +134,9 @@ def train(
     names, params = zip(*model.named_parameters(), strict=True)
     draws = batches(seed, len(train_images), batch)
     steps = max(1, EPOCHS * len(train_images) // (batch * workers))
-    # Sum, Average and AdasumGrad share one momentum; AdasumDelta has one per worker.
-    momenta = [np.zeros((workers if op == "adasum-delta" else 1, *p.shape), np.float32)
-               for p in params]  # fmt: skip
+    # Sum, Average and AdasumGrad have one optimizer; AdasumDelta has one per worker.
+    copies = workers if op == "adasum-delta" else 1
+    owned = [OPTIMIZERS[optimizer]((copies, *p.shape)) for p in params]
     result: dict = {"steps": steps, "steps_to_target": None, "orthogonality": []}
     every = max(1, steps // 20)
     for step in range(min(steps, limit or steps)):
@@ -112,22 +153,17 @@ def train(
                 kept.append(gradient.numpy())
         layers = {}
         with torch.no_grad():
-            for name, param, kept, momentum in zip(
-                names, params, gradients, momenta, strict=True
+            for name, param, kept, own in zip(
+                names, params, gradients, owned, strict=True
             ):
                 stacked = np.stack(kept)
                 if op == "adasum-delta":
-                    momentum *= MOMENTUM
-                    momentum += stacked
-                    stacked = -rate * momentum
-                    change = reduce_workers(stacked, op)
-                    layers[name] = orthogonality(stacked, change)
+                    stacked = own.change(stacked, rate)
+                    reduced = change = reduce_workers(stacked, op)
                 else:
                     reduced = reduce_workers(stacked, op)
-                    layers[name] = orthogonality(stacked, reduced)
-                    momentum *= MOMENTUM
-                    momentum += reduced
-                    change = -rate * momentum[0]
+                    change = own.change(reduced[None], rate)[0]
+                layers[name] = orthogonality(stacked, reduced)
                 param += torch.from_numpy(np.ascontiguousarray(change))
             if (step + 1) % every == 0 or step + 1 == steps:
                 result["orthogonality"].append((step + 1, layers))
@@ -139,217 +175,141 @@ def train(
     return result
 
 
-def trained(
-    op: str, workers: int, lr: float, seeds: tuple[int, ...], batch: int
-) -> list[dict]:
-    """Return one row per seed: the settings and what :func:`train` measured on the test set."""
-    rows = []
-    for seed in seeds:
-        run = train(op, workers, lr, seed, "test", batch)
-        del run["weights"]
-        rows.append({"op": op, "workers": workers, "seed": seed, "lr": lr, **run})
-    return rows
-
-
 def best_rate(
-    op: str, workers: int, seeds: tuple[int, ...], batch: int
+    op: str, workers: int, seeds: tuple[int, ...], batch: int, optimizer: str
 ) -> tuple[float, dict[str, float]]:
-    """Return the rate of GRID with the best validation accuracy, and all accuracies."""
+    """Return the rate of the grid with the best validation accuracy, and all accuracies."""
     found = {}
-    for lr in GRID:
+    for lr in GRIDS[optimizer]:
         runs = [
-            train(op, workers, lr, seed, "validation", batch)["accuracy"]
+            train(op, workers, lr, seed, "validation", batch, optimizer=optimizer)
             for seed in seeds
         ]
-        found[str(lr)] = statistics.mean(runs)
+        found[str(lr)] = statistics.mean(run["accuracy"] for run in runs)
     return float(max(found, key=lambda key: found[key])), found
 
 
-# ---- the quadratic problem ----
+class Study:
+    """All runs of one optimizer and batch, kept in a file; what it holds is not run again."""
 
+    def __init__(self, path: Path, optimizer: str, batch: int, seeds: tuple[int, ...]):
+        self._path, self._seeds = path, seeds
+        setting = {"optimizer": optimizer, "epochs": EPOCHS, "batch": batch}
+        self.results = {"sequential": [], "retuned": [], "grid": {}, **setting}
+        if path.exists():
+            self.results |= json.loads(path.read_text())
+        kept = {key: self.results[key] for key in setting}
+        if kept != setting:
+            raise SystemExit(f"{path}: required runs of {setting}, got {kept}")
+        if not self.results["grid"]:
+            _, self.results["grid"] = best_rate(
+                "average", 1, seeds[:2], batch, optimizer
+            )
 
-def quadratic_steps(workers: int, x_max: float, lr: float, seed: int, op: str) -> int:
-    """Return the steps until both gradients are 0 twice running; 100 when 50 do not do.
+    @property
+    def rate(self) -> float:
+        """The sequential learning rate."""
+        grid = self.results["grid"]
+        return float(max(grid, key=lambda key: grid[key]))
 
-    The guide computes in float32, where they become exactly 0; here, in float64, 1e-7 is 0.
-    """
-    generators = [np.random.default_rng([seed, 1 + rank]) for rank in range(workers)]
-    p, still = np.array([1.0, -1.0]), 0
-    for step in range(1, 51):
-        gradients = []
-        for generator in generators:
-            x = generator.uniform(-x_max, x_max)
-            error = (p[0] * x + p[1]) - (-20 * x + 50)
-            gradients.append(np.array([2 * error * x, 2 * error]))
-        reduced = (
-            np.mean(gradients, 0) if op == "average" else reference.adasum(gradients)
-        )
-        still = still + 1 if np.all(np.abs(reduced) < 1e-7) else 0
-        if still == 2:
-            return step
-        p = p - lr * reduced
-        if not np.all(np.isfinite(p)):
-            return 100
-    return 100
-
-
-def quadratic(quick: bool) -> list[dict]:
-    """Sweep workers, x_max and learning rates; return the best rate of each."""
-    rows = []
-    rates = np.arange(0.10, 1.595, 0.1 if quick else 0.01)
-    seeds = range(2 if quick else 10)
-    for x_max in (1.0, 2.0):
-        for workers in (1, 2, 4, 8, 16):
-            for op in ("average", "adasum"):
-                means = [
-                    statistics.mean(
-                        quadratic_steps(workers, x_max, lr, seed, op) for seed in seeds
-                    )
-                    for lr in rates
-                ]
-                best = int(np.argmin(means))
-                rows.append({"x_max": x_max, "workers": workers, "op": op,
-                             "lr": round(float(rates[best]), 2), "steps": means[best]})  # fmt: skip
-    return rows
-
-
-# ---- the report ----
-
-
-def spread(values: list[float]) -> str:
-    """Return mean and standard deviation, in percent."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{100 * statistics.mean(values):5.1f} +- {100 * deviation:4.1f}"
-
-
-def cell(runs: list[dict]) -> str:
-    """Return what the table says of the runs of one reduction at one number of workers."""
-    reached = [r["steps_to_target"] for r in runs if r["steps_to_target"]]
-    when = f"{statistics.mean(reached):.0f} ({len(reached)})" if reached else "never"
-    return (
-        f"{spread([r['accuracy'] for r in runs])}; lr {runs[0]['lr']:g}; "
-        f"{100 * TARGET:.0f} % at {when}"
-    )
-
-
-def table(results: list[dict], title: str) -> str:
-    """Return one Markdown table: workers down, reductions across.
-
-    A cell is the accuracy over the seeds, the learning rate, and the mean of the steps to
-    TARGET over the seeds that reached it, with their number.
-    """
-    lines = [f"### {title}", "", "| workers | steps | " + " | ".join(OPS) + " |"]
-    lines.append("|---" * (2 + len(OPS)) + "|")
-    for workers in sorted({r["workers"] for r in results}):
-        cells, steps = [], 0
-        for op in OPS:
-            runs = [r for r in results if r["workers"] == workers and r["op"] == op]
-            steps = runs[0]["steps"] if runs else steps
-            cells.append(cell(runs) if runs else "")
-        lines.append(f"| {workers} | {steps} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def plot(results: list[dict], output: Path) -> None:
-    """Draw accuracy over workers, and AdaSum's orthogonality over time per layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for op in OPS:
-        runs = [r for r in results if r["op"] == op]
-        counts = sorted({r["workers"] for r in runs})
-        means = [
-            statistics.mean(r["accuracy"] for r in runs if r["workers"] == n)
-            for n in counts
+    def add(self, kind: str, op: str, workers: int) -> None:
+        """Run all seeds at the sequential rate, or with kind "retuned" at the own one."""
+        rows = self.results[kind]
+        if any((r["op"], r["workers"]) == (op, workers) for r in rows):
+            return
+        setting = self.results["batch"], self.results["optimizer"]
+        lr = self.rate
+        if kind == "retuned":
+            lr, _ = best_rate(op, workers, self._seeds[:1], *setting)
+        for seed in self._seeds:
+            run = train(op, workers, lr, seed, "test", setting[0], optimizer=setting[1])
+            del run["weights"]
+            rows.append({"op": op, "workers": workers, "seed": seed, "lr": lr, **run})
+        rows.sort(key=lambda r: (r["workers"], OPS.index(r["op"]), r["seed"]))
+        accuracies = [
+            r["accuracy"] for r in rows if (r["op"], r["workers"]) == (op, workers)
         ]
-        left.plot(counts, means, "o-", label=op)
-    left.set_xscale("log", base=2)
-    left.set(xlabel="workers", ylabel="test accuracy", title="sequential learning rate")
-    left.legend()
-    most = max(r["workers"] for r in results)
-    run = next(r for r in results if r["op"] == "adasum-delta" and r["workers"] == most)
-    for layer in run["orthogonality"][0][1]:
-        if layer.endswith("weight"):
-            points = [(step, layers[layer]) for step, layers in run["orthogonality"]]
-            right.plot(*zip(*points, strict=True), label=layer)
-    right.set(
-        xlabel="step",
-        ylabel="|AdaSum|^2 / sum |delta_i|^2",
-        title=f"{most} workers, delta",
-    )
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(output, dpi=110)
+        print(
+            f"{workers:3d} workers {op:13s} {spread(accuracies)} at {lr:g}", flush=True
+        )
+        self.write()
+
+    def write(self) -> None:
+        """Write what there is."""
+        self.results["machine"] = jobs.machine()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.results))
+
+    def report(self) -> str:
+        """Return the tables."""
+        results = self.results
+        text = [f"{EPOCHS} epochs, {results['batch']} images per worker and step, "
+                f"{results['optimizer']}.", ""]  # fmt: skip
+        text += [table(results["sequential"], f"At the sequential rate, {self.rate:g}")]
+        if results["retuned"]:
+            text += ["", table(results["retuned"], "Rate retuned per reduction")]
+        if results.get("quadratic"):
+            text += ["", "### Quadratic problem of Horovod's guide", ""]
+            text += [
+                "| x_max | workers | reduction | best lr | steps |",
+                "|---" * 5 + "|",
+            ]
+            text += [f"| {r['x_max']:g} | {r['workers']} | {r['op']} | {r['lr']:g} "
+                     f"| {r['steps']:.1f} |" for r in results["quadratic"]]  # fmt: skip
+        return "\n".join(text) + "\n"
 
 
-def main() -> None:
-    """Run the command line."""
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as "1,16"."""
+    return tuple(int(word) for word in text.split(",") if word)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 seeds, 2 worker counts")
     parser.add_argument(
-        "--no-retuned", action="store_true", help="only the sequential rate"
+        "--quick", action="store_true", help="2 seeds, 1 and 16 workers"
     )
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="momentum")
+    parser.add_argument("--workers", type=numbers, default=WORKERS)
+    parser.add_argument(
+        "--retuned", type=numbers, default=RETUNED, help="also tuned at"
+    )
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--batch", type=int, default=8, help="images per worker and step"
     )
     parser.add_argument("--output", type=Path, default=Path("docs/convergence"))
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the command line."""
+    arguments = make_parser().parse_args()
+    if arguments.quick:
+        arguments.workers, arguments.retuned, arguments.seeds = (1, 16), (), 2
+        arguments.output = Path("build/convergence")
     torch.set_num_threads(1)
-    workers_list, seeds = ((1, 16), SEEDS[:2]) if arguments.quick else (WORKERS, SEEDS)
-    lr, grid = best_rate("average", 1, seeds[:2], arguments.batch)
-    print(
-        f"sequential learning rate {lr:g}, by validation accuracy: {grid}", flush=True
+    study = Study(
+        arguments.output / "results.json",
+        arguments.optimizer,
+        arguments.batch,
+        tuple(range(1, arguments.seeds + 1)),
     )
-    fixed, retuned = [], []
-    for workers in workers_list:
+    for workers in arguments.workers:
         # With one worker all reductions are the same.
-        for op in OPS if workers > 1 else OPS[-1:]:
-            runs = trained(op, workers, lr, seeds, arguments.batch)
-            fixed += runs
-            accuracies = [run["accuracy"] for run in runs]
-            print(f"{workers:3d} workers {op:13s} {spread(accuracies)}", flush=True)
-    for workers in () if arguments.no_retuned else workers_list[-2:]:
-        for op in OPS:
-            own, _ = best_rate(op, workers, seeds[:1], arguments.batch)
-            runs = trained(op, workers, own, seeds, arguments.batch)
-            retuned += runs
-            last = [run["accuracy"] for run in runs]
-            print(
-                f"{workers:3d} workers {op:13s} {spread(last)} at its own {own:g}",
-                flush=True,
-            )
-    rows = quadratic(arguments.quick)
-    text = [f"{EPOCHS} epochs, {arguments.batch} images per worker and step.", ""]
-    text += [table(fixed, f"At the sequential learning rate, {lr:g}"), ""]
-    if retuned:
-        text += [table(retuned, "Learning rate retuned per reduction"), ""]
-    text += ["### Quadratic problem of Horovod's guide", ""]
-    text += [
-        "| x_max | workers | reduction | best lr | steps |",
-        "|---|---|---|---|---|",
-    ]
-    text += [f"| {r['x_max']:g} | {r['workers']} | {r['op']} | {r['lr']:g} | {r['steps']:.1f} |"
-             for r in rows]  # fmt: skip
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "table.md").write_text("\n".join(text) + "\n")
-    (arguments.output / "results.json").write_text(
-        json.dumps(
-            {
-                "machine": jobs.machine(),
-                "sequential": fixed,
-                "retuned": retuned,
-                "grid": grid,
-                "quadratic": rows,
-                "epochs": EPOCHS,
-                "batch": arguments.batch,
-            }
-        )
-    )
-    plot(fixed, arguments.output / "convergence.png")
-    print("\n".join(text))
+        for op in arguments.ops.split(",") if workers > 1 else OPS[-1:]:
+            study.add("sequential", op, workers)
+    for workers in arguments.retuned:
+        for op in arguments.ops.split(","):
+            study.add("retuned", op, workers)
+    if "quadratic" not in study.results and arguments.optimizer == "momentum":
+        study.results["quadratic"] = quadratic(arguments.quick)
+        study.write()
+    (arguments.output / "table.md").write_text(study.report())
+    plot(study.results["sequential"], arguments.output / "convergence.png")
+    print(study.report())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Train a small Keras network on scikit-learn's digits with Horovod, one process per rank.
 
-    horovodrun -np 4 python examples/keras_digits.py --op adasum-delta
+    horovodrun -np 4 python examples/keras_digits.py --op adasum-grad
 
-The learning rate is the one that is best for a single process and is not scaled: that is what
-AdaSum is for. `--op` takes average, sum, adasum-grad, adasum-delta.
+The learning rate is the one that is best for a single process and is not scaled: up to 32
+ranks AdaSum of gradients needs no other (docs/convergence.md). `--op` takes average, sum,
+adasum-grad, adasum-delta.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def replicas_identical(model: keras.Model) -> bool:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="adasum-delta", choices=ops.names())
+    parser.add_argument("--op", default="adasum-grad", choices=ops.names())
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="per rank and step")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """A TensorFlow 2 training loop of one's own with Horovod, one process per rank.
 
-    horovodrun -np 4 python examples/tensorflow2_custom_loop.py --op adasum-delta
+    horovodrun -np 4 python examples/tensorflow2_custom_loop.py --op adasum-grad
     horovodrun -np 4 python examples/tensorflow2_custom_loop.py --op adasum-grad --tape
 
 Without `--tape` the optimizer reduces (gradients, or weight changes with adasum-delta); with
@@ -34,7 +34,7 @@ def batches(batch_size: int) -> tf.data.Dataset:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="adasum-delta", choices=ops.names())
+    parser.add_argument("--op", default="adasum-grad", choices=ops.names())
     parser.add_argument("--tape", action="store_true", help="reduce in the tape")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=32, help="per rank and step")

@@ -1,11 +1,12 @@
 """Train LeNet-5 on scikit-learn's handwritten digits with Horovod, one process per rank.
 
-    horovodrun -np 4 python examples/torch_digits.py --op adasum-delta
+    horovodrun -np 4 python examples/torch_digits.py --op adasum-grad
 
-The learning rate is the one that is best for a single process and is not retuned: that is
-what AdaSum is for. `--op` takes average, sum, adasum-grad, adasum-delta, or several of them
-separated by commas, which are then compared from the same initial weights. It trains on CUDA
-devices where every rank of a host has one, else on the CPU (`--device`).
+The learning rate is the one that is best for a single process and is not retuned: up to 32
+ranks AdaSum of gradients needs no other (docs/convergence.md). `--op` takes average, sum,
+adasum-grad, adasum-delta, or several of them separated by commas, which are then compared
+from the same initial weights. It trains on CUDA devices where every rank of a host has one,
+else on the CPU (`--device`).
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--op", default="adasum-delta", help=f"of {', '.join(ops.names())}"
+        "--op", default="adasum-grad", help=f"of {', '.join(ops.names())}"
     )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(

@@ -92,7 +92,7 @@ def DistributedOptimizer(
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
-        ...     keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.AdasumDelta)
+        ...     keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.AdasumGrad)
         >>> model.compile(optimizer, loss, jit_compile=False)        # doctest: +SKIP
     """
     warn_without_effect(

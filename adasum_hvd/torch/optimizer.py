@@ -4,8 +4,9 @@ Two variants, one file each over a shared base (`distributed.py`):
 
 - `gradient.py`: gradients are reduced, then every rank takes the same step;
 - `delta.py`: every rank takes its own step, the weight changes are reduced, and
-  `w = w_old + AdaSum(w_new - w_old)`. Optimizer state stays local, which suits stateful
-  optimizers (momentum, Adam, LAMB), for AdaSum then sees what would really be applied.
+  `w = w_old + AdaSum(w_new - w_old)`. Optimizer state stays local.
+
+Use the gradient variant, unless you need what only the delta variant has: docs/convergence.md.
 
 References:
     arXiv 2006.02924, section 3; SEEDS rows 1A (ByGrad, ByDeltaWeight) and 1F.
@@ -167,7 +168,7 @@ def DistributedOptimizer(
     Example:
         >>> opt = torch.optim.SGD(model.parameters(), 0.1)           # doctest: +SKIP
         >>> opt = hvd.DistributedOptimizer(                          # doctest: +SKIP
-        ...     opt, model.named_parameters(), op=hvd.AdasumDelta)
+        ...     opt, model.named_parameters(), op=hvd.AdasumGrad)
     """
     options = Options(
         op=optimizer_op(op),

@@ -221,7 +221,7 @@ def case_keras_process_set() -> None:
 def case_keras_other_variables_of_the_same_shape() -> None:
     """Every rank uses a head of its own: they are never mixed."""
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     heads = [tf.Variable(tf.ones(2)) for _ in range(hvd.size())]
     mine = heads[hvd.rank()]
     message = r"got \(.*number 0'\) on the first rank and \(.*number 1'\) on rank 1"

@@ -74,7 +74,7 @@ def case_who_forms_the_change() -> None:
         return {type(bucket) for bucket in optimizer._buckets}.pop()
 
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     in_op, in_torch = delta_buckets.ChangeInOpBucket, delta_buckets.ChangeBucket
     assert kind_of(nn.Parameter(torch.ones(4, 3))) is in_op
     assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.float64))) is in_op
@@ -106,13 +106,13 @@ def case_memory() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta
     )
-    if hvd.size() > 1:
-        assert optimizer.extra_bytes() == {"device": 0, "host": 4000}
+    start_bytes = 4000 if hvd.size() > 1 else 0
+    assert optimizer.extra_bytes() == {"device": 0, "host": start_bytes}
 
 
 def case_a_refused_reduction_leaves_the_start() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     parameter = nn.Parameter(torch.full((6,), 2.0))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta

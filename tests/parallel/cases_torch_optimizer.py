@@ -172,10 +172,10 @@ def case_every_variant_and_optimizer() -> None:
             for step in range(STEPS):
                 wrapped.zero_grad()
                 simulation.zero_grad()
+                before = [p.detach().clone() for p in model.parameters()]
                 loss_of(model, hvd.rank(), step).backward()
                 simulation.backward(step)
-                before = [p.detach().clone() for p in model.parameters()]
-                assert all(
+                assert all(  # the reduction under way leaves the weights alone
                     torch.equal(a, b)
                     for a, b in zip(before, model.parameters(), strict=True)
                 )
@@ -205,7 +205,7 @@ def case_parameters_hold_weights_between_backward_and_step() -> None:
 
 def case_differing_models_are_refused_on_all_ranks() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     model = nn.Linear(3, 4 + hvd.rank())
     with pytest.raises(
         ValueError, match=r"required the same parameters.*weight.*\(4, 3\).*\(5, 3\)"
@@ -546,9 +546,8 @@ def case_groups_compression_and_buckets() -> None:
             model = model_of()
             if "groups" in kwargs:
                 params = list(model.parameters())
-                kwargs = (
-                    {"groups": [params[:2], params[3:]]} if results else {"groups": 2}
-                )
+                if op == "adasum-delta":
+                    kwargs = {"groups": [params[:2], params[3:]]}
             optimizer = distributed(model, op, **kwargs)
             for step in range(3):
                 optimizer.zero_grad()
@@ -718,7 +717,7 @@ def case_closures() -> None:
 
 def case_process_set() -> None:
     if hvd.size() < 3:
-        return
+        pytest.skip("needs 3 ranks")
     pair = hvd.add_process_set([0, 2])
     model = model_of()
     optimizer = distributed(model, "adasum-delta", process_set=pair)
@@ -764,7 +763,7 @@ def case_grad_scaler() -> None:
 def case_change_that_overflows() -> None:
     """Finite gradients whose change overflows on the wire: dropped, and the scale shrinks."""
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     for options in ({}, {"clip_delta_norm": 1e9}):
         weight = nn.Parameter(torch.ones(3))
         optimizer = hvd.DistributedOptimizer(
@@ -826,7 +825,7 @@ def case_conversion_after_wrapping() -> None:
 
 def case_conversion_inside_a_step() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
 
     class Converting(torch.optim.SGD):
         def step(self, closure=None):

@@ -57,7 +57,7 @@ def case_order_of_checks() -> None:
 
 def case_found_modes_become_the_context() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -102,7 +102,7 @@ def case_relaxed() -> None:
 
 def case_is_used_as_an_optimizer() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     for cell_class in CELLS:
         torch.manual_seed(0)
         layer = nn.Linear(3, 2)
@@ -123,7 +123,7 @@ def case_is_used_as_an_optimizer() -> None:
 
 def case_wrong_gradients() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     layer = nn.Linear(3, 2)
     cell = relaxed(CELLS[1], layer)
     wrong = (
@@ -142,7 +142,7 @@ def case_wrong_gradients() -> None:
 def case_scalers() -> None:
     """A scaler takes a cell for an optimizer: one rank's overflow counts for all."""
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     for cell_class in CELLS:
         weight = nn.Parameter(torch.ones(3))
         cell = cell_class(torch.optim.SGD([weight], 0.5), relaxed=True)
@@ -165,7 +165,7 @@ def case_scalers() -> None:
 def case_frozen_and_worker_local_parameters() -> None:
     """Frozen ones take no gradient; local ones keep theirs, in the group as well."""
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     weight, frozen, local = (nn.Parameter(torch.ones(2)) for _ in range(3))
     frozen.requires_grad_(False)
     hvd.mark_worker_local(local)
@@ -188,7 +188,7 @@ def case_frozen_and_worker_local_parameters() -> None:
 
 def case_attributes_reach_the_optimizer() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     cell = relaxed(CELLS[0], nn.Linear(3, 2))
     cell.note = 7
     assert cell.optimizer.note == 7
@@ -198,7 +198,7 @@ def case_attributes_reach_the_optimizer() -> None:
 
 def case_a_group_is_not_summed_twice() -> None:
     if hvd.size() == 1:
-        return
+        pytest.skip("needs 2 ranks")
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.5)
     context = ParallelContext(AUTO, 16, gradients_mean=False)

@@ -52,7 +52,21 @@ class Outcome:
     returncode: int = 0
 
     def check(self, case: str, ranks: int) -> None:
-        """Raise AssertionError with every failed or missing rank's traceback."""
+        """Raise AssertionError with every failed or missing rank's traceback.
+
+        Raises:
+            AssertionError: as :meth:`raise_failures`.
+            pytest.skip.Exception: all ranks skipped the case; with their reason.
+        """
+        if why := self.raise_failures(case, ranks):
+            pytest.skip(why)
+
+    def raise_failures(self, case: str, ranks: int) -> str:
+        """Return why the case was skipped, "" where it was not.
+
+        Raises:
+            AssertionError: a rank failed, has no verdict, or skipped what others ran.
+        """
         found = self.verdicts.get(case, {})
         problems = [
             f"rank {rank}:\n{found[rank]['error']}"
@@ -65,6 +79,10 @@ class Outcome:
             missing = [p for p in problems if p.endswith("no verdict")]
             tail = f"\nlauncher said:\n{self.output[-3000:]}" if missing else ""
             raise AssertionError("\n".join(problems) + tail)
+        reasons = [found[rank]["skipped"] for rank in range(ranks)]
+        if any(reasons) and not all(reasons):
+            raise AssertionError(f"skipped on some ranks only, by rank: {reasons}")
+        return reasons[0]
 
     def results(self, case: str) -> dict[int, object]:
         """Return what the case returned, by rank."""

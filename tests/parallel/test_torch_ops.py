@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import Configuration, case_names
+from launch import Configuration, Outcome, case_names
 
 CASES = "cases_torch_ops"
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
@@ -54,6 +54,20 @@ def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     if skip_groups:
         pytest.skip("a property of AdaSum all the way down")
     outcome_of(configuration).check(name, configuration.ranks)
+
+
+def test_a_case_with_nothing_to_check_is_skipped(outcome_of) -> None:
+    with pytest.raises(pytest.skip.Exception, match="needs 2 ranks"):
+        outcome_of(PLAIN[0]).check("case_process_set", 1)
+
+
+def test_a_case_is_skipped_by_all_ranks_or_by_none() -> None:
+    verdicts = [{"error": "", "skipped": why} for why in ("", "needs more", "")]
+    outcome = Outcome({"case_a": dict(enumerate(verdicts))})
+    with pytest.raises(AssertionError, match=r"skipped on some ranks only.*needs more"):
+        outcome.check("case_a", 3)
+    outcome.verdicts["case_a"][1]["skipped"] = ""
+    outcome.check("case_a", 3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What each rank runs: every `case_*` function of one file, in order, all ranks together."""
+"""What each rank runs: every `case_*` function of one file, in order, all ranks together.
+
+A case that has nothing to check on so few ranks says so by `pytest.skip(why)`, on all of them.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,16 @@ def main() -> None:
         if name.startswith("case_")
     }
     for name, case in cases.items():
-        error, result = "", None
+        error, skipped, result = "", "", None
         try:
             result = case()
+        except pytest.skip.Exception as skip:
+            skipped = str(skip)
         except (Exception, pytest.fail.Exception):
             error = traceback.format_exc()
         with report.open("a") as file:
-            file.write(
-                json.dumps({"case": name, "error": error, "result": result}) + "\n"
-            )
+            verdict = {"case": name, "error": error, "skipped": skipped}
+            file.write(json.dumps({**verdict, "result": result}) + "\n")
         module.align()
     hvd.shutdown()
 

@@ -44,6 +44,7 @@ def test_trajectory_is_the_reference_and_torch(settings):
     torch_optimizer = TorchAdamOffload([theirs], verbose=False, **settings)
     w, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
     reference_settings = {k: v for k, v in settings.items() if k != "use_locking"}
+    s, sm, sv = np.full(1, 2.0), np.zeros(1), np.zeros(1)
     step_in_graph = tf.function(
         lambda grads: optimizer.apply(grads, [variable, scalar])
     )
@@ -57,13 +58,13 @@ def test_trajectory_is_the_reference_and_torch(settings):
             if isinstance(settings["lr"], float)
             else settings["lr"][step]
         )
-        adam.reference_step(w, g.astype(np.float64), m, v, step + 1,
-                            **{**reference_settings, "lr": rate})  # fmt: skip
+        for state in ((w, g.astype(np.float64), m, v), (s, np.ones(1), sm, sv)):
+            adam.reference_step(*state, step + 1, **{**reference_settings, "lr": rate})
     here = variable.numpy()
     assert np.abs(here - w).max() <= 1e-6 * np.abs(w).max()
     assert np.abs(here - theirs.detach().numpy()).max() <= 1e-6 * np.abs(w).max()
     assert "CPU" in optimizer._moments[0][0].value.device
-    assert np.isfinite(scalar.numpy())
+    assert scalar.numpy() == pytest.approx(s[0], rel=1e-6)
 
 
 def test_bfloat16_variable_has_a_float32_master():

@@ -1,75 +1,107 @@
-"""What the documents say exists: links, code, make targets, commands of `adasum-hvd`."""
+"""What the pages say exists: links, files, names in code, make targets, commands."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import shlex
+import subprocess
 from pathlib import Path
+from types import ModuleType
 
+import pages
 import pytest
+from pages import PAGES, REPOSITORY
 
 from adasum_hvd import cli
 
-REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "docker/*.md")
-    for path in REPOSITORY.glob(pattern)
-)
-TARGETS = set(
-    re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-)
-
-every_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY))
+FOLDERS = ("adasum_hvd/", "benchmarks/", "docker/", "docs/", "examples/", "tests/")
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY))
 )
 
 
-@every_document
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
-        if not re.match(r"[a-z]+:", target):
-            assert (document.parent / target).exists(), target
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in pages.links(page):
+        if ":" not in target:
+            assert (page.parent / target.split("#")[0]).exists(), target
 
 
-@every_document
-def test_named_files_exist(document: Path) -> None:
-    pattern = r"`((?:adasum_hvd|benchmarks|docker|docs|examples|tests)/[\w./-]*)`"
-    for name in re.findall(pattern, document.read_text()):
-        assert (REPOSITORY / name).exists(), name
+@every_page
+def test_named_files_exist(page: Path) -> None:
+    for name in pages.quoted(page):
+        if name.startswith(FOLDERS) and " " not in name:
+            assert list(REPOSITORY.glob(name.split("::")[0].rstrip("/"))), name
 
 
-@every_document
-def test_python_blocks_compile(document: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
-    for block in blocks:
-        compile(block, str(document), "exec")
+def hvd_of(tree: ast.Module) -> ModuleType | None:
+    """Return the module that a block imports as hvd."""
+    names = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname == "hvd"
+    ]
+    return importlib.import_module(names[0]) if names else None
 
 
-@every_document
-def test_commands_exist(document: Path) -> None:
-    text = document.read_text()
-    for target in re.findall(r"(?:^|`)(?:sudo )?make ([a-z-]+)\b", text, re.MULTILINE):
-        assert target in TARGETS, f"make {target}"
-    for line in re.findall(r"^adasum-hvd [^#\n]*", text, re.MULTILINE):
-        words = line.strip().replace("'", "").split()[1:]
-        assert cli.make_parser().parse_args(words), line
+@every_page
+def test_what_python_blocks_use_of_hvd_exists(page: Path) -> None:
+    hvd = None
+    for block in pages.blocks(page, "python"):
+        tree = ast.parse(block)
+        hvd = hvd_of(tree) or hvd
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "hvd":
+                # A page whose blocks import nothing is about torch.
+                module = hvd or importlib.import_module("adasum_hvd.torch")
+                assert hasattr(module, node.attr), ast.unparse(node)
+
+
+@every_page
+def test_commands_exist(page: Path) -> None:
+    for block in pages.blocks(page, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.startswith(("adasum-hvd ", "make ")) and shlex.split(
+                line, True
+            )
+            if words and words[0] == "adasum-hvd":
+                assert cli.make_parser().parse_args(words[1:]), line
+            if words and words[0] == "make":
+                command = ["make", "--dry-run", *words[1:]]
+                ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True)
+                assert ran.returncode == 0, (line, ran.stderr)
 
 
 def test_cited_rows_are_explained() -> None:
-    replaced = (REPOSITORY / "docs" / "replaced.md").read_text()
-    explained = set(re.findall(r"^## (1[A-Z])\.", replaced, re.MULTILINE))
+    replaced = REPOSITORY / "docs" / "replaced.md"
+    explained = {
+        token.content.split(".")[0]
+        for token in pages.tokens(replaced)
+        if token.type == "inline" and token.content[:1] == "1"
+    }
+    sources = [path.read_text() for path in (REPOSITORY / "adasum_hvd").rglob("*.py")]
     cited = {
         row
-        for path in (REPOSITORY / "adasum_hvd").rglob("*.py")
-        for line in re.findall(r"SEEDS row.*", path.read_text())
+        for source in sources
+        for line in re.findall(r"SEEDS row.*", source)
         for row in re.findall(r"\b1[A-Z]\b", line)
     }
     assert cited and cited <= explained
-    for name in re.findall(r"`([\w/*]+\.(?:py|cc))", replaced):
-        places = REPOSITORY / "adasum_hvd", REPOSITORY
-        assert any(list(place.glob(name)) for place in places), name
+    for name in pages.quoted(replaced):
+        if name.endswith((".py", ".cc")) and " " not in name:
+            places = REPOSITORY / "adasum_hvd", REPOSITORY
+            assert any(list(place.glob(name)) for place in places), name
 
 
-def test_there_are_documents() -> None:
-    assert REPOSITORY / "README.md" in DOCUMENTS
-    assert {"setup", "test", "lint", "docs"} <= TARGETS
+def test_pages_are_read() -> None:
+    """Otherwise all of the above would pass on nothing."""
+    readme = REPOSITORY / "README.md"
+    assert readme in PAGES and len(PAGES) > 10
+    assert "docs/convergence.md" in pages.links(readme)
+    assert len(pages.tables(readme)) > 4
+    assert pages.blocks(readme, "python") and "make test" in pages.blocks(readme, "")[0]
+    assert sum(len(pages.quoted(page)) for page in PAGES) > 500

@@ -63,10 +63,9 @@ print(mpi_ops._handle_map, *binding.counters(LIBRARY))
 
 
 def test_without_nccl_nothing_is_reduced_on_devices():
-    on_devices = binding.reduces_on_devices(torch_ops.LIBRARY)
-    assert not on_devices or hvd.nccl_built()
-    if not hvd.nccl_built():
-        assert on_devices is False
+    if hvd.nccl_built():
+        pytest.skip("this Horovod has NCCL")
+    assert binding.reduces_on_devices(torch_ops.LIBRARY) is False
 
 
 def test_local_size_divides_only_what_registry_h_leaves_undivided():

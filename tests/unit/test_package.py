@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -105,27 +104,3 @@ def test_wheel_imports_in_an_empty_environment(dist: Path, tmp_path: Path) -> No
     )  # fmt: skip
     assert refused.returncode == 1
     assert "required torch or tensorflow" in refused.stderr
-
-
-def test_wheel_job_copies_what_its_tests_need(tmp_path: Path) -> None:
-    job = (REPOSITORY / ".ci" / "wheel").read_text()
-    copy, pytest_line = re.search(r"^(cp .*)\n.*\npytest (.*)", job, re.M).groups()
-    project = tmp_path / "project"
-    project.mkdir()
-    subprocess.run(
-        ["bash", "-euc", copy], cwd=REPOSITORY, check=True,
-        env=os.environ | {"folder": str(tmp_path)},
-    )  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet"]
-    collected = subprocess.run(
-        [*command, *shlex.split(pytest_line)], cwd=project,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert collected.returncode == 0, collected.stdout + collected.stderr
-    for file in ("test_torch_ops", "test_tensorflow", "test_device", "test_wrap_cells"):
-        assert f"tests/parallel/{file}.py" in collected.stdout
-    for path in (project / "tests" / "parallel").glob("*.py"):
-        place = r"""(?:REPOSITORY|parents\[[12]\]) / "([^"]+)\""""
-        for name in re.findall(place, path.read_text()):
-            found = [project / name, project / "tests" / name]
-            assert any(map(Path.exists, found)), f"{path.name} needs {name}"

@@ -96,8 +96,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size` to `initial_lr`, batch by batch.
 
     Args:
-        initial_lr: the rate after warm-up. With AdaSum, the single-process rate: see
-            `adasum_lr`.
+        initial_lr: the rate after warm-up: see `adasum_lr`.
         warmup_epochs: how long it takes.
         momentum_correction: as the schedule's.
         steps_per_epoch: as the schedule's.

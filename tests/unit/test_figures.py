@@ -1,0 +1,100 @@
+"""The pages quote the convergence study's figures, and follow the rule that comes from them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pages
+import pytest
+from pages import REPOSITORY
+
+from adasum_hvd import ops
+from adasum_hvd.learning_rate import MEASURED, Measured
+
+OPS = (ops.Sum, ops.Average, ops.AdasumGrad, ops.AdasumDelta)
+HEAD = [op.name for op in OPS]
+QUOTING = [REPOSITORY / "README.md", REPOSITORY / "docs/convergence.md"]
+# Where a reader begins: the first optimizer on these pages has the variant of the rule.
+BEGINNINGS = [
+    REPOSITORY / name
+    for name in ("README.md", "docs/tensorflow.md", "docs/parallel.md")
+]
+
+
+def cells(workers: int, *, tuned: bool) -> list[str]:
+    """Return what a table must say of one number of workers."""
+    rows = [row for op in OPS for row in MEASURED[op] if row.workers == workers]
+    return [tuned_cell(row) if tuned else unscaled_cell(row) for row in rows]
+
+
+def unscaled_cell(row: Measured) -> str:
+    return f"{row.unscaled} +- {row.unscaled_deviation}"
+
+
+def tuned_cell(row: Measured) -> str:
+    return f"{row.accuracy} +- {row.deviation} ({row.factor:g}x)"
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda path: path.name)
+def test_tables_are_the_measured_ones(page: Path) -> None:
+    """Every row of every table with these columns; both rates, bad rows included."""
+    seen = set()
+    for head, *rows in pages.tables(page):
+        if head[-4:] != HEAD or head[0] != "workers":
+            continue
+        for row in rows:
+            tuned = any("x)" in cell for cell in row)
+            workers = int(row[0])
+            assert row[-4:] == cells(workers, tuned=tuned), row
+            seen.add((workers, tuned))
+    assert seen >= {(n, tuned) for n in (16, 32, 64) for tuned in (False, True)}
+
+
+def test_both_rates_stand_above_the_first_snippet() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    for tuned in (False, True):
+        last = readme.index(" | ".join(cells(64, tuned=tuned)))
+        assert last < readme.index("```python")
+
+
+def reductions(page: Path) -> list[str]:
+    """Return the `op=` of every optimizer in the page's blocks, in order."""
+    return [
+        ast.unparse(keyword.value)
+        for block in pages.blocks(page, "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "hvd.DistributedOptimizer"
+        for keyword in node.keywords
+        if keyword.arg == "op" and ast.unparse(keyword.value) != "..."
+    ]
+
+
+@pytest.mark.parametrize("page", BEGINNINGS, ids=lambda path: path.name)
+def test_snippets_follow_the_rule(page: Path) -> None:
+    most = max(row.workers for row in MEASURED[ops.AdasumGrad])
+    best = max(MEASURED, key=lambda op: accuracy_at(op, most))
+    assert reductions(page)[0] == f"hvd.{best.name}"
+
+
+def accuracy_at(op: ops.ReduceOp, workers: int) -> float:
+    (row,) = (row for row in MEASURED[op] if row.workers == workers)
+    return row.accuracy or 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["torch_digits", "keras_digits", "tensorflow2_custom_loop"]
+)
+def test_examples_follow_the_rule(name: str) -> None:
+    tree = ast.parse((REPOSITORY / f"examples/{name}.py").read_text())
+    (default,) = (
+        ast.literal_eval(keyword.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and node.args
+        and ast.unparse(node.args[0]) == "'--op'"
+        for keyword in node.keywords
+        if keyword.arg == "default"
+    )
+    assert ops.parse(default) is ops.AdasumGrad
