@@ -6,40 +6,34 @@ some batches use): a rank without one takes part with zeros, and hears whether a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 from adasum_hvd import ops
 from adasum_hvd.options import Options
-from adasum_hvd.partition import partition
 from adasum_hvd.tensorflow import named
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.buckets import is_elastic, reduce_list
 from adasum_hvd.tensorflow.lists import (
     Agreed,
     Entry,
     compare,
     describe,
     in_kind,
-    is_sparse,
 )
 
 # What can be computed from all ranks' rows, for `tf.IndexedSlices`.
 SPARSE_OPS = (ops.Average, ops.Sum)
+_MANY = 1 << 29  # more lists than there are
 
 
 def is_alone(process_set: Any) -> bool:
     """Return whether this rank has nobody to reduce with; never in an elastic job."""
     if not process_set.included():
         return True
-    return process_set.size() == 1 and not _is_elastic()
-
-
-def _is_elastic() -> bool:
-    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
+    return process_set.size() == 1 and not is_elastic()
 
 
 def must_reduce(options: Options) -> bool:
@@ -115,7 +109,7 @@ class Reduction:
                     tensors, variables, agreed.kinds, strict=True
                 )
             ]
-        results = self._reduced(label, full, variables, used)
+        results = reduce_list(label, full, variables, used, self._options)
         with tf.control_dependencies(checks):
             return [tf.identity(result) for result in results], used
 
@@ -154,7 +148,8 @@ class Reduction:
         mine, count = [int(here) for here in present], len(present)
         if self._many:
             mine += [int(refuses and not here) for here in present]
-            mine += [number, -number]
+            # Whichever is larger grows where numbers differ; a rank that has joined says zeros.
+            mine += [_MANY + number, _MANY - number]
         name = f"{self._what}.lists" if self._many else f"{label}.flags"
         flags = self._largest(mine, name)
         used = [True if here else flags[k] > 0 for k, here in enumerate(present)]
@@ -162,7 +157,7 @@ class Reduction:
             return used, [flags]
         wanted = flags[:count] * flags[count : 2 * count]
         checks = [
-            (tf.equal(flags[-2], -flags[-1]), self._other_lists()),
+            (tf.equal(flags[-2] + flags[-1], 2 * _MANY), self._other_lists()),
             (
                 tf.reduce_all(tf.equal(wanted, 0)),
                 f"{self._what}: required gradients of the same variables on all ranks in a "
@@ -195,88 +190,6 @@ class Reduction:
                     raise
                 raise ValueError(self._other_lists()) from error
         return result
-
-    def _reduced(
-        self,
-        label: str,
-        tensors: Sequence[Any],
-        variables: Sequence[Any],
-        used: Sequence[Any],
-    ) -> list[Any]:
-        options = self._options
-        results: list[Any] = [None] * len(tensors)
-        kinds = {}
-        for index, variable in enumerate(variables):
-            if is_sparse(tensors[index]):
-                results[index] = self._gather(f"{label}.rows{index}", tensors[index])
-            else:
-                kinds[id(variable)] = self._on_wire(tensors[index])
-        buckets = partition(
-            [entry for entry in enumerate(variables) if results[entry[0]] is None],
-            lambda variable: kinds[id(variable)],
-            options.bucket_bytes,
-            options.groups,
-        )
-        for number, members in enumerate(buckets):
-            indices = [index for index, _ in members]
-            reduced = self._bucket(
-                f"{label}.{number}",
-                kinds[id(members[0][1])][0],
-                [tensors[index] for index in indices],
-                [used[index] for index in indices],
-            )
-            for index, tensor in zip(indices, reduced, strict=True):
-                results[index] = tensor
-        return results
-
-    def _bucket(
-        self, name: str, wire: tf.DType, tensors: Sequence[Any], used: Sequence[Any]
-    ) -> list[Any]:
-        """Return the tensors reduced, or as they are where no rank has one of them."""
-        options = self._options
-
-        def reduce() -> list[Any]:
-            reduced = named.reduce_named(
-                [tf.cast(tensor, wire) for tensor in tensors],
-                name,
-                options.op,
-                options.factors,
-                options.process_set.process_set_id,
-            )
-            pairs = zip(reduced, tensors, strict=True)
-            return [tf.cast(result, tensor.dtype) for result, tensor in pairs]
-
-        if any(flag is True for flag in used):
-            return reduce()
-        return tf.cond(tf.reduce_any(used), reduce, lambda: list(tensors))
-
-    def _on_wire(self, tensor: Any) -> tuple[tf.DType, int]:
-        wire = tf_ops.wire_dtype(tensor.dtype, self._options.compression)
-        return wire, (tensor.shape.num_elements() or 0) * wire.size
-
-    def _gather(self, name: str, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Return the sum or mean of all ranks' rows; ranks may have other numbers of them."""
-        process_set = self._options.process_set
-        dtype = slices.values.dtype
-        wire = tf_ops.wire_dtype(dtype, self._options.compression)
-        values, indices = (
-            named.gather_named(tensor, f"{name}.{what}", process_set.process_set_id)
-            for tensor, what in (
-                (tf.cast(slices.values, wire), "values"),
-                (slices.indices, "indices"),
-            )
-        )
-        # Optimizers that square a gradient need each row once.
-        rows, places = tf.unique(indices)
-        total = tf.math.unsorted_segment_sum(
-            tf.cast(values, dtype), places, tf.size(rows)
-        )
-        if self._options.op is ops.Average:
-            size: Any = process_set.size()
-            if _is_elastic():  # it changes under a traced function
-                size = mpi_ops.size_op(process_set_id=process_set.process_set_id)
-            total /= tf.cast(size, dtype)
-        return tf.IndexedSlices(total, rows, slices.dense_shape)
 
     # ---- agreeing ----
 
@@ -323,7 +236,7 @@ class Reduction:
         return self._known[key]
 
     def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
-        together = not _is_elastic() and self._options.process_set.size() > 1
+        together = not is_elastic() and self._options.process_set.size() > 1
         if together and self._many:
             self._announce()
         agreed = compare(self._what, self._options, mine, has_local, together, note)
