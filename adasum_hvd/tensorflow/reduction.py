@@ -161,8 +161,9 @@ class Reduction:
             (
                 tf.reduce_all(tf.equal(wanted, 0)),
                 f"{self._what}: required gradients of the same variables on all ranks in a "
-                f"tf.function or TF1 graph, got None on some ranks only; pass "
-                "unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient()",
+                "tf.function or TF1 graph, got None on some ranks only; pass "
+                "unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient(), or let the "
+                "branch take part with a weight of zero",
             ),
         ]
         return used, [flags, *(_require(*check) for check in checks)]
