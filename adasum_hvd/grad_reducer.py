@@ -83,7 +83,7 @@ class GradReducer(ABC):
                 f"parameter, got {len(gradients)}"
             )
         results = list(gradients)
-        name = self._current_name()
+        name = self._name
         dense: dict[int, list[int]] = {}  # by fusion number
         for index, (parameter, gradient) in enumerate(
             zip(self.parameters, gradients, strict=True)
@@ -102,9 +102,6 @@ class GradReducer(ABC):
             for index, reduced in zip(indices, finish(), strict=True):
                 results[index] = reduced
         return tuple(results)
-
-    def _current_name(self) -> str:
-        return self._name
 
     def _keeps_its_own(self, parameter: Any) -> bool:
         shards = ("layerwise_parallel", "is_in_shard")

@@ -6,7 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adasum_hvd.parallel import ParallelContext, check
@@ -76,3 +76,44 @@ def check_job(
                 *required, *found, *required
             )
         )
+
+
+def check_gradients(
+    what: str,
+    names: Sequence[str],
+    required: Sequence[Sequence[int | None]],
+    found: Sequence[Sequence[int | None] | None],
+) -> None:
+    """Check that a cell got a gradient of the right shape for every parameter.
+
+    None is refused in every framework: MindSpore's cells get all gradients, and a rank that left
+    one out would make the others of a `gradient_group` wait for it.
+
+    Args:
+        what: the cell, for messages.
+        names: the parameters' names.
+        required: their shapes; None in a shape is any number.
+        found: the gradients' shapes; None for a gradient that is None.
+
+    Raises:
+        ValueError: another number of gradients than of parameters, None, or another shape.
+    """
+    if len(found) != len(required):
+        raise ValueError(
+            f"{what}: required one gradient per parameter, {len(required)}, got {len(found)}"
+        )
+    for name, wanted, shape in zip(names, required, found, strict=True):
+        if shape is None:
+            raise ValueError(
+                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got None; "
+                "give zeros for a parameter that this batch does not use"
+            )
+        fits = len(shape) == len(wanted) and all(
+            None in pair or pair[0] == pair[1]
+            for pair in zip(shape, wanted, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got one of "
+                f"shape {tuple(shape)}"
+            )

@@ -88,6 +88,14 @@ def _keras_rate(value: Any) -> Any:
         TypeError: a wrong type.
         ValueError: a rate is negative.
     """
+    if isinstance(value, list | tuple) and any(
+        isinstance(item, dict) or hasattr(item, "assign") for item in value
+    ):
+        raise TypeError(
+            "AdamOffload: required a learning rate first, as Keras's optimizers, got variables "
+            "or parameter groups, as torch's; build() and apply() get the variables, and each "
+            "group needs an optimizer of its own"
+        )
     rate = adam.parse_lr(value)
     if isinstance(rate, tuple):
         return RateVector(rate)

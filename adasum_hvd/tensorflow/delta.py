@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.distributed import KerasDistributed
+from adasum_hvd.tensorflow.slots import copy_of_weights
 
 
 def wide(variable: Any) -> Any:
@@ -36,20 +38,50 @@ class DeltaOptimizer(KerasDistributed):
         # Keras calls this right before weight decay and the step.
         if self._adasum.reducing:
             self._keep_starts()
-        return super()._clip_gradients(grads)
+        return super()._clip_gradients(grads) if grads else grads
+
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        variables = self._trainable_variables
+        if present:
+            super(KerasDistributed, self).apply(
+                list(present.values()), [variables[index] for index in present]
+            )
+        else:
+            # Other ranks have gradients: this one takes part, without a step of its own.
+            self._backend_apply_gradients([], [])
+            self._iterations.assign_add(1)
+        for index, variable in enumerate(variables):
+            constraint = getattr(variable, "constraint", None)
+            if constraint and index not in present and not is_marked_local(variable):
+                variable.assign(constraint(variable))
 
     def _keep_starts(self) -> None:
         state = self._adasum
         window = state.starts
-        if window.length == 1:
-            changing = state.reduced(state.step_variables)
-            state.start_values = [wide(variable) for variable in changing]
-            state.reduction.agree(state.start_values, changing)
-            return
-
-        # Any variable may change in one of the window's steps.
+        # In a window of several steps any variable may change in one of them.
+        stepped = (
+            state.step_variables if window.length == 1 else self._trainable_variables
+        )
+        indices = set(map(self._get_variable_index, stepped))
         changing = state.reduced(self._trainable_variables)
-        state.reduction.agree([wide(variable) for variable in changing], changing)
+        values = [
+            wide(variable) if self._get_variable_index(variable) in indices else None
+            for variable in changing
+        ]
+        agreed = state.reduction.agree(values, changing, note=self._copy_of_weights)
+        self._require_any(agreed)
+        if agreed.note:
+            raise ValueError(
+                f"{self._base.__name__}: required an optimizer whose state holds no weights, "
+                f"got {agreed.note}, a copy of them: every rank would go on from its own copy, "
+                "and not from the weights that all share; use op=AdasumGrad, which reduces "
+                "gradients"
+            )
+        if window.length == 1:
+            state.start_values = dict(
+                zip(map(self._get_variable_index, changing), values, strict=True)
+            )
+            return
 
         def keep() -> None:
             for variable in changing:
@@ -66,16 +98,19 @@ class DeltaOptimizer(KerasDistributed):
 
     def _reduce_changes(self) -> None:
         state = self._adasum
-        if state.starts.length == 1:
-            changed = state.reduced(state.step_variables)
-            starts, state.start_values = state.start_values, []
-        else:
-            changed = state.reduced(self._trainable_variables)
-            starts = [wide(state.starts.of(variable)) for variable in changed]
-        changes = [wide(v) - start for v, start in zip(changed, starts, strict=True)]
-        reduced = bounded(
-            state.reduction(changes, changed), state.options.clip_delta_norm
-        )
+        changed = state.reduced(self._trainable_variables)
+        starts = [self._start_of(variable) for variable in changed]
+        state.start_values = {}
+        changes = [
+            None if start is None else wide(variable) - start
+            for variable, start in zip(changed, starts, strict=True)
+        ]
+        reduced, _ = state.reduction(changes, changed)
+        reduced = bounded(reduced, state.options.clip_delta_norm)
+        starts = [
+            wide(variable) if start is None else start
+            for variable, start in zip(changed, starts, strict=True)
+        ]
         finite = self._note_finite(reduced)
         for variable, start, change in zip(changed, starts, reduced, strict=True):
             new = (
@@ -84,6 +119,17 @@ class DeltaOptimizer(KerasDistributed):
                 else tf.where(finite, start + change, start)
             )
             variable.assign(tf.cast(new, variable.dtype))
+
+    def _copy_of_weights(self) -> str:
+        with tf.init_scope():
+            return copy_of_weights(self) if tf.executing_eagerly() else ""
+
+    def _start_of(self, variable: Any) -> Any:
+        """Return what `variable` held before the window, None if this rank left it alone."""
+        state = self._adasum
+        if state.starts.length == 1:
+            return state.start_values[self._get_variable_index(variable)]
+        return wide(state.starts.of(variable))
 
     def give_up_window(self) -> None:
         """Put the weights back to where an unfinished window of local steps began."""

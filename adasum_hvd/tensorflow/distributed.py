@@ -10,11 +10,8 @@ import tensorflow as tf
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
-from adasum_hvd.tensorflow.reduction import (
-    Reduction,
-    must_reduce,
-    name_of,
-)
+from adasum_hvd.tensorflow.lists import Agreed, name_of
+from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.saving import saved_config
 from adasum_hvd.tensorflow.window import SAVED, Window
 
@@ -34,7 +31,11 @@ class State:
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
         # What one method that Keras calls in a step leaves to the next.
         self.step_variables: list[Any] = []
-        self.start_values: list[Any] = []
+        self.start_values: dict[int, Any] = {}  # by the variable's index
+        self.present: frozenset[int] = (
+            frozenset()
+        )  # indices with a gradient on this rank
+        self.used: dict[int, Any] = {}  # of the others, whether any rank has one
         self.did_reduce = False
         # Whether what the last step reduced is finite; only where a loss scale asks.
         self.finite: tf.Variable | None = None
@@ -85,11 +86,14 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:
             raise RuntimeError(
-                "LossScaleOptimizer: required one inside the DistributedOptimizer, got one "
-                "around it (Keras's compile() adds it under mixed_float16); each rank would "
-                "decide by its own gradients whether to skip a step. Use "
+                "DistributedOptimizer: required to be the outermost optimizer, got Keras's "
+                "LossScaleOptimizer or MultiOptimizer around it. A LossScaleOptimizer (compile() "
+                "adds one under mixed_float16) would let each rank decide by its own gradients "
+                "whether to skip a step: required one inside the DistributedOptimizer, so use "
                 "DistributedOptimizer(LossScaleOptimizer(optimizer)), or "
-                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...)"
+                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
+                "MultiOptimizer reduce the gradients with DistributedGradientTape, and give "
+                "them to a MultiOptimizer of plain optimizers"
             )
         super().__setattr__(name, value)
 
@@ -174,7 +178,16 @@ class KerasDistributed(keras.optimizers.Optimizer):
         pending = (
             every and tf.executing_eagerly() and (int(self._iterations) + 1) % every
         )
-        super().apply(grads, variables)
+        if state.reducing and self._trainable_variables:
+            self._check_variables_are_known(variables)
+            indices = map(self._get_variable_index, variables)
+            pairs = zip(indices, grads, strict=True)
+            present = {index: grad for index, grad in pairs if grad is not None}
+            if present and len(present) < len(grads):
+                self._filter_empty_gradients(grads, variables)  # warns
+            self._apply_together(present)
+        else:
+            super().apply(grads, variables)
         if grads and state.reducing and not state.did_reduce and not pending:
             raise RuntimeError(
                 "DistributedOptimizer: required a step that reduces over "
@@ -182,6 +195,23 @@ class KerasDistributed(keras.optimizers.Optimizer):
                 "that reduced nothing (all variables are worker-local, or the class takes its "
                 "steps in another way than Keras's do); the replicas would drift apart"
             )
+
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        """Take a step with all ranks; `present` are this rank's gradients, by index.
+
+        All variables take part in every step, so that a rank needs not have gradients for those
+        that another one has them for.
+        """
+        raise NotImplementedError
+
+    def _require_any(self, agreed: Agreed) -> Agreed:
+        if not agreed.any_tensor:
+            raise ValueError(
+                "apply: required a gradient of at least one variable on some rank, got none on "
+                f"all {self._adasum.options.process_set.size()}; is the loss computed from the "
+                "variables?"
+            )
+        return agreed
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._adasum.step_variables = list(trainable_variables)

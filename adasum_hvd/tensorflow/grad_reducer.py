@@ -11,7 +11,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd import ops
 from adasum_hvd.grad_reducer import GradReducer
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.reduction import name_in_graph
+from adasum_hvd.tensorflow.named import gather_named, reduce_named
 
 
 class DistributedGradReducer(GradReducer):
@@ -41,14 +41,11 @@ class DistributedGradReducer(GradReducer):
         tf_ops.refuse_xla("DistributedGradReducer")
         return super().__call__(gradients)
 
-    def _current_name(self) -> str:
-        return name_in_graph(self._name, self)
-
     def _is_sparse(self, gradient: Any) -> bool:
         return isinstance(gradient, tf.IndexedSlices)
 
     def _start(self, name: str, gradients: list[Any]) -> Callable[[], list[Any]]:
-        totals = tf_ops.reduce_named(
+        totals = reduce_named(
             [tf.cast(gradient, tf.float32) for gradient in gradients],
             name,
             ops.Sum,
@@ -62,12 +59,7 @@ class DistributedGradReducer(GradReducer):
 
     def _reduce_sparse(self, name: str, gradient: tf.IndexedSlices) -> Any:
         def gather(tensor: Any, what: str) -> Any:
-            return mpi_ops.allgather(
-                tensor,
-                name=f"{name}.{what}",
-                ignore_name_scope=True,
-                process_set=self._group,
-            )
+            return gather_named(tensor, f"{name}.{what}", self._group.process_set_id)
 
         values = gather(tf.cast(gradient.values, tf.float32), "values") * self._factor
         return tf.IndexedSlices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,16 @@ class GradientOptimizer(KerasDistributed):
         grads = super()._prepared(grads, variables)
         return prepared(grads, variables, self._adasum.options)
 
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        self._adasum.present = frozenset(present)
+        grads = []
+        for index, variable in enumerate(self._trainable_variables):
+            grad = present.get(index)
+            if grad is None and not is_marked_local(variable):
+                grad = tf.zeros(variable.shape, tf.as_dtype(variable.dtype))
+            grads.append(grad)
+        super(KerasDistributed, self).apply(grads, self._trainable_variables)
+
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         state = self._adasum
         if state.reducing:
@@ -30,18 +41,21 @@ class GradientOptimizer(KerasDistributed):
         state = self._adasum
         chosen = state.reduced(variables)
         mine = [
-            grad
+            grad if self._get_variable_index(variable) in state.present else None
             for grad, variable in zip(grads, variables, strict=True)
             if not is_marked_local(variable)
         ]
-        agreed = state.reduction.agree(mine, chosen, len(chosen) < len(variables))
+        has_local = any(map(is_marked_local, self._trainable_variables))
+        agreed = self._require_any(state.reduction.agree(mine, chosen, has_local))
         if self.global_clipnorm and agreed.any_local:
             raise ValueError(
                 "global_clipnorm: required variables that are all reduced, got worker-local "
                 "ones; every rank would clip by another norm and the replicas would drift "
                 "apart, so use clipnorm or clipvalue"
             )
-        results = state.reduction(mine, chosen)
+        results, used = state.reduction(mine, chosen)
+        indices = map(self._get_variable_index, chosen)
+        state.used = dict(zip(indices, used, strict=True))
         self._note_finite(results)
         reduced = iter(results)
         return [
@@ -50,14 +64,34 @@ class GradientOptimizer(KerasDistributed):
         ]
 
     def _apply_weight_decay(self, variables: Any) -> None:
+        if self.weight_decay is None:
+            return
         decay = super()._apply_weight_decay
-        self._where_finite(lambda: decay(variables))
+
+        def decay_used() -> None:
+            for variable in variables:
+                self._where_used(variable, functools.partial(decay, [variable]))
+
+        self._where_finite(decay_used)
 
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
         step = super()._backend_update_step
         self._where_finite(lambda: step(grads, trainable_variables, learning_rate))
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """As the optimizer's, where any rank has a gradient for the variable."""
+        step = super().update_step
+        self._where_used(variable, lambda: step(gradient, variable, learning_rate))
+
+    def _where_used(self, variable: Any, action: Callable[[], None]) -> None:
+        """Do `action` if any rank has a gradient for `variable`, as a lone process would."""
+        flag = self._adasum.used.get(self._get_variable_index(variable), True)
+        if flag is True:
+            action()
+        else:
+            tf.cond(flag, returning(action), lambda: 0)
 
     def _where_finite(self, action: Callable[[], None]) -> None:
         """Do `action`, unless a loss scale is to see that the reduced gradients overflowed."""

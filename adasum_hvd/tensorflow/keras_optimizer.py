@@ -8,7 +8,6 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.delta import DeltaOptimizer
 from adasum_hvd.tensorflow.distributed import KerasDistributed
@@ -24,38 +23,23 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, KerasDistributed | DistributedLossScale)
 
 
-def inner(optimizer: Any) -> Any:
-    """Return the optimizer inside a loss scale, and any other as it is."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def local_slots(optimizer: Any) -> set[int]:
-    """Return the ids of the optimizer's variables that belong to worker-local variables.
-
-    Keras's optimizers hold such variables in lists, one of each per trainable variable.
-    """
-    optimizer = inner(optimizer)
-    trained = optimizer._trainable_variables
-    return {
-        id(slot)
-        for name, slots in vars(optimizer).items()
-        if isinstance(slots, list) and len(slots) == len(trained)
-        if name not in ("_variables", "_trainable_variables")
-        for variable, slot in zip(trained, slots, strict=True)
-        if is_marked_local(variable)
-    }
-
-
 def wrap(optimizer: Any, options: Options) -> Any:
     """Return `optimizer`'s variables and settings in an instance of the variant of the op.
 
     Raises:
         ValueError: it is distributed already, or its settings would part the replicas.
+        NotImplementedError: a `MultiOptimizer`, which takes no step of its own.
     """
     if is_distributed(optimizer):
         raise ValueError(
             "DistributedOptimizer: required a plain optimizer, got one that is distributed "
             "already"
+        )
+    if type(optimizer).__name__ == "MultiOptimizer":  # not in every Keras 3
+        raise NotImplementedError(
+            "DistributedOptimizer: required an optimizer that takes the step, got Keras's "
+            "MultiOptimizer, which lets others take it; reduce the gradients with "
+            "DistributedGradientTape and give them to the plain MultiOptimizer"
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scaled = _taken_over(optimizer, DistributedLossScale)

@@ -53,6 +53,12 @@ class _Sums:
             totals.append((gradient, variable))
         return totals, tf.equal(count % self.passes, 0)
 
+    @property
+    def bytes(self) -> int:
+        """How much memory the sums take."""
+        sums = self._sums.values()
+        return sum(total.shape.num_elements() * total.dtype.size for total in sums)
+
     def _make_room(self, pairs: Sequence[Pair]) -> None:
         with tf.init_scope():
             if self._count is None:
@@ -74,27 +80,32 @@ class _Legacy(tf.compat.v1.train.Optimizer):
     _adasum_options: Options
     _adasum_reduction: Reduction
     _adasum_sums: _Sums
+    _adasum_dtypes: set[tf.DType]  # of the variables that were reduced
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        return {"device": self._adasum_sums.bytes, "host": 0}
 
     def _chosen(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Return the pairs that a reduction is for; RuntimeError where no rank has any."""
+        """Return the pairs that a reduction is for, with what is to be reduced."""
         if not must_reduce(self._adasum_options):
             return []
-        chosen = [
-            (gradient, variable)
-            for gradient, variable in pairs
-            if gradient is not None and not is_marked_local(variable)
-        ]
-        if not chosen:
-            self._adasum_reduction.agree((), ())  # the others hear of it here
+        chosen = [pair for pair in pairs if not is_marked_local(pair[1])]
+        tensors, variables = zip(*chosen, strict=True) if chosen else ((), ())
+        ready = self._ready(tensors, variables)
+        self._adasum_dtypes |= {variable.dtype.base_dtype for variable in variables}
+        if not self._adasum_reduction.agree(ready, variables).any_tensor:
             raise RuntimeError(
                 "DistributedOptimizer: required gradients to reduce over "
                 f"{self._adasum_options.process_set.size()} ranks, got none; the replicas "
                 "would drift apart"
             )
-        return chosen
+        return list(zip(ready, variables, strict=True))
 
-    def _reduce(self, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self._adasum_reduction(tensors, variables)
+    def _ready(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[Any]:
+        return prepared(gradients, variables, self._adasum_options)
 
 
 class _LegacyGradient(_Legacy):
@@ -116,19 +127,18 @@ class _LegacyGradient(_Legacy):
         present = [pair for pair in pairs if pair[0] is not None]
         found = tf.cond(
             last,
-            lambda: [gradient for gradient, _ in self._reduced(present)],
+            lambda: [g for g, _ in self._reduced(pairs, exact=False) if g is not None],
             lambda: [gradient for gradient, _ in present],
         )
         by_variable = dict(zip((id(v) for _, v in present), found, strict=True))
         return [(by_variable.get(id(v)), v) for _, v in pairs]
 
-    def _reduced(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def _reduced(self, pairs: Sequence[Pair], exact: bool | None = None) -> list[Pair]:
         chosen = self._chosen(pairs)
         if not chosen:
             return list(pairs)
         gradients, variables = zip(*chosen, strict=True)
-        ready = prepared(gradients, variables, self._adasum_options)
-        reduced = self._reduce(ready, variables)
+        reduced = self._adasum_reduction.gradients(gradients, variables, exact=exact)
         by_variable = dict(zip(map(id, variables), reduced, strict=True))
         return [(by_variable.get(id(v), gradient), v) for gradient, v in pairs]
 
@@ -155,6 +165,15 @@ class _LegacyGradient(_Legacy):
 class _LegacyDelta(_Legacy):
     """The delta variant: `apply_gradients` takes the local step and reduces the changes."""
 
+    def _ready(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[Any]:
+        # A reference variable's value is its memory, which the step is about to change.
+        return [
+            None if gradient is None else tf.raw_ops.DeepCopy(x=wide(variable))
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
@@ -170,20 +189,26 @@ class _LegacyDelta(_Legacy):
         )
 
     def _apply(self, pairs: Sequence[Pair], local_step: Callable[[], Any]) -> Any:
-        variables = [variable for _, variable in self._chosen(pairs)]
-        # A reference variable's value is its memory, which the step is about to change.
-        starts = [tf.raw_ops.DeepCopy(x=wide(variable)) for variable in variables]
-        with tf.control_dependencies(starts):
-            step = local_step()
-        if not variables:
-            return tf.group(*([] if step is None else [step]))
-        with tf.control_dependencies([] if step is None else [step]):
+        chosen = self._chosen(pairs)
+        with tf.control_dependencies([s for s, _ in chosen if s is not None]):
+            # Without a gradient on this rank TensorFlow has no step to take.
+            some = any(gradient is not None for gradient, _ in pairs)
+            step = local_step() if some or not chosen else None
+        done = [] if step is None else [step]
+        if not chosen:
+            return tf.group(*done)
+        starts, variables = zip(*chosen, strict=True)
+        with tf.control_dependencies(done):
             changes = [
-                wide(variable.read_value()) - start
-                for variable, start in zip(variables, starts, strict=True)
+                None if start is None else wide(variable.read_value()) - start
+                for start, variable in chosen
             ]
-        limit = self._adasum_options.clip_delta_norm
-        reduced = bounded(self._reduce(changes, variables), limit)
+            starts = tuple(
+                wide(variable.read_value()) if start is None else start
+                for start, variable in chosen
+            )
+        reduced, _ = self._adasum_reduction(changes, variables)
+        reduced = bounded(reduced, self._adasum_options.clip_delta_norm)
         return tf.group(
             *(
                 variable.assign(tf.cast(start + change, variable.dtype.base_dtype))
@@ -192,6 +217,11 @@ class _LegacyDelta(_Legacy):
                 )
             )
         )
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether `optimizer` is a TF1 one from `DistributedOptimizer`."""
+    return isinstance(optimizer, _Legacy)
 
 
 def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
@@ -206,8 +236,6 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
             f"{options.local_steps}; use a Keras optimizer"
         )
     passes = options.backward_passes_per_step
-    if passes == 1 and not must_reduce(options):
-        return optimizer
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     base = type(optimizer)
     if (mixin, base) not in _classes:
@@ -216,6 +244,9 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     distributed: Any = object.__new__(_classes[mixin, base])
     distributed.__dict__.update(optimizer.__dict__)
     distributed._adasum_options = options
+    distributed._adasum_dtypes = set()
     distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)
-    distributed._adasum_reduction = Reduction("DistributedOptimizer", options)
+    distributed._adasum_reduction = Reduction(
+        "DistributedOptimizer", options, many_lists=True
+    )
     return distributed

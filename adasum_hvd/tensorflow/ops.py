@@ -1,14 +1,13 @@
 """AdaSum as a Horovod reduction of TensorFlow tensors, eagerly and in `tf.function`.
 
-The only file that calls Horovod's TensorFlow operations directly: Horovod's own Python refuses
-AdaSum on sizes that are no power of two and on process sets, which our op handles. It relies
-on `mpi_ops._allreduce` and `MPI_LIB.horovod_grouped_allreduce`, as they are in Horovod 0.28.1
+With `named.py` the only file that calls Horovod's TensorFlow operations directly: Horovod's own
+Python refuses AdaSum on sizes that are no power of two and on process sets, which our op
+handles. It relies on `mpi_ops._allreduce`, as it is in Horovod 0.28.1
 (tests/unit/test_tensorflow_internals.py).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,10 +90,14 @@ def refuse_xla(what: str) -> None:
         )
 
 
+class SparseTensorError(NotImplementedError, ValueError):
+    """A sparse tensor that a reduction does not take; Horovod's raises NotImplementedError."""
+
+
 def refuse_sparse(tensor: Any, what: str) -> None:
-    """Raise ValueError for `tf.IndexedSlices`, which no reduction here takes."""
+    """Raise SparseTensorError for `tf.IndexedSlices`, which no reduction here takes."""
     if isinstance(tensor, tf.IndexedSlices):
-        raise ValueError(
+        raise SparseTensorError(
             f"{what}: required a dense tensor, got tf.IndexedSlices of shape "
             f"{tensor.shape}; pass sparse_as_dense=True, or use tf.convert_to_tensor"
         )
@@ -106,61 +109,6 @@ def wire_dtype(dtype: Any, compression: Any = Compression.none) -> tf.DType:
     if compression is Compression.fp16 and dtype.is_floating:
         return tf.float16
     return tf.float32 if dtype == tf.bfloat16 else dtype
-
-
-@functools.lru_cache(1024)
-def _named_function(
-    name: str,
-    op: ops.ReduceOp,
-    factors: tuple[float, float],
-    process_set_id: int,
-    specs: tuple[tf.TensorSpec, ...],
-) -> Any:
-    code = int(ops.Adasum if ops.is_adasum(op) else op)
-    if op is ops.AdasumDelta:
-        name = ops.DELTA_PREFIX + name
-
-    def reduce(*tensors: Any) -> Any:
-        return mpi_ops.MPI_LIB.horovod_grouped_allreduce(
-            list(tensors),
-            name=name,
-            reduce_op=code,
-            prescale_factor=factors[0],
-            postscale_factor=factors[1],
-            process_set_id=process_set_id,
-        )
-
-    function = tf.function(
-        reduce, autograph=False, experimental_attributes={"_noinline": True}
-    )
-    return function.get_concrete_function(*specs)
-
-
-def reduce_named(
-    tensors: Sequence[Any],
-    name: str,
-    op: ops.ReduceOp,
-    factors: tuple[float, float],
-    process_set_id: int,
-) -> list[Any]:
-    """Return tensors of one dtype reduced under exactly this name.
-
-    TensorFlow prefixes an operation's name with every scope and function around it, and counts
-    some of them up; names then depend on what else is in a rank's graph, and Horovod waits for
-    ever for a name that one rank lacks. A function that is never inlined keeps its own.
-
-    Args:
-        tensors: of one dtype that Horovod knows.
-        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
-        op: the reduction.
-        factors: prescale and postscale factor.
-        process_set_id: the ranks that reduce.
-
-    Collective: every rank of the process set; blocks (eagerly).
-    """
-    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
-    function = _named_function(name, op, factors, process_set_id, specs)
-    return list(function(*tensors))
 
 
 def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:
@@ -199,7 +147,9 @@ def allreduce(
         ignore_name_scope: as Horovod's.
 
     Raises:
-        ValueError: unknown `op`, or AdaSum of `tf.IndexedSlices`.
+        ValueError: unknown `op`.
+        SparseTensorError: AdaSum of `tf.IndexedSlices`; a NotImplementedError, as Horovod's, and a
+            ValueError.
         NotImplementedError: traced into a function that XLA compiles.
         tf.errors.InvalidArgumentError: an integer dtype; on every rank.
 
@@ -246,10 +196,12 @@ def grouped_allreduce(
     """Return the tensors reduced over the ranks, each with coefficients of its own.
 
     Arguments and errors as :func:`allreduce`. For AdaSum the dtypes may differ; tensors of one
-    dtype travel together.
+    dtype travel together. An empty list, which must be empty on all ranks, sends nothing.
     """
     refuse_xla("grouped_allreduce")
     reduction = _reduction(op, average)
+    if not tensors:
+        return []
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if not ops.is_adasum(reduction):
         return horovods.grouped_allreduce(
@@ -259,8 +211,6 @@ def grouped_allreduce(
         )  # fmt: skip
     for tensor in tensors:
         refuse_sparse(tensor, "AdaSum")
-    if not tensors:
-        return []
     results: list[Any] = [None] * len(tensors)
     by_dtype: dict[tf.DType, list[int]] = {}
     with tf.device(device_dense):

@@ -24,7 +24,7 @@ from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.keras_optimizer import wrap
+from adasum_hvd.tensorflow.keras_optimizer import is_distributed, wrap
 
 
 def DistributedOptimizer(
@@ -139,12 +139,23 @@ def banner(optimizer: Any) -> str:
     """Return one line that says what is in force: backend, ranks, groups, variant, wire.
 
     Args:
-        optimizer: from :func:`DistributedOptimizer`, for Keras; what travels is known once it
-            is built.
+        optimizer: from :func:`DistributedOptimizer`; what travels is known once it is built (a
+            TF1 optimizer: once it has got gradients).
+
+    Raises:
+        TypeError: another optimizer.
     """
-    options = optimizer._adasum.options
-    variables = optimizer._trainable_variables
-    wire = {tf_ops.wire_dtype(v.dtype, options.compression).name for v in variables}
+    if legacy.is_distributed(optimizer):
+        options, dtypes = optimizer._adasum_options, optimizer._adasum_dtypes
+    elif is_distributed(optimizer):
+        options = optimizer._adasum.options
+        dtypes = {variable.dtype for variable in optimizer._trainable_variables}
+    else:
+        raise TypeError(
+            "banner: required an optimizer from DistributedOptimizer, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    wire = {tf_ops.wire_dtype(dtype, options.compression).name for dtype in dtypes}
     return banner_of(
         options,
         tf_ops.settings(),

@@ -15,12 +15,8 @@ from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, check, groups_of
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import by_name, warn_without_effect
-from adasum_hvd.tensorflow.reduction import (
-    SPARSE_OPS,
-    Reduction,
-    is_alone,
-    name_of,
-)
+from adasum_hvd.tensorflow.lists import name_of
+from adasum_hvd.tensorflow.reduction import SPARSE_OPS, Reduction, is_alone
 
 _classes: dict[type, type] = {}
 # A tape lives for one step: what the ranks have compared must outlive it.
@@ -67,7 +63,9 @@ def _reduction_of(options: Options) -> Reduction:
         groups = tuple(tuple(map(id, group)) for group in groups)
     key = replace(options, groups=None), groups
     if key not in _reductions:
-        _reductions[key] = Reduction("DistributedGradientTape", options)
+        _reductions[key] = Reduction(
+            "DistributedGradientTape", options, many_lists=True
+        )
     return _reductions[key]
 
 
@@ -88,9 +86,14 @@ class _Tape(tf.GradientTape):
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As TensorFlow's, reduced over the ranks. Collective; blocks (eagerly).
 
+        A rank whose gradient is None takes part with zeros where another one has a gradient;
+        in a `tf.function` that is an error, see `unconnected_gradients`.
+
         Raises:
             ValueError: a sparse gradient for AdaSum without `sparse_as_dense`; the ranks'
-                gradients differ in shape or number.
+                sources differ in shape or number.
+            tf.errors.OpError: in a running `tf.function`, the ranks' sources differ, or only
+                some ranks have a gradient.
             NotImplementedError: under XLA or a tf.distribute strategy.
         """
         gradients = super().gradient(target, sources, *args, **kwargs)
@@ -102,14 +105,12 @@ class _Tape(tf.GradientTape):
         kept = [
             (index, gradient, source)
             for index, (gradient, source) in enumerate(pairs)
-            if gradient is not None
-            and id(source) not in self._adasum_local
-            and not is_marked_local(source)
+            if id(source) not in self._adasum_local and not is_marked_local(source)
         ]
-        # Without any, too: other ranks hear of it when the lists are compared.
+        # Those without a gradient, too: another rank may have one.
         places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())
         ready = prepared(found, variables, options)
-        results = _reduction_of(options)(ready, variables, places)
+        results = _reduction_of(options).gradients(ready, variables, places)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
         return tf.nest.pack_sequence_as(gradients, flat)

@@ -7,6 +7,7 @@ References:
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ import tensorflow as tf
 from adasum_hvd import ops
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
-from adasum_hvd.tensorflow.reduction import name_of
-from adasum_hvd.wrap_cells import Forwarding, check_job
+from adasum_hvd.tensorflow.lists import name_of, shape_of
+from adasum_hvd.wrap_cells import Forwarding, check_gradients, check_job
 
 
 class WrapCell(Forwarding):
@@ -103,24 +104,20 @@ class WrapCell(Forwarding):
         """Step with `gradients`, one per variable, and return what the optimizer returns.
 
         Raises:
-            ValueError: another number of gradients than of variables, or a gradient of
-                another shape than its variable's; before anything is sent.
+            ValueError: another number of gradients than of variables, None among them, or a
+                gradient of another shape than its variable's; before anything is sent.
 
         Collective: every rank; blocks.
         """
         gradients, variables = list(gradients), self._stepped()
-        if len(gradients) != len(variables):
-            raise ValueError(
-                f"{type(self).__name__}: required one gradient per variable, "
-                f"{len(variables)}, got {len(gradients)}"
-            )
-        for gradient, variable in zip(gradients, variables, strict=True):
-            shape = None if gradient is None else tf.TensorShape(gradient.shape)
-            if shape is not None and not shape.is_compatible_with(variable.shape):
-                raise ValueError(
-                    f"{type(self).__name__}: required a gradient of shape "
-                    f"{tuple(variable.shape)} for {name_of(variable)}, got {shape}"
-                )
+        required = [shape_of(variable) for variable in variables]
+        pairs = itertools.zip_longest(gradients, required[: len(gradients)])
+        check_gradients(
+            type(self).__name__,
+            [name_of(variable) for variable in variables],
+            required,
+            [None if g is None else _shape(g, wanted) for g, wanted in pairs],
+        )
         if self._group is not None:
             if self._reducer is None:
                 hvd: Any = importlib.import_module("adasum_hvd.tensorflow.keras")
@@ -128,6 +125,11 @@ class WrapCell(Forwarding):
                 self._reducer = hvd.DistributedGradReducer(variables, mean, group=group)
             gradients = self._reducer(gradients)
         return self.optimizer.apply(gradients, self._variables)
+
+
+def _shape(gradient: Any, unless_known: Any) -> Any:
+    unknown = tf.TensorShape(gradient.shape).rank is None
+    return unless_known if unknown else shape_of(gradient)
 
 
 class AdaSumByGradWrapCell(WrapCell):

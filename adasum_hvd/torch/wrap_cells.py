@@ -20,7 +20,7 @@ from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer import DistributedOptimizer
-from adasum_hvd.wrap_cells import Forwarding, check_job
+from adasum_hvd.wrap_cells import Forwarding, check_gradients, check_job
 
 
 class WrapCell(Forwarding):
@@ -95,21 +95,21 @@ class WrapCell(Forwarding):
         """Step with `gradients`, one per parameter, and return what the optimizer returns.
 
         Raises:
-            ValueError: other shapes or another number of gradients than of parameters.
+            ValueError: other shapes or another number of gradients than of parameters, or None
+                among them.
 
         Collective: every rank; blocks.
         """
         parameters, gradients = self.parameters, tuple(gradients)
-        shapes = [
-            tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
-            for g in gradients
-        ]
-        required = [tuple(parameter.shape) for parameter in parameters]
-        if shapes != required:
-            raise ValueError(
-                f"{type(self).__name__}: required one gradient per parameter, of shapes "
-                f"{required}, got {shapes}"
-            )
+        check_gradients(
+            type(self).__name__,
+            [f"parameter {index}" for index in range(len(parameters))],
+            [tuple(parameter.shape) for parameter in parameters],
+            [
+                tuple(g.shape) if isinstance(g, torch.Tensor) else None
+                for g in gradients
+            ],
+        )
         gradients = self._reduced_in_group(parameters, gradients)
         # Drops what a backward pass by torch has left in .grad.
         self.optimizer.zero_grad()

@@ -176,6 +176,22 @@ def case_keras_broadcast_holds_windows_and_leaves_local_slots() -> None:
     assert ranks == [hvd.rank() + 1.0, 1.0, 1.0, 1.0]
 
 
+def case_keras_broadcast_leaves_local_slots_of_adam_offload() -> None:
+    """Its moments are a list of tuples."""
+    optimizer = hvd.DistributedOptimizer(hvd.AdamOffload(0.1), op="adasum-delta")
+    model = compiled(optimizer)
+    hvd.mark_worker_local(model.trainable_variables[0])
+    optimizer.build(model.trainable_variables)
+    for pair in optimizer._moments:
+        for moment in pair:
+            moment.assign(tf.fill(moment.shape, float(hvd.rank() + 1)))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    found = [[float(m.numpy().flat[0]) for m in pair] for pair in optimizer._moments]
+    assert found == [[hvd.rank() + 1.0] * 2, *[[1.0, 1.0]] * 3]
+
+
 def case_keras_model_built_on_one_rank() -> None:
     for builder in (0, hvd.size() - 1):
         model = keras.Sequential(
@@ -222,19 +238,25 @@ def case_keras_other_variables_of_the_same_shape() -> None:
     """Every rank uses a head of its own: they are never mixed."""
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
-    heads = [tf.Variable(tf.ones(2)) for _ in range(hvd.size())]
-    mine = heads[hvd.rank()]
-    message = r"got \(.*number 0'\) on the first rank and \(.*number 1'\) on rank 1"
+    size = hvd.size()
     for op in ("average", "adasum-grad", "adasum-delta"):
+        heads = [tf.Variable(tf.ones(2)) for _ in range(size)]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
         optimizer.build(heads)
-        with pytest.raises(ValueError, match=message):
-            optimizer.apply_gradients([(tf.ones(2), mine)])
-        assert np.array_equal(mine, np.ones(2))
+        optimizer.apply_gradients([(tf.ones(2), heads[hvd.rank()])])
+        wanted = 1 - (1 / size if op == "average" else 1)
+        for head in heads:
+            np.testing.assert_allclose(head, [wanted, wanted], atol=1e-6)
     with hvd.DistributedGradientTape(tf.GradientTape(), op="adasum") as tape:
-        loss = tf.reduce_sum(mine)
-    with pytest.raises(ValueError, match=message):
-        tape.gradient(loss, heads)
+        loss = tf.reduce_sum(heads[hvd.rank()])
+    for gradient in tape.gradient(loss, heads):
+        np.testing.assert_allclose(gradient, [1, 1])
+    # Sources that are other ones at the same place are an error, equal shapes or not.
+    alone = [heads[hvd.rank()]] if hvd.rank() else [tf.Variable(tf.ones(3))]
+    with hvd.DistributedGradientTape(tf.GradientTape(), op="adasum") as tape:
+        loss = tf.reduce_sum(alone[0])
+    with pytest.raises(ValueError, match=r"got \(.*\(3,\).* on the first rank and"):
+        tape.gradient(loss, alone)
 
 
 def case_keras_a_joined_rank_has_no_say_in_overflows() -> None:

@@ -503,6 +503,10 @@ def case_keras_callbacks() -> None:
 
     fit(model, callbacks=[again, Unchanged()])
     check_same_everywhere(model)
+    # The same model compiled again, without the wrapper: the callback looks again.
+    model.compile(momentum(), "mse")
+    with pytest.raises(RuntimeError, match="required first steps that leave"):
+        fit(model, callbacks=[again])
     plain = model_of()
     plain.compile(momentum(), "mse")
     with pytest.raises(RuntimeError, match="required first steps that leave"):
@@ -532,4 +536,103 @@ def case_keras_learning_rate_callbacks() -> None:
     ]
     expected = ramp + [0.1] * STEPS + [0.05] * STEPS
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    check_same_everywhere(model)
+
+
+def case_keras_learning_rate_callbacks_again() -> None:
+    """Another `fit` has other epochs; a schedule cannot be set."""
+    model = compiled(hvd.DistributedOptimizer(momentum()))
+    ramp = hvd.callbacks.LearningRateScheduleCallback(
+        0.1, lambda epoch: 1 + epoch, staircase=False
+    )
+    for steps in (STEPS, 2 * STEPS):
+        fit(model, steps, callbacks=[ramp])
+        rate = float(model.optimizer.learning_rate)
+        assert rate == pytest.approx(0.1 * (1 + (steps - 1) / steps))
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule)))
+    for callback in (hvd.callbacks.LearningRateWarmupCallback(0.1), ramp):
+        with pytest.raises(ValueError, match="a number as learning rate, got Expo"):
+            fit(model, callbacks=[callback])
+
+
+def case_keras_metrics_with_a_value_per_class() -> None:
+    logs = {"f1": np.array([1.0, hvd.rank()]), "loss": float(hvd.rank())}
+    average = hvd.callbacks.MetricAverageCallback()
+    average.on_epoch_end(0, logs)
+    mean = (hvd.size() - 1) / 2
+    np.testing.assert_allclose(logs["f1"], [1.0, mean])
+    assert logs["loss"] == mean and isinstance(logs["loss"], float)
+    with pytest.raises(ValueError, match="the same metrics on all ranks, got shapes"):
+        average.on_epoch_end(0, {"f1": np.ones(2 + hvd.rank())})
+    with pytest.raises(TypeError, match=r"required numbers or arrays .* for name"):
+        average.on_epoch_end(0, {"name": "text"})
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum())
+    hvd.compile(model, optimizer, loss="mse", metrics=[keras.metrics.F1Score()])
+    images, _ = numerics.data_of(hvd.rank(), 1)
+    classes = np.eye(numerics.OUTPUTS, dtype=np.float32)
+    targets = classes[np.arange(len(images)) % numerics.OUTPUTS]
+    history = model.fit(images, targets, verbose=0, callbacks=[average]).history
+    (found,) = history["f1_score"]
+    assert found.shape == (numerics.OUTPUTS,)
+    assert len({value.tobytes() for value in hvd.allgather_object(found)}) == 1
+
+
+def case_keras_optimizers_that_hold_weights_or_others() -> None:
+    """Schedule-free: the state is a copy of the weights, which the delta variant would part."""
+    for op, fits in (("adasum-grad", True), ("adasum-delta", False)):
+        plain = keras.optimizers.ScheduleFreeAdamW(0.1)
+        model = compiled(hvd.DistributedOptimizer(plain, op=op))
+        if hvd.rank() == 0 and not fits:  # from a file, say
+            model.optimizer.build(model.trainable_variables)
+            model.optimizer._momentums[0].assign_add(
+                tf.ones_like(model.trainable_variables[0])
+            )
+        if fits:
+            fit(model)
+            check_same_everywhere(model)
+        else:
+            with pytest.raises(ValueError, match="state holds no weights, got _momen"):
+                fit(model)
+    several = keras.optimizers.MultiOptimizer
+    map_of = lambda optimizer: lambda variable: optimizer
+    with pytest.raises(RuntimeError, match="or MultiOptimizer around it"):
+        inside = several(map_of(hvd.DistributedOptimizer(momentum())))
+        inside.build(model.trainable_variables)
+    with pytest.raises(NotImplementedError, match="got Keras's MultiOptimizer"):
+        hvd.DistributedOptimizer(several(map_of(momentum())))
+
+
+class TwoOptimizers(keras.Model):
+    """As a GAN's: its `compile` has arguments of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(numerics.OUTPUTS)
+        self.layer.build((None, numerics.INPUTS))
+        self.built = True
+
+    def compile(self, first, second) -> None:
+        super().compile()
+        self.both = first, second
+
+    def train_step(self, data):
+        images, targets = data
+        weights = self.layer.trainable_variables
+        for optimizer, weight in zip(self.both, weights, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.layer(images) - targets))
+            optimizer.apply([tape.gradient(loss, weight)], [weight])
+        return {"loss": loss}
+
+
+def case_keras_model_with_a_compile_of_its_own() -> None:
+    model = TwoOptimizers()
+    hvd.broadcast_variables(model.layer.weights)
+    optimizers = [hvd.DistributedOptimizer(momentum(), op=op) for op in VARIANTS]
+    hvd.compile(model, optimizers[0], second=optimizers[1])
+    assert model.both == tuple(optimizers)
+    assert model.jit_compile is False
+    fit(model)
     check_same_everywhere(model)

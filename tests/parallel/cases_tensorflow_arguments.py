@@ -155,3 +155,28 @@ def case_elastic_jobs_are_refused() -> None:
         ):
             with pytest.raises(NotImplementedError, match="got an elastic one"):
                 call()
+
+
+def case_errors_of_horovods_classes_and_empty_lists() -> None:
+    rows = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2]))
+    for function in (hvd.allreduce, lambda t, op: hvd.grouped_allreduce([t], op=op)):
+        for error in (
+            NotImplementedError,
+            ValueError,
+        ):  # Horovod's, and what it was here
+            with pytest.raises(
+                error, match=r"required a dense tensor, got tf\.Indexed"
+            ):
+                function(rows, op=hvd.Adasum)
+    for op in (None, hvd.Average, hvd.Adasum):
+        assert hvd.grouped_allreduce([], op=op) == []
+
+
+def case_banner_of_tf1_and_others() -> None:
+    plain = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
+    optimizer = hvd.DistributedOptimizer(plain, op="adasum-delta")
+    assert "AdasumDelta (delta variant)" in hvd.banner(optimizer)
+    optimizer.apply_gradients([(tf.ones(2), tf.Variable([1.0, 1.0]))])
+    assert "float32 on the wire" in hvd.banner(optimizer)
+    with pytest.raises(TypeError, match="from DistributedOptimizer, got keras"):
+        hvd.banner(sgd())

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow as hvd
 from adasum_hvd import binding, reference
+from adasum_hvd.tensorflow import grad_reducer
 from adasum_hvd.tensorflow import ops as tf_ops
 
 SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)
@@ -306,18 +307,18 @@ def case_gradient_reducer_of_a_group() -> None:
     rows = tf.IndexedSlices(
         tf.ones((1, 2)) * (hvd.rank() + 1.0), tf.constant([0]), tf.constant([4, 2])
     )
-    reduce_named = tf_ops.reduce_named
+    reduce_named = grad_reducer.reduce_named
 
     def checked(*args: object) -> list[tf.Tensor]:
         """Raise where ranks of other groups would be waited for."""
         assert args[-1] == group.process_set_id
         return reduce_named(*args)
 
-    tf_ops.reduce_named = checked
+    grad_reducer.reduce_named = checked
     try:
         dense, sparse = reducer([mine(3), rows])
     finally:
-        tf_ops.reduce_named = reduce_named
+        grad_reducer.reduce_named = reduce_named
     check(dense, np.mean([arrays(3)[rank] for rank in ranks], 0))
     wanted = np.zeros((4, 2))
     wanted[0] = np.mean([rank + 1 for rank in ranks])

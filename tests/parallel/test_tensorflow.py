@@ -21,7 +21,9 @@ CONFIGURATIONS = [
     Configuration("cases_tensorflow_ops", "gloo", 3),  # all of it in make soak
     Configuration(NUMBERS, "mpi", 2),
 ]
-AGREEMENT = Configuration("cases_keras_agreement+cases_tensorflow_arguments", "gloo", 3)
+AGREEMENT = Configuration(
+    "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing", "gloo", 3
+)
 # The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
 TORCH = {
     2: Configuration("cases_torch_ops", "gloo", 2),

@@ -188,3 +188,12 @@ def test_use_locking_reaches_the_kernel(locking):
 def test_refuses(wrong, error):
     with pytest.raises(error, match="AdamOffload: "):
         AdamOffload(**wrong)
+
+
+def test_parameter_groups_are_torchs():
+    variable = keras.Variable([1.0])
+    for wrong in ([{"params": [variable], "lr": 0.1}], [variable]):
+        with pytest.raises(
+            TypeError, match=r"a learning rate first, as Keras's .*groups"
+        ):
+            AdamOffload(wrong)

@@ -9,6 +9,7 @@ from pathlib import Path
 import horovod.tensorflow
 import horovod.tensorflow.keras
 import keras
+import pytest
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
@@ -31,6 +32,7 @@ def test_horovods_operations_and_reductions():
         parameters
     )
     assert hasattr(mpi_ops.MPI_LIB, "horovod_grouped_allreduce")
+    assert hasattr(mpi_ops.MPI_LIB, "horovod_allgather")
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
         assert getattr(mpi_ops, name) == getattr(hvd, name)
 
@@ -91,6 +93,19 @@ def test_the_order_of_a_keras_step():
     variable.constraint = lambda value: called.append("constraint") or value
     Spy(0.1, use_ema=True).apply([tf.constant([1.0, 1.0])], [variable])
     assert called == [*watched, "constraint"]
+
+
+def test_what_a_keras_optimizer_knows_of_its_variables():
+    variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(variables)
+    assert [optimizer._get_variable_index(v) for v in variables[::-1]] == [1, 0]
+    assert optimizer._get_variable_index(variables[1].value) == 1
+    optimizer._check_variables_are_known(variables)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer._check_variables_are_known([keras.Variable([1.0])])
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        optimizer._filter_empty_gradients([None, tf.ones(1)], variables)
 
 
 def test_a_loss_scale_announces_itself_to_the_optimizer_inside():

@@ -17,7 +17,8 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
-from adasum_hvd.tensorflow.keras_optimizer import inner, is_distributed, local_slots
+from adasum_hvd.tensorflow.keras_optimizer import is_distributed
+from adasum_hvd.tensorflow.slots import inner, local_slots
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -42,9 +43,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._begin_anew()
 
     def set_model(self, model: Any) -> None:
-        """Begin anew with another model; a further `fit` of the same one goes on."""
-        if model is not self._of:
-            self._of = model
+        """Begin anew with another model or optimizer; a further `fit` of both goes on."""
+        of = model, model.optimizer  # another one by a second compile
+        if self._of is None or any(
+            a is not b for a, b in zip(of, self._of, strict=True)
+        ):
+            self._of = of
             self._begin_anew()
         super().set_model(model)
 
@@ -138,6 +142,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the epoch's metrics over the ranks; put it before callbacks that use them.
 
+    A metric with a value per class (`F1Score()`) is averaged element by element.
+
     Args:
         process_set: the ranks that train together.
     """
@@ -146,28 +152,41 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self._process_set = process_set
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace each value in `logs`. Collective; does nothing outside the process set.
 
         Raises:
-            ValueError: the ranks have different metrics; on every rank.
+            ValueError: the ranks have different metrics, or one of another shape; on every rank.
+            TypeError: a metric that is no number and no array.
         """
         if not self._process_set.included():
             return
         logs = {} if logs is None else logs
-        mine = {name: float(value) for name, value in logs.items()}
+        mine = {name: _numbers(name, value) for name, value in logs.items()}
         everyone = allgather_object(
             mine, name="adasum.metrics", process_set=self._process_set
         )
-        for rank, theirs in enumerate(everyone):
-            if set(theirs) != set(everyone[0]):
+        kinds = [{n: v.shape for n, v in sorted(theirs.items())} for theirs in everyone]
+        for rank, theirs in enumerate(kinds):
+            if theirs != kinds[0]:
                 raise ValueError(
-                    "MetricAverageCallback: required the same metrics on all ranks, got "
-                    f"{sorted(theirs)} on rank {rank} and {sorted(everyone[0])} on rank 0 "
+                    "MetricAverageCallback: required the same metrics on all ranks, got shapes "
+                    f"{theirs} on rank {rank} and {kinds[0]} on rank 0 "
                     f"(this is rank {mpi_ops.rank()})"
                 )
-        for name in mine:
-            logs[name] = sum(theirs[name] for theirs in everyone) / len(everyone)
+        for name, value in mine.items():
+            mean = sum(theirs[name] for theirs in everyone) / len(everyone)
+            logs[name] = mean if value.ndim else float(mean)
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"MetricAverageCallback: required numbers or arrays of them, got {value!r} for "
+            f"{name}; leave that metric out, or let it return numbers"
+        ) from error
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.tensorflow.keras_optimizer import inner
+from adasum_hvd.tensorflow.slots import inner
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -44,7 +44,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._initial_lr, self._staircase = initial_lr, staircase
         self._start, self._end = start_epoch, end_epoch
         self._momentum_correction = momentum_correction
-        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_epoch = self._given_steps = steps_per_epoch
         self._epoch = 0
         self._multiplier = (
             multiplier
@@ -53,12 +53,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many batches an epoch has.
+        """Find out how many batches an epoch of this `fit` has.
 
         Raises:
-            ValueError: Keras does not know, and `steps_per_epoch` was not given.
+            ValueError: Keras does not know, and `steps_per_epoch` was not given; or the
+                optimizer's learning rate cannot be set.
         """
-        steps = self._steps_per_epoch or (self.params or {}).get("steps")
+        rate = inner(self.model.optimizer)._learning_rate
+        if not hasattr(rate, "assign"):
+            raise ValueError(
+                f"{type(self).__name__}: required an optimizer with a number as learning rate, "
+                f"got {type(rate).__name__}; leave out this callback, or give the optimizer a "
+                "number and the schedule to LearningRateScheduleCallback(multiplier=...)"
+            )
+        steps = self._given_steps or (self.params or {}).get("steps")
         if not steps and not self._staircase:
             raise ValueError(
                 f"{type(self).__name__}: required steps_per_epoch for data of unknown length, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,28 +15,35 @@ from adasum_hvd.tensorflow.keras_optimizer import is_distributed, wrap
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
 
 
-def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Call `model.compile(optimizer, *args, **kwargs)` so that the optimizer can reduce.
+def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+    """Call `model.compile(*args, **kwargs)` so that its optimizers can reduce.
 
     XLA is off (Keras turns it on by itself where a GPU is visible), and under mixed_float16 the
     loss scale goes inside the distributed optimizer, so that all ranks skip the same steps;
-    `model.optimizer` is then the one to ask.
+    `model.optimizer` is then the one to ask. That is so for the argument `optimizer`; a model
+    whose own `compile` takes others scales its losses by itself.
 
     Args:
-        model: a Keras model.
-        optimizer: from `DistributedOptimizer`, or any other.
-        *args: as `model.compile`.
+        model: a Keras model, maybe with a `compile` of its own.
+        *args: as `model.compile`; `optimizer` from `DistributedOptimizer`, or any other.
         **kwargs: as `model.compile`.
 
     Raises:
         ValueError: `jit_compile=True`.
     """
+    signature = inspect.signature(model.compile)
+    given = signature.bind_partial(*args, **kwargs).arguments
     if kwargs.get("jit_compile", "auto") not in (False, "auto"):
         raise ValueError(
             f"compile: required jit_compile=False, got {kwargs['jit_compile']!r}; XLA cannot "
             "compile a reduction"
         )
-    kwargs["jit_compile"] = False
+    parameters = signature.parameters.values()
+    if "jit_compile" in signature.parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    ):
+        kwargs["jit_compile"] = False
+    optimizer: Any = given.get("optimizer")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if (
         is_distributed(optimizer)
@@ -44,8 +52,11 @@ def compile(model: keras.Model, optimizer: Any, *args: Any, **kwargs: Any) -> No
         and model.dtype_policy.name == "mixed_float16"
     ):
         inside = keras.optimizers.LossScaleOptimizer(optimizer._plain())
-        optimizer = wrap(inside, optimizer._adasum.options)
-    model.compile(optimizer, *args, **kwargs)
+        new = wrap(inside, optimizer._adasum.options)
+        args = tuple(new if value is optimizer else value for value in args)
+        kwargs = {k: new if v is optimizer else v for k, v in kwargs.items()}
+    model.compile(*args, **kwargs)
+    model.jit_compile = False  # where a compile of its own does not take it
 
 
 def load_model(

@@ -1,0 +1,148 @@
+"""Horovod's operations under names that do not depend on where they stand in a graph.
+
+TensorFlow prefixes an operation's name with every scope and function around it, and counts some
+of them up; names then depend on what else is in a rank's graph, and Horovod waits for ever for a
+name that one rank lacks. A function that is never inlined keeps its own.
+
+Relies on `MPI_LIB.horovod_grouped_allreduce` and `horovod_allgather`, as they are in Horovod
+0.28.1 (tests/unit/test_tensorflow_internals.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd import ops
+
+_turns: dict[str, tf.Variable] = {}  # by name
+_uses: WeakKeyDictionary = WeakKeyDictionary()  # by TF1 graph
+
+
+def reduce_named(
+    tensors: Sequence[Any],
+    name: str,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set_id: int,
+) -> list[Any]:
+    """Return tensors of one dtype reduced under exactly this name.
+
+    Uses of one name run in the order of the program.
+
+    Args:
+        tensors: of one dtype that Horovod knows.
+        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
+        op: the reduction.
+        factors: prescale and postscale factor.
+        process_set_id: the ranks that reduce.
+
+    Raises:
+        tf.errors.OpError: the ranks' tensors of this name differ; on every rank.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
+    name, ordered = _in_graph(name)
+    function = _reducing(name, ordered, op, factors, process_set_id, specs)
+    return list(function(*tensors))
+
+
+def gather_named(tensor: Any, name: str, process_set_id: int) -> tf.Tensor:
+    """Return all ranks' tensors, one behind the other, gathered under exactly this name.
+
+    Args:
+        tensor: ranks may differ in the first dimension.
+        name: what Horovod calls it.
+        process_set_id: the ranks that take part.
+
+    Raises:
+        tf.errors.OpError: the ranks' dtypes or other dimensions differ; on every rank.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+    name, ordered = _in_graph(name)
+    return _gathering(name, ordered, process_set_id, spec)(tensor)
+
+
+def _in_graph(name: str) -> tuple[str, bool]:
+    """Return the name to use here, and whether TensorFlow keeps its uses in order.
+
+    It does not in a TF1 graph, which runs in any order: there uses are counted.
+    """
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return name, True
+    counts = _uses.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    use = counts[name]
+    counts[name] += 1
+    return (f"{name}.use{use}" if use else name), False
+
+
+@functools.lru_cache(1024)
+def _reducing(
+    name: str,
+    ordered: bool,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set_id: int,
+    specs: tuple[tf.TensorSpec, ...],
+) -> Any:
+    code = int(ops.Adasum if ops.is_adasum(op) else op)
+    shown = ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
+
+    def reduce(*tensors: Any) -> Any:
+        return mpi_ops.MPI_LIB.horovod_grouped_allreduce(
+            list(tensors),
+            name=shown,
+            reduce_op=code,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
+            process_set_id=process_set_id,
+        )
+
+    return _function(reduce, name, ordered, specs)
+
+
+@functools.lru_cache(1024)
+def _gathering(name: str, ordered: bool, process_set_id: int, spec: Any) -> Any:
+    def gather(tensor: Any) -> Any:
+        return mpi_ops.MPI_LIB.horovod_allgather(
+            tensor, name=name, ignore_name_scope=True, process_set_id=process_set_id
+        )
+
+    return _function(gather, name, ordered, (spec,))
+
+
+def _function(
+    body: Callable[..., Any], name: str, ordered: bool, specs: Sequence[tf.TensorSpec]
+) -> Any:
+    """Return `body` as a function that is never inlined.
+
+    The ranks' names must not tell how often one of them has traced a function, so two calls may
+    have the same name. Each assigns to one variable: that keeps them apart and in order,
+    whichever functions they are in.
+    """
+
+    def in_turn(*tensors: Any) -> Any:
+        with tf.control_dependencies([turn.assign_add(1)]):
+            return body(*tensors)
+
+    if ordered:
+        if name not in _turns:
+            with tf.init_scope(), tf.device("CPU:0"):
+                _turns[name] = tf.Variable(0, trainable=False, dtype=tf.int64)
+        turn = _turns[name]
+    function = tf.function(
+        in_turn if ordered else body,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+    return function.get_concrete_function(*specs)

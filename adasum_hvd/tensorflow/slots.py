@@ -1,0 +1,88 @@
+"""The variables that an optimizer keeps for each variable that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from adasum_hvd.marks import is_marked_local
+
+# Keras's own lists that are no state of the step: variables, and averages that it makes of the
+# weights that all ranks share.
+_NO_SLOTS = ("_variables", "_trainable_variables", "_model_variables_moving_average")
+
+
+def inner(optimizer: Any) -> Any:
+    """Return the optimizer inside a loss scale, and any other as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:
+    """Yield the name of each list of slots, and the slots of each trainable variable.
+
+    Keras's optimizers hold them in lists with an element for each variable: a slot, None, or
+    several slots (`AdamOffload`'s moments are tuples); others in dictionaries by variable.
+    """
+    optimizer = inner(optimizer)
+    trained = optimizer._trainable_variables
+    for name, held in vars(optimizer).items():
+        if name in _NO_SLOTS:
+            continue
+        if isinstance(held, dict):
+            held = [held.get(optimizer._var_key(variable)) for variable in trained]
+        if isinstance(held, list) and len(held) == len(trained):
+            slots = [_variables(element) for element in held]
+            if any(slots):
+                yield name, slots
+
+
+def _variables(element: Any) -> list[Any]:
+    held = (
+        tf.nest.flatten(element)
+        if isinstance(element, list | tuple | dict)
+        else element
+    )
+    held = held if isinstance(held, list) else [held]
+    return [found for found in held if hasattr(found, "assign")]
+
+
+def local_slots(optimizer: Any) -> set[int]:
+    """Return the ids of the optimizer's variables that belong to worker-local variables."""
+    trained = inner(optimizer)._trainable_variables
+    return {
+        id(slot)
+        for _, slots in slot_lists(optimizer)
+        for variable, found in zip(trained, slots, strict=True)
+        if is_marked_local(variable)
+        for slot in found
+    }
+
+
+def copy_of_weights(optimizer: Any) -> str:
+    """Return the name of a list of slots that holds the weights, such as schedule-free ones.
+
+    It is one whose slots equal the variables, all of them and not only zeros. Worker-local
+    variables do not count.
+    """
+    trained = inner(optimizer)._trainable_variables
+    for name, slots in slot_lists(optimizer):
+        pairs = [
+            (tf.convert_to_tensor(variable), [tf.convert_to_tensor(s) for s in found])
+            for variable, found in zip(trained, slots, strict=True)
+            if not is_marked_local(variable)
+        ]
+        depth = min((len(found) for _, found in pairs), default=0)
+        for k in range(depth):
+            if all(_equal(found[k], variable) for variable, found in pairs) and any(
+                bool(tf.reduce_any(variable != 0)) for variable, _ in pairs
+            ):
+                return name
+    return ""
+
+
+def _equal(slot: Any, variable: Any) -> bool:
+    if slot.shape != variable.shape:
+        return False
+    return bool(tf.reduce_all(tf.cast(slot, variable.dtype) == variable))
