@@ -82,7 +82,7 @@ def check_gradients(
     what: str,
     names: Sequence[str],
     required: Sequence[Sequence[int | None]],
-    found: Sequence[Sequence[int | None] | None],
+    found: Sequence[Sequence[int | None] | str],
 ) -> None:
     """Check that a cell got a gradient of the right shape for every parameter.
 
@@ -93,19 +93,19 @@ def check_gradients(
         what: the cell, for messages.
         names: the parameters' names.
         required: their shapes; None in a shape is any number.
-        found: the gradients' shapes; None for a gradient that is None.
+        found: the gradients' shapes; the name of its type for what is no tensor.
 
     Raises:
-        ValueError: another number of gradients than of parameters, None, or another shape.
+        ValueError: another number of gradients than of parameters, no tensor, or another shape.
     """
     if len(found) != len(required):
         raise ValueError(
             f"{what}: required one gradient per parameter, {len(required)}, got {len(found)}"
         )
     for name, wanted, shape in zip(names, required, found, strict=True):
-        if shape is None:
+        if isinstance(shape, str):
             raise ValueError(
-                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got None; "
+                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got {shape}; "
                 "give zeros for a parameter that this batch does not use"
             )
         fits = len(shape) == len(wanted) and all(

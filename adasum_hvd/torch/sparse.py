@@ -7,15 +7,14 @@ tell each other (see rounds.py), and from the next round on they travel in here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import NamedParameter
+from adasum_hvd.torch.sparse_allreduce import sparse_allreduce_async
 
 
 class SparseBucket:
@@ -37,15 +36,14 @@ class SparseBucket:
     ):
         self.params = [parameter for _, parameter in named]
         self._names = [f"{label}/{name}" for name, _ in named]
-        self._average = op is ops.Average
-        self._process_set = process_set
+        self._op, self._process_set = op, process_set
         self._sources: list[torch.Tensor] = []
-        self._handles: list[tuple[int, int]] = []
+        self._finishers: list[Callable[[], torch.Tensor]] = []
 
     @property
     def in_flight(self) -> bool:
         """Whether the rows were sent and not yet received."""
-        return bool(self._handles)
+        return bool(self._finishers)
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take one gradient per parameter; None counts as no rows."""
@@ -54,34 +52,15 @@ class SparseBucket:
 
     def start(self) -> None:
         """Begin to gather. Collective over the process set; does not block."""
-        for name, rows in zip(self._names, self._sources, strict=True):
-            values = rows._values()
-            if values.dtype == torch.bfloat16:  # of which Horovod has no type
-                values = values.float()
-            pair = [
-                mpi_ops.allgather_async(
-                    part.contiguous(),
-                    name=f"{name}.{what}",
-                    process_set=self._process_set,
-                )
-                for what, part in (("indices", rows._indices().t()), ("values", values))
-            ]
-            self._handles.append((pair[0], pair[1]))
+        self._finishers = [
+            sparse_allreduce_async(rows, name, self._op, self._process_set)
+            for name, rows in zip(self._names, self._sources, strict=True)
+        ]
 
     def finish(self) -> None:
         """Wait until `reduced` has what all ranks sent."""
-        handles, self._handles = self._handles, []
-        parts = [tuple(torch_ops.synchronize(handle) for handle in h) for h in handles]
-        scale = self._process_set.size() if self._average else 1
-        self.reduced = [
-            torch.sparse_coo_tensor(
-                indices.t(),
-                (values / scale).to(p.dtype),
-                p.shape,
-                check_invariants=False,
-            )
-            for (indices, values), p in zip(parts, self.params, strict=True)
-        ]
+        finishers, self._finishers = self._finishers, []
+        self.reduced = [finish() for finish in finishers]
         self._sources = []
 
     def write_back(self) -> None:

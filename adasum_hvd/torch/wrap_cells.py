@@ -106,7 +106,7 @@ class WrapCell(Forwarding):
             [f"parameter {index}" for index in range(len(parameters))],
             [tuple(parameter.shape) for parameter in parameters],
             [
-                tuple(g.shape) if isinstance(g, torch.Tensor) else None
+                tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
                 for g in gradients
             ],
         )

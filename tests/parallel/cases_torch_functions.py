@@ -366,10 +366,10 @@ def case_cells_name_gradients_that_are_none() -> None:
     )
     before = model.weight.detach().clone()
     for wrong, found in (
-        ((None, model.bias), r"\['NoneType', \(2,\)\]"),
-        ((model.weight.detach().numpy(), 1.0), r"\['ndarray', 'float'\]"),
+        ((None, model.bias), r"parameter 0, got NoneType"),
+        ((model.weight.detach(), 1.0), r"parameter 1, got float"),
     ):
-        with pytest.raises(ValueError, match=f"one gradient per parameter.*{found}"):
+        with pytest.raises(ValueError, match=found):
             cell(wrong)
     cell(torch.ones_like(p) for p in model.parameters())
     assert torch.allclose(model.weight, before - 0.1)
