@@ -7,11 +7,13 @@ library, as `ctypes.CDLL` (`HorovodBasics.MPI_LIB_CTYPES`).
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 _BUILD_COMMAND = "adasum-hvd build"
+_SEGMENTS = "adasum.segments="  # in native/job.cc, too
 
 
 class Counters(NamedTuple):
@@ -106,23 +108,24 @@ def counters(library: ctypes.CDLL) -> Counters:
     return Counters(*values)
 
 
-def register_segments(
-    library: ctypes.CDLL, entry: str, elements: Sequence[int]
-) -> None:
-    """Tell the op that tensor `entry` is many tensors laid end to end.
+def segmented(name: str, elements: Sequence[int]) -> str:
+    """Return a tensor's name that tells the op that it is many tensors laid end to end.
 
     Each segment then gets its own AdaSum coefficients, as if it had been reduced alone,
-    for the price of negotiating one tensor.
+    for the price of negotiating one tensor. All ranks agree on a name, so that none can cut
+    the tensor otherwise: neither one that has joined, nor one that never made such a tensor.
 
     Args:
-        library: the framework's Horovod library.
-        entry: the tensor's full name in Horovod ("allreduce." included).
+        name: what the tensor is called besides.
         elements: the segments' element counts; their sum is the tensor's.
+
+    Example:
+        >>> segmented("bucket", [768, 768, 64])
+        'bucket/adasum.segments=768*2,64'
     """
-    array = (ctypes.c_int64 * len(elements))(*elements)
-    library.horovod_adasum_register_segments(
-        entry.encode(), array, len(elements), None, None
-    )
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(elements)]
+    parts = [f"{count}*{times}" if times > 1 else str(count) for count, times in runs]
+    return f"{name}/{_SEGMENTS}{','.join(parts)}"
 
 
 def register_weights(
@@ -142,17 +145,17 @@ def register_weights(
         entry: the tensor's full name in Horovod ("allreduce." included).
         start: address of the tensor; one of that name elsewhere in memory (of a rank that
             has joined) is an ordinary tensor.
-        elements: the segments' element counts; their sum is the tensor's.
+        elements: the segments' element counts, as in its name (:func:`segmented`).
         weights: the newer weights' addresses, by segment, contiguous and of the tensor's
             dtype; they must stay where they are until the reduction is done.
     """
     array = (ctypes.c_int64 * len(elements))(*elements)
     addresses = (ctypes.c_void_p * len(elements))(*weights)
-    library.horovod_adasum_register_segments(
+    library.horovod_adasum_register_weights(
         entry.encode(), array, len(elements), ctypes.c_void_p(start), addresses
     )
 
 
-def forget_segments(library: ctypes.CDLL, entry: str) -> None:
-    """Undo :func:`register_segments` and :func:`register_weights`."""
-    library.horovod_adasum_register_segments(entry.encode(), None, 0, None, None)
+def forget_weights(library: ctypes.CDLL, entry: str) -> None:
+    """Undo :func:`register_weights`."""
+    library.horovod_adasum_register_weights(entry.encode(), None, 0, None, None)

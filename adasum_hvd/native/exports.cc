@@ -46,16 +46,15 @@ __attribute__((visibility("default"))) bool horovod_adasum_on_devices() {
 #endif
 }
 
-// Declares the tensor `name` to be `count` tensors laid end to end; count 0 forgets it. Where `start` is not
-// null it is that tensor's address: it holds weights, weights[k] points to as many newer ones of the same
-// type, and what is reduced is the change: each newer weight becomes the older one plus the AdaSum of the
-// changes, and the tensor stays as it is.
-__attribute__((visibility("default"))) void horovod_adasum_register_segments(const char* name,
-                                                                             const int64_t* elements,
-                                                                             int count, const void* start,
-                                                                             void* const* weights) {
-  const int newer = start == nullptr ? 0 : count;
-  adasum_hvd::RegisterSegments(name, {elements, elements + count}, start, {weights, weights + newer});
+// Says that the tensor `name` at address `start` holds weights, and that weights[k] points to as many newer
+// ones of the same type as segment k has elements: those that its name lists, or the tensor itself. What is
+// reduced is the change: each newer weight becomes the older one plus the AdaSum of the changes, and the
+// tensor stays as it is. count 0 forgets it.
+__attribute__((visibility("default"))) void horovod_adasum_register_weights(const char* name,
+                                                                            const int64_t* elements,
+                                                                            int count, const void* start,
+                                                                            void* const* weights) {
+  adasum_hvd::RegisterWeights(name, {elements, elements + count}, start, {weights, weights + count});
 }
 
 } // extern "C"

@@ -1,5 +1,7 @@
 #include "job.h"
 
+#include <algorithm>
+#include <charconv>
 #include <mutex>
 #include <numeric>
 #include <unordered_map>
@@ -11,30 +13,49 @@ namespace {
 
 namespace hvd = horovod::common;
 
+constexpr int64_t kMostSegments = 1 << 24; // of one length
 constexpr char kDeltaPrefix[] = "adasum.delta/";
 constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
+constexpr char kSegments[] = "adasum.segments=";
 
-// Tensors that are many tensors laid end to end, by their name in Horovod; the sum of a registered
-// tensor's segments is checked against its size before anything is sent.
-std::mutex segments_mutex;
-struct Segments {
-  std::vector<int64_t> elements;
-  const void* start = nullptr; // the tensor, if it holds weights
-  std::vector<void*> weights;  // and newer ones, by segment
+// Where newer weights of this rank are, by the name of the tensor that holds the older ones.
+struct Weights {
+  std::vector<int64_t> elements; // by segment
+  const void* start = nullptr;   // the tensor
+  std::vector<void*> newer;      // by segment
 };
-std::unordered_map<std::string, Segments> segments_by_name;
+std::mutex weights_mutex;
+std::unordered_map<std::string, Weights> weights_by_name;
 
-Segments SegmentsOf(const hvd::TensorTableEntry& entry) {
-  std::lock_guard<std::mutex> guard(segments_mutex);
-  const auto found = segments_by_name.find(entry.tensor_name);
-  if (found == segments_by_name.end()) {
-    return {{entry.tensor->shape().num_elements()}, nullptr, {}};
+// What "adasum.segments=768*2,64" at the end of a name lists: 768, 768 and 64 elements; or else the tensor.
+std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
+  const std::string& name = entry.tensor_name;
+  const size_t found = name.find(kSegments);
+  if (found == std::string::npos) {
+    return {entry.tensor->shape().num_elements()};
   }
-  Segments segments = found->second;
-  if (segments.start != entry.tensor->data()) { // zeros that stand in for a rank that has joined
-    segments.weights.clear();
+  std::vector<int64_t> elements;
+  const char* at = name.data() + found + sizeof kSegments - 1;
+  const char* end = name.data() + name.size();
+  for (bool more = true; more;) {
+    int64_t each = 0, times = 1;
+    at = std::from_chars(at, end, each).ptr;
+    if (at != end && *at == '*') {
+      at = std::from_chars(at + 1, end, times).ptr;
+    }
+    elements.insert(elements.end(), std::clamp<int64_t>(times, 0, kMostSegments), each);
+    more = at != end && *at == ',';
+    at += more ? 1 : 0;
   }
-  return segments;
+  return elements;
+}
+
+// None for a tensor that holds no weights, and for zeros that stand in for a rank that has joined.
+Weights WeightsOf(const hvd::TensorTableEntry& entry) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  const auto found = weights_by_name.find(entry.tensor_name);
+  return found == weights_by_name.end() || found->second.start != entry.tensor->data() ? Weights()
+                                                                                       : found->second;
 }
 
 bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
@@ -88,10 +109,16 @@ hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
 hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
                      std::vector<Job>& jobs) {
   for (const hvd::TensorTableEntry& entry : entries) {
-    const Segments segments = SegmentsOf(entry);
-    const std::vector<int64_t>& sizes = segments.elements;
-    const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
-    if (total != entry.tensor->shape().num_elements()) {
+    // By the name, which all ranks have agreed on, a rank that has joined or that never made this bucket cuts
+    // it as the others do.
+    const std::vector<int64_t> sizes = SegmentsOf(entry);
+    const Weights weights = WeightsOf(entry);
+    const auto sum = [](const std::vector<int64_t>& elements) {
+      return std::accumulate(elements.begin(), elements.end(), int64_t{0});
+    };
+    const bool fits = weights.newer.empty() || weights.elements == sizes;
+    const int64_t total = sum(fits ? sizes : weights.elements);
+    if (!fits || total != entry.tensor->shape().num_elements()) {
       return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
                                           "\": required segments of " +
                                           std::to_string(entry.tensor->shape().num_elements()) +
@@ -101,10 +128,10 @@ hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hv
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
     for (size_t k = 0; k < sizes.size(); ++k) {
-      if (segments.weights.empty()) {
+      if (weights.newer.empty()) {
         job.tensors.push_back({input, output, sizes[k]});
       } else {
-        job.tensors.push_back({segments.weights[k], segments.weights[k], sizes[k], input});
+        job.tensors.push_back({weights.newer[k], weights.newer[k], sizes[k], input});
       }
       input += sizes[k] * ElementBytes(job.type);
       output += sizes[k] * ElementBytes(job.type);
@@ -120,13 +147,13 @@ hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hv
   return hvd::Status::OK();
 }
 
-void RegisterSegments(const std::string& name, std::vector<int64_t> elements, const void* start,
-                      std::vector<void*> weights) {
-  std::lock_guard<std::mutex> guard(segments_mutex);
-  if (elements.empty()) {
-    segments_by_name.erase(name);
+void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
+                     std::vector<void*> newer) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  if (newer.empty()) {
+    weights_by_name.erase(name);
   } else {
-    segments_by_name[name] = {std::move(elements), start, std::move(weights)};
+    weights_by_name[name] = {std::move(elements), start, std::move(newer)};
   }
 }
 

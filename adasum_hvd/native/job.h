@@ -23,6 +23,7 @@ struct Job {
 
 // Fills the jobs, one per element type, and counts them; or says what is wrong, the same on all ranks.
 //
+// A tensor whose name ends in "adasum.segments=" and element counts is so many tensors laid end to end.
 // Horovod has no bfloat16. A tensor of float16 with "adasum.bfloat16/" in its name holds bfloat16, and
 // Horovod may fuse it with others of float16.
 horovod::common::Status ReadJobs(const std::vector<horovod::common::TensorTableEntry>& entries,
@@ -31,9 +32,8 @@ horovod::common::Status ReadJobs(const std::vector<horovod::common::TensorTableE
 // Whether the op takes tensors of that dtype, and if not why.
 horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);
 
-// Declares a tensor to be many tensors laid end to end; none forgets it. Where `start` is not null see
-// horovod_adasum_register_segments (exports.cc).
-void RegisterSegments(const std::string& name, std::vector<int64_t> elements, const void* start,
-                      std::vector<void*> weights);
+// See horovod_adasum_register_weights (exports.cc).
+void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
+                     std::vector<void*> newer);
 
 } // namespace adasum_hvd

@@ -67,11 +67,10 @@ class Bucket:
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
         )
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
+        if ops.is_adasum(op):
+            self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
         self._entry = f"allreduce.{torch_ops.name_in_op(self._name, op, as_bits)}"
-        if ops.is_adasum(op):
-            segments = [*sizes, *[1] * flags]
-            binding.register_segments(torch_ops.LIBRARY, self._entry, segments)
 
     @property
     def in_flight(self) -> bool:
@@ -114,8 +113,8 @@ class Bucket:
         torch_ops.synchronize(handle)
 
     def close(self) -> None:
-        """Wait for a reduction that is under way, and forget the segments in the op."""
+        """Wait for a reduction that is under way, and forget the weights in the op."""
         if self.in_flight:
             self.finish()
         if ops.is_adasum(self._op):
-            binding.forget_segments(torch_ops.LIBRARY, self._entry)
+            binding.forget_weights(torch_ops.LIBRARY, self._entry)

@@ -165,14 +165,13 @@ def case_segments_and_their_size() -> None:
     sizes = [5000, 7, 30_000]
     mine = [array_of(hvd.rank(), size, "float32", 8) for size in sizes]
     apart = hvd.adasum(*mine)
-    binding.register_segments(hvd.library, "bucket", sizes)
-    (flat,) = hvd.adasum(np.concatenate(mine), names=["bucket"])
+    bucket = binding.segmented("bucket", sizes)
+    (flat,) = hvd.adasum(np.concatenate(mine), names=[bucket])
     assert np.array_equal(flat, np.concatenate(apart))
     with pytest.raises(
         RuntimeError, match="required segments of 10 elements in total, got 35007"
     ):
-        hvd.adasum(np.zeros(10, np.float32), names=["bucket"])
-    binding.forget_segments(hvd.library, "bucket")
+        hvd.adasum(np.zeros(10, np.float32), names=[bucket])
 
 
 def case_changes_of_weights() -> None:
@@ -190,12 +189,12 @@ def case_changes_of_weights() -> None:
     flat = np.concatenate(before)
     # As a framework would: the start lies in the tensor, which this adapter fills first.
     output = np.empty_like(flat)
-    name = "adasum.delta/weights"
+    name = binding.segmented("adasum.delta/weights", sizes)
     addresses = [array.ctypes.data for array in newer]
     binding.register_weights(hvd.library, name, output.ctypes.data, sizes, addresses)
     counted = hvd.counters().delta_tensors
     (unchanged,) = hvd.wait(hvd.enqueue([flat], [name], outputs=[output]))
-    binding.forget_segments(hvd.library, name)
+    binding.forget_weights(hvd.library, name)
     assert np.array_equal(unchanged, flat)
     for got, right in zip(newer, expected, strict=True):
         assert np.array_equal(got, right)

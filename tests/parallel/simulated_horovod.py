@@ -44,10 +44,9 @@ _GLOO = [
 ]  # fmt: skip
 _OURS = [
     "adasum_op", "agreement", "exports", "gram", "job", "kernels",
-    "kernels_portable", "layout", "level", "local_bootstrap",
-    "local_segment", "network",
-    "plan", "processor_quota", "read_permission", "reduce", "settings", "statistics", "transport_gloo",
-    "transport_local", "tree", "watch", "workers",
+    "kernels_portable", "layout", "level", "local_bootstrap", "local_segment",
+    "network", "plan", "processor_quota", "read_permission", "reduce", "settings",
+    "statistics", "transport_gloo", "transport_local", "tree", "watch", "workers",
     "adasum_device_op", "device_memory", "reduce_device", "transport_nccl",
 ]  # fmt: skip
 _BOOST = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -174,6 +175,48 @@ print("DONE")
     assert "DONE" not in output
     assert "killed after" not in output
     assert time.monotonic() - started < 80
+
+
+@pytest.mark.parametrize(
+    ("backend", "local", "inside"),
+    [
+        ("mpi", "off", True),
+        ("mpi", "auto", True),
+        ("mpi", "auto", False),
+        ("gloo", "auto", True),
+    ],
+)
+def test_a_stopped_rank_ends_the_job(tmp_path, backend, local, inside):
+    """Inside a reduction, or between two, where MPI itself waits; the others name it."""
+    script = """
+import os, signal, sys, torch
+import adasum_hvd.torch as hvd
+hvd.init()
+large, before = torch.ones(20_000_000), hvd.counters().calls
+if hvd.rank() == 1:
+    print(f"STOPPED {os.getpid()}", flush=True)
+    if not INSIDE:
+        os.kill(os.getpid(), signal.SIGSTOP)
+started = hvd.allreduce_async(large, op=hvd.Adasum, name="x")
+while hvd.rank() == 1:
+    if hvd.counters().calls > before:
+        os.kill(os.getpid(), signal.SIGSTOP)
+hvd.synchronize(started)
+print("DONE")
+"""
+    started = time.monotonic()
+    status, output = start(
+        tmp_path, backend, 3, script.replace("INSIDE", str(inside)), timeout=90,
+        ADASUM_HVD_LOCAL=local, ADASUM_HVD_TIMEOUT_SECONDS="3",
+    )  # fmt: skip
+    assert status != 0
+    assert "DONE" not in output
+    assert "killed after" not in output
+    assert time.monotonic() - started < 60
+    for rank in (0, 2):
+        assert f"got none of rank 1 on rank {rank}: " in output, output[-3000:]
+    (process,) = re.findall(r"STOPPED (\d+)", output)
+    assert not Path("/proc", process).exists()
 
 
 def test_example(tmp_path):
