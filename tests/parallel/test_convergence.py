@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from launch import Configuration
+from launch import Configuration, every_case
 
-CASES = "cases_convergence"
+CONFIGURATIONS = [Configuration("cases_convergence", "gloo", ranks) for ranks in (4, 8)]
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_simulation_is_the_job(outcome_of, ranks: int) -> None:
-    outcome_of(Configuration(CASES, "gloo", ranks)).check(
-        "case_simulation_is_the_job", ranks
-    )
+@every_case(CONFIGURATIONS)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    outcome_of(configuration).check(name, configuration.ranks)
