@@ -206,14 +206,13 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
             f"{options.local_steps}; use a Keras optimizer"
         )
     passes = options.backward_passes_per_step
-    if passes == 1 and not must_reduce(options):
-        return optimizer
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     base = type(optimizer)
     if (mixin, base) not in _classes:
         name = f"Distributed{base.__name__}"
         _classes[mixin, base] = type(name, (mixin, base), {"__doc__": base.__doc__})
     distributed: Any = object.__new__(_classes[mixin, base])
+    distributed._optimizer = optimizer  # by Horovod's name for it
     distributed.__dict__.update(optimizer.__dict__)
     distributed._adasum_options = options
     distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)
