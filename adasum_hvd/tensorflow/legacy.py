@@ -242,6 +242,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
         name = f"Distributed{base.__name__}"
         _classes[mixin, base] = type(name, (mixin, base), {"__doc__": base.__doc__})
     distributed: Any = object.__new__(_classes[mixin, base])
+    distributed._optimizer = optimizer  # by Horovod's name for it
     distributed.__dict__.update(optimizer.__dict__)
     distributed._adasum_options = options
     distributed._adasum_dtypes = set()

@@ -2,12 +2,13 @@
 
 The ranks wait for one another after each test, so that one that failed early does not meet
 its peers in another test. A test that outlasts its limit ends the process with a traceback;
-`compare.py` starts the ranks again behind it.
+the ranks are started again and have one more try.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from reports import ENDED, FINISHED, READY, STARTED, Report
+from reports import DONE, ENDED, FINISHED, READY, STARTED, Report
 from swap import swap
 
 _WORSE = ("passed", "skipped", "failed")  # of a test's set-up, body and tear-down
@@ -43,7 +44,7 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Leave out the tests that have a verdict."""
-        done = {line["test"] for line in self.report.of(ENDED)}
+        done = json.loads((self.report.path.parent / DONE).read_text())
         items[:] = [item for item in items if item.nodeid not in done]
 
     def pytest_collection_finish(self) -> None:
@@ -66,6 +67,8 @@ class Recorder:
         self.report.write(STARTED, item.nodeid)
         result = yield
         self.report.write(ENDED, item.nodeid, self.outcomes, self.why)
+        # The one that hangs is to say where, before this one ends the job.
+        faulthandler.dump_traceback_later(self.limit + 10, exit=True)
         self.wait_for_peers(ENDED)
         faulthandler.cancel_dump_traceback_later()
         return result

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+DONE = "done.json"  # the tests that earlier launches ran
 READY, STARTED, ENDED, FINISHED = "ready", "started", "ended", "finished"
 
 

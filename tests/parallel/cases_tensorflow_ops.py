@@ -378,7 +378,9 @@ def case_tf1_optimizer_in_a_session() -> None:
                     for v, x in zip(variables, inputs, strict=True)
                 ]
             )
-            optimizer = hvd.DistributedOptimizer(make(), op=op)
+            plain = make()
+            optimizer = hvd.DistributedOptimizer(plain, op=op)
+            assert optimizer._optimizer is plain  # what Horovod's calls it
             train = optimizer.minimize(loss)
             with tf.compat.v1.Session() as session:
                 session.run(tf.compat.v1.global_variables_initializer())
