@@ -56,7 +56,8 @@ def imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict, ours or torch's Adam's, ready for `Optimizer.load_state_dict`.
 
     Raises:
-        ValueError: a setting that we lack, or a moment of another shape than its parameter.
+        ValueError: a setting that we lack, the state of another algorithm, or a moment of
+            another shape than its parameter.
     """
     saved = [dict(group) for group in state_dict["param_groups"]]
     state = state_dict["state"]
@@ -78,6 +79,12 @@ def imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     places = [place for group in saved for place in group["params"]]
     params = [param for group in ours for param in group["params"]]
     for place, param in zip(places, params, strict=False):
+        found = state.get(place)
+        if found and not set(MOMENTS) <= set(found):
+            raise ValueError(
+                f"AdamOffload.load_state_dict: parameter {place}: required {MOMENTS}, got "
+                f"{sorted(found)}; was this saved from an Adam?"
+            )
         for key in (*MOMENTS, "master"):
             value = state.get(place, {}).get(key)
             if value is not None and value.shape != param.shape:

@@ -11,6 +11,8 @@ from horovod.torch import mpi_ops
 from adasum_hvd.grad_reducer import GradReducer
 from adasum_hvd.torch import marks
 
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
 
 class DistributedGradReducer(GradReducer):
     """Sums gradients over the ranks of a group in float32, and multiplies by 1 / degree.
@@ -33,6 +35,16 @@ class DistributedGradReducer(GradReducer):
         return super()._keeps_its_own(parameter) or marks.is_marked(parameter)
 
     def _is_sparse(self, gradient: torch.Tensor) -> bool:
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(
+                "DistributedGradReducer: required a tensor, or a list or tuple of tensors, got "
+                f"{type(gradient).__name__}"
+            )
+        if gradient.is_complex() or gradient.layout not in _LAYOUTS:
+            raise ValueError(
+                "DistributedGradReducer: required real gradients, dense or COO, got "
+                f"{gradient.dtype} of layout {gradient.layout}"
+            )
         return gradient.is_sparse
 
     def _start(

@@ -30,6 +30,11 @@ _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
 # leaves a rank out; these counts are per process set.
 _nameless: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_DTYPES = frozenset(
+    (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+)
+# The op itself refuses integers, for all frameworks.
+_ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
 _NOTHING = -1  # the handle of an empty group
 
 
@@ -196,15 +201,15 @@ def _enqueue(
     return handle
 
 
-def check_dense(
+def check_tensors(
     tensors: Sequence[torch.Tensor], name: str | None, op: ops.ReduceOp
 ) -> None:
-    """Check that there is nothing but dense tensors to reduce.
+    """Check that there is nothing but dense tensors of the right dtypes to reduce.
 
     Raises:
         TypeError: something is no tensor.
         SparseAdasumError: a sparse tensor, and the reduction is AdaSum.
-        ValueError: a sparse tensor.
+        ValueError: a sparse tensor, or one of a dtype that Horovod has no type for.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -212,9 +217,15 @@ def check_dense(
                 f"allreduce {_label(name)}: required a tensor, got {type(tensor).__name__} "
                 f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
             )
-        if tensor.layout is torch.strided:
-            continue
         adasum = ops.is_adasum(op)
+        if tensor.layout is torch.strided:
+            if tensor.dtype in (_ADASUM_DTYPES if adasum else _DTYPES):
+                continue
+            raise ValueError(
+                f"allreduce {_label(name)}: {op.name} required a dtype that Horovod adds up, "
+                f"got {tensor.dtype} (rank {mpi_ops.rank()} of {mpi_ops.size()}); cast it "
+                "before the reduction"
+            )
         error = ops.SparseAdasumError if adasum else ValueError
         gather = "" if adasum else ", or use hvd.sparse_allreduce_async"
         raise error(
@@ -250,7 +261,7 @@ def _dispatch(
 ) -> int:
     """Start an AdaSum ourselves, and every other reduction with Horovod's own function."""
     reduction = _reduction(op, average)
-    check_dense(tensors, name, reduction)
+    check_tensors(tensors, name, reduction)
     if not tensors:
         return _NOTHING
     if not ops.is_adasum(reduction):
@@ -290,7 +301,8 @@ def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(values)
 
 
 def poll(handle: int) -> bool:
@@ -459,7 +471,7 @@ def allreduce(
     Collective: every rank of `process_set`; blocks.
     """
     reduction = _reduction(op, average)
-    check_dense([tensor], name, reduction)
+    check_tensors([tensor], name, reduction)
     factors = (prescale_factor, postscale_factor, process_set)
     if not ops.is_adasum(reduction):
         return mpi_ops.allreduce(
@@ -487,7 +499,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`."""
     reduction, tensors = _reduction(op, average), list(tensors)
-    check_dense(tensors, name, reduction)
+    check_tensors(tensors, name, reduction)
     if not tensors:
         return []
     factors = (prescale_factor, postscale_factor, process_set)

@@ -340,6 +340,33 @@ def case_expanded_in_place() -> None:
     assert torch.equal(row, wanted[:1])
 
 
+def case_dtypes_that_nobody_adds_up_have_names() -> None:
+    for name in ("bool", "complex64", "uint8", "float8_e4m3fn", "bfloat16"):
+        mine = torch.ones(3).to(getattr(torch, name))
+        match = (
+            rf"allreduce of mine: {{}} required a dtype .*, got torch\.{name} \(rank"
+        )
+        with pytest.raises(ValueError, match=match.format("Average")):
+            hvd.allreduce(mine, name="mine")
+        if name != "bfloat16":
+            with pytest.raises(ValueError, match=match.format("Adasum")):
+                hvd.grouped_allreduce([mine], op=hvd.Adasum, name="mine")
+
+
+def case_reducer_refuses_what_it_would_lose() -> None:
+    reducer = hvd.DistributedGradReducer([nn.Parameter(torch.zeros(3, 3))])
+    for wrong in (torch.full((3, 3), 1j), torch.eye(3).to_sparse_csr()):
+        with pytest.raises(
+            ValueError, match="required real gradients, dense or COO, go"
+        ):
+            reducer((wrong,))
+    for wrong in (torch.eye(3).numpy(), (g for g in [torch.eye(3)])):
+        with pytest.raises(
+            TypeError, match="required a tensor, or a list or tuple of t"
+        ):
+            reducer(wrong)
+
+
 def case_marks_refuse_what_holds_parameters() -> None:
     model = nn.Linear(2, 2)
     for wrong in (model, model.parameters(), [model.weight], "weight"):

@@ -418,6 +418,15 @@ def test_betas_as_torch_names_them():
         assert all(map(torch.equal, weights[0], others))
 
 
+def test_states_of_other_algorithms_are_refused():
+    params = parameters(shapes=[(3,)])
+    other = torch.optim.SGD(params, 0.1, momentum=0.9)
+    set_gradients(params, 0)
+    other.step()
+    with pytest.raises(ValueError, match=r"parameter 0: required .*'momentum_buffer'"):
+        offload(params).load_state_dict(other.state_dict())
+
+
 def test_grad_scaler_without_gradients():
     (p,) = params = parameters(shapes=[(3,)])
     optimizer = offload(params, 0.01)
