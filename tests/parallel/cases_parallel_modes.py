@@ -126,9 +126,9 @@ def case_ranks_of_a_process_set_have_their_numbers_in_the_job() -> None:
     pair = hvd.global_process_set if first == 0 else hvd.add_process_set([first, last])
     if pair.included():
         module = nn.Linear(3, 3)
-        stage = PipelineStage(module, 0, 2, torch.device("cpu"))
+        stage = PipelineStage(module, 0, hvd.size(), torch.device("cpu"))
         model = stage if hvd.rank() == last else module
-        match = rf"of 2 stages on rank {last}:"
+        match = rf"of {hvd.size()} stages on rank {last}:"
         refuses(match, sgd(module), model=model, process_set=pair)
         size = 1 << 20 if hvd.rank() == last else 1 << 21
         match = f"bucket_bytes={1 << 20} on rank {last} and {1 << 21} on rank {first} "
