@@ -26,7 +26,6 @@ def reduce_list(
     label: str,
     tensors: Sequence[Any],
     variables: Sequence[Any],
-    used: Sequence[Any],
     options: Options,
 ) -> list[Any]:
     """Return `tensors` reduced, each with coefficients of its own.
@@ -35,7 +34,6 @@ def reduce_list(
         label: begins the names of what travels; the same on all ranks.
         tensors: one per variable, of the same forms on all ranks.
         variables: what they belong to.
-        used: for each True, or a boolean scalar: whether any rank has more than zeros.
         options: op, wire, factors, process set, groups and bucket size.
 
     Collective: every rank of the process set; blocks (eagerly).
@@ -56,41 +54,17 @@ def reduce_list(
     )
     for number, members in enumerate(buckets):
         indices = [index for index, _ in members]
-        reduced = _reduced_where_used(
-            f"{label}.{number}",
-            kinds[id(members[0][1])][0],
-            [tensors[index] for index in indices],
-            [used[index] for index in indices],
-            options,
-        )
-        for index, tensor in zip(indices, reduced, strict=True):
-            results[index] = tensor
-    return results
-
-
-def _reduced_where_used(
-    name: str,
-    wire: tf.DType,
-    tensors: Sequence[Any],
-    used: Sequence[Any],
-    options: Options,
-) -> list[Any]:
-    """Return the tensors reduced, or as they are where no rank has one of them."""
-
-    def reduce() -> list[Any]:
+        wire = kinds[id(members[0][1])][0]
         reduced = named.reduce_named(
-            [tf.cast(tensor, wire) for tensor in tensors],
-            name,
+            [tf.cast(tensors[index], wire) for index in indices],
+            f"{label}.{number}",
             options.op,
             options.factors,
             options.process_set.process_set_id,
         )
-        pairs = zip(reduced, tensors, strict=True)
-        return [tf.cast(result, tensor.dtype) for result, tensor in pairs]
-
-    if any(flag is True for flag in used):
-        return reduce()
-    return tf.cond(tf.reduce_any(used), reduce, lambda: list(tensors))
+        for index, tensor in zip(indices, reduced, strict=True):
+            results[index] = tf.cast(tensor, tensors[index].dtype)
+    return results
 
 
 def _on_wire(tensor: Any, options: Options) -> tuple[tf.DType, int]:

@@ -109,7 +109,7 @@ class Reduction:
                     tensors, variables, agreed.kinds, strict=True
                 )
             ]
-        results = reduce_list(label, full, variables, used, self._options)
+        results = reduce_list(label, full, variables, self._options)
         with tf.control_dependencies(checks):
             return [tf.identity(result) for result in results], used
 
