@@ -99,7 +99,7 @@ private:
   uint64_t operation_ = 0;
   IdleClock idle_;
   IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
-  bool shown_ = false; // whom this rank awaits
+  bool shown_ = false;                     // whom this rank awaits
   std::string broken_;
   int blamed_ = 0; // global rank
 };

@@ -143,14 +143,14 @@ def held():
         int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
 
-# Two tensors are fused: what the op receives and stages is half of them and all of them.
+# Fused: the op holds half of them for what it receives, and more to pack and unpack.
 hvd.grouped_allreduce([torch.ones(6_000_000), torch.ones(2_000_000)], op=hvd.Adasum, name="large")
 before = held()
 assert before[0] == 2 and before[1] <= 1 and before[2] == 1 + hvd.rank(), before  # it is watched
 hvd.shutdown()
 after = held()
 assert after[:3] == (0, 0, 0), after
-assert before[3] - after[3] > 40_000_000, (before, after)
+assert before[3] - after[3] > 30_000_000, (before, after)
 print("DONE")
 """
     status, output = start(tmp_path, "mpi", 2, script)
