@@ -131,9 +131,19 @@ def _function(
     whichever functions they are in.
     """
 
+    def unfolded(*tensors: Any) -> Any:
+        # TensorFlow's optimizer would run an operation of constants, such as zeros, at once and
+        # on this rank alone, and keep its result: it takes Horovod's for a pure function.
+        return body(
+            *(
+                tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+                for tensor in tensors
+            )
+        )
+
     def in_turn(*tensors: Any) -> Any:
         with tf.control_dependencies([turn.assign_add(1)]):
-            return body(*tensors)
+            return unfolded(*tensors)
 
     if ordered:
         if name not in _turns:
@@ -141,7 +151,7 @@ def _function(
                 _turns[name] = tf.Variable(0, trainable=False, dtype=tf.int64)
         turn = _turns[name]
     function = tf.function(
-        in_turn if ordered else body,
+        in_turn if ordered else unfolded,
         autograph=False,
         experimental_attributes={"_noinline": True},
     )
