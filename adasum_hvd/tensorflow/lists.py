@@ -18,6 +18,7 @@ from adasum_hvd.agreement import (
     compare_settings,
 )
 from adasum_hvd.options import Options
+from adasum_hvd.tensorflow import named
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.functions import allgather_object
 
@@ -93,7 +94,8 @@ def in_kind(tensor: Any, variable: Any, kind: Kind) -> Any:
     if tensor is not None:
         return tf.cast(tf.convert_to_tensor(tensor), kind.dtype)
     shape = shape_of(variable)
-    return tf.zeros(tf.shape(variable) if None in shape else shape, kind.dtype)
+    dims = tf.shape(variable) if None in shape else shape
+    return tf.fill(dims, named.zero(kind.dtype))
 
 
 def _as_rows(tensor: Any, variable: Any, dtype: tf.DType) -> tf.IndexedSlices:

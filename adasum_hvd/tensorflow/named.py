@@ -72,6 +72,26 @@ def gather_named(tensor: Any, name: str, process_set_id: int) -> tf.Tensor:
     return _gathering(name, ordered, process_set_id, spec)(tensor)
 
 
+def zero(dtype: tf.DType) -> Any:
+    """Return a scalar 0 that TensorFlow's graph optimizer does not see as a constant.
+
+    It takes Horovod's operations for pure functions: one of constants only it runs once, while it
+    optimizes a graph on this rank alone, and keeps the result.
+    """
+    with tf.init_scope():
+        eager = tf.executing_eagerly()
+        if eager and "" not in _turns:
+            with tf.device("CPU:0"):
+                _turns[""] = tf.Variable(0, trainable=False, dtype=tf.int64)
+    value: Any = tf.constant(0, tf.int64)
+    value = (
+        _turns[""].read_value()
+        if eager
+        else tf.compat.v1.placeholder_with_default(value, [])
+    )
+    return tf.cast(value, dtype)
+
+
 def _in_graph(name: str) -> tuple[str, bool]:
     """Return the name to use here, and whether TensorFlow keeps its uses in order.
 
@@ -131,19 +151,9 @@ def _function(
     whichever functions they are in.
     """
 
-    def unfolded(*tensors: Any) -> Any:
-        # TensorFlow's optimizer would run an operation of constants, such as zeros, at once and
-        # on this rank alone, and keep its result: it takes Horovod's for a pure function.
-        return body(
-            *(
-                tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
-                for tensor in tensors
-            )
-        )
-
     def in_turn(*tensors: Any) -> Any:
         with tf.control_dependencies([turn.assign_add(1)]):
-            return unfolded(*tensors)
+            return body(*tensors)
 
     if ordered:
         if name not in _turns:
@@ -151,7 +161,7 @@ def _function(
                 _turns[name] = tf.Variable(0, trainable=False, dtype=tf.int64)
         turn = _turns[name]
     function = tf.function(
-        in_turn if ordered else unfolded,
+        in_turn if ordered else body,
         autograph=False,
         experimental_attributes={"_noinline": True},
     )

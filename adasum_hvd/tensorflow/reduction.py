@@ -180,7 +180,10 @@ class Reduction:
         with tf.device("CPU:0"):
             try:
                 (result,) = named.reduce_named(
-                    [tf.constant(values, tf.int32, [len(values)])],
+                    [
+                        tf.constant(values, tf.int32, [len(values)])
+                        + named.zero(tf.int32)
+                    ],
                     name,
                     ops.Max,
                     (1.0, 1.0),
