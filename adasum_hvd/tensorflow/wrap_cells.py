@@ -116,7 +116,7 @@ class WrapCell(Forwarding):
             type(self).__name__,
             [name_of(variable) for variable in variables],
             required,
-            ["NoneType" if g is None else _shape(g, wanted) for g, wanted in pairs],
+            ["None" if g is None else _shape(g, wanted) for g, wanted in pairs],
         )
         if self._group is not None:
             if self._reducer is None:

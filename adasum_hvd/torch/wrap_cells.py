@@ -23,6 +23,12 @@ from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.wrap_cells import Forwarding, check_gradients, check_job
 
 
+def _described(gradient: Any) -> tuple[int, ...] | str:
+    if isinstance(gradient, torch.Tensor):
+        return tuple(gradient.shape)
+    return "None" if gradient is None else type(gradient).__name__
+
+
 class WrapCell(Forwarding):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
@@ -105,10 +111,7 @@ class WrapCell(Forwarding):
             type(self).__name__,
             [f"parameter {index}" for index in range(len(parameters))],
             [tuple(parameter.shape) for parameter in parameters],
-            [
-                tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
-                for g in gradients
-            ],
+            [_described(gradient) for gradient in gradients],
         )
         gradients = self._reduced_in_group(parameters, gradients)
         # Drops what a backward pass by torch has left in .grad.

@@ -403,7 +403,7 @@ def case_cells_name_gradients_that_are_none() -> None:
     )
     before = model.weight.detach().clone()
     for wrong, found in (
-        ((None, model.bias), r"parameter 0, got NoneType"),
+        ((None, model.bias), r"parameter 0, got None;"),
         ((model.weight.detach(), 1.0), r"parameter 1, got float"),
     ):
         with pytest.raises(ValueError, match=found):
