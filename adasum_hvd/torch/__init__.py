@@ -47,6 +47,7 @@ from adasum_hvd.torch.ops import (
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
+from adasum_hvd.torch.rounds import join
 from adasum_hvd.torch.sparse_allreduce import sparse_allreduce_async
 from adasum_hvd.torch.wrap_cells import (
     AdaSumByDeltaWeightWrapCell,

@@ -9,7 +9,7 @@ nothing for any of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,13 +55,17 @@ class OffloadDeltaOptimizer(DeltaOptimizer, AdamOffload):
         ]
         return [*flats, *(bucket.start_weights for bucket in self._buckets)]
 
-    def _keep_start(self, index: int) -> Sequence[torch.Tensor]:
+    def _keep_start(self, index: int) -> bool:
         # A master follows what others have changed since, and may be another one.
         self._buckets[index].params = [self.master(p) for p in self._members[index]]
         return super()._keep_start(index)
 
-    def _check_weight_copies(self) -> None:
-        """Do nothing: the masters are the weights that are reduced."""
+    def _find_weight_copies(self) -> tuple[str, ...]:
+        return ()  # the masters are the weights that are reduced
+
+    def _restore(self) -> None:
+        super()._restore()
+        self.publish(p for members in self._members for p in members)
 
     def step(self, closure: StepClosure = None) -> Any:
         """As the base's. Parameters change when the reduction is done, masters before it."""

@@ -89,9 +89,21 @@ class GradientCountdown:
         for parameter, seen in zip(self._parameters, self._seen, strict=True):
             if seen is not None:
                 gradient, version = seen
-                if parameter.grad is not gradient or gradient._version != version:
+                if parameter.grad is not gradient or (
+                    gradient._version != version and not self._is_shared(gradient)
+                ):
                     return parameter
         return None
+
+    def _is_shared(self, gradient: torch.Tensor) -> bool:
+        """Return whether backward was last to write to memory that gradients may share."""
+        memory = gradient.untyped_storage().data_ptr()
+        return any(
+            version == gradient._version
+            and other.layout is torch.strided
+            and other.untyped_storage().data_ptr() == memory
+            for other, version in filter(None, self._seen)
+        )
 
     def close(self) -> None:
         """Remove the hooks."""

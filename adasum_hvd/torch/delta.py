@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import NamedParameter
 from adasum_hvd.torch.delta_buckets import ChangeBucket, change_bucket, is_rounding
 from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
-from adasum_hvd.torch.rounds import Fact, bits_of, told_by_all
+from adasum_hvd.torch.rounds import bits_of, epoch, told_by_all
 
 _STATE_KEY = "adasum_delta"
 
@@ -30,7 +30,9 @@ class DeltaOptimizer(DistributedBase):
     ) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
         self._scaled = False  # a gradient scaler called this step()
-        self._replaced = 0  # which weights took the place of those that all agreed on
+        self._replaced = False  # weights took the place of those that all agreed on
+        self._epoch: int | None = None  # in which all ranks have agreed on a start
+        self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False  # read and cleared by hvd.GradScaler
         super()._configure(plain, names, options)
 
@@ -71,16 +73,13 @@ class DeltaOptimizer(DistributedBase):
 
     def _begin_window(self) -> None:
         """Note where all ranks start."""
-        replaced = [
-            tensor
-            for index, bucket in enumerate(self._buckets)
-            for tensor in self._keep_start(index)
-            if bucket.process_set is self._options.process_set
-        ]
-        if self._steps:
-            self._replaced = bits_of(replaced) if replaced else self._replaced
-        elif not self._alone:
+        first = self._epoch != epoch()  # or the first since some ranks had joined
+        for index in range(len(self._buckets)):
+            self._replaced |= self._keep_start(index)
+        if first and not self._alone:
             self._agree_on_start()
+            self._replaced = False
+        self._epoch = epoch()
 
     def _agree_on_start(self) -> None:
         """Take the first rank's start where this rank's is another one by rounding. Collective.
@@ -89,9 +88,7 @@ class DeltaOptimizer(DistributedBase):
             RuntimeError: on any rank it is another one by more; on every rank.
         """
         process_set, name = self._options.process_set, f"adasum.start.{self._instance}"
-        starts = [
-            b.start_weights for b in self._buckets if b.process_set is process_set
-        ]
+        starts = self._common_starts()
         told = told_by_all(name, [float(bits_of(starts))], process_set)
         if len({value for (value,) in told.values()}) == 1:
             return
@@ -115,22 +112,31 @@ class DeltaOptimizer(DistributedBase):
                 f"{root}), or mark_worker_local() what is a rank's own"
             )
 
-    def _keep_start(self, index: int) -> Sequence[torch.Tensor]:
-        """Note a bucket's start; return weights that are not those that all agreed on."""
-        bucket = self._buckets[index]
-        return bucket.params if bucket.open() else ()
+    def _common_starts(self) -> list[torch.Tensor]:
+        process_set = self._options.process_set
+        return [b.start_weights for b in self._buckets if b.process_set is process_set]
 
-    def _facts(self) -> Mapping[str, Fact]:
-        replaced = "changed" if self._replaced else "not changed"
-        return {
-            **super()._facts(),
-            "weights at the start of a step": (
-                float(self._replaced),
-                f"whose weights were {replaced} between steps",
-                "change them alike on all ranks, bit for bit, or broadcast_parameters() "
-                "afterwards; where they were moved for a moment (as SAM does), put back a copy",
-            ),
-        }
+    def _keep_start(self, index: int) -> bool:
+        """Note a bucket's start; return whether it is another one than all agreed on."""
+        return self._buckets[index].open()
+
+    def _next_round(self) -> None:
+        if self._rounds is None:
+            return
+        changed = self._rounds.next(self._facts, lambda: float(self._replaced))
+        if changed:  # somewhere since the last question
+            self._replaced = False
+            name = f"adasum.changed.{self._instance}"
+            bits = float(bits_of(self._common_starts()))
+            told = told_by_all(name, [bits], self._options.process_set)
+            if len({value for (value,) in told.values()}) > 1:
+                raise RuntimeError(
+                    "DistributedOptimizer: required the same weights on all ranks at the start "
+                    f"of a step, got others after a change between steps (this is rank "
+                    f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
+                    "broadcast_parameters() afterwards; where they were moved for a moment, "
+                    "put back a copy"
+                )
 
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
@@ -189,13 +195,13 @@ class DeltaOptimizer(DistributedBase):
         skip = amp.must_skip(self, consistent=self._alone)
         if self._local_step == 0:
             self._begin_window()
-        if not skip:
-            return self._hooked_step(closure)
-        self._end_step()
-        return None
+        if skip:
+            self._end_step()
+            return None
+        return self._hooked_step(*([] if closure is None else [closure]))
 
     @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
-    def _hooked_step(self, closure: StepClosure) -> Any:
+    def _hooked_step(self, closure: StepClosure = None) -> Any:
         step = super().step.__func__
         # torch wraps the user's step() with the hooks, too: they would come before the reduction.
         unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -205,6 +211,7 @@ class DeltaOptimizer(DistributedBase):
         except BaseException:
             self._restore()
             raise
+        self._stepped_here = True
         self._end_step()
         return result
 
@@ -213,11 +220,12 @@ class DeltaOptimizer(DistributedBase):
         if self._local_step >= self._options.local_steps:
             self._local_step = 0
             try:
-                if self._steps < self._options.local_steps:
+                if self._stepped_here and not self._looked_for_copies:
+                    self._looked_for_copies = True
                     self._check_weight_copies()
+                self._next_round()
                 for bucket in self._buckets:
                     bucket.start()
-                self._next_round()
                 self._apply()
             except Exception:
                 self._abandon()
@@ -225,21 +233,24 @@ class DeltaOptimizer(DistributedBase):
                 raise
         self._note_step()
 
+    def _find_weight_copies(self) -> tuple[str, ...]:
+        attributes = vars(self).keys() - self._wrapper_attributes
+        return weight_copies.find(self, sorted(attributes))
+
     def _check_weight_copies(self) -> None:
         """Raise on every rank where, on any, the optimizer holds the weights twice. Collective."""
         if self._alone:
             return
-        attributes = vars(self).keys() - self._wrapper_attributes
-        places = weight_copies.find(self, sorted(attributes))
+        places = self._find_weight_copies()
         name = f"adasum.weight_copies.{self._instance}"
         told = told_by_all(name, [float(bool(places))], self._options.process_set)
         if any(has_copies for (has_copies,) in told.values()):
             where = places[0] if places else "on another rank"
             raise RuntimeError(
                 "delta variant: required an optimizer whose weights are the parameters alone, got "
-                f"a {self._plain_class.__name__} that keeps them a second time ({where}), and "
-                "would overwrite the reduced ones at its next step; use op=AdasumGrad, or "
-                "adasum_hvd's AdamOffload for float32 master weights"
+                f"a {self._plain_class.__name__} that keeps them a second time ({where}), where "
+                "no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload for "
+                "float32 master weights"
             )
 
     def _restore(self) -> None:

@@ -10,10 +10,9 @@ import torch
 from adasum_hvd import binding, ops
 from adasum_hvd.options import Options
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.buckets import Bucket, NamedParameter, versions
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
 
-# Relative change of a bucket's weights, as a norm, below which they are those put back.
-_ROUNDING = 1e-5
+_ROUNDING = 4  # units in the last place of a bucket's largest weight
 
 # The op reads and writes these buckets' weights by their addresses: they must not be freed,
 # whatever becomes of the model and the optimizer.
@@ -38,7 +37,7 @@ class ChangeBucket(Bucket):
     ):
         super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
         self._make_start(options.start_copy == "host")
-        self._settled: list[int] | None = None  # versions of the weights at `settle`
+        self._settled = False  # the start is what all ranks agreed on
         # Whether the start, at the end of a window, holds anything but the rounded weights.
         self._start_differs = self.start_weights.dtype != self.params[0].dtype
 
@@ -73,12 +72,13 @@ class ChangeBucket(Bucket):
         Returns:
             Whether the weights are others than those agreed on, or the first ones.
         """
-        if self._settled == versions(self.params):
+        pairs = list(zip(self.params, self._start_views, strict=True))
+        now = (parameter.detach().to(start) for parameter, start in pairs)
+        if self._settled and all(map(torch.equal, now, self._start_views)):
             return False
-        if self._settled is not None:
-            start = self.start_weights
-            now = torch.cat([p.detach().flatten().to(start) for p in self.params])
-            if is_rounding(now, start):
+        if self._settled and self.params[0].itemsize >= 4:
+            joined = torch.cat([p.detach().flatten().to(s) for p, s in pairs])
+            if is_rounding(joined, self.start_weights):
                 return False
         self.keep()
         return True
@@ -87,7 +87,7 @@ class ChangeBucket(Bucket):
         """End a window: the weights are, now, what all ranks agree on."""
         if self._start_differs:
             self.keep()
-        self._settled = versions(self.params)
+        self._settled = True
 
     def start(self) -> None:
         """Begin to reduce the change since `keep`. Collective; does not block."""
@@ -218,10 +218,15 @@ def op_takes(
 
 
 def is_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors differ, as a norm, by what `x + y - y` may leave of `x`."""
-    size = torch.linalg.vector_norm(expected, dtype=torch.float64)
-    difference = torch.linalg.vector_norm(found - expected, dtype=torch.float64)
-    return bool(difference <= _ROUNDING * size)
+    """Return whether a bucket differs from another by what `x + y - y` leaves of `x` at most.
+
+    That is some units in the last place of its largest element; an element that has become
+    zero was meant to.
+    """
+    difference = (found - expected).abs()
+    limit = _ROUNDING * torch.finfo(expected.dtype).eps * expected.abs().max()
+    pruned = (found == 0) & (expected != 0)
+    return bool((difference <= limit).all()) and not bool(pruned.any())
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -234,6 +239,6 @@ def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _note_change(tensors: Sequence[torch.Tensor]) -> None:
     try:
         torch.autograd.graph.increment_version(tensors)
-    except TypeError:  # torch before 2.5 takes one at a time
+    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)

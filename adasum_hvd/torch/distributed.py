@@ -54,7 +54,6 @@ class DistributedBase(torch.optim.Optimizer):
         self._options = options
         self._instance = next(_instances)
         self._any_partial = False  # some rank has parameters that not all ranks reduce
-        self._steps = 0
         self._dropping = Dropping()
         self._in_step = False  # a closure's zero_grad() drops nothing
         included = options.process_set.included()
@@ -270,9 +269,10 @@ class DistributedBase(torch.optim.Optimizer):
 
     def _facts(self) -> Mapping[str, Fact]:
         """Return what must be the same on all ranks; the variants add to it."""
+        taken = self._rounds.steps if self._rounds is not None else 0
         steps = (
-            float(self._steps),
-            f"which has taken {self._steps}",
+            float(taken),
+            f"which has taken {taken}",
             "a rank that leaves out a step() after a backward pass must not do so alone: agree on "
             "it, or let all ranks step; the replicas differ now",
         )
@@ -286,7 +286,8 @@ class DistributedBase(torch.optim.Optimizer):
                     bucket.finish()
 
     def _note_step(self) -> None:
-        self._steps += 1
+        if self._rounds is not None:
+            self._rounds.note_step()
         self._dropping.forget()
         plain = self._wrapped()
         if plain is not None:  # a scheduler made before the wrapping asks it
@@ -301,11 +302,7 @@ class DistributedBase(torch.optim.Optimizer):
             self._in_step = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's.
-
-        Raises:
-            RuntimeError: weights change, and gradients are dropped, without `step()`.
-        """
+        """As torch's. Warns where weights change, and gradients are dropped, without `step()`."""
         if self._reducing and not self._alone and not self._in_step:
             self._dropping.note(
                 p for group in self.param_groups for p in group["params"]
@@ -327,6 +324,7 @@ class Dropping:
 
     def __init__(self) -> None:
         self._stepped = True
+        self._warned = False
         self._changes = 0
         self._versions: list[int] | None = None
 
@@ -335,11 +333,9 @@ class Dropping:
         self._stepped, self._changes, self._versions = True, 0, None
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at a `zero_grad()`.
+        """Look at a `zero_grad()`; warn, once, at the third one in a row that drops gradients.
 
-        Raises:
-            RuntimeError: the third one in a row that drops gradients, between which somebody
-                else has changed weights.
+        Only where somebody else has changed weights between them.
         """
         parameters = list(parameters)
         stepped, self._stepped = self._stepped, False
@@ -347,13 +343,14 @@ class Dropping:
             return
         before, self._versions = self._versions, versions(parameters)
         self._changes += before is not None and before != self._versions
-        if self._changes >= 2:
-            self.forget()
-            raise RuntimeError(
+        if self._changes == 2 and not self._warned:
+            self._warned = True
+            warnings.warn(
                 "DistributedOptimizer: required step() between backward and zero_grad(), got "
-                "weights that change without it, so nothing is reduced and the replicas part. "
+                "weights that change without it: nothing is reduced then, and the replicas part. "
                 "An optimizer with calls of its own (SAM's first_step and second_step) must get "
-                "the distributed one as its base optimizer, or be called as step(closure)"
+                "the distributed one as its base optimizer, or be called as step(closure)",
+                stacklevel=4,
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adasum_hvd import ops
-from adasum_hvd.torch import amp
+from adasum_hvd.torch import amp, marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.countdown import GradientCountdown
@@ -17,6 +17,10 @@ from adasum_hvd.torch.distributed import DistributedBase, Options, StepClosure
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.rounds import Fact, checksum, group_options
 from adasum_hvd.torch.sparse import SparseBucket
+
+
+def _on_all(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not marks.is_marked(parameter)
 
 
 class GradientOptimizer(DistributedBase):
@@ -123,10 +127,10 @@ class GradientOptimizer(DistributedBase):
 
     def _run_round(self) -> None:
         """Start what backward has not started, and wait for all of it. Collective; blocks."""
+        for carrier in self._carriers:
+            if not carrier.in_flight:
+                self._start(carrier)
         try:
-            for carrier in self._carriers:
-                if not carrier.in_flight:
-                    self._start(carrier)
             self._next_round()
             for carrier in self._carriers:
                 carrier.finish()
@@ -230,7 +234,9 @@ class GradientOptimizer(DistributedBase):
             torch._foreach_copy_(gradients, views)
 
     def _facts(self) -> Mapping[str, Fact]:
-        options = group_options(self.param_groups)
+        options = group_options(
+            [group for group in self.param_groups if any(map(_on_all, group["params"]))]
+        )
         passes = self._options.backward_passes_per_step
         told = f"{options}; backward_passes_per_step={passes}"
         return {
@@ -316,6 +322,7 @@ class GradientOptimizer(DistributedBase):
                     self._reduce()
                 result = super().step()
         self._was_synchronized = False
+        self._handed_out = []
         self._note_step()
         return result
 

@@ -7,6 +7,8 @@ part without a word. So the ranks say now and then what each of them has done so
 
 from __future__ import annotations
 
+import itertools
+import numbers
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +21,36 @@ from adasum_hvd.torch import ops as torch_ops
 
 EVERY = 10  # rounds; a question is one small message that all wait for
 Fact = tuple[float, str, str]  # value, what this rank has, what to do
+_joins = itertools.count(1)
+_epoch = 0
+
+
+def join(device: int = -1) -> int:
+    """Take part in the others' reductions with zeros until all have joined; as Horovod's.
+
+    Ranks have taken different numbers of steps by then: distributed optimizers count anew.
+    Broadcast the parameters before training goes on.
+
+    Args:
+        device: where the zeros are made: a CUDA device's number, or -1 for the CPU.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        HorovodInternalError: another rank failed.
+
+    Collective: every rank; blocks until all have joined.
+    """
+    global _epoch
+    last = mpi_ops.join(device)
+    _epoch = next(_joins)
+    return last
+
+
+def epoch() -> int:
+    """Return how often all ranks have joined."""
+    return _epoch
 
 
 class Rounds:
@@ -31,7 +63,23 @@ class Rounds:
 
     def __init__(self, name: str, process_set: Any):
         self._name, self._process_set = name, process_set
-        self._round = 0
+        self._round = self._steps = 0
+        self._epoch = epoch()
+
+    @property
+    def steps(self) -> int:
+        """Steps noted since the ranks last joined."""
+        self._begin_epoch()
+        return self._steps
+
+    def note_step(self) -> None:
+        """Count a step."""
+        self._begin_epoch()
+        self._steps += 1
+
+    def _begin_epoch(self) -> None:
+        if self._epoch != epoch():
+            self._round, self._steps, self._epoch = 0, 0, epoch()
 
     def next(
         self,
@@ -51,6 +99,7 @@ class Rounds:
         Raises:
             RuntimeError: the ranks differ; on every rank.
         """
+        self._begin_epoch()
         due, self._round = self._round % EVERY == 0, self._round + 1
         if not due:
             return False
@@ -114,20 +163,21 @@ def bits_of(tensors: Sequence[torch.Tensor]) -> int:
 
 def group_options(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the hyperparameters in words: all numbers and flags of all groups."""
-    plain = (bool, int, float, str, type(None))
 
     def word(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # one on a device would cost a wait for it
             return value.item() if value.numel() == 1 and value.is_cpu else "tensor"
         if isinstance(value, tuple | list):
             return [word(item) for item in value]
-        return value if isinstance(value, plain) else type(value).__name__
+        if isinstance(value, numbers.Real):
+            return float(value)
+        return value if isinstance(value, str | type(None)) else type(value).__name__
 
     return "; ".join(
         ", ".join(
             f"{key}={word(value)}"
             for key, value in sorted(group.items())
-            if key != "params"
+            if key not in ("params", "param_names")
         )
         for group in param_groups
     )

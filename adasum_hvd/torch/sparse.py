@@ -68,6 +68,7 @@ class SparseBucket:
         for parameter, reduced in zip(self.params, self.reduced, strict=True):
             if reduced._nnz():
                 parameter.grad = reduced
+        self.reduced = []
 
     def close(self) -> None:
         """Wait for rows that are under way."""

@@ -25,13 +25,15 @@ def find(
 
     Returns:
         Descriptions such as "state 'z'"; empty unless all parameters that can be told from
-        others (more than one element, not all of them zero) have a copy.
+        others (a gradient, more than one element, not all of them zero) have a copy.
     """
     parameters = [
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.numel() > 1 and bool(parameter.detach().any())
+        if parameter.numel() > 1
+        and parameter.grad is not None
+        and bool(parameter.detach().any())
     ]
     own = {parameter.data_ptr() for parameter in parameters}
     by_shape: dict[torch.Size, list[tuple[str, torch.Tensor]]] = {}
