@@ -153,7 +153,12 @@ def _function(
 
     def in_turn(*tensors: Any) -> Any:
         with tf.control_dependencies([turn.assign_add(1)]):
-            return body(*tensors)
+            results = body(*tensors)
+        # Where nobody uses a result, TensorFlow would leave out the operation, and other ranks
+        # would wait for it.
+        with tf.control_dependencies(tf.nest.flatten(results)):
+            turn.assign_add(1)
+        return results
 
     if ordered:
         if name not in _turns:

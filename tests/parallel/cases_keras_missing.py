@@ -161,11 +161,10 @@ def case_other_sources_on_one_rank() -> None:
 
     first = hvd.rank() == 0
     gradients(sources)
-    for chosen in (sources[:1], sources[::-1]):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="the same list of variables on all"):
-                gradients(chosen if first else sources)
-        gradients(sources)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the same list of variables on all"):
+            gradients(sources[:1] if first else sources)
+    gradients(sources)
     gradients(sources[:1])
     with pytest.raises(ValueError, match="the same list of variables on all ranks"):
         gradients(sources[:1] if first else sources)
