@@ -79,8 +79,9 @@ class KerasDistributed(keras.optimizers.Optimizer):
             window.build(self._trainable_variables)
 
     def build(self, variables: Any) -> None:
-        """As Keras's."""
-        super().build(variables)
+        """As Keras's, eagerly: some slots begin as copies of the weights, once."""
+        with tf.init_scope():
+            super().build(variables)
         self._build_windows()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -205,7 +206,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
         raise NotImplementedError
 
     def _require_any(self, agreed: Agreed) -> Agreed:
-        if not agreed.any_tensor:
+        if agreed.kinds and not agreed.any_tensor:
             raise ValueError(
                 "apply: required a gradient of at least one variable on some rank, got none on "
                 f"all {self._adasum.options.process_set.size()}; is the loss computed from the "
