@@ -90,14 +90,10 @@ def refuse_xla(what: str) -> None:
         )
 
 
-class SparseTensorError(NotImplementedError, ValueError):
-    """A sparse tensor that a reduction does not take; Horovod's raises NotImplementedError."""
-
-
 def refuse_sparse(tensor: Any, what: str) -> None:
-    """Raise SparseTensorError for `tf.IndexedSlices`, which no reduction here takes."""
+    """Raise SparseAdasumError for `tf.IndexedSlices`, which no reduction here takes."""
     if isinstance(tensor, tf.IndexedSlices):
-        raise SparseTensorError(
+        raise ops.SparseAdasumError(
             f"{what}: required a dense tensor, got tf.IndexedSlices of shape "
             f"{tensor.shape}; pass sparse_as_dense=True, or use tf.convert_to_tensor"
         )
@@ -148,7 +144,7 @@ def allreduce(
 
     Raises:
         ValueError: unknown `op`.
-        SparseTensorError: AdaSum of `tf.IndexedSlices`; a NotImplementedError, as Horovod's, and a
+        SparseAdasumError: AdaSum of `tf.IndexedSlices`; a NotImplementedError, as Horovod's, and a
             ValueError.
         NotImplementedError: traced into a function that XLA compiles.
         tf.errors.InvalidArgumentError: an integer dtype; on every rank.
