@@ -8,8 +8,7 @@ each as if it had come alone: bucketing never changes a result.
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +17,6 @@ from adasum_hvd import binding, ops
 from adasum_hvd.torch import ops as torch_ops
 
 NamedParameter = tuple[str, torch.nn.Parameter]
-_version_of = operator.attrgetter("_version")
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return what counts up whenever torch writes to a tensor."""
-    return list(map(_version_of, tensors))
 
 
 class Bucket:

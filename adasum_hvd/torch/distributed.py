@@ -17,8 +17,9 @@ from adasum_hvd.agreement import OPTIONS, compare_settings
 from adasum_hvd.options import Options, check_count
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
-from adasum_hvd.torch.buckets import Bucket, NamedParameter, versions
+from adasum_hvd.torch.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.compression import Compression
+from adasum_hvd.torch.dropping import Dropping
 from adasum_hvd.torch.functions import allgather_object
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 from adasum_hvd.torch.rounds import Fact, Rounds
@@ -314,44 +315,6 @@ class DistributedBase(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """Copy and pickle as a plain optimizer of the user's class; not collective."""
         return _plain_copy, (self._plain_class, self.__getstate__())
-
-
-class Dropping:
-    """Notices weights that are trained without `step()`: gradients dropped, weights changed.
-
-    SAM's `first_step` and `second_step` step the optimizer inside them and drop the gradients.
-    """
-
-    def __init__(self) -> None:
-        self._stepped = True
-        self._warned = False
-        self._changes = 0
-        self._versions: list[int] | None = None
-
-    def forget(self) -> None:
-        """Begin anew: a step was taken."""
-        self._stepped, self._changes, self._versions = True, 0, None
-
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at a `zero_grad()`; warn, once, at the third one in a row that drops gradients.
-
-        Only where somebody else has changed weights between them.
-        """
-        parameters = list(parameters)
-        stepped, self._stepped = self._stepped, False
-        if stepped or all(parameter.grad is None for parameter in parameters):
-            return
-        before, self._versions = self._versions, versions(parameters)
-        self._changes += before is not None and before != self._versions
-        if self._changes == 2 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "DistributedOptimizer: required step() between backward and zero_grad(), got "
-                "weights that change without it: nothing is reduced then, and the replicas part. "
-                "An optimizer with calls of its own (SAM's first_step and second_step) must get "
-                "the distributed one as its base optimizer, or be called as step(closure)",
-                stacklevel=4,
-            )
 
 
 def _plain_copy(base: type, state: dict[str, Any]) -> Any:
