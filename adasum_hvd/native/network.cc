@@ -18,7 +18,10 @@ namespace hvd = horovod::common;
 
 std::unique_ptr<Transport> MakeNetwork(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
                                        const Settings& settings, std::atomic<int32_t>* awaits) {
-  const std::vector<int>& ranks = process_set.controller->GetGlobalRanks();
+  // Horovod's Gloo controller fills memory that it has only reserved: to a copy, its vector is empty.
+  const hvd::Controller& controller = *process_set.controller;
+  const int* first = controller.GetGlobalRanks().data();
+  const std::vector<int> ranks(first, first + controller.GetSize());
 #if HAVE_MPI
   if (state.control_operation == hvd::LibType::MPI) {
     return std::make_unique<MpiTransport>(
