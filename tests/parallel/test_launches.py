@@ -184,6 +184,7 @@ print("DONE")
         ("mpi", "auto", True),
         ("mpi", "auto", False),
         ("gloo", "auto", True),
+        ("gloo", "off", True),
     ],
 )
 def test_a_stopped_rank_ends_the_job(tmp_path, backend, local, inside):
@@ -208,6 +209,7 @@ print("DONE")
     status, output = start(
         tmp_path, backend, 3, script.replace("INSIDE", str(inside)), timeout=90,
         ADASUM_HVD_LOCAL=local, ADASUM_HVD_TIMEOUT_SECONDS="3",
+        HOROVOD_GLOO_TIMEOUT_SECONDS="10",
     )  # fmt: skip
     assert status != 0
     assert "DONE" not in output
