@@ -63,6 +63,7 @@ def contenders(model_name: str):
     from adasum_hvd.torch import delta_buckets
 
     def one(wrap: Callable):
+        torch.manual_seed(0)  # the same weights on all ranks
         model, inputs = MODELS[model_name]()
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
         return model, inputs, wrap(optimizer, model)
