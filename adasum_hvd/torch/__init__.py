@@ -22,7 +22,7 @@ from adasum_hvd.ops import (
 )
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.amp import GradScaler
-from adasum_hvd.torch.broadcast import (
+from adasum_hvd.torch.broadcasting import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )

@@ -99,3 +99,16 @@ def test_bad_settings_are_refused(monkeypatch):
             context.setenv(name, value)
             with pytest.raises(ValueError, match=f'{name}: required .*, got "{value}"'):
                 binding.require_op(torch_ops.LIBRARY)
+
+
+def test_no_module_hides_a_function_of_horovod():
+    import types
+
+    import horovod.torch
+
+    import adasum_hvd.torch
+
+    for name, value in vars(horovod.torch).items():
+        if callable(value):
+            ours = getattr(adasum_hvd.torch, name)
+            assert not isinstance(ours, types.ModuleType), name
