@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from adasum_hvd import ops, topology
+from adasum_hvd import ops
 
 WORKLOAD = (
     "LeNet-5 on 1437 digits, 30 epochs, 8 images per worker and step, SGD with momentum "
@@ -141,9 +141,9 @@ def adasum_lr(
             f"adasum_lr: required base_lr > 0, size >= 1 and group_size >= 1, got {base_lr!r}, "
             f"{size!r} and {group_size!r}"
         )
-    if group_op not in topology.GROUP_OPS:
+    if group_op not in ops.GROUP_OPS:
         raise ValueError(
-            f"adasum_lr: group_op: required one of {topology.GROUP_OPS}, got {group_op!r}"
+            f"adasum_lr: group_op: required one of {ops.GROUP_OPS}, got {group_op!r}"
         )
     reduction = ops.parse(op)
     reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction

@@ -36,6 +36,8 @@ DELTA_PREFIX = "adasum.delta/"
 BFLOAT16_PREFIX = "adasum.bfloat16/"
 
 _ADASUM = frozenset({Adasum, AdasumGrad, AdasumDelta})
+# How a group of ranks is reduced before AdaSum: `topology.configure`.
+GROUP_OPS = ("adasum", "average", "sum")
 _BY_NAME = {
     "average": Average,
     "sum": Sum,

@@ -11,9 +11,9 @@ import os
 import warnings
 from collections.abc import Mapping
 
+from adasum_hvd import ops
 from adasum_hvd.options import check_count
 
-GROUP_OPS = ("adasum", "average", "sum")
 _before: dict[str, str | None] = {}  # what the last `configure` has replaced
 
 
@@ -32,8 +32,8 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
     Raises:
         ValueError: an unknown `group_op`, or a `group_size` that is no positive integer.
     """
-    if group_op is not None and group_op not in GROUP_OPS:
-        raise ValueError(f"group_op: required one of {GROUP_OPS}, got {group_op!r}")
+    if group_op is not None and group_op not in ops.GROUP_OPS:
+        raise ValueError(f"group_op: required one of {ops.GROUP_OPS}, got {group_op!r}")
     if group_size is not None:
         check_count("group_size", group_size)
     for name, value in _before.items():
