@@ -6,7 +6,7 @@ NP     ?= 4
 # What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
 PACKAGES ?= --editable '.[dev]'
 
-NATIVE := $(foreach kind,h cc cu inc,$(wildcard adasum_hvd/native/*.$(kind) tests/native/*.$(kind) tests/native/*/*.$(kind) benchmarks/*.$(kind)))
+NATIVE := $(shell find adasum_hvd/native tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
@@ -27,8 +27,8 @@ help:
 	@echo "make gpu       the tests that need a CUDA device"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
-$(VENV)/ready: pyproject.toml adasum_hvd/prerequisites.py
-	@$(PYTHON) adasum_hvd/prerequisites.py
+$(VENV)/ready: pyproject.toml adasum_hvd/install/prerequisites.py
+	@$(PYTHON) adasum_hvd/install/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"

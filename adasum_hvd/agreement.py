@@ -34,7 +34,7 @@ def comparable(settings: dict[str, object]) -> dict[str, object]:
         "kernels",
         "threads",
         "timeout_seconds",
-    )  # as native/settings.cc's fingerprint
+    )  # as native/op/settings.cc's fingerprint
     return {name: value for name, value in settings.items() if name not in free}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _BUILD_COMMAND = "adasum-hvd build"
-_SEGMENTS = "adasum.segments="  # in native/job.cc, too
+_SEGMENTS = "adasum.segments="  # in native/op/fused_tensors.cc, too
 
 
 class Counters(NamedTuple):

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from adasum_hvd import build as builder
-from adasum_hvd import doctor, hosts
+from adasum_hvd.install import build as builder
+from adasum_hvd.install import doctor
+from adasum_hvd.mindspore import rank_table as hosts
 
 
 def _build(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@
 
 #include <cuda_runtime.h>
 
-#include "device.h"
-#include "device_memory.h"
+#include "cuda/device.h"
+#include "cuda/device_memory.h"
 
 using namespace adasum_hvd;
 

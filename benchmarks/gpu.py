@@ -35,14 +35,14 @@ REPETITIONS = 20
 def build_kernels(directory: Path) -> Path:
     """Compile the kernels and `device_kernels.cc` with nvcc for the device at hand."""
     sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
-    from adasum_hvd import build, nccl
+    from adasum_hvd.install import build, nccl
 
     native = build.NATIVE
     program = directory / "device_kernels"
-    parts = ["device_memory.cc", "device.cu"]
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
     command += ["-fmad=false", "-arch=native", f"-I{native}", "-o", str(program)]
-    command += [str(native / part) for part in parts]
+    command += [str(native / "cuda" / "device_memory.cc")]
+    command += map(str, sorted((native / "cuda").glob("*.cu")))
     command.append(str(Path(__file__).with_name("device_kernels.cc")))
     subprocess.run(command, check=True)
     return program

@@ -60,7 +60,7 @@ def contenders(model_name: str):
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd.torch import delta_buckets
+    from adasum_hvd.torch.optimizer import delta_buckets
 
     def one(wrap: Callable):
         torch.manual_seed(0)  # the same weights on all ranks

@@ -7,7 +7,7 @@
 This package imports no framework; the two last modules look at what is loaded already.
 """
 
-from adasum_hvd.parallel.context import MODES, ParallelContext, check
+from adasum_hvd.mindspore.context import MODES, ParallelContext, check
 from adasum_hvd.parallel.findings import FOUND_MODES, Finding, refuse
 
 __all__ = ["FOUND_MODES", "MODES", "Finding", "ParallelContext", "check", "refuse"]

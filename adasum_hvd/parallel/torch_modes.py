@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from adasum_hvd.parallel.context import ParallelContext
+from adasum_hvd.mindspore.context import ParallelContext
 from adasum_hvd.parallel.findings import Finding
 
 

@@ -20,8 +20,8 @@ from adasum_hvd.ops import (
     ReduceOp,
     Sum,
 )
-from adasum_hvd.tensorflow.functions import allgather_object, broadcast_variables
-from adasum_hvd.tensorflow.grad_reducer import DistributedGradReducer
+from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
+from adasum_hvd.tensorflow.mindspore import DistributedGradReducer
 from adasum_hvd.tensorflow.ops import (
     allreduce,
     counters,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
-from adasum_hvd.tensorflow.delta import bounded, wide
+from adasum_hvd.tensorflow.reduction.changes import bounded, wide
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
     must_reduce,

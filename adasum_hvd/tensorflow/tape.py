@@ -15,8 +15,8 @@ from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, check, groups_of
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import by_name, warn_without_effect
-from adasum_hvd.tensorflow.lists import name_of
 from adasum_hvd.tensorflow.reduction import SPARSE_OPS, Reduction, is_alone
+from adasum_hvd.tensorflow.reduction.lists import name_of
 
 _classes: dict[type, type] = {}
 # A tape lives for one step: what the ranks have compared must outlive it.

@@ -27,9 +27,13 @@ from adasum_hvd.torch.broadcasting import (
     broadcast_parameters,
 )
 from adasum_hvd.torch.compression import Compression
-from adasum_hvd.torch.functions import allgather_object, broadcast_object
-from adasum_hvd.torch.grad_reducer import DistributedGradReducer
 from adasum_hvd.torch.marks import mark_replicated_over
+from adasum_hvd.torch.mindspore import (
+    AdaSumByDeltaWeightWrapCell,
+    AdaSumByGradWrapCell,
+    DistributedGradReducer,
+)
+from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.ops import (
     allreduce,
     allreduce_,
@@ -46,10 +50,6 @@ from adasum_hvd.torch.ops import (
     synchronize,
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.torch.optimizer.rounds import join
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
-from adasum_hvd.torch.rounds import join
-from adasum_hvd.torch.sparse_allreduce import sparse_allreduce_async
-from adasum_hvd.torch.wrap_cells import (
-    AdaSumByDeltaWeightWrapCell,
-    AdaSumByGradWrapCell,
-)
+from adasum_hvd.torch.sparse import sparse_allreduce_async

@@ -9,7 +9,7 @@ from horovod.torch.mpi_ops import global_process_set, size
 from adasum_hvd.parallel import Finding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
-from adasum_hvd.torch.functions import allgather_object, ranks_of
+from adasum_hvd.torch.objects import allgather_object, ranks_of
 
 
 def find_modes(

@@ -20,7 +20,7 @@ from horovod.torch.compression import Compression
 
 from adasum_hvd import agreement, ops, topology
 from adasum_hvd import binding as _binding
-from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.objects import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 _ADASUM = int(ops.Adasum)

@@ -13,7 +13,7 @@ from horovod.torch import mpi_ops
 from adasum_hvd import binding, options
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.functions import allgather_object
+from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.parameter_lists import Ranks
 
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model

@@ -1,85 +1,86 @@
-"""Sparse gradients under Average and Sum: the ranks' rows, gathered, as Horovod does it.
-
-Which parameters these are shows in the first gradients only, and maybe on one rank only.
-So the first round carries them densely in their bucket, which is right but long; the ranks
-tell each other (see rounds.py), and from the next round on they travel in here.
-"""
+"""Sums and averages of sparse tensors: the entries of all ranks, as Horovod does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.torch.buckets import NamedParameter
-from adasum_hvd.torch.sparse_allreduce import sparse_allreduce_async
+from adasum_hvd.torch import ops as torch_ops
 
 
-class SparseBucket:
-    """Parameters whose gradients are rows: a bucket without a flat tensor.
+def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
+    reduction = ops.parse(op)
+    where = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
+    if ops.is_adasum(reduction):
+        raise ops.SparseAdasumError(
+            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name}, which "
+            f"gathered entries say nothing of {where}; reduce to_dense() with hvd.allreduce"
+        )
+    if reduction not in (ops.Average, ops.Sum):
+        raise ValueError(
+            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name} {where}; "
+            "reduce to_dense() with hvd.allreduce"
+        )
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        found = getattr(tensor, "layout", type(tensor).__name__)
+        raise ValueError(
+            f"sparse_allreduce {name}: required a sparse COO tensor, got {found} {where}; use "
+            "hvd.allreduce, or to_sparse_coo()"
+        )
+    return reduction
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = ops.Average,
+    process_set: Any = mpi_ops.global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start adding up or averaging a sparse tensor over the ranks of `process_set`.
+
+    Horovod's takes every reduction but its own number of Average for Sum, AdaSum too, and
+    has no bfloat16.
 
     Args:
-        label: makes the names in Horovod unique.
-        named: the parameters; the same names and shapes in the same order on all ranks.
-        op: Average or Sum.
-        process_set: the ranks that reduce.
+        tensor: a COO tensor, of the same shape and dtype on all ranks, with any number of
+            entries.
+        name: the tensor's name, the same on all ranks; counted up when None.
+        op: Average or Sum, or the name of one.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and returns the result: the entries of all ranks, in rank order
+        and not added up. `synchronize` calls it.
+
+    Raises:
+        SparseAdasumError: `op` is AdaSum; both a NotImplementedError and a ValueError.
+        ValueError: `op` is another reduction, or `tensor` is not sparse.
+
+    Collective: every rank of `process_set`; does not block.
     """
-
-    def __init__(
-        self,
-        label: str,
-        named: Sequence[NamedParameter],
-        op: ops.ReduceOp,
-        process_set: Any,
-    ):
-        self.params = [parameter for _, parameter in named]
-        self._names = [f"{label}/{name}" for name, _ in named]
-        self._op, self._process_set = op, process_set
-        self._sources: list[torch.Tensor] = []
-        self._finishers: list[Callable[[], torch.Tensor]] = []
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether the rows were sent and not yet received."""
-        return bool(self._finishers)
-
-    def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take one gradient per parameter; None counts as no rows."""
-        pairs = zip(gradients, self.params, strict=True)
-        self._sources = [_rows(gradient, parameter) for gradient, parameter in pairs]
-
-    def start(self) -> None:
-        """Begin to gather. Collective over the process set; does not block."""
-        self._finishers = [
-            sparse_allreduce_async(rows, name, self._op, self._process_set)
-            for name, rows in zip(self._names, self._sources, strict=True)
-        ]
-
-    def finish(self) -> None:
-        """Wait until `reduced` has what all ranks sent."""
-        finishers, self._finishers = self._finishers, []
-        self.reduced = [finish() for finish in finishers]
-        self._sources = []
-
-    def write_back(self) -> None:
-        """Set every `.grad` to the gathered rows; it stays as it is where there are none."""
-        for parameter, reduced in zip(self.params, self.reduced, strict=True):
-            if reduced._nnz():
-                parameter.grad = reduced
-        self.reduced = []
-
-    def close(self) -> None:
-        """Wait for rows that are under way."""
-        if self.in_flight:
-            self.finish()
-
-
-def _rows(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    if gradient is None:
-        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(
-            indices, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape
+    name = torch_ops.nameless(process_set) if name is None else name
+    reduction = _checked(tensor, name, op)
+    values = tensor.detach()._values().contiguous()
+    as_bits = values.dtype == torch.bfloat16
+    handles = [
+        mpi_ops.allgather_async(part, f"{name}.{what}", process_set)
+        for part, what in (
+            (tensor.detach()._indices().t().contiguous(), "indices"),
+            (values.view(torch.int16) if as_bits else values, "values"),
         )
-    return gradient if gradient.is_sparse else gradient.to_sparse(1)
+    ]
+
+    def finish() -> torch.Tensor:
+        indices, gathered = map(mpi_ops.synchronize, handles)
+        gathered = gathered.view(torch.bfloat16) if as_bits else gathered
+        if reduction is ops.Average:
+            gathered = gathered / process_set.size()
+        return torch.sparse_coo_tensor(
+            indices.t(), gathered, tensor.shape, check_invariants=False
+        )
+
+    return finish

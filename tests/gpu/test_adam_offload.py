@@ -11,7 +11,7 @@ from torch import nn
 
 from adasum_hvd import adam
 from adasum_hvd.torch.adam_offload import AdamOffload
-from adasum_hvd.torch.adam_offload_cuda import Transfers, pinned
+from adasum_hvd.torch.adam_offload.cuda import Transfers, pinned
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device"

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from rooms import sources
 
-from adasum_hvd import nccl
-from adasum_hvd.build import NATIVE
+from adasum_hvd.install import nccl
+from adasum_hvd.install.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
-PARTS = (
-    "tree.cc",
-    "gram.cc",
-    "kernels.cc",
-    "kernels_portable.cc",
-    "layout.cc",
-    "plan.cc",
-    "device.cu",
-    "device_memory.cc",
-    "reduce_device.cc",
-)
-X86_PARTS = {"kernels_avx2.cc": "-mavx2,-mfma,-mf16c"}
-X86_PARTS["kernels_avx512.cc"] = (
-    "-mavx512f,-mavx512vl,-mavx512bw,-mavx512dq,-mavx2,-mfma,-mf16c"
-)
+
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -51,12 +37,14 @@ def compile_program(directory: Path, architecture: str) -> Path:
     """Compile the test program with nvcc, without NCCL: ranks copy from each other."""
     compiler = nvcc()
     objects = []
-    sources = {NATIVE / part: "" for part in PARTS}
-    if os.uname().machine == "x86_64":
-        sources |= {NATIVE / part: flags for part, flags in X86_PARTS.items()}
-    for source, flags in {**sources, TESTS / "test_reduce.cc": ""}.items():
+    # A device walks its trees itself; what does that for hosts stays out.
+    parts = sources(
+        "reduce/tree.cc", "reduce/gram.cc", "reduce/layout.cc", "reduce/plan.cc"
+    )
+    parts |= sources("kernels", "cuda")
+    for source, flags in {**parts, TESTS / "test_reduce.cc": ()}.items():
         target = directory / f"{source.stem}-{source.suffix[1:]}.o"
-        host = ",".join(filter(None, ["-ffp-contract=off", "-Wno-psabi", flags]))
+        host = ",".join(("-ffp-contract=off", "-Wno-psabi", *flags))
         command = [
             compiler,
             "-std=c++17",

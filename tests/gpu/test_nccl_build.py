@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd import build, doctor, nccl
+from adasum_hvd.install import build, doctor, nccl
 
 LIBRARIES = {name: doctor.library_path(name) for name in build.installed_frameworks()}
 

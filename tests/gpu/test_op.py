@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
-
 from launch import Configuration, Outcome, case_names, launch
 
-from adasum_hvd import binding, build, doctor
+from adasum_hvd import binding
+from adasum_hvd.install import build, doctor
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))

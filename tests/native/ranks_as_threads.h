@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "testing.h"
-#include "transport.h"
+#include "transport/transport.h"
 
 namespace adasum_hvd {
 

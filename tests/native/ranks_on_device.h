@@ -20,11 +20,11 @@
 
 #include <cuda_runtime.h>
 
-#include "reduce_device.h"
+#include "cuda/reduce_device.h"
 #include "testing.h"
-#include "transport.h"
+#include "transport/transport.h"
 #if defined(ADASUM_WITH_NCCL)
-#include "transport_nccl.h"
+#include "transport/nccl.h"
 #endif
 
 namespace adasum_hvd {

@@ -29,8 +29,8 @@
 #include <unistd.h>
 
 #include "testing.h"
-#include "transport_local.h"
-#include "watch.h"
+#include "transport/local/transport.h"
+#include "transport/local/watch.h"
 
 using namespace adasum_hvd;
 

@@ -23,14 +23,14 @@
 #include <unistd.h>
 #endif
 
-#include "kernels.h"
-#include "layout.h"
-#include "plan.h"
+#include "kernels/kernels.h"
+#include "op/settings.h"
 #include "ranks_as_threads.h"
-#include "reduce.h"
-#include "settings.h"
+#include "reduce/layout.h"
+#include "reduce/plan.h"
+#include "reduce/reduce.h"
+#include "reduce/tree.h"
 #include "testing.h"
-#include "tree.h"
 #if defined(ADASUM_ON_DEVICE)
 #include "ranks_on_device.h"
 #endif

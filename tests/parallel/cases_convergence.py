@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import convergence
 import numpy as np
 import torch
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import convergence
 
 STEPS, SEED, BATCH = 4, 3, 8
 ADASUM = ("adasum-grad", "adasum-delta")

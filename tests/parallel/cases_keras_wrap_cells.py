@@ -12,8 +12,8 @@ import tensorflow as tf
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
 from adasum_hvd.parallel import Finding, ParallelContext
-from adasum_hvd.tensorflow import wrap_cells
-from adasum_hvd.tensorflow.wrap_cells import (
+from adasum_hvd.tensorflow import mindspore as wrap_cells
+from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
 )

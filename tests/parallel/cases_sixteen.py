@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
+import resnet50_imagenet
 import torch
-from launch import REPOSITORY
 from torch import nn
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import boost, reference
 from adasum_hvd.parallel import ParallelContext
-
-sys.path.insert(0, str(REPOSITORY / "examples"))
-
-import resnet50_imagenet
 
 CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
 TOLERANCE = 1e-6

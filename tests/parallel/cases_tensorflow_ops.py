@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow as hvd
 from adasum_hvd import binding, reference
-from adasum_hvd.tensorflow import grad_reducer
+from adasum_hvd.tensorflow import mindspore as grad_reducer
 from adasum_hvd.tensorflow import ops as tf_ops
 
 SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch import delta_buckets
+from adasum_hvd.torch.optimizer import delta_buckets
 
 
 def start() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch import rounds
+from adasum_hvd.torch.optimizer import rounds
 
 VARIANTS = ("average", "adasum-grad", "adasum-delta")
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import resnet50_imagenet
 import torch
-from launch import REPOSITORY
 from PIL import Image
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import boost
-
-sys.path.insert(0, str(REPOSITORY / "examples"))
-
-import resnet50_imagenet
 
 ADASUM = {
     "boost": {"mode": "manual", "adasum": True},

@@ -25,6 +25,10 @@ from jobs import REPOSITORY, run_launcher, search_path
 WORKER = Path(__file__).with_name("worker.py")
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
 TIMEOUT_SECONDS = 480
+# What programs of ranks import from, beside the package.
+IMPORTED = [
+    REPOSITORY / f for f in ("tests/parallel", "tests/native", "benchmarks", "examples")
+]
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": search_path(),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *map(str, IMPORTED)]),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import rooms
 
-from adasum_hvd import binding, build, prerequisites
+from adasum_hvd import binding
+from adasum_hvd.install import build, prerequisites
 
 REPOSITORY = Path(__file__).parents[2]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"
@@ -43,11 +45,11 @@ _GLOO = [
     "transport/unbound_buffer", "common/memory",
 ]  # fmt: skip
 _OURS = [
-    "adasum_op", "agreement", "exports", "gram", "job", "kernels",
-    "kernels_portable", "layout", "level", "local_bootstrap", "local_segment",
-    "network", "plan", "processor_quota", "read_permission", "reduce", "settings",
-    "statistics", "transport_gloo", "transport_local", "tree", "watch", "workers",
-    "adasum_device_op", "device_memory", "reduce_device", "transport_nccl",
+    "reduce", "kernels", "transport/local", "transport/gloo.cc", "transport/nccl.cc", "cuda",
+    *(f"op/{name}.cc" for name in (
+        "adasum_op", "adasum_device_op", "agreement", "exports", "fused_tensors", "network",
+        "settings", "statistics",
+    )),
 ]  # fmt: skip
 _BOOST = [
     "assert", "config", "core", "detail", "iterator", "lockfree", "mpl",
@@ -105,19 +107,14 @@ def make(directory: Path) -> Path:
     # Without NVTX one of its headers lacks an include.
     sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}
     for name, header in _FORCED.items():
-        sources[common / f"{name}.cc"] = ("-include", str(build.NATIVE / header))
+        sources[common / f"{name}.cc"] = ("-include", str(build.NATIVE / "op" / header))
     sources |= dict.fromkeys(_gloo_sources(gloo), ())
-    sources |= {build.NATIVE / f"{name}.cc": () for name in _OURS}
-    sources[build.NATIVE / "kernels_avx2.cc"] = ("-mavx2", "-mfma", "-mf16c")
-    sources[build.NATIVE / "kernels_avx512.cc"] = (
-        "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mf16c",
-    )  # fmt: skip
-    sources[build.NATIVE / "device.cu"] = ()
+    sources |= rooms.sources(*_OURS)
     sources[SIMULATED / "simulated_cuda.cc"] = ()
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
     compiler = str(prerequisites.compiler())
     headers = hashlib.sha256()
-    for path in sorted([*build.NATIVE.glob("*.*"), *SIMULATED.glob("*.h")]):
+    for path in sorted([*build.NATIVE.rglob("*.*"), *SIMULATED.glob("*.h")]):
         headers.update(path.read_bytes() if path.suffix in (".h", ".inc") else b"")
 
     def compile_one(item: tuple[Path, tuple[str, ...]]) -> str:

@@ -9,11 +9,11 @@ import re
 import sys
 
 import pytest
-from jobs import REPOSITORY, run_launcher
+from jobs import run_launcher
 from launch import Configuration, case_names, command, environment, launch
 from simulated_horovod import make
 
-from adasum_hvd import build
+from adasum_hvd.install import build
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the simulated device is for x86-64"
@@ -100,10 +100,8 @@ for _ in range(2):
 sys.exit(3)
 """
     )
-    variables = environment((("PYTHONPATH", os.path.dirname(__file__)),))
-    variables["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
     words = [*command("gloo", 2), sys.executable, str(script)]
-    status, output = run_launcher(words, variables, 120)
+    status, output = run_launcher(words, environment(), 120)
     assert status != 0
     assert "rank 1: {1.5}" in output, output
     assert re.search(r"rank 1: AdaSum: required \d+ bytes of device memory", output)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 faulthandler.dump_traceback_later(440, exit=True)  # shows where a stuck rank stands
 
 

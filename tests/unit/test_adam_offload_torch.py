@@ -17,7 +17,7 @@ from torch import nn
 from adasum_hvd import adam
 from adasum_hvd.torch import adam_offload
 from adasum_hvd.torch.adam_offload import AdamOffload
-from adasum_hvd.torch.adam_offload_host import PIECE_ELEMENTS
+from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 
 STEPS = 100
 TOLERANCE = 1e-6  # relative to the largest weight, after STEPS steps in float32

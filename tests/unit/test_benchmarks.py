@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cost_model
 import jobs
 
-from adasum_hvd import prerequisites
-from adasum_hvd.build import NATIVE
+from adasum_hvd.install import prerequisites
+from adasum_hvd.install.build import NATIVE
 
 BENCHMARKS = Path(jobs.__file__).parent
 _PLANNER = """
-#include "plan.h"
+#include "reduce/plan.h"
 #include <cstdlib>
 #include <iostream>
 using namespace adasum_hvd;
@@ -55,7 +52,10 @@ def test_the_op_plans_what_the_model_says(tmp_path):
     ]  # fmt: skip
     source, planner = tmp_path / "planner.cc", tmp_path / "planner"
     source.write_text(_PLANNER)
-    parts = [str(source), str(NATIVE / "plan.cc"), str(NATIVE / "tree.cc")]
+    parts = [
+        str(source),
+        *(str(NATIVE / "reduce" / name) for name in ("plan.cc", "tree.cc")),
+    ]
     command = [prerequisites.compiler(), "-std=c++17", f"-I{NATIVE}", *parts]
     subprocess.run([*command, "-o", str(planner)], check=True)
     words = [str(number) for cluster in clusters for number in cluster]

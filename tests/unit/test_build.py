@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd import build, cli, prerequisites
+from adasum_hvd import cli
+from adasum_hvd.install import build, prerequisites
 
 
 def test_nothing_is_missing_here():
@@ -127,7 +128,7 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     library.parent.mkdir(parents=True)
     library.write_text("not a library" * 99)
     (tmp_path / "horovod" / "__init__.py").touch()
-    script = "import sys; from adasum_hvd import doctor; sys.exit(doctor.load_built())"
+    script = "import sys; from adasum_hvd.install import doctor; sys.exit(doctor.load_built())"
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},

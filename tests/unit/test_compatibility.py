@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "compatibility"))
-
 import compare
 import horovod.torch
 import launches

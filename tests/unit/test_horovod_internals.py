@@ -13,7 +13,8 @@ import pytest
 from horovod.torch import mpi_ops
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding, build, ops
+from adasum_hvd import binding, ops
+from adasum_hvd.install import build
 from adasum_hvd.torch import ops as torch_ops
 
 

@@ -8,8 +8,9 @@ import json
 
 import pytest
 
-from adasum_hvd import cli, hosts
-from adasum_hvd.hosts import Host, RankTableError
+from adasum_hvd import cli
+from adasum_hvd.mindspore import rank_table as hosts
+from adasum_hvd.mindspore.rank_table import Host, RankTableError
 
 
 def table(*names: str, per_host: int = 8) -> dict:

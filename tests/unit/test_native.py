@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import warnings
@@ -13,40 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rooms import X86, sources
 
-from adasum_hvd import nccl, prerequisites
-from adasum_hvd.build import NATIVE
+from adasum_hvd.install import nccl, prerequisites
+from adasum_hvd.install.build import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
+
 SIMULATED = TESTS / "simulated_cuda"
-ARITHMETIC = (
-    "tree.cc",
-    "gram.cc",
-    "kernels.cc",
-    "layout.cc",
-    "level.cc",
-    "plan.cc",
-    "reduce.cc",
-    "settings.cc",
-    "workers.cc",
-    "kernels_portable.cc",
-)
-SHARED_MEMORY = (
-    "processor_quota.cc",
-    "read_permission.cc",
-    "local_segment.cc",
-    "local_bootstrap.cc",
-    "transport_local.cc",
-    "watch.cc",
-)
-DEVICE = ("device.cu", "device_memory.cc", "reduce_device.cc", "transport_nccl.cc")
-X86_FLAGS = {
-    "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-    "kernels_avx512.cc": [
-        "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma", "-mf16c",
-    ],
-}  # fmt: skip
-X86 = platform.machine() == "x86_64"
+ARITHMETIC = ("reduce", "kernels", "op/settings.cc")
+DEVICE = ("cuda", "transport/nccl.cc")
 
 
 @dataclass(frozen=True)
@@ -59,9 +34,7 @@ class Program:
 
     def sources(self) -> dict[Path, tuple[str, ...]]:
         """Return what to compile, each file with flags of its own."""
-        found = {NATIVE / part: () for part in self.parts}
-        if self.parts[0] == ARITHMETIC[0] and X86:
-            found |= {NATIVE / part: tuple(X86_FLAGS[part]) for part in X86_FLAGS}
+        found = sources(*self.parts)
         if DEVICE[0] in self.parts:
             found[SIMULATED / "simulated_cuda.cc"] = ()
         # A test that is on no list is a function that nothing uses.
@@ -71,7 +44,7 @@ class Program:
 
 PROGRAMS = {
     "test_reduce": Program("test_reduce.cc", ARITHMETIC),
-    "test_local": Program("test_local.cc", SHARED_MEMORY),
+    "test_local": Program("test_local.cc", ("transport/local",)),
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
     "test_device": Program(
         "test_reduce.cc",
@@ -204,7 +177,8 @@ def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
         compiler = nccl.cuda_home() / "bin" / "nvcc"
     except nccl.Missing as error:
         pytest.skip(str(error))
-    for part in DEVICE[:-1]:
+    for source in sources(DEVICE[0]):
         command = [str(compiler), "-std=c++17", "-fmad=false", "-arch=sm_90", "-c"]
-        command += ["-Werror", "all-warnings", str(NATIVE / part)]
-        subprocess.run([*command, "-o", str(tmp_path / f"{part}.o")], check=True)
+        command += [f"-I{NATIVE}", "-Werror", "all-warnings", str(source)]
+        target = str(tmp_path / f"{source.name}.o")
+        subprocess.run([*command, "-o", target], check=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from adasum_hvd import build, cli, nccl
+from adasum_hvd import cli
+from adasum_hvd.install import build, nccl
 
 cpu_build_of_torch = pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch is a CUDA build here"

@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 
-from adasum_hvd.parallel import Finding, ParallelContext, check, context, refuse
+from adasum_hvd.mindspore import context
+from adasum_hvd.mindspore.cells import check_job
+from adasum_hvd.parallel import Finding, ParallelContext, check, refuse
 from adasum_hvd.parallel.torch_modes import context_of
-from adasum_hvd.wrap_cells import check_job
 
 
 def quiet(*arguments, **options) -> None:

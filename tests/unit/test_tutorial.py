@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import doctest
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from resnet50 import data, recipe
 from resnet50.model import ResNet50
 

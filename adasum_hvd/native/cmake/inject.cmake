@@ -1,4 +1,4 @@
-# Included by CMake right after Horovod's `project(horovod CXX)`, because adasum_hvd/build.py passes
+# Included by CMake right after Horovod's `project(horovod CXX)`, because adasum_hvd/install/build.py passes
 # -DCMAKE_PROJECT_horovod_INCLUDE=<this file> (CMake's documented injection point). Horovod's targets do
 # not exist yet, so the real work waits until the top-level CMakeLists.txt has been read to its end.
 # EVAL, because a deferred call expands its arguments late, when CMAKE_CURRENT_LIST_DIR is another folder.

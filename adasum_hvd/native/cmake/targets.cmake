@@ -29,20 +29,23 @@ if(TARGET tensorflow)
   endif()
 endif()
 
-set(ADASUM_SOURCES adasum_op.cc agreement.cc exports.cc gram.cc job.cc kernels.cc kernels_portable.cc layout.cc
-  level.cc local_bootstrap.cc local_segment.cc network.cc plan.cc processor_quota.cc read_permission.cc reduce.cc settings.cc statistics.cc transport_local.cc tree.cc
-  watch.cc workers.cc)
+set(ADASUM_SOURCES
+  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/settings.cc op/statistics.cc
+  reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
+  kernels/kernels.cc kernels/portable.cc
+  transport/local/bootstrap.cc transport/local/processor_quota.cc transport/local/read_permission.cc
+  transport/local/segment.cc transport/local/transport.cc transport/local/watch.cc)
 if(HAVE_GLOO)
-  list(APPEND ADASUM_SOURCES transport_gloo.cc)
+  list(APPEND ADASUM_SOURCES transport/gloo.cc)
 endif()
 if(HAVE_MPI)
-  list(APPEND ADASUM_SOURCES transport_mpi.cc)
+  list(APPEND ADASUM_SOURCES transport/mpi.cc)
 endif()
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND ADASUM_SOURCES kernels_avx2.cc kernels_avx512.cc)
+  list(APPEND ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
 endif()
 if(HAVE_CUDA AND HAVE_NCCL)
-  list(APPEND ADASUM_SOURCES adasum_device_op.cc device_memory.cc reduce_device.cc transport_nccl.cc)
+  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc cuda/device_memory.cc cuda/reduce_device.cc transport/nccl.cc)
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 
@@ -54,20 +57,20 @@ foreach(target IN ITEMS pytorch tensorflow)
   target_sources(${target} PRIVATE ${ADASUM_SOURCES})
   # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
   set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
-    "-I${CMAKE_SOURCE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-Wno-psabi")
-  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels_avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
+    "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-Wno-psabi")
+  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
-  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels_avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
+  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
   # registry.h puts our op in front of Horovod's where the list of ops is made; join_fix.h mends join().
   foreach(pair IN ITEMS operations:registry controller:join_fix)
     string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
-    set(header "${ADASUM_NATIVE_DIR}/${CMAKE_MATCH_2}.h")
+    set(header "${ADASUM_NATIVE_DIR}/op/${CMAKE_MATCH_2}.h")
     set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
-      PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-include;${header}" OBJECT_DEPENDS "${header}")
+      PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-include;${header}" OBJECT_DEPENDS "${header}")
   endforeach()
   if(target STREQUAL tensorflow AND HAVE_CUDA)
-    set(source "${ADASUM_NATIVE_DIR}/tensorflow_stream.cc")
+    set(source "${ADASUM_NATIVE_DIR}/op/tensorflow_stream.cc")
     target_sources(${target} PRIVATE "${source}")
     set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS "-fvisibility=hidden")
   endif()
@@ -89,11 +92,11 @@ endforeach()
 
 list(REMOVE_DUPLICATES ADASUM_KERNEL_LIBRARIES)
 foreach(library IN LISTS ADASUM_KERNEL_LIBRARIES)
-  set(source "${ADASUM_NATIVE_DIR}/device.cu")
+  set(source "${ADASUM_NATIVE_DIR}/cuda/device.cu")
   target_sources(${library} PRIVATE "${source}")
   set_target_properties(${library} PROPERTIES CUDA_STANDARD 17)
   # Sums that are error-free are so only where no compiler joins a product and a sum.
   set_source_files_properties("${source}" TARGET_DIRECTORY ${library} PROPERTIES COMPILE_OPTIONS
-    "-O3;-fmad=false;-Xcompiler=-fvisibility=hidden")
+    "-I${ADASUM_NATIVE_DIR};-O3;-fmad=false;-Xcompiler=-fvisibility=hidden")
   message(STATUS "AdaSum: kernels added to ${library}")
 endforeach()

@@ -11,7 +11,7 @@ from adasum_hvd.tensorflow.keras.collectives import (
     reducescatter,
 )
 from adasum_hvd.tensorflow.keras.models import compile, load_model
-from adasum_hvd.tensorflow.wrap_cells import (
+from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
 )

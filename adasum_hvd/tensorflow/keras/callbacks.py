@@ -10,15 +10,15 @@ import numpy as np
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.marks import is_marked_local
-from adasum_hvd.tensorflow.functions import allgather_object, broadcast_variables
+from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
-from adasum_hvd.tensorflow.keras_optimizer import is_distributed
-from adasum_hvd.tensorflow.slots import inner, local_slots
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+from adasum_hvd.tensorflow.optimizer.wrap import is_distributed
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

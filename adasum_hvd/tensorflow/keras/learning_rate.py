@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.tensorflow.slots import inner
+from adasum_hvd.tensorflow.optimizer.slots import inner
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -11,8 +11,8 @@ import keras
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.keras_optimizer import is_distributed, wrap
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
+from adasum_hvd.tensorflow.optimizer.wrap import is_distributed, wrap
 
 
 def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "nccl.h"
 
 #if !defined(__x86_64__)

@@ -1,0 +1,240 @@
+"""MindSpore's boost switch: which of its algorithms a level and a dictionary turn on.
+
+`adasum` and `grad_accumulation` act. The others are algorithms outside this project: asking
+for one raises, and a level that would turn one on warns and goes on without. Nothing is
+kept between calls.
+
+References:
+    Seed 004; SEEDS row 1C.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adasum_hvd import ops
+
+# In the order in which MindSpore lets one exclude those behind it.
+FLAGS = ("dim_reduce", "grad_freeze", "less_bn", "adasum", "grad_accumulation")
+ELSEWHERE = ("dim_reduce", "grad_freeze", "less_bn")
+LEVELS = {
+    "O0": frozenset[str](),
+    "O1": frozenset({"less_bn", "grad_freeze"}),
+    "O2": frozenset({"less_bn", "grad_freeze", "adasum"}),
+}
+MODES = ("auto", "manual", "enable_all", "disable_all")
+SEED_DEVICE_NUMBER = 8
+_COMMON_KEYS = frozenset({"device_number", "gradient_split_groups"})
+
+
+@dataclass(frozen=True)
+class Boost:
+    """What the switch turned on; :func:`switch` makes it.
+
+    Fields: `adasum`; `accumulation_steps`, backward passes per step; `device_number`, ranks
+    in a group, whose mean (or sum) AdaSum combines with the other groups'; `gradients_mean`.
+    """
+
+    adasum: bool = False
+    accumulation_steps: int = 1
+    device_number: int = SEED_DEVICE_NUMBER
+    gradients_mean: bool = True
+
+    @property
+    def _group_op(self) -> str:
+        return "average" if self.gradients_mean else "sum"
+
+    def init_arguments(self) -> dict[str, Any]:
+        """Return what to pass to `hvd.init`: the groups, where AdaSum is on."""
+        if not self.adasum:
+            return {}
+        return {"group_op": self._group_op, "group_size": self.device_number}
+
+    def optimizer_arguments(self, hvd: Any) -> dict[str, Any]:
+        """Return `op` and `backward_passes_per_step` for `hvd.DistributedOptimizer`.
+
+        Args:
+            hvd: `adasum_hvd.torch` or `adasum_hvd.tensorflow`, after `init`.
+
+        Raises:
+            RuntimeError: AdaSum is on, and the groups of `init` are others than asked for.
+
+        Gradients of several backward passes add up; MindSpore takes their mean: divide the
+        loss by `accumulation_steps`. Every rank then takes its own step, and what it changed
+        is averaged (or summed) in the group, and combined across groups by AdaSum; MindSpore
+        reduces the group's gradients before the step, as the wrap cells' `gradient_group` do.
+        """
+        plain = ops.Average if self.gradients_mean else ops.Sum
+        arguments = {
+            "op": plain,
+            "backward_passes_per_step": self.accumulation_steps,
+        }
+        if not self.adasum:
+            return arguments
+        settings = hvd.settings()
+        found = {name: settings[name] for name in ("group_op", "group_size")}
+        if found != self.init_arguments():
+            raise RuntimeError(
+                f"boost adasum: required {self.init_arguments()}, got {found}; call "
+                "hvd.init(**boost.init_arguments())"
+            )
+        return {**arguments, "op": ops.AdasumDelta}
+
+
+def switch(
+    boost_level: str = "O0",
+    boost_config_dict: Mapping[str, Any] | None = None,
+    gradients_mean: bool = True,
+    acc_level: str | None = None,
+) -> Boost:
+    """Return what MindSpore's `Model(..., boost_level, boost_config_dict)` would turn on.
+
+    Args:
+        boost_level: "O0" nothing, "O1" less_bn and grad_freeze, "O2" those and adasum.
+        boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common":
+            {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
+            part optional. Mode "auto" (default): the level decides; "manual": the flags
+            override the level; "enable_all"; "disable_all".
+        gradients_mean: average, not sum, what the ranks of a group have.
+        acc_level: deprecated name of `boost_level`.
+
+    Raises:
+        NotImplementedError: less_bn, grad_freeze or dim_reduce is asked for by the
+            dictionary; the message names all that are.
+        ValueError: unknown level or mode, a number below 1, bad gradient_split_groups.
+        TypeError: a flag that is no bool, a number that is no int, a part that is no dict.
+
+    Warns, where MindSpore is silent: of flags that "auto" ignores, of keys that nothing
+    reads, and of algorithms that a level would turn on and this project lacks.
+
+    Example:
+        >>> adasum_only = switch("O0", {"boost": {"mode": "manual", "adasum": True}})
+        >>> adasum_only.init_arguments()
+        {'group_op': 'average', 'group_size': 8}
+    """
+    if acc_level is not None:
+        message = "acc_level has been replaced by boost_level"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        boost_level = acc_level
+    if boost_level not in LEVELS:
+        raise ValueError(
+            f"boost_level: required one of {', '.join(LEVELS)}, got {boost_level!r}"
+        )
+    config = _mapping(
+        {} if boost_config_dict is None else boost_config_dict, "boost_config_dict"
+    )
+    on = _switched_on(LEVELS[boost_level], _section(config, "boost"))
+    common = _section(config, "common")
+    accumulation = (
+        _section(config, "grad_accumulation") if "grad_accumulation" in on else {}
+    )
+    _check_split_groups(common)
+    _warn_of_unread(config, common, accumulation, on)
+    return Boost(
+        adasum="adasum" in on,
+        accumulation_steps=_count(accumulation, "grad_accumulation_step", 1),
+        device_number=_count(common, "device_number", SEED_DEVICE_NUMBER),
+        gradients_mean=gradients_mean,
+    )
+
+
+def _switched_on(by_level: frozenset[str], section: Mapping[str, Any]) -> set[str]:
+    """Return the flags that are on and act here."""
+    mode = section.get("mode", "auto")
+    if mode not in MODES:
+        raise ValueError(
+            f"boost mode: required one of {', '.join(MODES)}, got {mode!r}"
+        )
+    given = {key: value for key, value in section.items() if key != "mode"}
+    for flag in given.keys() & set(FLAGS):
+        if not isinstance(given[flag], bool):
+            raise TypeError(f"boost {flag}: required a bool, got {given[flag]!r}")
+    ignored = given.keys() - set(FLAGS) if mode == "manual" else given.keys()
+    if ignored:
+        warnings.warn(
+            f"boost: mode {mode!r} ignores {', '.join(sorted(ignored))}"
+            + ("" if mode == "manual" else '; set mode to "manual" to use flags'),
+            stacklevel=4,
+        )
+    by_config = {
+        "auto": dict[str, bool](),
+        "manual": {flag: given[flag] for flag in FLAGS if flag in given},
+        "enable_all": dict.fromkeys(FLAGS, True),
+        "disable_all": dict.fromkeys(FLAGS, False),
+    }[mode]
+    asked = [flag for flag in ELSEWHERE if by_config.get(flag)]
+    if asked:
+        raise NotImplementedError(
+            f"boost: required adasum and grad_accumulation only, got {', '.join(asked)}, which "
+            "this project does not have"
+            + ("; dim_reduce would exclude all others" if "dim_reduce" in asked else "")
+        )
+    on = {flag for flag in FLAGS if by_config.get(flag, flag in by_level)}
+    missing = on & set(ELSEWHERE)
+    if missing:
+        warnings.warn(
+            f"boost: the level turns on {' and '.join(sorted(missing))}, which this project "
+            "does not have; going on without",
+            stacklevel=4,
+        )
+    return on - missing
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what}: required a dict, got {value!r}")
+    return value
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return _mapping(config.get(name, {}), f"boost_config_dict[{name!r}]")
+
+
+def _count(section: Mapping[str, Any], name: str, default: int) -> int:
+    value = section.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"boost {name}: required an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"boost {name}: required at least 1, got {value}")
+    return value
+
+
+def _check_split_groups(common: Mapping[str, Any]) -> None:
+    groups = common.get("gradient_split_groups")
+    if groups is None:
+        return
+    listed = groups if isinstance(groups, list) else [groups]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
+        raise ValueError(
+            f"boost gradient_split_groups: required a list of ints or an int, got {groups!r}"
+        )
+    warnings.warn(
+        "boost gradient_split_groups has no effect: gradients travel in buckets by size "
+        "(DistributedOptimizer's bucket_bytes), which changes no result",
+        stacklevel=3,
+    )
+
+
+def _warn_of_unread(
+    config: Mapping[str, Any],
+    common: Mapping[str, Any],
+    accumulation: Mapping[str, Any],
+    on: set[str],
+) -> None:
+    read = {"boost", "common"} | ({"grad_accumulation"} & on)
+    unread = [
+        *(key for key in config if key not in read),
+        *(f"common.{key}" for key in common.keys() - _COMMON_KEYS),
+        *(
+            f"grad_accumulation.{key}"
+            for key in accumulation.keys() - {"grad_accumulation_step"}
+        ),
+    ]
+    if unread:
+        warnings.warn(
+            f"boost_config_dict: nothing reads {', '.join(sorted(unread))}",
+            stacklevel=3,
+        )

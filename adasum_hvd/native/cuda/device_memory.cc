@@ -1,0 +1,200 @@
+#include "cuda/device_memory.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int64_t kLeastPinned = 64 << 10; // bytes
+constexpr int kPinnedAtOnce = 4;
+constexpr std::chrono::milliseconds kBetweenLooks{1}; // at a mark
+
+} // namespace
+
+void CheckCuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("AdaSum: CUDA could not ") + what + ": " +
+                             cudaGetErrorString(error));
+  }
+}
+
+int CurrentDevice() {
+  int device = -1;
+  CheckCuda(cudaGetDevice(&device), "tell the current device");
+  return device;
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  if (device >= 0 && cudaGetDevice(&before_) == cudaSuccess) {
+    cudaSetDevice(device);
+  }
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (before_ >= 0) {
+    cudaSetDevice(before_);
+  }
+}
+
+// Destructors run on whichever thread makes the next list of ops, and must not start CUDA on a device that
+// is not this rank's.
+DeviceBuffer::~DeviceBuffer() {
+  if (memory_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaFree(memory_);
+  }
+}
+
+char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
+  if (bytes > bytes_) {
+    const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
+    if (memory_ != nullptr) {
+      CheckCuda(cudaFreeAsync(memory_, stream), "free memory");
+      memory_ = nullptr;
+      bytes_ = 0;
+    }
+    device_ = CurrentDevice();
+    cudaError_t error = cudaErrorMemoryAllocation;
+    for (int64_t wanted : {std::max(bytes, roomy), bytes}) {
+      if (error != cudaSuccess) {
+        error = cudaMallocAsync(&memory_, static_cast<size_t>(wanted), stream);
+        if (error == cudaSuccess) {
+          bytes_ = wanted;
+        } else {
+          memory_ = nullptr;
+          cudaGetLastError(); // or the framework's next call would find it
+        }
+      }
+    }
+    if (error != cudaSuccess) {
+      const char* remedy = error == cudaErrorMemoryAllocation
+                               ? "; leave the framework less memory (TensorFlow: set_memory_growth), lower "
+                                 "HOROVOD_FUSION_THRESHOLD, or reduce in smaller buckets (bucket_bytes)"
+                               : "";
+      throw std::runtime_error(
+          "AdaSum: required " + std::to_string(bytes) +
+          " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) + remedy);
+    }
+  }
+  return static_cast<char*>(memory_);
+}
+
+Uploads::~Uploads() {
+  if (!pinned_.empty()) {
+    DeviceGuard guard(device_);
+    for (const Pinned& pinned : pinned_) {
+      cudaFreeHost(pinned.memory);
+      cudaEventDestroy(pinned.copied);
+    }
+  }
+}
+
+Uploads::Pinned Uploads::Pin(int64_t bytes) {
+  Pinned pinned = {nullptr, bytes, nullptr};
+  CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(bytes), cudaHostAllocDefault),
+            "pin host memory");
+  const cudaError_t error = cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming);
+  if (error != cudaSuccess) {
+    cudaFreeHost(pinned.memory);
+    CheckCuda(error, "create an event");
+  }
+  return pinned;
+}
+
+// Pinning memory may wait for the device, so several are made at once, and none is given back.
+Uploads::Pinned Uploads::Take(int64_t bytes) {
+  for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
+    if (pinned->bytes < bytes) {
+      continue;
+    }
+    if (cudaEventQuery(pinned->copied) == cudaSuccess) {
+      const Pinned found = *pinned;
+      pinned_.erase(pinned);
+      return found;
+    }
+    cudaGetLastError(); // "not ready" is no error that the framework should find
+  }
+  device_ = CurrentDevice();
+  int64_t rounded = kLeastPinned;
+  while (rounded < bytes) {
+    rounded *= 2;
+  }
+  for (int more = 1; more < kPinnedAtOnce; ++more) {
+    pinned_.push_back(Pin(rounded));
+  }
+  return Pin(rounded);
+}
+
+void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream) {
+  const Pinned pinned = Take(static_cast<int64_t>(bytes.size()));
+  pinned_.push_back(pinned);
+  std::memcpy(pinned.memory, bytes.data(), bytes.size());
+  CheckCuda(cudaMemcpyAsync(to, pinned.memory, bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
+  CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
+}
+
+StreamMark::~StreamMark() {
+  if (event_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaEventDestroy(event_);
+  }
+}
+
+void StreamMark::Set(cudaStream_t stream) {
+  if (event_ == nullptr) {
+    device_ = CurrentDevice();
+    CheckCuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "create an event");
+  }
+  CheckCuda(cudaEventRecord(event_, stream), "record an event");
+}
+
+bool StreamMark::WaitFor(int seconds) const {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  cudaError_t reached;
+  while ((reached = cudaEventQuery(event_)) == cudaErrorNotReady &&
+         std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  if (reached != cudaSuccess) {
+    cudaGetLastError(); // "not ready" is no error that the framework should find
+  }
+  return reached == cudaSuccess;
+}
+
+DeviceScratch::~DeviceScratch() {
+  if (explicit_tensors_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaFreeHost(const_cast<int64_t*>(explicit_tensors_));
+  }
+}
+
+int64_t DeviceScratch::TakeExplicitTensors() {
+  const int64_t now = explicit_tensors_ == nullptr ? 0 : *explicit_tensors_;
+  return now - taken_.exchange(now);
+}
+
+int64_t* DeviceScratch::counter(cudaStream_t stream) {
+  if (explicit_tensors_ == nullptr) {
+    device_ = CurrentDevice();
+    CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t), stream), 0, sizeof(int64_t), stream),
+              "clear memory");
+    void* pinned = nullptr;
+    CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
+    *static_cast<int64_t*>(pinned) = 0;
+    explicit_tensors_ = static_cast<volatile int64_t*>(pinned); // last: only now all of it is there
+  }
+  return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t), stream));
+}
+
+void DeviceScratch::CopyCounter(cudaStream_t stream) {
+  CheckCuda(cudaMemcpyAsync(const_cast<int64_t*>(explicit_tensors_), counter(stream), sizeof(int64_t),
+                            cudaMemcpyDeviceToHost, stream),
+            "copy");
+}
+
+} // namespace adasum_hvd

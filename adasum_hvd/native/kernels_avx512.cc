@@ -1,4 +1,0 @@
-#define ADASUM_ISA avx512
-#define ADASUM_ISA_NAME "avx512"
-#define ADASUM_KERNELS kAvx512Kernels
-#include "kernels.inc"

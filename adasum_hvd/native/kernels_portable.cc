@@ -1,4 +1,0 @@
-#define ADASUM_ISA portable
-#define ADASUM_ISA_NAME "portable"
-#define ADASUM_KERNELS kPortableKernels
-#include "kernels.inc"

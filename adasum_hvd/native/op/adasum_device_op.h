@@ -1,0 +1,62 @@
+// The AdaSum op for tensors on CUDA devices, of a Horovod with NCCL: glue between Horovod's stream and
+// communicator and reduce_device.h, no arithmetic. Everything is enqueued; Horovod's finalizer thread learns
+// from an event that it is done.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "cuda/reduce_device.h"
+#include "horovod/common/ops/nccl_operations.h"
+#include "op/agreement.h"
+#include "op/fused_tensors.h"
+#include "op/settings.h"
+#include "transport/nccl.h"
+
+namespace adasum_hvd {
+
+class AdasumDeviceOp : public horovod::common::AllreduceOp {
+public:
+  AdasumDeviceOp(horovod::common::NCCLContext* nccl_context, horovod::common::GPUContext* gpu_context,
+                 horovod::common::HorovodGlobalState* global_state);
+
+  bool Enabled(const horovod::common::ParameterManager& parameter_manager,
+               const std::vector<horovod::common::TensorTableEntry>& entries,
+               const horovod::common::Response& response) const override;
+
+  horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
+                                  const horovod::common::Response& response) override;
+
+  // Lets go of memory on devices; no reduction may follow.
+  void Release();
+
+protected:
+  // Horovod's stream waits for the tensors, and this thread does not.
+  void WaitForData(std::vector<horovod::common::TensorTableEntry>& entries) override;
+
+private:
+  using Entries = std::vector<horovod::common::TensorTableEntry>;
+
+  Agreement& AgreedFor(int process_set_id) const;
+  void GiveUp(ncclComm_t* communicator, const StreamMark& earlier);
+  void CheckCommunicator();
+  void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
+               DeviceScratch& scratch);
+
+  Settings settings_;
+  horovod::common::GPUContext* gpu_context_;
+  horovod::common::GPUOpContext gpu_op_context_;
+  horovod::common::NCCLOpContext nccl_op_context_;
+  mutable Agreements<Agreement> agreements_{Memory::kDevice};
+  std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+  std::atomic<int> unfinished_{0};                       // reductions that finalizer threads have yet to end
+  std::mutex communicator_mutex_;                        // finalizer threads look at what GiveUp aborts
+  bool given_up_ = false;
+  bool cut_short_ = false; // by that, something that was still under way
+};
+
+} // namespace adasum_hvd

@@ -1,0 +1,293 @@
+#include "op/adasum_op.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+
+#include <link.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include "horovod/common/controller.h"
+#include "horovod/common/global_state.h"
+#include "horovod/common/logging.h"
+#include "op/network.h"
+#include "op/registry.h"
+#include "op/release.h"
+#include "op/statistics.h"
+
+#if HAVE_MPI
+#define OMPI_SKIP_MPICXX
+#include <mpi.h>
+#endif
+
+namespace adasum_hvd {
+namespace {
+
+namespace hvd = horovod::common;
+
+constexpr int kMostThreads = 8; // that a rank takes without being told; memory is then the limit
+
+// Read by the threads that enqueue.
+std::atomic<bool> left_to_horovod{false};
+
+bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
+  return std::any_of(levels.begin(), levels.end(),
+                     [](const PlannedLevel& level) { return level.on_one_host; });
+}
+
+double ProcessorsOfThisProcess() {
+  cpu_set_t allowed;
+  const int count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
+  return std::min<double>(count, ReadProcessorQuota().processors);
+}
+
+// Horovod's libraries in this process: torch's and TensorFlow's each hold a copy of the op.
+int CopiesOfTheOp() {
+  int copies = 0;
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, size_t, void* count) {
+        *static_cast<int*>(count) += std::strstr(library->dlpi_name, "/mpi_lib") != nullptr ? 1 : 0;
+        return 0;
+      },
+      &copies);
+  return std::max(copies, 1);
+}
+
+// Ends the process so that the launcher ends the job.
+void EndProcess() {
+  std::signal(SIGALRM, SIG_DFL); // where MPI itself is stuck
+  alarm(10);
+#if HAVE_MPI
+  int started = 0, finished = 0, level = 0;
+  MPI_Initialized(&started);
+  MPI_Finalized(&finished);
+  if (started != 0 && finished == 0 && MPI_Query_thread(&level) == MPI_SUCCESS &&
+      level == MPI_THREAD_MULTIPLE) {
+    MPI_Abort(MPI_COMM_WORLD, 1);
+  }
+#endif
+  _exit(1);
+}
+
+WatchedLoop LoopOf(hvd::HorovodGlobalState& state) {
+  const auto rank = [&state] { return state.global_controller->GetRank(); };
+  return {[&state] { // written by the background thread, of the size of a register
+            return __atomic_load_n(reinterpret_cast<const int64_t*>(&state.last_cycle_start),
+                                   __ATOMIC_RELAXED);
+          },
+          [&state] { return state.shut_down.load(); },
+          [rank](const std::string& why) {
+            hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
+                << "[" << rank() << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
+          },
+          [&state] {
+            if (!state.elastic_enabled) {
+              EndProcess();
+            }
+          }};
+}
+
+// The processors that this rank may use, shared with the ranks of the host that may use the same.
+int ThreadsFor(const std::vector<int>& host, const LocalTransport* local) {
+  const double mine = local != nullptr ? local->ShareOfProcessors()
+                                       : ProcessorsOfThisProcess() / static_cast<double>(host.size());
+  return std::clamp(static_cast<int>(mine / CopiesOfTheOp()), 1, kMostThreads);
+}
+
+} // namespace
+
+AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
+    : AllreduceOp(global_state), settings_(Settings::FromEnvironment()) {}
+
+bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
+                       const hvd::Response&) const {
+  if (entries.empty() || entries.front().device != CPU_DEVICE_ID) {
+    return entries.empty() && !settings_.off;
+  }
+  // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
+  return !settings_.off || !AgreedFor(entries.front().process_set_id).disagreement.empty();
+}
+
+AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id) const {
+  return agreements_.Of(
+      process_set_id, *global_state_, settings_, [&](Agreed& agreed, const AllgatherTwo& allgather) {
+        hvd::Controller& controller = *agreed.controller.lock();
+        std::string path = agreed.one_host ? "one rank" : "network";
+        if (controller.GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
+          path = ConnectLocally(agreed, controller, allgather);
+        }
+        if (controller.GetSize() > 1) {
+          WatchOver(process_set_id, agreed);
+        }
+        agreed.threads =
+            settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
+        return agreed.levels.size() > 1
+                   ? "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path
+                   : path;
+      });
+}
+
+// Only the ranks of process set 0 watch each other: it lives as long as Horovod does.
+void AdasumOp::WatchOver(int process_set_id, const Agreed& agreed) const {
+  if (watch_ == nullptr) {
+    watch_ = std::make_unique<Watch>(LoopOf(*global_state_),
+                                     std::chrono::seconds(settings_.local.timeout_seconds));
+  }
+  if (process_set_id == 0 && agreed.local != nullptr) {
+    watch_->Include(agreed.local->group());
+  }
+}
+
+// Connects the ranks of every host; returns how they reach each other.
+std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller,
+                                     const AllgatherTwo& allgather) const {
+  if (settings_.local.mode == LocalMode::kOff) {
+    return "network (ADASUM_HVD_LOCAL=off)";
+  }
+  std::vector<int> global_ranks;
+  for (int rank : agreed.host) {
+    global_ranks.push_back(controller.GetGlobalRanks()[rank]);
+  }
+  const int place = static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), controller.GetRank()) -
+                                     agreed.host.begin());
+  std::string why_not;
+  std::unique_ptr<LocalGroup> group =
+      ConnectLocalRanks(agreed.host, place, global_ranks, settings_.local, allgather, why_not);
+  if (group == nullptr) {
+    return "network (no shared memory: " + why_not + ")";
+  }
+  agreed.local = std::make_unique<LocalTransport>(std::move(group));
+  return agreed.local->direct() ? "shared memory, direct" : "shared memory, staged";
+}
+
+hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
+  if (entries.empty()) {
+    return hvd::Status::OK();
+  }
+  if (const hvd::Status status = CheckType(entries.front()); !status.ok()) {
+    return status;
+  }
+  const int process_set_id = entries.front().process_set_id;
+  hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
+  Agreed& agreed = AgreedFor(process_set_id);
+  if (!agreed.disagreement.empty()) {
+    return hvd::Status::InvalidArgument(agreed.disagreement);
+  }
+  if (!agreed.failure.empty()) {
+    return hvd::Status::UnknownError(agreed.failure);
+  }
+  if (agreed.local != nullptr) {
+    agreed.local->BeginOperation();
+  }
+  try {
+    return ExecuteAgreed(entries, response, agreed, process_set);
+  } catch (const std::exception& error) {
+    GiveUp(agreed, process_set, error);
+    throw;
+  }
+}
+
+// After an error on one rank its messages and those of others would no longer fit together.
+void AdasumOp::GiveUp(Agreed& agreed, hvd::ProcessSet& process_set, const std::exception& error) {
+  agreed.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+  if (watch_ != nullptr) {
+    watch_->NoteFailure(error.what());
+  }
+  if (agreed.local != nullptr) {
+    agreed.local->Break(agreed.failure);
+  }
+  const auto* silent = dynamic_cast<const SilentRank*>(&error);
+  const int here = global_state_->global_controller->GetRank();
+  MakeNetwork(*global_state_, process_set, settings_)->GiveUp(silent != nullptr ? silent->rank : here);
+}
+
+hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
+                                    const hvd::Response& response, Agreed& agreed,
+                                    hvd::ProcessSet& process_set) {
+  std::vector<Job> jobs;
+  if (const hvd::Status status = ReadJobs(entries, response, jobs); !status.ok()) {
+    return status;
+  }
+  WaitForData(entries);
+  hvd::Timeline& timeline = global_state_->timeline;
+  std::optional<Phase> current;
+  std::chrono::steady_clock::time_point started;
+  auto end_phase = [&] {
+    if (current) {
+      timeline.ActivityEndAll(entries);
+      const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - started;
+      CountNanoseconds(*current, taken.count());
+      current.reset();
+    }
+  };
+  for (const Job& job : jobs) {
+    auto observer = [&](Phase phase, int level) {
+      end_phase();
+      timeline.ActivityStartAll(entries, job.PhaseName(phase, level));
+      current = phase;
+      started = std::chrono::steady_clock::now();
+    };
+    const ReduceResult result = ReduceInLevels(job, agreed, process_set, observer);
+    end_phase();
+    Count(kExplicitTensors, result.explicit_tensors);
+  }
+  return hvd::Status::OK();
+}
+
+ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::ProcessSet& process_set,
+                                      const PhaseObserver& observer) {
+  if (workers_ == nullptr || workers_->threads() != agreed.threads) {
+    workers_ = std::make_unique<Workers>(agreed.threads);
+    if (workers_->threads() != agreed.threads) {
+      hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
+          << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: required " << agreed.threads
+          << " threads, got " << workers_->threads()
+          << ": slower, but the same results; raise ulimit -u or lower ADASUM_HVD_NUM_THREADS";
+      agreed.threads = workers_->threads();
+    }
+  }
+  std::atomic<int32_t>* awaits =
+      agreed.local != nullptr ? &agreed.local->group()->mine->header().awaits_elsewhere : nullptr;
+  std::unique_ptr<Transport> network;
+  std::vector<std::unique_ptr<Transport>> groups;
+  std::vector<ReduceLevel> levels;
+  for (const PlannedLevel& level : agreed.levels) {
+    if (level.on_one_host && agreed.local != nullptr) {
+      std::vector<int> places;
+      for (int rank : level.group) {
+        places.push_back(
+            static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), rank) - agreed.host.begin()));
+      }
+      groups.push_back(std::make_unique<GroupTransport>(*agreed.local, std::move(places)));
+    } else {
+      network = network ? std::move(network) : MakeNetwork(*global_state_, process_set, settings_, awaits);
+      groups.push_back(std::make_unique<GroupTransport>(*network, level.group));
+    }
+    levels.push_back({groups.back().get(), &level.tree});
+  }
+  return Reduce(job.tensors, job.type, levels, job.scale, agreed.reduce, *settings_.kernels, *workers_,
+                scratch_, observer);
+}
+
+void AdasumOp::Release() {
+  watch_.reset();
+  agreements_.Clear();
+  workers_.reset();
+  scratch_ = Scratch();
+}
+
+std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
+  auto op = std::make_shared<AdasumOp>(state);
+  left_to_horovod = op->is_off();
+  ReleaseWithThisThread(op);
+  return op;
+}
+
+bool IsLeftToHorovod() { return left_to_horovod; }
+
+} // namespace adasum_hvd

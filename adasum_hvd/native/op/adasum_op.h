@@ -1,0 +1,63 @@
+// The AdaSum op for tensors in host memory, called by Horovod's background thread: glue between Horovod and
+// reduce.h, no arithmetic.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "horovod/common/ops/collective_operations.h"
+#include "op/agreement.h"
+#include "op/fused_tensors.h"
+#include "op/settings.h"
+#include "reduce/reduce.h"
+#include "transport/local/transport.h"
+#include "transport/local/watch.h"
+
+namespace adasum_hvd {
+
+class AdasumOp : public horovod::common::AllreduceOp {
+public:
+  explicit AdasumOp(horovod::common::HorovodGlobalState* global_state);
+
+  // True for every dtype that is not handed on to Horovod's own op: what this op cannot do is refused by
+  // Execute, with a message, on all ranks.
+  bool Enabled(const horovod::common::ParameterManager& parameter_manager,
+               const std::vector<horovod::common::TensorTableEntry>& entries,
+               const horovod::common::Response& response) const override;
+
+  horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
+                                  const horovod::common::Response& response) override;
+
+  bool is_off() const { return settings_.off; }
+
+  // Lets go of memory, threads and descriptors; no reduction may follow.
+  void Release();
+
+private:
+  // Of a process set, with what its ranks on this host share.
+  struct Agreed : Agreement {
+    std::unique_ptr<LocalTransport> local; // among the ranks of this host, where they share memory
+    int threads = 1;
+    std::string failure; // why nothing can be reduced any more, or empty
+  };
+
+  horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
+                                        const horovod::common::Response& response, Agreed& agreed,
+                                        horovod::common::ProcessSet& process_set);
+  Agreed& AgreedFor(int process_set_id) const;
+  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller,
+                             const AllgatherTwo& allgather) const;
+  void WatchOver(int process_set_id, const Agreed& agreed) const;
+  void GiveUp(Agreed& agreed, horovod::common::ProcessSet& process_set, const std::exception& error);
+  ReduceResult ReduceInLevels(const Job& job, Agreed& agreed, horovod::common::ProcessSet& process_set,
+                              const PhaseObserver& observer);
+
+  Settings settings_;
+  Scratch scratch_;
+  std::unique_ptr<Workers> workers_;
+  mutable Agreements<Agreed> agreements_{Memory::kHost};
+  mutable std::unique_ptr<Watch> watch_; // of more than one rank
+};
+
+} // namespace adasum_hvd

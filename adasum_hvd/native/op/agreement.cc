@@ -1,0 +1,71 @@
+#include "op/agreement.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace adasum_hvd {
+namespace {
+
+namespace hvd = horovod::common;
+
+// Up to so many bytes, times ranks, every rank reduces everything itself: (N - 1) n bytes sent instead of
+// 2 n (N - 1) / N, for one exchange instead of two or three. Inside a host a waiting rank costs more than
+// the bytes do; a 1 Gbit/s link carries 32 KiB in the time of one exchange.
+constexpr int64_t kReplicateOnHostBytes = 1 << 20;
+constexpr int64_t kReplicateOverHostsBytes = 32 << 10;
+
+// Settings are for process sets of that many ranks; smaller ones are planned.
+std::vector<int> WantedRadices(const std::vector<int>& radices, int size) {
+  int64_t product = 1;
+  for (int radix : radices) {
+    product *= radix;
+    if (product > size) { // or many large ones would overflow
+      return {};
+    }
+  }
+  return product == 0 || product == size ? radices : std::vector<int>();
+}
+
+} // namespace
+
+Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const Settings& settings,
+                const AllgatherTwo& allgather) {
+  hvd::Controller& controller = *shared_controller;
+  const std::vector<int>& local = controller.GetLocalCommRanks();
+  const int host = *std::min_element(local.begin(), local.end());
+  const std::vector<int> gathered = allgather(host, settings.Fingerprint());
+  std::vector<int> hosts;
+  Agreement agreed;
+  agreed.controller = shared_controller;
+  agreed.reduce = settings.reduce;
+  agreed.disagreement = settings.error;
+  const int size = controller.GetSize();
+  for (int rank = 0; rank < size; ++rank) {
+    hosts.push_back(gathered[2 * rank]);
+    if (gathered[2 * rank + 1] != gathered[1]) {
+      agreed.disagreement =
+          "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got other ones on rank " +
+          std::to_string(controller.GetGlobalRanks()[rank]) + " than on rank " +
+          std::to_string(controller.GetGlobalRanks()[0]) + "; export them on every host";
+      return agreed;
+    }
+    if (gathered[2 * rank] == host) {
+      agreed.host.push_back(rank);
+    }
+  }
+  agreed.one_host = static_cast<int>(agreed.host.size()) == size;
+  try {
+    agreed.levels = PlanLevels(hosts, settings.group_op, settings.group_size, controller.GetRank(),
+                               WantedRadices(settings.radices, size));
+  } catch (const std::invalid_argument& error) { // on every rank
+    agreed.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what() + ", got " +
+                          RadicesText(settings.radices) + "; unset it or mend it on all ranks";
+    return agreed;
+  }
+  if (agreed.reduce.replicate_bytes < 0) {
+    agreed.reduce.replicate_bytes = agreed.one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
+  }
+  return agreed;
+}
+
+} // namespace adasum_hvd

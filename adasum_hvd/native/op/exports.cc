@@ -1,0 +1,60 @@
+// For ctypes. Horovod's link map exports names that contain "horovod", and nothing else.
+#include <string>
+
+#include "op/fused_tensors.h"
+#include "op/settings.h"
+#include "op/statistics.h"
+
+extern "C" {
+
+__attribute__((visibility("default"))) const char* horovod_adasum_version() { return adasum_hvd::kVersion; }
+
+// The settings that the environment asks for now, as JSON; valid until the next call on the same thread.
+__attribute__((visibility("default"))) const char* horovod_adasum_settings() {
+  static thread_local std::string text;
+  text = adasum_hvd::Settings::FromEnvironment().Json();
+  return text.c_str();
+}
+
+// What is wrong with the ADASUM_HVD_* variables, or an empty string.
+__attribute__((visibility("default"))) const char* horovod_adasum_settings_error() {
+  static thread_local std::string text;
+  text = adasum_hvd::Settings::FromEnvironment().error;
+  return text.c_str();
+}
+
+// Fills eight counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node, and the
+// nanoseconds of the three phases.
+__attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
+  adasum_hvd::ReadCounters(values);
+}
+
+// How the ranks of a process set reach each other; empty before the first reduction in it. Valid until the
+// next call on the same thread.
+__attribute__((visibility("default"))) const char* horovod_adasum_path(int process_set_id) {
+  static thread_local std::string text;
+  text = adasum_hvd::PathOf(process_set_id);
+  return text.c_str();
+}
+
+// Whether tensors on CUDA devices are reduced there, over NCCL.
+__attribute__((visibility("default"))) bool horovod_adasum_on_devices() {
+#if ADASUM_ON_DEVICES
+  return true;
+#else
+  return false;
+#endif
+}
+
+// Says that the tensor `name` at address `start` holds weights, and that weights[k] points to as many newer
+// ones of the same type as segment k has elements: those that its name lists, or the tensor itself. What is
+// reduced is the change: each newer weight becomes the older one plus the AdaSum of the changes, and the
+// tensor stays as it is. count 0 forgets it.
+__attribute__((visibility("default"))) void horovod_adasum_register_weights(const char* name,
+                                                                            const int64_t* elements,
+                                                                            int count, const void* start,
+                                                                            void* const* weights) {
+  adasum_hvd::RegisterWeights(name, {elements, elements + count}, start, {weights, weights + count});
+}
+
+} // extern "C"

@@ -1,0 +1,160 @@
+#include "op/fused_tensors.h"
+
+#include <algorithm>
+#include <charconv>
+#include <mutex>
+#include <numeric>
+#include <unordered_map>
+
+#include "op/statistics.h"
+
+namespace adasum_hvd {
+namespace {
+
+namespace hvd = horovod::common;
+
+constexpr int64_t kMostSegments = 1 << 24; // of one length
+constexpr char kDeltaPrefix[] = "adasum.delta/";
+constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
+constexpr char kSegments[] = "adasum.segments=";
+
+// Where newer weights of this rank are, by the name of the tensor that holds the older ones.
+struct Weights {
+  std::vector<int64_t> elements; // by segment
+  const void* start = nullptr;   // the tensor
+  std::vector<void*> newer;      // by segment
+};
+std::mutex weights_mutex;
+std::unordered_map<std::string, Weights> weights_by_name;
+
+// What "adasum.segments=768*2,64" at the end of a name lists: 768, 768 and 64 elements; or else the tensor.
+std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
+  const std::string& name = entry.tensor_name;
+  const size_t found = name.find(kSegments);
+  if (found == std::string::npos) {
+    return {entry.tensor->shape().num_elements()};
+  }
+  std::vector<int64_t> elements;
+  const char* at = name.data() + found + sizeof kSegments - 1;
+  const char* end = name.data() + name.size();
+  for (bool more = true; more;) {
+    int64_t each = 0, times = 1;
+    at = std::from_chars(at, end, each).ptr;
+    if (at != end && *at == '*') {
+      at = std::from_chars(at + 1, end, times).ptr;
+    }
+    elements.insert(elements.end(), std::clamp<int64_t>(times, 0, kMostSegments), each);
+    more = at != end && *at == ',';
+    at += more ? 1 : 0;
+  }
+  return elements;
+}
+
+// None for a tensor that holds no weights, and for zeros that stand in for a rank that has joined.
+Weights WeightsOf(const hvd::TensorTableEntry& entry) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  const auto found = weights_by_name.find(entry.tensor_name);
+  return found == weights_by_name.end() || found->second.start != entry.tensor->data() ? Weights()
+                                                                                       : found->second;
+}
+
+bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
+
+bool ElementTypeOf(const hvd::TensorTableEntry& entry, ElementType& type) {
+  switch (entry.tensor->dtype()) {
+  case hvd::HOROVOD_FLOAT16:
+    type = Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
+    return true;
+  case hvd::HOROVOD_FLOAT32: type = kFloat32; return true;
+  case hvd::HOROVOD_FLOAT64: type = kFloat64; return true;
+  default: return false;
+  }
+}
+
+Job& JobOf(const hvd::TensorTableEntry& entry, std::vector<Job>& jobs) {
+  ElementType type = kFloat32;
+  ElementTypeOf(entry, type);
+  for (Job& job : jobs) {
+    if (job.type == type) {
+      return job;
+    }
+  }
+  jobs.emplace_back();
+  jobs.back().type = type;
+  jobs.back().delta = Has(entry.tensor_name, kDeltaPrefix);
+  return jobs.back();
+}
+
+} // namespace
+
+// Levels above the first have a number.
+std::string Job::PhaseName(Phase phase, int level) const {
+  const char* what = phase == Phase::kExchangeAndGram ? "EXCHANGE_GRAM"
+                     : phase == Phase::kSharedTensors ? "SOLVE"
+                                                      : "COMBINE_GATHER";
+  return std::string(delta ? "ADASUM_DELTA_" : "ADASUM_") + what +
+         (level == 0 ? "" : "_LEVEL_" + std::to_string(level + 1));
+}
+
+hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
+  ElementType type;
+  if (ElementTypeOf(entry, type)) {
+    return hvd::Status::OK();
+  }
+  return hvd::Status::InvalidArgument(
+      "AdaSum of tensor \"" + entry.tensor_name + "\": required dtype float16, float32 or float64, got " +
+      hvd::DataType_Name(entry.tensor->dtype()) + "; cast it before the reduction");
+}
+
+hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                     std::vector<Job>& jobs) {
+  for (const hvd::TensorTableEntry& entry : entries) {
+    // By the name, which all ranks have agreed on, a rank that has joined or that never made this bucket cuts
+    // it as the others do.
+    const std::vector<int64_t> sizes = SegmentsOf(entry);
+    const Weights weights = WeightsOf(entry);
+    const auto sum = [](const std::vector<int64_t>& elements) {
+      return std::accumulate(elements.begin(), elements.end(), int64_t{0});
+    };
+    const bool fits = weights.newer.empty() || weights.elements == sizes;
+    const int64_t total = sum(fits ? sizes : weights.elements);
+    if (!fits || total != entry.tensor->shape().num_elements()) {
+      return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
+                                          "\": required segments of " +
+                                          std::to_string(entry.tensor->shape().num_elements()) +
+                                          " elements in total, got " + std::to_string(total));
+    }
+    Job& job = JobOf(entry, jobs);
+    const char* input = static_cast<const char*>(entry.tensor->data());
+    char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
+    for (size_t k = 0; k < sizes.size(); ++k) {
+      if (weights.newer.empty()) {
+        job.tensors.push_back({input, output, sizes[k]});
+      } else {
+        job.tensors.push_back({weights.newer[k], weights.newer[k], sizes[k], input});
+      }
+      input += sizes[k] * ElementBytes(job.type);
+      output += sizes[k] * ElementBytes(job.type);
+    }
+    Count(kBytes, static_cast<int64_t>(entry.tensor->size()));
+    Count(kTensors, static_cast<int64_t>(sizes.size()));
+    Count(kDeltaTensors, Has(entry.tensor_name, kDeltaPrefix) ? static_cast<int64_t>(sizes.size()) : 0);
+  }
+  for (Job& job : jobs) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
+    job.scale = response.prescale_factor() * response.postscale_factor();
+  }
+  Count(kCalls, 1);
+  return hvd::Status::OK();
+}
+
+void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
+                     std::vector<void*> newer) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  if (newer.empty()) {
+    weights_by_name.erase(name);
+  } else {
+    weights_by_name[name] = {std::move(elements), start, std::move(newer)};
+  }
+}
+
+} // namespace adasum_hvd

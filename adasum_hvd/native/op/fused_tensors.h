@@ -1,0 +1,39 @@
+// What Horovod hands to an op, as tensors to reduce; and what Python has told about tensors by name.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "horovod/common/common.h"
+#include "horovod/common/message.h"
+#include "reduce/reduce.h"
+
+namespace adasum_hvd {
+
+struct Job {
+  ElementType type = kFloat32;
+  double scale = 1;
+  bool delta = false; // of the delta variant, by name
+  std::vector<TensorView> tensors;
+
+  // Of a phase, in Horovod's timeline.
+  std::string PhaseName(Phase phase, int level) const;
+};
+
+// Fills the jobs, one per element type, and counts them; or says what is wrong, the same on all ranks.
+//
+// A tensor whose name ends in "adasum.segments=" and element counts is so many tensors laid end to end.
+// Horovod has no bfloat16. A tensor of float16 with "adasum.bfloat16/" in its name holds bfloat16, and
+// Horovod may fuse it with others of float16.
+horovod::common::Status ReadJobs(const std::vector<horovod::common::TensorTableEntry>& entries,
+                                 const horovod::common::Response& response, std::vector<Job>& jobs);
+
+// Whether the op takes tensors of that dtype, and if not why.
+horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);
+
+// See horovod_adasum_register_weights (exports.cc).
+void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
+                     std::vector<void*> newer);
+
+} // namespace adasum_hvd

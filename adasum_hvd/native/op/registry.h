@@ -1,0 +1,115 @@
+// Force-included into Horovod's operations.cc, and nowhere else (cmake/targets.cmake).
+//
+// Horovod makes its list of ops inside an anonymous namespace, so there is no hook to register another.
+// Instead operations.cc constructs the class below in place of OperationManager: the same class, with our
+// op in front of Horovod's own AdaSum ops. No line of Horovod is edited.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "horovod/common/ops/operation_manager.h"
+#include "op/settings.h"
+#if ADASUM_ON_DEVICES
+#include "horovod/common/ops/nccl_operations.h"
+#endif
+
+namespace adasum_hvd {
+
+// Defined in adasum_op.cc.
+std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumOp(horovod::common::HorovodGlobalState* state);
+bool IsLeftToHorovod(); // ADASUM_HVD_OP=off, as it was at init
+
+// HorovodOp::global_state_ is protected; a pointer to member named through a derived class reads it from
+// the join op, the one op that exists in every configuration.
+struct GlobalStateOf : horovod::common::HorovodOp {
+  static horovod::common::HorovodGlobalState* Read(horovod::common::HorovodOp& op) {
+    return op.*(&GlobalStateOf::global_state_);
+  }
+};
+
+#if ADASUM_ON_DEVICES
+// Defined in adasum_device_op.cc.
+std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumDeviceOp(horovod::common::NCCLContext* nccl_context,
+                                                                 horovod::common::GPUContext* gpu_context,
+                                                                 horovod::common::HorovodGlobalState* state);
+
+// Read in the same way from Horovod's own NCCL op.
+struct ContextsOf : horovod::common::NCCLAllreduce {
+  static horovod::common::NCCLContext* Nccl(horovod::common::NCCLAllreduce& op) {
+    return op.*(&ContextsOf::nccl_context_);
+  }
+  static horovod::common::GPUContext* Gpu(horovod::common::NCCLAllreduce& op) {
+    return op.*(&ContextsOf::gpu_context_);
+  }
+};
+#endif
+
+class OperationManagerWithAdasum : public horovod::common::OperationManager {
+  template <class Op> using Ops = std::vector<std::shared_ptr<Op>>;
+
+public:
+  OperationManagerWithAdasum(
+      horovod::common::ParameterManager* parameter_manager, Ops<horovod::common::AllreduceOp> allreduce_ops,
+      Ops<horovod::common::AllgatherOp> allgather_ops, Ops<horovod::common::BroadcastOp> broadcast_ops,
+      Ops<horovod::common::AlltoallOp> alltoall_ops, Ops<horovod::common::ReducescatterOp> reducescatter_ops,
+      std::shared_ptr<horovod::common::JoinOp> join_op, Ops<horovod::common::AllreduceOp> adasum_ops,
+      std::shared_ptr<horovod::common::BarrierOp> barrier_op,
+      std::shared_ptr<horovod::common::ErrorOp> error_op)
+      : OperationManager(parameter_manager, allreduce_ops, std::move(allgather_ops), std::move(broadcast_ops),
+                         std::move(alltoall_ops), std::move(reducescatter_ops), join_op,
+                         WithOurs(*join_op, allreduce_ops, std::move(adasum_ops)), std::move(barrier_op),
+                         std::move(error_op)) {}
+
+private:
+  static Ops<horovod::common::AllreduceOp> WithOurs(horovod::common::HorovodOp& any_op,
+                                                    const Ops<horovod::common::AllreduceOp>& allreduce_ops,
+                                                    Ops<horovod::common::AllreduceOp> adasum_ops) {
+    horovod::common::HorovodGlobalState* state = GlobalStateOf::Read(any_op);
+    adasum_ops.insert(adasum_ops.begin(), MakeAdasumOp(state));
+#if ADASUM_ON_DEVICES
+    for (const auto& op : allreduce_ops) {
+      if (auto* nccl = dynamic_cast<horovod::common::NCCLAllreduce*>(op.get())) {
+        adasum_ops.insert(adasum_ops.begin(),
+                          MakeAdasumDeviceOp(ContextsOf::Nccl(*nccl), ContextsOf::Gpu(*nccl), state));
+        break;
+      }
+    }
+#else
+    (void)allreduce_ops;
+#endif
+    return adasum_ops;
+  }
+};
+
+// What operations.cc divides by. For AdaSum of device tensors it divides the caller's postscale factor by the
+// number of ranks on the host, because its own op sums them first; then ranks on uneven hosts do not even ask
+// for the same. That one division is left out; everywhere else this is the number.
+struct LocalSize {
+  int ranks;
+  operator int() const { return ranks; }
+};
+struct AsLocalSize {};
+inline LocalSize operator+(int ranks, AsLocalSize) { return {ranks}; }
+inline double& operator/=(double& factor, LocalSize size) {
+  return IsLeftToHorovod() ? factor = factor / size.ranks : factor;
+}
+
+} // namespace adasum_hvd
+
+namespace horovod {
+namespace common {
+using AdasumOperationManager = ::adasum_hvd::OperationManagerWithAdasum;
+} // namespace common
+} // namespace horovod
+
+#define OperationManager AdasumOperationManager
+
+// An AdaSum response carries reduce_op SUM while the request carried ADASUM, so Horovod's response cache
+// never hits and every step negotiates every tensor again. request_type already says ADASUM; operations.cc
+// calls set_reduce_op on nothing but that request.
+#define set_reduce_op(op)                                                                                    \
+  set_reduce_op((op) == ::horovod::common::ReduceOp::ADASUM ? ::horovod::common::ReduceOp::SUM : (op))
+
+#define GetLocalSize() GetLocalSize() + ::adasum_hvd::AsLocalSize()

@@ -1,0 +1,157 @@
+#include "op/settings.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <functional>
+#include <iterator>
+#include <sstream>
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int64_t kRingGranule = 64; // positions on cache lines
+constexpr int64_t kMost = int64_t{1} << 30;
+constexpr int64_t kMostThreads = 1024;
+
+std::string Variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+void Refuse(Settings& settings, const std::string& name, const std::string& required,
+            const std::string& got) {
+  if (settings.error.empty()) {
+    settings.error =
+        name + ": required " + required + ", got \"" + got + "\"; unset it or mend it on all ranks";
+  }
+}
+
+template <class Integer>
+void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer& target,
+                 int64_t largest = kMost) {
+  const std::string text = Variable(name);
+  if (text.empty()) {
+    return;
+  }
+  char* end = nullptr;
+  errno = 0;
+  const long long value = std::strtoll(text.c_str(), &end, 10);
+  if (errno != 0 || *end != '\0' || value < smallest || value > largest) {
+    Refuse(settings, name,
+           "an integer from " + std::to_string(smallest) + " to " +
+               (largest == kMost ? "2^30" : std::to_string(largest)),
+           text);
+    return;
+  }
+  target = static_cast<Integer>(value);
+}
+
+// "4x2" is {4, 2}; false where the text is something else.
+bool ReadRadices(const std::string& text, std::vector<int>& radices) {
+  std::istringstream in(text);
+  for (std::string one; std::getline(in, one, 'x');) {
+    if (one.empty() || one.size() > 6 || one.find_first_not_of("0123456789") != std::string::npos ||
+        std::stoi(one) < 2) {
+      return false;
+    }
+    radices.push_back(std::stoi(one));
+  }
+  return !radices.empty() && text.back() != 'x';
+}
+
+} // namespace
+
+std::string RadicesText(const std::vector<int>& radices) {
+  std::string text;
+  for (int radix : radices) {
+    text += (text.empty() ? "" : "x") + std::to_string(radix);
+  }
+  return radices.empty() ? "auto" : radices[0] == 0 ? "flat" : text;
+}
+
+const char* GroupOpName(GroupOp group_op) {
+  switch (group_op) {
+  case GroupOp::kAverage: return "average";
+  case GroupOp::kSum: return "sum";
+  default: return "adasum";
+  }
+}
+
+const char* LocalModeName(LocalMode mode) {
+  switch (mode) {
+  case LocalMode::kDirect: return "direct";
+  case LocalMode::kStaged: return "staged";
+  case LocalMode::kOff: return "off";
+  default: return "auto";
+  }
+}
+
+Settings Settings::FromEnvironment() {
+  Settings settings;
+  const std::string op = Variable("ADASUM_HVD_OP");
+  settings.off = op == "off";
+  if (!op.empty() && op != "off" && op != "on") {
+    Refuse(settings, "ADASUM_HVD_OP", "on or off", op);
+  }
+  ReadInteger(settings, "ADASUM_HVD_CHUNK_BYTES", 1, settings.reduce.chunk_bytes);
+  ReadInteger(settings, "ADASUM_HVD_REPLICATE_BYTES", 0, settings.reduce.replicate_bytes);
+  ReadInteger(settings, "ADASUM_HVD_MAX_MESSAGE_BYTES", 1, settings.max_message_bytes);
+  ReadInteger(settings, "ADASUM_HVD_GROUP_SIZE", 0, settings.group_size);
+  const std::string group_op = Variable("ADASUM_HVD_GROUP_OP");
+  if (group_op == "average") {
+    settings.group_op = GroupOp::kAverage;
+  } else if (group_op == "sum") {
+    settings.group_op = GroupOp::kSum;
+  } else if (!group_op.empty() && group_op != "adasum") {
+    Refuse(settings, "ADASUM_HVD_GROUP_OP", "adasum, average or sum", group_op);
+  }
+  const std::string radices = Variable("ADASUM_HVD_RADICES");
+  if (radices == "flat") {
+    settings.radices = {0};
+  } else if (!radices.empty() && radices != "auto" && !ReadRadices(radices, settings.radices)) {
+    Refuse(settings, "ADASUM_HVD_RADICES", "auto, flat or the sizes of levels, such as 4x2", radices);
+  }
+  ReadInteger(settings, "ADASUM_HVD_NUM_THREADS", 1, settings.threads, kMostThreads);
+  ReadInteger(settings, "ADASUM_HVD_TIMEOUT_SECONDS", 1, settings.local.timeout_seconds);
+  ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
+  settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
+  const std::string local = Variable("ADASUM_HVD_LOCAL");
+  const LocalMode modes[] = {LocalMode::kAuto, LocalMode::kDirect, LocalMode::kStaged, LocalMode::kOff};
+  const auto mode = std::find_if(std::begin(modes), std::end(modes),
+                                 [&](LocalMode one) { return local == LocalModeName(one); });
+  if (mode != std::end(modes)) {
+    settings.local.mode = *mode;
+  } else if (!local.empty()) {
+    Refuse(settings, "ADASUM_HVD_LOCAL", "auto, direct, staged or off", local);
+  }
+  const std::string kernels = Variable("ADASUM_HVD_KERNELS");
+  settings.kernels = ChooseKernels(kernels.c_str());
+  if (settings.kernels == nullptr) {
+    Refuse(settings, "ADASUM_HVD_KERNELS", "portable, or avx2 or avx512 on a processor that has it", kernels);
+    settings.kernels = &kPortableKernels;
+  }
+  return settings;
+}
+
+int Settings::Fingerprint() const {
+  std::ostringstream text; // kernels and threads may differ: they give the same bits
+  text << kVersion << ' ' << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' '
+       << max_message_bytes << ' ' << GroupOpName(group_op) << ' ' << group_size << ' '
+       << RadicesText(radices) << ' ' << LocalModeName(local.mode) << ' ' << local.ring_bytes << ' ' << error;
+  return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
+}
+
+std::string Settings::Json() const {
+  std::ostringstream text;
+  text << "{\"op\": \"" << (off ? "off" : "on") << "\", \"kernels\": \"" << kernels->name
+       << "\", \"group_op\": \"" << GroupOpName(group_op) << "\", \"group_size\": " << group_size
+       << ", \"radices\": \"" << RadicesText(radices) << "\", \"threads\": " << threads
+       << ", \"chunk_bytes\": " << reduce.chunk_bytes << ", \"replicate_bytes\": " << reduce.replicate_bytes
+       << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \"" << LocalModeName(local.mode)
+       << "\", \"local_ring_bytes\": " << local.ring_bytes
+       << ", \"timeout_seconds\": " << local.timeout_seconds << "}";
+  return text.str();
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,42 @@
+// What the environment asks of the op. Every rank must ask the same: agreement.cc compares fingerprints.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "reduce/reduce.h"
+#include "reduce/tree.h"
+#include "transport/local/bootstrap.h"
+
+// Whether this Horovod reduces tensors on CUDA devices, over NCCL: then so does the op.
+#define ADASUM_ON_DEVICES (HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N')
+
+namespace adasum_hvd {
+
+constexpr char kVersion[] = "0.1.0";
+
+struct Settings {
+  bool off = false;                    // ADASUM_HVD_OP=off: hand every call to Horovod's own op
+  ReduceSettings reduce;               // ADASUM_HVD_CHUNK_BYTES, ADASUM_HVD_REPLICATE_BYTES
+  int64_t max_message_bytes = 1 << 30; // ADASUM_HVD_MAX_MESSAGE_BYTES: the longest single MPI message
+  GroupOp group_op = GroupOp::kAdasum; // ADASUM_HVD_GROUP_OP: adasum, average or sum
+  int group_size = 0;                  // ADASUM_HVD_GROUP_SIZE: ranks in a group; 0 is a host
+  std::vector<int> radices;            // ADASUM_HVD_RADICES: empty for auto, {0} for flat, {4, 2} for 4x2
+  int threads = 0;                     // ADASUM_HVD_NUM_THREADS; 0: the processors that are this rank's
+  LocalSettings local;                 // ADASUM_HVD_LOCAL, ADASUM_HVD_LOCAL_RING_BYTES,
+                                       // ADASUM_HVD_TIMEOUT_SECONDS
+  const Kernels* kernels = nullptr;    // ADASUM_HVD_KERNELS: portable, avx2 or avx512
+  std::string error;                   // the first variable that holds no valid value, and why
+
+  static Settings FromEnvironment();
+  int Fingerprint() const; // equal on ranks whose settings fit together
+  std::string Json() const;
+};
+
+std::string RadicesText(const std::vector<int>& radices); // as in the variable
+const char* GroupOpName(GroupOp group_op);
+const char* LocalModeName(LocalMode mode);
+
+} // namespace adasum_hvd

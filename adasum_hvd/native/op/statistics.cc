@@ -1,0 +1,46 @@
+#include "op/statistics.h"
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
+namespace adasum_hvd {
+namespace {
+
+std::array<std::atomic<int64_t>, kCounters> counters;
+
+struct Paths {
+  std::string host;
+  std::string device;
+};
+std::mutex paths_mutex;
+std::unordered_map<int, Paths> paths;
+
+} // namespace
+
+void Count(Counter counter, int64_t more) { counters[counter] += more; }
+
+void CountNanoseconds(Phase phase, int64_t more) { counters[kNanoseconds + static_cast<int>(phase)] += more; }
+
+void ReadCounters(int64_t* values) {
+  for (const std::atomic<int64_t>& counter : counters) {
+    *values++ = counter;
+  }
+}
+
+void SetPath(int process_set_id, Memory memory, std::string path) {
+  std::lock_guard<std::mutex> guard(paths_mutex);
+  (memory == Memory::kHost ? paths[process_set_id].host : paths[process_set_id].device) = std::move(path);
+}
+
+std::string PathOf(int process_set_id) {
+  std::lock_guard<std::mutex> guard(paths_mutex);
+  const Paths& both = paths[process_set_id];
+  if (both.host.empty() || both.device.empty()) {
+    return both.host + both.device;
+  }
+  return both.host + "; devices: " + both.device;
+}
+
+} // namespace adasum_hvd

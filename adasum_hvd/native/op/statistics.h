@@ -1,0 +1,31 @@
+// What the op has done in this process, for Python to read while the background thread counts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "reduce/reduce.h"
+
+namespace adasum_hvd {
+
+enum Counter {
+  kCalls,
+  kTensors,
+  kDeltaTensors,
+  kBytes,
+  kExplicitTensors,
+  kNanoseconds, // per phase, in the order of Phase; of reductions on the host
+  kCounters = kNanoseconds + kPhases
+};
+
+void Count(Counter counter, int64_t more);
+void CountNanoseconds(Phase phase, int64_t more);
+void ReadCounters(int64_t* values); // kCounters of them
+
+// How the ranks of a process set reach each other, for people to read. There is one for host tensors and one
+// for those on devices; PathOf gives both.
+enum class Memory { kHost, kDevice };
+void SetPath(int process_set_id, Memory memory, std::string path);
+std::string PathOf(int process_set_id);
+
+} // namespace adasum_hvd

@@ -1,0 +1,101 @@
+#include "reduce/layout.h"
+
+#include <algorithm>
+
+#include "kernels/kernels.h"
+
+namespace adasum_hvd {
+namespace {
+
+void Append(Slice& slice, const Run& run, int64_t first, int64_t count) {
+  slice.runs.push_back(
+      {run.tensor, run.first + first, count, slice.elements, run.whole && count == run.count});
+  slice.elements += count;
+}
+
+// The first block border of the run that is at or behind `wanted` elements.
+int64_t BorderAtOrAfter(int64_t wanted, int64_t run_elements) {
+  int64_t blocks = (wanted + kBlockElements - 1) / kBlockElements;
+  return std::min(blocks * kBlockElements, run_elements);
+}
+
+} // namespace
+
+std::vector<const Run*> Slice::PartialRuns() const {
+  std::vector<const Run*> partial;
+  if (!runs.empty() && !runs.front().whole) {
+    partial.push_back(&runs.front());
+  }
+  if (runs.size() > 1 && !runs.back().whole) {
+    partial.push_back(&runs.back());
+  }
+  return partial;
+}
+
+Slice Fused(const std::vector<int64_t>& tensor_elements) {
+  Slice slice;
+  for (size_t tensor = 0; tensor < tensor_elements.size(); ++tensor) {
+    const int64_t elements = tensor_elements[tensor];
+    if (elements > 0) {
+      slice.runs.push_back({static_cast<int>(tensor), 0, elements, slice.elements, true});
+      slice.elements += elements;
+    }
+  }
+  return slice;
+}
+
+std::vector<Slice> Cut(const Slice& slice, int parts) {
+  std::vector<Slice> cut(parts);
+  int part = 0;
+  for (const Run& run : slice.runs) {
+    int64_t first = 0;
+    while (first < run.count) {
+      // Part p ends at the first border at or behind (p + 1) / parts of everything.
+      const int64_t end_of_part = part + 1 == parts ? slice.elements
+                                                    : slice.elements / parts * (part + 1) +
+                                                          slice.elements % parts * (part + 1) / parts;
+      const int64_t end =
+          end_of_part <= run.offset ? 0 : BorderAtOrAfter(end_of_part - run.offset, run.count);
+      if (end <= first) {
+        ++part;
+        continue;
+      }
+      Append(cut[part], run, first, end - first);
+      first = end;
+    }
+  }
+  return cut;
+}
+
+Shares Share(const Slice& region, int ranks, bool replicate) {
+  Shares shares;
+  shares.slices = replicate ? std::vector<Slice>(ranks, region) : Cut(region, ranks);
+  int64_t start = 0;
+  for (const Slice& slice : shares.slices) {
+    shares.starts.push_back(start);
+    start += replicate ? 0 : slice.elements;
+    shares.shared.emplace_back();
+    for (const Run* run : slice.PartialRuns()) {
+      shares.shared.back().push_back(run->tensor);
+    }
+  }
+  return shares;
+}
+
+std::vector<Block> Blocks(const Slice& slice, int64_t begin, int64_t end) {
+  std::vector<Block> blocks;
+  auto after = std::upper_bound(slice.runs.begin(), slice.runs.end(), begin,
+                                [](int64_t offset, const Run& run) { return offset < run.offset; });
+  size_t index = after == slice.runs.begin() ? 0 : after - slice.runs.begin() - 1;
+  for (; index < slice.runs.size() && slice.runs[index].offset < end; ++index) {
+    const Run& run = slice.runs[index];
+    const int64_t stop = std::min(end - run.offset, run.count);
+    for (int64_t position = std::max<int64_t>(begin - run.offset, 0); position < stop;
+         position += kBlockElements) {
+      blocks.push_back({index, position, std::min(kBlockElements, stop - position)});
+    }
+  }
+  return blocks;
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,81 @@
+// Finds the other ranks of this host and exchanges shared memory with them, over unix sockets.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/local/read_permission.h"
+#include "transport/local/segment.h"
+
+namespace adasum_hvd {
+
+enum class LocalMode {
+  kAuto,   // staged where every rank can have a processor of its own, else direct if the kernel allows it
+  kStaged, // every byte goes through the rings: two copies, in the cache
+  kDirect, // long messages are read from the sender's memory: one copy, by the kernel
+  kOff,    // the network transport, on one host too
+};
+
+struct LocalSettings {
+  LocalMode mode = LocalMode::kAuto;
+  int64_t ring_bytes = 256 << 10; // shared memory per ordered pair of ranks; a multiple of 64
+  int timeout_seconds = 60;       // without any progress, before a wait ends in an error
+  int handshake_seconds = 10;     // for connecting
+};
+
+// A descriptor that is closed with its owner.
+class Descriptor {
+public:
+  explicit Descriptor(int value = -1) : value_(value) {}
+  Descriptor(Descriptor&& other) noexcept : value_(other.Release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+  int value() const { return value_; }
+  int Release();
+
+private:
+  int value_;
+};
+
+struct LocalPeer {
+  std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
+  int process_id = 0;                    // as this rank sees it; 0 where it does not
+  Descriptor socket;                     // closed by the kernel when the peer ends
+  Descriptor process;                    // pidfd, where the kernel has them and shows the peer's id
+};
+
+struct LocalGroup {
+  int rank = 0; // of this process among the ranks of the host
+  std::unique_ptr<LocalSegment> mine;
+  std::vector<LocalPeer> peers;               // by rank on the host
+  std::vector<int> global_ranks;              // for messages
+  bool crowded = false;                       // more ranks than processors that they have together
+  bool direct = false;                        // long messages are read from the sender's memory
+  std::unique_ptr<ReadPermission> permission; // for that, where it takes one
+  int64_t ring_bytes = 0;
+  int timeout_seconds = 0;
+  int handshake_seconds = 0;
+
+  LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }
+  SegmentHeader& header(int one) const { return segment(one).header(); }
+  bool Crowded() const; // whether the ranks have to take turns; the same answer on all of them
+  int RanksUnder(const ProcessorQuota& quota) const; // of the host, that share it
+};
+
+// Gathers two integers of every rank of the process set, in rank order. Collective.
+using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;
+
+// Connects the ranks `members` of a process set, all on this host; `member` is this rank's place in it and
+// `everyone` the size of the set, whose other ranks connect on their own hosts meanwhile.
+//
+// Collective over the process set; the handshake ends after handshake_seconds, one way or the other. Returns
+// null, on every rank of the set, when any rank failed, and then says in `why_not` what this rank knows of
+// it.
+std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
+                                              const std::vector<int>& global_ranks,
+                                              const LocalSettings& settings, const AllgatherTwo& allgather,
+                                              std::string& why_not);
+
+} // namespace adasum_hvd

@@ -1,0 +1,99 @@
+// The memory that one rank shares with the other ranks of its host: a bell and one ring of bytes per peer.
+//
+// A memfd, not a file under /dev/shm: containers limit that to 64 MB, and a crash leaves it behind.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include <sched.h>
+
+#include "transport/local/processor_quota.h"
+
+namespace adasum_hvd {
+
+// Throws std::system_error of errno.
+[[noreturn]] void ThrowErrno(const char* what);
+
+// Wakes the rank that owns it. Futexes work across processes on shared memory.
+struct alignas(64) Bell {
+  std::atomic<uint32_t> rings{0};
+  std::atomic<uint32_t> asleep{0};
+
+  void Ring();
+  // Sleeps until the count differs from `seen`, or so long.
+  void SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit);
+};
+
+// Where a ring's writer and its reader are. Positions only grow.
+struct RingPositions {
+  alignas(64) std::atomic<uint64_t> written{0};
+  std::atomic<uint32_t> awaits{0}; // whether the writer has been waiting for the reader, for some time
+  alignas(64) std::atomic<uint64_t> read{0};
+};
+
+// Bytes on their way from a segment's owner, the one writer, to one peer, the one reader.
+class Ring {
+public:
+  Ring(char* memory, int64_t capacity, RingPositions& positions)
+      : memory_(memory), capacity_(capacity), positions_(positions) {}
+
+  int64_t Space() const; // for the writer
+  void Write(const void* from, int64_t bytes);
+  uint64_t written() const { return positions_.written.load(std::memory_order_relaxed); }
+
+  int64_t Unread() const; // for the reader
+  void Peek(void* to, int64_t bytes) const;
+  void Skip(int64_t bytes); // what was read; the writer may use its place
+  uint64_t read() const { return positions_.read.load(std::memory_order_acquire); }
+
+private:
+  char* memory_;
+  int64_t capacity_;
+  RingPositions& positions_;
+};
+
+struct SegmentHeader {
+  Bell bell;
+  std::atomic<int32_t> gave_up{0};          // 1 + the global rank for whose sake the owner has stopped
+  std::atomic<int32_t> awaits_elsewhere{0}; // 1 + a global rank that the owner waits for over the network
+  std::atomic<uint32_t> beats{0};           // grows as long as the owner's process runs, where it is watched
+  std::atomic<int32_t> processor{-1};       // that the owner last ran on, inside a reduction
+  cpu_set_t allowed = {};                   // the processors that it may run on
+  ProcessorQuota quota;                     // of their time
+  uint64_t probe_address = 0; // in the owner's memory, where a peer that may read it finds probe_value
+  uint64_t probe_value = 0;   // a random number
+};
+
+class LocalSegment {
+public:
+  // Makes the segment of this rank, whose size nobody can change any more; throws std::system_error.
+  LocalSegment(int ranks, int64_t ring_bytes);
+  // Maps the segment that a peer made with the same arguments; takes the descriptor over. Throws
+  // std::runtime_error for one that is not as that peer makes it.
+  LocalSegment(int descriptor, int ranks, int64_t ring_bytes);
+  ~LocalSegment();
+  LocalSegment(const LocalSegment&) = delete;
+  LocalSegment& operator=(const LocalSegment&) = delete;
+
+  int descriptor() const { return descriptor_; }
+  void CloseDescriptor(); // the mapping stays
+  SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
+  Ring ring(int peer);
+  std::atomic<uint32_t>& awaits(int peer) { return positions(peer).awaits; } // whether the owner does
+
+private:
+  static int64_t Bytes(int ranks, int64_t ring_bytes);
+  void Map();
+  RingPositions& positions(int peer);
+
+  int descriptor_;
+  int ranks_;
+  int64_t ring_bytes_;
+  char* memory_ = nullptr;
+  std::unique_ptr<uint64_t> probe_;
+};
+
+} // namespace adasum_hvd

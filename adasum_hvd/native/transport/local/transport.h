@@ -1,0 +1,107 @@
+// Messages between the ranks of one host, through shared memory and without sockets.
+//
+// Every ordered pair of ranks has a ring of bytes. Staged, messages go through it in pieces: two copies, both
+// in the cache as long as a ring fits there, by two ranks that run at the same time. Direct, only the address
+// of a long message goes through the ring, and the receiver reads the sender's memory itself
+// (process_vm_readv): one copy, but the kernel looks up and pins every page; better where ranks take turns.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "transport/idle_clock.h"
+#include "transport/local/bootstrap.h"
+#include "transport/transport.h"
+
+namespace adasum_hvd {
+
+class LocalTransport : public Transport {
+public:
+  explicit LocalTransport(std::shared_ptr<LocalGroup> group);
+
+  int rank() const override { return group_->rank; }
+  int size() const override { return static_cast<int>(group_->peers.size()); }
+  bool direct() const { return group_->direct; }
+  const std::shared_ptr<LocalGroup>& group() const { return group_; }
+
+  // How many processors are this rank's, where those that several ranks may use are divided among them, and
+  // so is a quota.
+  double ShareOfProcessors() const;
+
+  // Counts a reduction, on every rank also where one is refused: messages carry the number, so that ranks
+  // which do not agree on where they are find out.
+  void BeginOperation() { ++operation_; }
+
+  // Ends the transport after an error on this rank: its peers learn of it at once, every later call throws.
+  void Break(const std::string& why);
+
+  void Start(const std::vector<Message>& messages) override;
+
+  // Throws SilentRank when a peer has ended, or nothing has moved for LocalSettings::timeout_seconds; every
+  // later call throws the same. Of ranks that wait for one another it names the one that waits for nobody.
+  void Wait() override;
+
+private:
+  // In front of every message.
+  struct Tag {
+    uint64_t operation;
+    uint64_t bytes;
+  };
+  // What is left of a message in one direction.
+  struct Part {
+    char* at;
+    int64_t left;
+    bool direct;
+    uint64_t exchange;
+    uint64_t operation;
+    bool tagged; // the tag has been sent, or was received
+  };
+  // A message whose address was sent; the peer has read it when it has read the ring up to `position`.
+  struct Unread {
+    uint64_t position;
+    uint64_t exchange;
+  };
+  struct Lane {
+    std::deque<Part> outgoing;
+    std::deque<Unread> unread;
+    std::deque<Part> incoming;
+  };
+
+  bool Advance(int peer);
+  bool Send(int peer);
+  static bool SendTag(Ring& ring, Part& part);
+  bool NoteReads(int peer);
+  bool Receive(int peer);
+  bool ReceiveTag(int peer, Ring& ring, Part& part);
+  void ReadMemoryOf(int peer, const Part& part, uint64_t address);
+  void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
+  bool AdvanceAll();
+  void Moved();
+  void KeepApart();
+  void Sleep();
+  void CheckPeers();
+  void CheckStopped(int peer);
+  bool IsDue(int peer) const;
+  void ShowWhomIAwait(bool show);
+  [[noreturn]] void FailForSilence();
+  [[noreturn]] void Fail(int peer, const std::string& what);
+  [[noreturn]] void FailForRank(int global_rank, const std::string& what);
+  void Stop(const std::string& why, int blamed);
+
+  std::shared_ptr<LocalGroup> group_;
+  std::vector<Lane> lanes_;
+  std::vector<uint32_t> beats_; // per rank, when this one first showed whom it awaits
+  int spins_;
+  std::deque<int> open_parts_; // per exchange that was started and not yet waited for
+  uint64_t first_open_ = 0;
+  uint64_t operation_ = 0;
+  IdleClock idle_;
+  IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
+  bool shown_ = false;                     // whom this rank awaits
+  std::string broken_;
+  int blamed_ = 0; // global rank
+};
+
+} // namespace adasum_hvd

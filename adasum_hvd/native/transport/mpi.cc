@@ -1,0 +1,204 @@
+#include "transport/mpi.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include <sched.h>
+
+#include "transport/local/pause.h"
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int kTag = 0xada;
+constexpr int kGaveUpTag = 0xadb;
+constexpr int kSpins = 2000;                           // looks, each of which moves what is under way
+constexpr std::chrono::milliseconds kAwake{20};        // then turns for other ranks, for so long
+constexpr std::chrono::microseconds kNap{100};         // then naps: the peer is late, not the message
+constexpr std::chrono::milliseconds kHearOthers{1000}; // who give up at about the same time
+
+void Check(int result, const char* what) {
+  if (result != MPI_SUCCESS) {
+    char text[MPI_MAX_ERROR_STRING];
+    int length = 0;
+    MPI_Error_string(result, text, &length);
+    throw std::runtime_error(std::string("AdaSum: ") + what + " failed: " + std::string(text, length));
+  }
+}
+
+} // namespace
+
+MPI_Request* MpiTransport::Exchange::Add(int peer) {
+  peers.push_back(peer);
+  requests.push_back(MPI_REQUEST_NULL);
+  return &requests.back();
+}
+
+std::vector<int> MpiTransport::Exchange::Pending() const {
+  std::vector<int> pending;
+  for (size_t k = 0; k < requests.size(); ++k) {
+    if (requests[k] != MPI_REQUEST_NULL) {
+      pending.push_back(peers[k]);
+    }
+  }
+  return pending;
+}
+
+MpiTransport::MpiTransport(MPI_Comm communicator, MpiSettings settings)
+    : communicator_(communicator), settings_(std::move(settings)) {
+  Check(MPI_Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
+  Check(MPI_Comm_size(communicator_, &size_), "MPI_Comm_size");
+}
+
+void MpiTransport::Start(const std::vector<Message>& messages) {
+  // One tag is enough: MPI keeps messages between two ranks in order, and both cut at the same places.
+  Exchange exchange;
+  auto for_each_part = [this](int64_t bytes, auto start) {
+    for (int64_t offset = 0; offset < bytes; offset += settings_.max_message_bytes) {
+      start(offset, static_cast<int>(std::min(settings_.max_message_bytes, bytes - offset)));
+    }
+  };
+  for (int step = 1; step < size_; ++step) {
+    const int to = (rank_ + step) % size_;
+    const int from = (rank_ + size_ - step) % size_;
+    for_each_part(messages[from].receive_bytes, [&](int64_t offset, int count) {
+      Check(MPI_Irecv(static_cast<char*>(messages[from].receive) + offset, count, MPI_BYTE, from, kTag,
+                      communicator_, exchange.Add(from)),
+            "MPI_Irecv");
+    });
+    for_each_part(messages[to].send_bytes, [&](int64_t offset, int count) {
+      Check(MPI_Isend(static_cast<const char*>(messages[to].send) + offset, count, MPI_BYTE, to, kTag,
+                      communicator_, exchange.Add(to)),
+            "MPI_Isend");
+    });
+  }
+  started_.push_back(std::move(exchange));
+}
+
+void MpiTransport::Wait() {
+  Exchange oldest = std::move(started_.front());
+  started_.pop_front();
+  WaitPatiently(oldest);
+}
+
+void MpiTransport::WaitPatiently(Exchange& exchange) {
+  std::vector<int> indices(exchange.requests.size());
+  IdleClock idle;
+  for (int looks = 0;; ++looks) {
+    int done = 0;
+    Check(MPI_Testsome(static_cast<int>(exchange.requests.size()), exchange.requests.data(), &done,
+                       indices.data(), MPI_STATUSES_IGNORE),
+          "MPI_Testsome");
+    if (done == MPI_UNDEFINED) { // nothing is left
+      break;
+    }
+    if (done > 0) {
+      looks = 0;
+      idle.Moved();
+      continue;
+    }
+    if (looks < kSpins) {
+      Pause();
+      continue;
+    }
+    const auto elapsed = idle.Elapsed();
+    if (elapsed < kAwake) {
+      sched_yield();
+      continue;
+    }
+    if (settings_.awaits != nullptr) {
+      const int peer = exchange.Pending().front();
+      settings_.awaits->store(1 + settings_.global_ranks[peer], std::memory_order_relaxed);
+    }
+    if (elapsed >= settings_.timeout || HearOthersGiveUp()) {
+      started_.push_front(std::move(exchange));
+      Fail();
+    }
+    std::this_thread::sleep_for(kNap);
+  }
+  if (settings_.awaits != nullptr) {
+    settings_.awaits->store(0, std::memory_order_relaxed);
+  }
+}
+
+// Takes what ranks that gave up have said; true when one has.
+bool MpiTransport::HearOthersGiveUp() {
+  for (;;) {
+    int there = 0;
+    MPI_Status status;
+    Check(MPI_Iprobe(MPI_ANY_SOURCE, kGaveUpTag, communicator_, &there, &status), "MPI_Iprobe");
+    if (there == 0) {
+      return !gave_up_.empty();
+    }
+    int count = 0;
+    Check(MPI_Get_count(&status, MPI_INT, &count), "MPI_Get_count");
+    std::vector<int> words(count);
+    Check(MPI_Recv(words.data(), count, MPI_INT, status.MPI_SOURCE, kGaveUpTag, communicator_,
+                   MPI_STATUS_IGNORE),
+          "MPI_Recv");
+    gave_up_[settings_.global_ranks[status.MPI_SOURCE]] = std::move(words);
+  }
+}
+
+// No message may come when the caller's buffers are gone.
+void MpiTransport::Cancel() {
+  for (Exchange& exchange : started_) {
+    for (MPI_Request& request : exchange.requests) {
+      if (request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&request);
+        MPI_Request_free(&request);
+      }
+    }
+  }
+  started_.clear();
+}
+
+void MpiTransport::Fail() {
+  std::vector<int> chain;
+  for (int peer : started_.front().Pending()) {
+    chain.push_back(settings_.global_ranks[peer]);
+  }
+  Tell(chain);
+  Cancel();
+  for (IdleClock listening; listening.Elapsed() < kHearOthers;) {
+    HearOthersGiveUp();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const int mine = settings_.global_ranks[rank_];
+  for (size_t k = 0; k < chain.size(); ++k) { // which grows
+    const auto words = gave_up_.find(chain[k]);
+    if (words == gave_up_.end()) {
+      throw SilentRank(chain[k], mine,
+                       "nothing came from it for " + std::to_string(settings_.timeout.count()) +
+                           " s (ADASUM_HVD_TIMEOUT_SECONDS); see what it does");
+    }
+    for (int next : words->second) {
+      if (next == chain[k]) {
+        throw SilentRank(next, mine, "a reduction failed there");
+      }
+      if (next != mine && std::find(chain.begin(), chain.end(), next) == chain.end()) {
+        chain.push_back(next);
+      }
+    }
+  }
+  throw SilentRank(chain.front(), mine, "the ranks wait for one another");
+}
+
+void MpiTransport::GiveUp(int blamed) { Tell({blamed}); }
+
+void MpiTransport::Tell(const std::vector<int>& global_ranks) {
+  // Neither waited for nor freed: a rank that is gone takes nothing. So few bytes do not block.
+  const auto* words = new std::vector<int>(global_ranks);
+  for (int peer = 0; peer < size_; ++peer) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    if (peer != rank_ && MPI_Isend(words->data(), static_cast<int>(words->size()), MPI_INT, peer, kGaveUpTag,
+                                   communicator_, &request) == MPI_SUCCESS) {
+      MPI_Request_free(&request);
+    }
+  }
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,205 @@
+"""MindSpore's names: the wrap cells of both variants, and the gradient reducer.
+
+References:
+    Seeds 000, 001 and 002; SEEDS rows 1A, 1B and 1D.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.mindspore.cells import Forwarding, check_gradients, check_job
+from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.parallel import ParallelContext, refuse
+from adasum_hvd.parallel.tensorflow_modes import detect
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.broadcasting import allgather_object
+from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
+from adasum_hvd.tensorflow.reduction.lists import name_of, shape_of
+from adasum_hvd.tensorflow.reduction.named import gather_named, reduce_named
+
+
+class DistributedGradReducer(GradReducer):
+    """Sums gradients over the ranks of a group in float32, and multiplies by 1 / degree.
+
+    Arguments and errors: those of :class:`adasum_hvd.mindspore.grad_reducer.GradReducer`.
+    Sparse gradients are `tf.IndexedSlices`. Eagerly and in `tf.function`.
+
+    Example:
+        >>> reducer = DistributedGradReducer(model.trainable_variables)  # doctest: +SKIP
+        >>> gradients = reducer(tape.gradient(loss, model.trainable_variables))  # doctest: +SKIP
+
+    References:
+        Seed 001; SEEDS row 1D.
+    """
+
+    _all_ranks = mpi_ops.global_process_set
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, gradients: Any) -> Any:
+        """As the base's.
+
+        Raises:
+            ValueError: another number of gradients than of parameters.
+            NotImplementedError: traced into a function that XLA compiles.
+        """
+        tf_ops.refuse_xla("DistributedGradReducer")
+        return super().__call__(gradients)
+
+    def _is_sparse(self, gradient: Any) -> bool:
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def _start(self, name: str, gradients: list[Any]) -> Callable[[], list[Any]]:
+        totals = reduce_named(
+            [tf.cast(gradient, tf.float32) for gradient in gradients],
+            name,
+            ops.Sum,
+            (1.0, 1.0),
+            self._group.process_set_id,
+        )
+        return lambda: [
+            tf.cast(total * self._factor, tf.convert_to_tensor(gradient).dtype)
+            for total, gradient in zip(totals, gradients, strict=True)
+        ]
+
+    def _reduce_sparse(self, name: str, gradient: tf.IndexedSlices) -> Any:
+        def gather(tensor: Any, what: str) -> Any:
+            return gather_named(tensor, f"{name}.{what}", self._group.process_set_id)
+
+        values = gather(tf.cast(gradient.values, tf.float32), "values") * self._factor
+        return tf.IndexedSlices(
+            tf.cast(values, gradient.values.dtype),
+            gather(gradient.indices, "indices"),
+            gradient.dense_shape,
+        )
+
+
+class WrapCell(Forwarding):
+    """A distributed Keras optimizer that is called with a list of gradients.
+
+    Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are those of
+    `optimizer`, the `DistributedOptimizer` inside, to read and to set; give that one to
+    `model.compile`.
+
+    Args:
+        optimizer: a Keras 3 optimizer.
+        variables: the variables that the gradients belong to, in the gradients' order;
+            by default the model's, or those that the optimizer was built for.
+        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
+            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
+        context: the parallel context to check; by default data parallel over all ranks.
+        model: a Keras model, for its trainable variables.
+        gradient_group: a process set, this rank's group: gradients given to the cell are
+            averaged over it (summed with `gradients_mean=False`) before anything else, as
+            MindSpore's TrainOneStepCell does.
+        allow_modes: as `DistributedOptimizer`'s.
+
+    Raises:
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
+            two, other groups; in this order, and before the type of `optimizer` is looked at.
+            A tf.distribute strategy or keras.distribution on any rank.
+        TypeError: `optimizer` is no Keras optimizer.
+
+    Collective: every rank; blocks.
+    """
+
+    _own = frozenset({"optimizer", "_variables", "_group", "_reducer"})
+    _op: ops.ReduceOp
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Sequence[Any] | None = None,
+        relaxed: bool = False,
+        context: ParallelContext | None = None,
+        model: Any = None,
+        gradient_group: Any = None,
+        allow_modes: Collection[str] = (),
+    ):
+        if context is None:
+            mode = "stand_alone" if mpi_ops.size() == 1 else "data_parallel"
+            context = ParallelContext(mode, mpi_ops.size())
+        check_job(context, tf_ops.settings(), relaxed, gradient_group is not None)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__}: required a Keras 3 optimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+        if variables is None and model is not None:
+            variables = model.trainable_variables
+        found = allgather_object(detect(variables or ()))
+        refuse(found, allow_modes, mpi_ops.rank())
+        self.optimizer = DistributedOptimizer(
+            optimizer, op=self._op, allow_modes=allow_modes
+        )
+        self._variables = None if variables is None else list(variables)
+        self._group = None
+        if gradient_group is not None:
+            self._group = (context.gradients_mean, gradient_group)
+        self._reducer: Any = None
+
+    def _stepped(self) -> list[Any]:
+        """Return the variables that gradients are for."""
+        if self._variables is not None:
+            return self._variables
+        if not self.optimizer.built:
+            raise ValueError(
+                f"{type(self).__name__}: required variables, got neither them nor a model, "
+                "and an optimizer that is not built; pass variables= or model="
+            )
+        return list(self.optimizer._trainable_variables)
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """Step with `gradients`, one per variable, and return what the optimizer returns.
+
+        Raises:
+            ValueError: another number of gradients than of variables, None among them, or a
+                gradient of another shape than its variable's; before anything is sent.
+
+        Collective: every rank; blocks.
+        """
+        gradients, variables = list(gradients), self._stepped()
+        required = [shape_of(variable) for variable in variables]
+        pairs = itertools.zip_longest(gradients, required[: len(gradients)])
+        check_gradients(
+            type(self).__name__,
+            [name_of(variable) for variable in variables],
+            required,
+            ["None" if g is None else _shape(g, wanted) for g, wanted in pairs],
+        )
+        if self._group is not None:
+            if self._reducer is None:
+                mean, group = self._group
+                self._reducer = DistributedGradReducer(variables, mean, group=group)
+            gradients = self._reducer(gradients)
+        return self.optimizer.apply(gradients, self._variables)
+
+
+def _shape(gradient: Any, unless_known: Any) -> Any:
+    unknown = tf.TensorShape(gradient.shape).rank is None
+    return unless_known if unknown else shape_of(gradient)
+
+
+class AdaSumByGradWrapCell(WrapCell):
+    """Reduces gradients with AdaSum, then takes the optimizer's step."""
+
+    _op = ops.AdasumGrad
+
+
+class AdaSumByDeltaWeightWrapCell(WrapCell):
+    """Takes the optimizer's step, reduces the weights' change; returns the variables."""
+
+    _op = ops.AdasumDelta
+
+    def __call__(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Step with `gradients` and return the updated variables; errors as the base's."""
+        super().__call__(gradients)
+        return tuple(self._stepped())

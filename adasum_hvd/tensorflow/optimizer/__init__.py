@@ -1,0 +1,166 @@
+"""`DistributedOptimizer`: AdaSum, Average or Sum around a Keras 3 or a TF1 optimizer.
+
+Two variants, as for torch: `gradient.py` reduces gradients, then every rank takes the same
+step; `delta.py` lets every rank take its own step and reduces the weight changes.
+
+References:
+    arXiv 2006.02924, section 3; SEEDS rows 1A (ByGrad, ByDeltaWeight) and 1F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.compression import Compression
+
+from adasum_hvd import binding, ops, parallel
+from adasum_hvd.options import Options, check, groups_of, optimizer_op
+from adasum_hvd.options import banner as banner_of
+from adasum_hvd.parallel.tensorflow_modes import detect
+from adasum_hvd.tensorflow import legacy
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
+from adasum_hvd.tensorflow.optimizer.wrap import is_distributed, wrap
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ops.ReduceOp | int | str = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = mpi_ops.global_process_set,
+    scale_local_gradients: bool = False,
+    *,
+    local_steps: int = 1,
+    clip_delta_norm: float | None = None,
+    bucket_bytes: int = Options.bucket_bytes,
+    allow_modes: Collection[str] = (),
+) -> Any:
+    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+
+    Args:
+        optimizer: any Keras 3 optimizer, `LossScaleOptimizer` too; its variables are taken
+            over, so use the returned one only. Or a `tf.compat.v1.train.Optimizer`.
+        name: without effect, for Horovod's scripts, like `use_locking`, `device_dense`,
+            `device_sparse` and `scale_local_gradients`: setting one warns and says why.
+        use_locking: see `name`.
+        device_dense: see `name`.
+        device_sparse: see `name`.
+        compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
+        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
+            and `Sum` gather the rows that any rank has, and others are an error. The delta
+            variant needs no such thing: its sparse gradients stay local.
+        backward_passes_per_step: gradients that add up before a step.
+        op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
+            other one reduces gradients.
+        gradient_predivide_factor: as Horovod's, with `Average` only.
+        average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
+            by their number; not with AdaSum.
+        num_groups: deprecated form of `groups`.
+        groups: a number of buckets, or lists of variables that share one.
+        process_set: the ranks that reduce; others step locally.
+        scale_local_gradients: see `name`; Horovod divides worker-local gradients by the number
+            of ranks unless told not to, here they stay as they are.
+        local_steps: delta variant: local optimizer steps before one reduction of the total
+            change.
+        clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
+        bucket_bytes: variables travel in groups of about this many bytes.
+        allow_modes: parallel modes to let pass, see docs/parallel.md.
+
+    Returns:
+        An instance of a subclass of `type(optimizer)`.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: bad arguments.
+        RuntimeError: inside a tf.distribute strategy or a keras.distribution.
+        NotImplementedError: a compression that is not a cast to float16; Keras on another
+            backend than TensorFlow; local steps with a TF1 optimizer.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
+        ...     keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.AdasumGrad)
+        >>> model.compile(optimizer, loss, jit_compile=False)        # doctest: +SKIP
+    """
+    warn_without_effect(
+        "DistributedOptimizer",
+        name=name,
+        use_locking=use_locking,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+    )
+    options = Options(
+        op=optimizer_op(op),
+        process_set=process_set,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        local_steps=local_steps,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups_of("DistributedOptimizer", num_groups, groups),
+        sparse_as_dense=sparse_as_dense,
+        average_aggregated_gradients=average_aggregated_gradients,
+        clip_delta_norm=clip_delta_norm,
+        bucket_bytes=bucket_bytes,
+    )
+    check(options, (Compression.none, Compression.fp16))
+    # Every rank runs the same program and so sees the same; nothing is sent, because models
+    # are also loaded on one rank alone.
+    parallel.refuse([detect()] * mpi_ops.size(), allow_modes, mpi_ops.rank())
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        if keras.backend.backend() != "tensorflow":
+            raise NotImplementedError(
+                "DistributedOptimizer: required Keras on TensorFlow, got Keras on "
+                f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
+            )
+        return wrap(optimizer, options)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return legacy.wrap(optimizer, options)
+    raise TypeError(
+        "DistributedOptimizer: required a Keras 3 optimizer or a tf.compat.v1.train.Optimizer, "
+        f"got {type(optimizer).__module__}.{type(optimizer).__name__}"
+    )
+
+
+def banner(optimizer: Any) -> str:
+    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+
+    Args:
+        optimizer: from :func:`DistributedOptimizer`; what travels is known once it is built (a
+            TF1 optimizer: once it has got gradients).
+
+    Raises:
+        TypeError: another optimizer.
+    """
+    if legacy.is_distributed(optimizer):
+        options, dtypes = optimizer._adasum_options, optimizer._adasum_dtypes
+    elif is_distributed(optimizer):
+        options = optimizer._adasum.options
+        dtypes = {variable.dtype for variable in optimizer._trainable_variables}
+    else:
+        raise TypeError(
+            "banner: required an optimizer from DistributedOptimizer, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    wire = {tf_ops.wire_dtype(dtype, options.compression).name for dtype in dtypes}
+    return banner_of(
+        options,
+        tf_ops.settings(),
+        "MPI" if mpi_ops.mpi_enabled() else "Gloo",
+        binding.path(tf_ops.LIBRARY, options.process_set.process_set_id),
+        sorted(wire),
+        optimizer.extra_bytes(),
+    )

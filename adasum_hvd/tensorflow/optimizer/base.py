@@ -1,0 +1,273 @@
+"""What the gradient and the delta variant of the Keras optimizer share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from adasum_hvd.marks import is_marked_local
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow.optimizer.saving import saved_config
+from adasum_hvd.tensorflow.optimizer.window import SAVED, Window
+from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
+from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
+
+
+class State:
+    """What a distributed optimizer has beside the plain one's attributes.
+
+    In an object of its own, because Keras makes every variable that it finds in a list of an
+    optimizer's attribute a variable of the optimizer.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.reducing = must_reduce(options)
+        self.reduction = Reduction("DistributedOptimizer", options)
+        self.gradients = Window("gradients", options.backward_passes_per_step)
+        self.starts = Window("starts", options.local_steps if self.reducing else 1)
+        # What one method that Keras calls in a step leaves to the next.
+        self.step_variables: list[Any] = []
+        self.start_values: dict[int, Any] = {}  # by the variable's index
+        self.present: frozenset[int] = (
+            frozenset()
+        )  # indices with a gradient on this rank
+        self.used: dict[int, Any] = {}  # of the others, whether any rank has one
+        self.did_reduce = False
+        # Whether what the last step reduced is finite; only where a loss scale asks.
+        self.finite: tf.Variable | None = None
+
+    def watch_overflow(self) -> None:
+        """Note from now on whether what is reduced comes back finite."""
+        with tf.init_scope():
+            self.finite = tf.Variable(True, trainable=False)
+
+    @property
+    def windows(self) -> tuple[Window, Window]:
+        """Both windows."""
+        return self.gradients, self.starts
+
+    def reduced(self, variables: Sequence[Any]) -> list[Any]:
+        """Return those of `variables` that are reduced, and note that they will be."""
+        chosen = [variable for variable in variables if not is_marked_local(variable)]
+        self.did_reduce = bool(chosen)
+        return chosen
+
+
+class KerasDistributed(keras.optimizers.Optimizer):
+    """Accumulation, checks and saving; mixed in front of the user's optimizer class.
+
+    It relies on how Keras 3 takes a step (tests/unit/test_tensorflow_internals.py): `apply`
+    unscales and accumulates; where that is complete, `_clip_gradients`, weight decay and
+    `_backend_update_step` follow, then moving averages and constraints.
+    """
+
+    _base: type  # the user's class
+    _adasum: State
+
+    def _configure(self, options: Options) -> None:
+        self.__dict__["_adasum"] = State(options)
+        if self.built:
+            self._build_windows()
+
+    def _build_windows(self) -> None:
+        self._adasum.reduction.number(self._trainable_variables)
+        for window in self._adasum.windows:
+            window.build(self._trainable_variables)
+
+    def build(self, variables: Any) -> None:
+        """As Keras's, eagerly: some slots begin as copies of the weights, once."""
+        with tf.init_scope():
+            super().build(variables)
+        self._build_windows()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:
+            raise RuntimeError(
+                "DistributedOptimizer: required to be the outermost optimizer, got Keras's "
+                "LossScaleOptimizer or MultiOptimizer around it. A LossScaleOptimizer (compile() "
+                "adds one under mixed_float16) would let each rank decide by its own gradients "
+                "whether to skip a step: required one inside the DistributedOptimizer, so use "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or "
+                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
+                "MultiOptimizer reduce the gradients with DistributedGradientTape, and give "
+                "them to a MultiOptimizer of plain optimizers"
+            )
+        super().__setattr__(name, value)
+
+    # ---- the step ----
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As Keras's, with one reduction per step. Collective; blocks (eagerly).
+
+        Raises:
+            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
+                another number of gradients than of variables; accumulated passes over other
+                variables than the window's; the ranks' variables or options differ.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+            RuntimeError: there is nothing to reduce on several ranks.
+        """
+        grads = list(grads)
+        if trainable_variables is None:
+            if not self.built:
+                super().apply(grads)  # raises
+            trainable_variables = self._trainable_variables
+        variables = list(trainable_variables)
+        if not self.built:
+            # Here, because a branch of tf.cond must not make variables.
+            with keras.name_scope(self.name):
+                self.build(variables)
+        self._refuse_overwritten(variables)
+        grads = self._prepared(grads, variables)
+        window = self._adasum.gradients
+        if window.length == 1:
+            self._checked_apply(grads, variables)
+        else:
+            self._accumulate(window, grads, variables)
+
+    def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients in the form in which they are accumulated and applied."""
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"apply: required one gradient per variable, {len(variables)}, got "
+                f"{len(grads)}; give None for a variable without a gradient"
+            )
+        return grads
+
+    def _refuse_overwritten(self, variables: Sequence[Any]) -> None:
+        for variable in variables if self._adasum.reducing else ():
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise NotImplementedError(
+                    f"DistributedOptimizer: required variables that a step changes, got "
+                    f"{name_of(variable)}, which its gradient overwrites (float8 training)"
+                )
+
+    def _accumulate(
+        self, window: Window, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        pairs = zip(variables, grads, strict=True)
+        window.require_same([v for v, grad in pairs if grad is not None])
+        sums = [window.of(variable) for variable in variables]
+        for total, grad in zip(sums, grads, strict=True):
+            if grad is not None:
+                total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
+
+        average = self._adasum.options.average_aggregated_gradients
+
+        def step() -> None:
+            totals = [
+                None if grad is None else total.read_value()
+                for total, grad in zip(sums, grads, strict=True)
+            ]
+            if average:
+                totals = [t if t is None else t / window.length for t in totals]
+            self._checked_apply(totals, variables)
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+
+        window.count(at_end=step)
+
+    def _checked_apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        state = self._adasum
+        state.did_reduce = False
+        # While Keras accumulates it takes no step; a graph holds the step all the same.
+        every = self.gradient_accumulation_steps
+        pending = (
+            every and tf.executing_eagerly() and (int(self._iterations) + 1) % every
+        )
+        if state.reducing and self._trainable_variables:
+            self._check_variables_are_known(variables)
+            indices = map(self._get_variable_index, variables)
+            pairs = zip(indices, grads, strict=True)
+            present = {index: grad for index, grad in pairs if grad is not None}
+            if present and len(present) < len(grads):
+                self._filter_empty_gradients(grads, variables)  # warns
+            self._apply_together(present)
+        else:
+            super().apply(grads, variables)
+        if grads and state.reducing and not state.did_reduce and not pending:
+            raise RuntimeError(
+                "DistributedOptimizer: required a step that reduces over "
+                f"{state.options.process_set.size()} ranks, got one of {self._base.__name__} "
+                "that reduced nothing (all variables are worker-local, or the class takes its "
+                "steps in another way than Keras's do); the replicas would drift apart"
+            )
+
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        """Take a step with all ranks; `present` are this rank's gradients, by index.
+
+        All variables take part in every step, so that a rank needs not have gradients for those
+        that another one has them for.
+        """
+        raise NotImplementedError
+
+    def _require_any(self, agreed: Agreed) -> Agreed:
+        if agreed.kinds and not agreed.any_tensor:
+            raise ValueError(
+                "apply: required a gradient of at least one variable on some rank, got none on "
+                f"all {self._adasum.options.process_set.size()}; is the loss computed from the "
+                "variables?"
+            )
+        return agreed
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._adasum.step_variables = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _note_finite(self, reduced: Sequence[Any]) -> Any:
+        """Return whether all of `reduced` is finite, on all ranks alike; None: not asked.
+
+        Finite gradients can still overflow on the wire, and a change in the step, too.
+        Without a loss scale NaN goes into the weights, as in plain training, where users see it.
+        """
+        flag = self._adasum.finite
+        if flag is None or not reduced:
+            return None
+        # Every rank holds the same bits, so this needs no reduction of its own.
+        values = (getattr(tensor, "values", tensor) for tensor in reduced)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+        flag.assign(finite)
+        return finite
+
+    # ---- memory, saved models ----
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        return {"device": sum(w.bytes for w in self._adasum.windows), "host": 0}
+
+    @property
+    def window_variables(self) -> list[tf.Variable]:
+        """What unfinished windows hold, which `variables` lacks; broadcast it too.
+
+        Step counts, sums of gradients and starts, without those of worker-local variables.
+        """
+        kept = [v for v in self._trainable_variables if not is_marked_local(v)]
+        return [held for w in self._adasum.windows for held in w.variables(kept)]
+
+    def save_own_variables(self, store: Any) -> None:
+        """As Keras's; inside a window also what the window needs."""
+        super().save_own_variables(store)
+        for window in self._adasum.windows:
+            window.save(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """As Keras's; what a plain optimizer saved begins new windows."""
+        keys = [key for key in store.keys() if not key.startswith(SAVED)]  # noqa: SIM118
+        super().load_own_variables({key: store[key] for key in keys})
+        for window in self._adasum.windows:
+            window.load(store)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the plain optimizer, serialized, and this wrapper's arguments."""
+        return saved_config(self._plain(), self._adasum.options)
+
+    def _plain(self) -> Any:
+        """Return an optimizer of the user's class with this one's variables and settings."""
+        plain: Any = object.__new__(self._base)
+        plain.__dict__.update(self.__dict__)
+        del plain.__dict__["_adasum"]
+        return plain

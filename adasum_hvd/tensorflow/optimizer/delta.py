@@ -1,0 +1,128 @@
+"""The delta variant: local steps, then `w = w_old + AdaSum(w_new - w_old)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from adasum_hvd.marks import is_marked_local
+from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
+from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
+from adasum_hvd.tensorflow.reduction.changes import bounded, wide
+
+
+class DeltaOptimizer(KerasDistributed):
+    """Takes the local step, clipping and weight decay included, and reduces what it changed.
+
+    Variables hold weights whenever user code can look: moving averages and constraints, which
+    Keras applies after the step, see the reduced weights.
+    """
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        # Keras calls this right before weight decay and the step.
+        if self._adasum.reducing:
+            self._keep_starts()
+        return super()._clip_gradients(grads) if grads else grads
+
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        variables = self._trainable_variables
+        if present:
+            super(KerasDistributed, self).apply(
+                list(present.values()), [variables[index] for index in present]
+            )
+        else:
+            # Other ranks have gradients: this one takes part, without a step of its own.
+            self._backend_apply_gradients([], [])
+            self._iterations.assign_add(1)
+        for index, variable in enumerate(variables):
+            constraint = getattr(variable, "constraint", None)
+            if constraint and index not in present and not is_marked_local(variable):
+                variable.assign(constraint(variable))
+
+    def _keep_starts(self) -> None:
+        state = self._adasum
+        window = state.starts
+        # In a window of several steps any variable may change in one of them.
+        stepped = (
+            state.step_variables if window.length == 1 else self._trainable_variables
+        )
+        indices = set(map(self._get_variable_index, stepped))
+        changing = state.reduced(self._trainable_variables)
+        values = [
+            wide(variable) if self._get_variable_index(variable) in indices else None
+            for variable in changing
+        ]
+        agreed = state.reduction.agree(values, changing, note=self._copy_of_weights)
+        self._require_any(agreed)
+        if agreed.note:
+            raise ValueError(
+                f"{self._base.__name__}: required an optimizer whose state holds no weights, "
+                f"got {agreed.note}, a copy of them: every rank would go on from its own copy, "
+                "and not from the weights that all share; use op=AdasumGrad, which reduces "
+                "gradients"
+            )
+        if window.length == 1:
+            state.start_values = dict(
+                zip(map(self._get_variable_index, changing), values, strict=True)
+            )
+            return
+
+        def keep() -> None:
+            for variable in changing:
+                window.of(variable).assign(variable)
+
+        window.at_start(keep)
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+        if self._adasum.reducing and self._adasum.did_reduce:
+            self._adasum.starts.count(at_end=self._reduce_changes)
+
+    def _reduce_changes(self) -> None:
+        state = self._adasum
+        changed = state.reduced(self._trainable_variables)
+        starts = [self._start_of(variable) for variable in changed]
+        state.start_values = {}
+        changes = [
+            None if start is None else wide(variable) - start
+            for variable, start in zip(changed, starts, strict=True)
+        ]
+        reduced, _ = state.reduction(changes, changed)
+        reduced = bounded(reduced, state.options.clip_delta_norm)
+        starts = [
+            wide(variable) if start is None else start
+            for variable, start in zip(changed, starts, strict=True)
+        ]
+        finite = self._note_finite(reduced)
+        for variable, start, change in zip(changed, starts, reduced, strict=True):
+            new = (
+                start + change
+                if finite is None
+                else tf.where(finite, start + change, start)
+            )
+            variable.assign(tf.cast(new, variable.dtype))
+
+    def _copy_of_weights(self) -> str:
+        with tf.init_scope():
+            return copy_of_weights(self) if tf.executing_eagerly() else ""
+
+    def _start_of(self, variable: Any) -> Any:
+        """Return what `variable` held before the window, None if this rank left it alone."""
+        state = self._adasum
+        if state.starts.length == 1:
+            return state.start_values[self._get_variable_index(variable)]
+        return wide(state.starts.of(variable))
+
+    def give_up_window(self) -> None:
+        """Put the weights back to where an unfinished window of local steps began."""
+        window = self._adasum.starts
+
+        def restore() -> None:
+            for variable in self._adasum.reduced(self._trainable_variables):
+                variable.assign(window.of(variable))
+
+        window.abandon(restore)

@@ -1,0 +1,102 @@
+"""The gradient variant: gradients are reduced, then every rank takes the same step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from adasum_hvd.marks import is_marked_local
+from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
+from adasum_hvd.tensorflow.optimizer.window import returning
+from adasum_hvd.tensorflow.tape import prepared
+
+
+class GradientOptimizer(KerasDistributed):
+    """Reduces the gradients of a step, unscaled and accumulated, before they are clipped."""
+
+    def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        grads = super()._prepared(grads, variables)
+        return prepared(grads, variables, self._adasum.options)
+
+    def _apply_together(self, present: dict[int, Any]) -> None:
+        self._adasum.present = frozenset(present)
+        grads = []
+        for index, variable in enumerate(self._trainable_variables):
+            grad = present.get(index)
+            if grad is None and not is_marked_local(variable):
+                grad = tf.zeros(variable.shape, tf.as_dtype(variable.dtype))
+            grads.append(grad)
+        super(KerasDistributed, self).apply(grads, self._trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        state = self._adasum
+        if state.reducing:
+            grads = self._reduce(list(grads), state.step_variables)
+        return super()._clip_gradients(grads)
+
+    def _reduce(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        state = self._adasum
+        chosen = state.reduced(variables)
+        mine = [
+            grad if self._get_variable_index(variable) in state.present else None
+            for grad, variable in zip(grads, variables, strict=True)
+            if not is_marked_local(variable)
+        ]
+        has_local = any(map(is_marked_local, self._trainable_variables))
+        agreed = self._require_any(state.reduction.agree(mine, chosen, has_local))
+        if self.global_clipnorm and agreed.any_local:
+            raise ValueError(
+                "global_clipnorm: required variables that are all reduced, got worker-local "
+                "ones; every rank would clip by another norm and the replicas would drift "
+                "apart, so use clipnorm or clipvalue"
+            )
+        results, used = state.reduction(mine, chosen)
+        indices = map(self._get_variable_index, chosen)
+        state.used = dict(zip(indices, used, strict=True))
+        self._note_finite(results)
+        reduced = iter(results)
+        return [
+            grad if is_marked_local(variable) else next(reduced)
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        if self.weight_decay is None:
+            return
+        decay = super()._apply_weight_decay
+
+        def decay_used() -> None:
+            for variable in variables:
+                self._where_used(variable, functools.partial(decay, [variable]))
+
+        self._where_finite(decay_used)
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        step = super()._backend_update_step
+        self._where_finite(lambda: step(grads, trainable_variables, learning_rate))
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """As the optimizer's, where any rank has a gradient for the variable."""
+        step = super().update_step
+        self._where_used(variable, lambda: step(gradient, variable, learning_rate))
+
+    def _where_used(self, variable: Any, action: Callable[[], None]) -> None:
+        """Do `action` if any rank has a gradient for `variable`, as a lone process would."""
+        flag = self._adasum.used.get(self._get_variable_index(variable), True)
+        if flag is True:
+            action()
+        else:
+            tf.cond(flag, returning(action), lambda: 0)
+
+    def _where_finite(self, action: Callable[[], None]) -> None:
+        """Do `action`, unless a loss scale is to see that the reduced gradients overflowed."""
+        flag = self._adasum.finite
+        if flag is None:
+            action()
+        else:
+            tf.cond(flag.read_value(), returning(action), lambda: 0)

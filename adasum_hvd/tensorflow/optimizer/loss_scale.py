@@ -1,0 +1,96 @@
+"""Loss scaling: one rank's overflow must count for all ranks, or the replicas part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow.optimizer.saving import saved_config
+from adasum_hvd.tensorflow.reduction import is_alone
+
+
+class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
+    """Skips a step on all ranks or on none; mixed in front of the user's optimizer class.
+
+    Its inner optimizer is a distributed one, which reduces only in steps that are taken.
+    """
+
+    _base: type  # the user's class
+    inner_optimizer: Any
+
+    @property
+    def _adasum(self) -> Any:
+        return self.inner_optimizer._adasum
+
+    def check_finite(self, grads: Any) -> Any:
+        """Return whether the gradients of all ranks are finite. Collective."""
+        finite = super().check_finite(grads)
+        if is_alone(self._options.process_set):
+            return finite
+        return self._adasum.reduction.all_of(finite)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
+
+        Raises:
+            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
+                another number of gradients than of variables.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+        """
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        variables = trainable_variables or self._trainable_variables
+        super().apply(
+            self.inner_optimizer._prepared(grads, variables), trainable_variables
+        )
+
+    def _stateful_handle_finite_grads(
+        self, grads: Any, trainable_variables: Any
+    ) -> None:
+        # The inner optimizer keeps the old weights where what it reduced is not finite.
+        flag = self._adasum.finite
+        flag.assign(True)
+        scale = tf.identity(self.dynamic_scale.value)
+        super()._stateful_handle_finite_grads(grads, trainable_variables)
+
+        def shrink() -> int:
+            self.dynamic_scale.assign(scale)  # the step may have raised it
+            self._stateful_handle_non_finite_grads()
+            return 0
+
+        tf.cond(flag.read_value(), lambda: 0, shrink)
+
+    def _stateful_handle_non_finite_grads(self) -> None:
+        super()._stateful_handle_non_finite_grads()
+        # Maybe a local step has made one rank's weights infinite: no later gradient would be
+        # finite, and the window would never end.
+        if self._options.is_delta:
+            self.inner_optimizer.give_up_window()
+
+    @property
+    def window_variables(self) -> list[tf.Variable]:
+        """As the inner optimizer's."""
+        return self.inner_optimizer.window_variables
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes that the wrapper keeps beside the optimizer."""
+        return self.inner_optimizer.extra_bytes()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the plain optimizer, serialized, and the wrapper's arguments."""
+        return saved_config(self._plain(), self._options)
+
+    @property
+    def _options(self) -> Options:
+        return self._adasum.options
+
+    def _plain(self) -> Any:
+        plain: Any = object.__new__(self._base)
+        plain.__dict__.update(self.__dict__)
+        plain.__dict__["inner_optimizer"] = self.inner_optimizer._plain()
+        return plain

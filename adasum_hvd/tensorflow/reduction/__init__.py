@@ -1,0 +1,284 @@
+"""Lists of gradients or weight changes over the ranks, under names that all ranks share.
+
+Which variables have a tensor may differ by rank and by step (a branch of the model that only
+some batches use): a rank without one takes part with zeros, and hears whether any rank has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from adasum_hvd import ops
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.reduction import named
+from adasum_hvd.tensorflow.reduction.buckets import is_elastic, reduce_list
+from adasum_hvd.tensorflow.reduction.lists import (
+    Agreed,
+    Entry,
+    compare,
+    describe,
+    in_kind,
+)
+
+# What can be computed from all ranks' rows, for `tf.IndexedSlices`.
+SPARSE_OPS = (ops.Average, ops.Sum)
+_MANY = 1 << 29  # more lists than there are
+
+
+def is_alone(process_set: Any) -> bool:
+    """Return whether this rank has nobody to reduce with; never in an elastic job."""
+    if not process_set.included():
+        return True
+    return process_set.size() == 1 and not is_elastic()
+
+
+def must_reduce(options: Options) -> bool:
+    """Return whether steps reduce; on a single rank only where that does more than reduce."""
+    process_set = options.process_set
+    return not is_alone(process_set) or (
+        process_set.included() and options.clip_delta_norm is not None
+    )
+
+
+class Reduction:
+    """Reduces lists of tensors that belong to variables.
+
+    Args:
+        what: who asks, for messages and in the tensors' names.
+        options: op, wire, factors, process set, groups and bucket size.
+        many_lists: the lists of variables may come to differ; that is then an error on every
+            rank. Otherwise there is one, all variables of an optimizer.
+    """
+
+    def __init__(self, what: str, options: Options, many_lists: bool = False):
+        self._what, self._options, self._many = what, options, many_lists
+        self._known: dict[Hashable, Agreed] = {}
+        self._places: dict[int, int] = {}  # among all variables, by id
+        self._first: int | None = None  # the number of the first list
+
+    def number(self, variables: Sequence[Any]) -> None:
+        """Take note of all variables, of which ranks may come to use different ones.
+
+        Names may differ between ranks, and shapes be equal: only their places tell them apart.
+        """
+        self._places = {id(variable): k for k, variable in enumerate(variables)}
+
+    # ---- reducing ----
+
+    def __call__(
+        self,
+        tensors: Sequence[Any],
+        variables: Sequence[Any],
+        places: Sequence[int] | None = None,
+        refuses: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """Return `tensors` reduced, one per variable, and which of them any rank has.
+
+        Args:
+            tensors: one per variable, or None where this rank has none; `tf.IndexedSlices` for
+                `SPARSE_OPS`, which come back as such, each row once.
+            variables: what they belong to; shapes and dtypes in the same order on all ranks.
+            places: as :meth:`agree`.
+            refuses: make it an error that another rank has a tensor where this one has none.
+
+        Returns:
+            The tensors, zeros where no rank has one; and for each True where this rank has one,
+            or else a boolean scalar: whether another one has.
+
+        Raises:
+            ValueError: the ranks' lists differ; on every rank.
+            tf.errors.OpError: the same in a running graph; or `refuses`.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+
+        Collective: every rank of the process set, at its first step for this list. It compares
+        then, even while a function is traced.
+        """
+        agreed = self.agree(tensors, variables, places=places)
+        present = [tensor is not None for tensor in tensors]
+        label = f"{self._what}.{agreed.number}"
+        used, checks = self._exchange_flags(label, agreed.number, present, refuses)
+        # Another list than the first one may meet a rank's other one.
+        with tf.control_dependencies([] if agreed.number == self._first else checks):
+            full = [
+                in_kind(tensor, variable, kind)
+                for tensor, variable, kind in zip(
+                    tensors, variables, agreed.kinds, strict=True
+                )
+            ]
+        results = reduce_list(label, full, variables, self._options)
+        with tf.control_dependencies(checks):
+            return [tf.identity(result) for result in results], used
+
+    def gradients(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        places: Sequence[int] | None = None,
+        exact: bool | None = None,
+    ) -> list[Any]:
+        """Return `gradients` reduced, and None where no rank has one.
+
+        A graph cannot tell in advance: there it is an error on every rank when one has a gradient
+        where another has None.
+
+        Args:
+            gradients: as :meth:`__call__`, with its errors.
+            variables: as :meth:`__call__`.
+            places: as :meth:`agree`.
+            exact: whether to ask the flags; by default outside graphs.
+
+        Collective: as :meth:`__call__`.
+        """
+        exact = tf.executing_eagerly() if exact is None else exact
+        results, used = self(gradients, variables, places, refuses=not exact)
+        if exact:
+            pairs = zip(results, used, strict=True)
+            return [result if bool(flag) else None for result, flag in pairs]
+        pairs = zip(results, gradients, strict=True)
+        return [None if mine is None else result for result, mine in pairs]
+
+    def _exchange_flags(
+        self, label: str, number: int, present: Sequence[bool], refuses: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Return which variables any rank has a tensor for, and what checks the lists."""
+        mine, count = [int(here) for here in present], len(present)
+        if self._many:
+            mine += [int(refuses and not here) for here in present]
+            # Whichever is larger grows where numbers differ; a rank that has joined says zeros.
+            mine += [_MANY + number, _MANY - number]
+        name = f"{self._what}.lists" if self._many else f"{label}.flags"
+        flags = self._largest(mine, name)
+        used = [True if here else flags[k] > 0 for k, here in enumerate(present)]
+        if not self._many:
+            return used, [flags]
+        wanted = flags[:count] * flags[count : 2 * count]
+        checks = [
+            (tf.equal(flags[-2] + flags[-1], 2 * _MANY), self._other_lists()),
+            (
+                tf.reduce_all(tf.equal(wanted, 0)),
+                f"{self._what}: required gradients of the same variables on all ranks in a "
+                "tf.function or TF1 graph, got None on some ranks only; pass "
+                "unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient(), or let the "
+                "branch take part with a weight of zero",
+            ),
+        ]
+        return used, [flags, *(_require(*check) for check in checks)]
+
+    def _other_lists(self) -> str:
+        return (
+            f"{self._what}: required gradients of the same list of variables on all ranks, got "
+            "different ones in the same step; pass the same variables everywhere, those without "
+            "a gradient too"
+        )
+
+    def _largest(self, values: Sequence[int], name: str) -> Any:
+        """Return the largest of all ranks' values, elementwise."""
+        with tf.device("CPU:0"):
+            try:
+                (result,) = named.reduce_named(
+                    [
+                        tf.constant(values, tf.int32, [len(values)])
+                        + named.zero(tf.int32)
+                    ],
+                    name,
+                    ops.Max,
+                    (1.0, 1.0),
+                    self._options.process_set.process_set_id,
+                )
+            except tf.errors.OpError as error:
+                if "Mismatched" not in str(error):
+                    raise
+                raise ValueError(self._other_lists()) from error
+        return result
+
+    # ---- agreeing ----
+
+    def agree(
+        self,
+        tensors: Sequence[Any],
+        variables: Sequence[Any],
+        has_local: bool = False,
+        places: Sequence[int] | None = None,
+        note: Callable[[], str] = str,
+    ) -> Agreed:
+        """Compare what is to be reduced, the options and the op's settings over the ranks.
+
+        Args:
+            tensors: as they will be reduced; only their dtypes count. All ranks must come with
+                an empty list too, so that they hear of it where others have more.
+            variables: what they belong to.
+            has_local: whether this rank has worker-local variables.
+            places: of the variables among all there are; by default as `number` was told.
+            note: what to tell the other ranks, the first time.
+
+        Raises:
+            ValueError: the ranks differ; on every rank.
+            NotImplementedError: under XLA or a tf.distribute strategy.
+
+        Collective: every rank of the process set, the first time that a list is seen.
+        """
+        tf_ops.refuse_xla(self._what)
+        if tf.distribute.has_strategy():
+            raise NotImplementedError(
+                f"{self._what}: required one model per rank, got a tf.distribute strategy; "
+                "let Horovod start one process per device instead"
+            )
+        if places is None:
+            places = [self._places.get(id(variable), -1) for variable in variables]
+        is_delta = self._options.is_delta
+        mine = [
+            describe(tensor, variable, place, is_delta)
+            for tensor, variable, place in zip(tensors, variables, places, strict=True)
+        ]
+        key = tuple(entry.key for entry in mine)
+        if key not in self._known:
+            self._known[key] = self._compare(mine, has_local, note())
+        return self._known[key]
+
+    def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
+        together = not is_elastic() and self._options.process_set.size() > 1
+        if together and self._many:
+            self._announce()
+        agreed = compare(self._what, self._options, mine, has_local, together, note)
+        if self._first is None:
+            self._first = agreed.number
+        return agreed
+
+    def _announce(self) -> None:
+        """Say that this rank's list is new; ValueError where another rank's is not."""
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                self._largest([0], f"{self._what}.lists")
+
+    def all_of(self, flag: Any) -> Any:
+        """Return whether the boolean scalar `flag` is true on all ranks.
+
+        Raises:
+            NotImplementedError: traced into a function that XLA compiles.
+
+        Collective: every rank of the process set; blocks (eagerly).
+        """
+        # A rank that has joined counts as zero: the largest, of what is not so.
+        missing = 1 - tf.cast(flag, tf.int32)
+        number = self.agree([missing], [missing]).number
+        (missing,) = named.reduce_named(
+            [missing],
+            f"{self._what}.{number}",
+            ops.Max,
+            (1.0, 1.0),
+            self._options.process_set.process_set_id,
+        )
+        return tf.equal(missing, 0)
+
+
+def _require(condition: Any, message: str) -> Any:
+    """Raise ValueError, or make the graph fail where it runs, unless `condition`."""
+    if not tf.executing_eagerly():
+        return tf.debugging.Assert(condition, [message])
+    if not bool(condition):
+        raise ValueError(message)
+    return condition

@@ -1,0 +1,95 @@
+"""Tensors of a list in buckets that travel together, and rows that are gathered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.options import Options
+from adasum_hvd.partition import partition
+from adasum_hvd.tensorflow.ops import wire_dtype
+from adasum_hvd.tensorflow.reduction import named
+from adasum_hvd.tensorflow.reduction.lists import is_sparse
+
+
+def is_elastic() -> bool:
+    """Return whether the number of ranks may change."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
+
+
+def reduce_list(
+    label: str,
+    tensors: Sequence[Any],
+    variables: Sequence[Any],
+    options: Options,
+) -> list[Any]:
+    """Return `tensors` reduced, each with coefficients of its own.
+
+    Args:
+        label: begins the names of what travels; the same on all ranks.
+        tensors: one per variable, of the same forms on all ranks.
+        variables: what they belong to.
+        options: op, wire, factors, process set, groups and bucket size.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    results: list[Any] = [None] * len(tensors)
+    kinds = {}
+    for index, variable in enumerate(variables):
+        if is_sparse(tensors[index]):
+            name = f"{label}.rows{index}"
+            results[index] = _gathered(name, tensors[index], options)
+        else:
+            kinds[id(variable)] = _on_wire(tensors[index], options)
+    buckets = partition(
+        [entry for entry in enumerate(variables) if results[entry[0]] is None],
+        lambda variable: kinds[id(variable)],
+        options.bucket_bytes,
+        options.groups,
+    )
+    for number, members in enumerate(buckets):
+        indices = [index for index, _ in members]
+        wire = kinds[id(members[0][1])][0]
+        reduced = named.reduce_named(
+            [tf.cast(tensors[index], wire) for index in indices],
+            f"{label}.{number}",
+            options.op,
+            options.factors,
+            options.process_set.process_set_id,
+        )
+        for index, tensor in zip(indices, reduced, strict=True):
+            results[index] = tf.cast(tensor, tensors[index].dtype)
+    return results
+
+
+def _on_wire(tensor: Any, options: Options) -> tuple[tf.DType, int]:
+    wire = wire_dtype(tensor.dtype, options.compression)
+    return wire, (tensor.shape.num_elements() or 0) * wire.size
+
+
+def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
+    """Return the sum or mean of all ranks' rows; ranks may have other numbers of them."""
+    process_set = options.process_set
+    dtype = slices.values.dtype
+    wire = wire_dtype(dtype, options.compression)
+    values, indices = (
+        named.gather_named(tensor, f"{name}.{what}", process_set.process_set_id)
+        for tensor, what in (
+            (tf.cast(slices.values, wire), "values"),
+            (slices.indices, "indices"),
+        )
+    )
+    # Optimizers that square a gradient need each row once.
+    rows, places = tf.unique(indices)
+    total = tf.math.unsorted_segment_sum(tf.cast(values, dtype), places, tf.size(rows))
+    if options.op is ops.Average:
+        size: Any = process_set.size()
+        if is_elastic():  # it changes under a traced function
+            size = mpi_ops.size_op(process_set_id=process_set.process_set_id)
+        total /= tf.cast(size, dtype)
+    return tf.IndexedSlices(total, rows, slices.dense_shape)

@@ -1,0 +1,174 @@
+"""Lists of what the ranks reduce: compared once, then known by a number."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd.agreement import (
+    OPTIONS,
+    comparable,
+    compare_parameters,
+    compare_settings,
+)
+from adasum_hvd.options import Options
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.broadcasting import allgather_object
+from adasum_hvd.tensorflow.reduction import named
+
+# Numbers of lists that the ranks have compared. All ranks of a process set count alike, since
+# comparing is collective.
+_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process set
+
+
+@dataclass(frozen=True)
+class Kind:
+    """In which form all ranks reduce the tensor of a variable."""
+
+    dtype: tf.DType
+    is_rows: bool  # `tf.IndexedSlices`
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one rank says of one variable in a list."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: int  # among all variables, -1: unknown
+    kind: Kind | None  # None: this rank has no tensor for it
+    dtype: tf.DType  # of the tensor that it might have
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes a list another one; having a tensor or not does not."""
+        return self.shape, self.place, self.dtype
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks found when they compared a list."""
+
+    number: int
+    any_local: bool  # some rank has worker-local variables
+    any_tensor: bool  # some rank had a tensor
+    note: str  # what some rank said beside its list
+    kinds: tuple[Kind, ...]  # by variable
+
+
+def is_sparse(tensor: Any) -> bool:
+    """Return whether it is `tf.IndexedSlices`."""
+    return isinstance(tensor, tf.IndexedSlices)
+
+
+def name_of(variable: Any) -> str:
+    """Return the variable's path in its model, or what there is of a name."""
+    name = getattr(variable, "path", None) or getattr(variable, "name", "unnamed")
+    return str(name)
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape; TensorFlow 1's behaviour has objects in it that have no hash."""
+    return tuple(tf.TensorShape(tensor.shape).as_list())
+
+
+def describe(tensor: Any, variable: Any, place: int, is_delta: bool) -> Entry:
+    """Return what a rank says of a variable; `tensor` is None where it has none."""
+    own = tf.as_dtype(variable.dtype).base_dtype
+    if is_delta and own == tf.bfloat16:
+        own = tf.float32  # as `changes.wide`
+    kind = None if tensor is None else Kind(tensor.dtype, is_sparse(tensor))
+    return Entry(name_of(variable), shape_of(variable), place, kind, own)
+
+
+def in_kind(tensor: Any, variable: Any, kind: Kind) -> Any:
+    """Return what all ranks reduce for `variable`: `tensor`, or zeros where it is None."""
+    if kind.is_rows:
+        return _as_rows(tensor, variable, kind.dtype)
+    if tensor is not None:
+        return tf.cast(tf.convert_to_tensor(tensor), kind.dtype)
+    shape = shape_of(variable)
+    dims = tf.shape(variable) if None in shape else shape
+    return tf.fill(dims, named.zero(kind.dtype))
+
+
+def _as_rows(tensor: Any, variable: Any, dtype: tf.DType) -> tf.IndexedSlices:
+    count, *rest = shape = shape_of(variable)
+    dense = tensor.dense_shape if is_sparse(tensor) else None
+    if tensor is None:
+        values, indices = tf.zeros([0, *rest], dtype), tf.zeros([0], tf.int64)
+    elif is_sparse(tensor):
+        values, indices = tensor.values, tf.cast(tensor.indices, tf.int64)
+    else:
+        values, indices = tensor, tf.range(count, dtype=tf.int64)
+    return tf.IndexedSlices(
+        tf.cast(values, dtype), indices, tf.constant(shape) if dense is None else dense
+    )
+
+
+def compare(
+    what: str,
+    options: Options,
+    mine: list[Entry],
+    has_local: bool,
+    together: bool = True,
+    note: str = "",
+) -> Agreed:
+    """Compare a list, the options and the op's settings over the ranks.
+
+    Args:
+        what: who asks, for the message.
+        options: theirs.
+        mine: this rank's list.
+        has_local: whether this rank has worker-local variables.
+        together: ask the other ranks at all.
+        note: to be heard by all ranks.
+
+    Raises:
+        ValueError: the ranks differ; on every rank.
+
+    Collective: every rank of the process set; blocks, while a function is traced too.
+    """
+    process_set = options.process_set
+    said = comparable(tf_ops.settings()), options.shared, mine, has_local, note
+    everyone = [said]
+    if together:
+        everyone = allgather_object(
+            said, name="adasum.compare", process_set=process_set
+        )
+    settings, shared, lists, local, notes = zip(*everyone, strict=True)
+    compare_settings(settings, mpi_ops.rank())
+    compare_settings(shared, mpi_ops.rank(), *OPTIONS)
+    kinds = [_merged(entries) for entries in zip(*lists, strict=False)]
+    described = [_described(entries, kinds) for entries in lists]
+    compare_parameters(what, described, mpi_ops.rank(), names=False)
+    number = next(_numbers.setdefault(process_set, itertools.count()))
+    any_tensor = any(entry.kind for entries in lists for entry in entries)
+    noted = next(filter(None, notes), "")
+    return Agreed(number, any(local), any_tensor, noted, tuple(kinds))
+
+
+def _merged(entries: Sequence[Entry]) -> Kind:
+    """Return the form for a variable of which ranks say this: rows where nobody is dense."""
+    kinds = [entry.kind for entry in entries if entry.kind]
+    if not kinds:
+        return Kind(entries[0].dtype, False)
+    return Kind(kinds[0].dtype, all(kind.is_rows for kind in kinds))
+
+
+def _described(
+    entries: Sequence[Entry], kinds: Sequence[Kind]
+) -> list[tuple[str, tuple[int, ...], str]]:
+    described = []
+    for index, entry in enumerate(entries):
+        known = kinds[index] if index < len(kinds) else None
+        dtype = (entry.kind or known or entry).dtype
+        number = f", number {entry.place}" if entry.place >= 0 else ""
+        described.append((entry.name, entry.shape, f"{dtype.name}{number}"))
+    return described

@@ -1,0 +1,368 @@
+"""`AdamOffload`: Adam with its moments and float32 master weights on the host.
+
+The formula and its arguments are in `adasum_hvd/adam.py`; this class is what torch sees.
+A step runs through these files:
+
+    adam_offload.py -> cuda.py (gradients arrive) -> host.py
+    (arithmetic) -> cuda.py (parameters return)
+
+with `masters.py` for the weights, `settings.py` for arguments,
+`state.py` for state dicts and `plan.py` for bytes and threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from adasum_hvd import adam
+from adasum_hvd.torch.adam_offload import settings
+from adasum_hvd.torch.adam_offload import state as states
+from adasum_hvd.torch.adam_offload.host import HostAdam, Hyper, Job, threads
+from adasum_hvd.torch.adam_offload.masters import MasterOptimizer
+from adasum_hvd.torch.adam_offload.plan import Plan, plan, prints_plan, thread_budget
+
+_CUDA_BATCH_ELEMENTS = 1 << 20  # handed to the kernel at once while others travel
+
+
+class AdamOffload(MasterOptimizer):
+    r"""Adam on the host, for parameters on CUDA devices or the CPU.
+
+    .. math::
+        m &= \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
+        w &= w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
+
+    with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`. All of it is float32
+    (float64 for float64 parameters) in host memory. A contiguous float32 parameter on the CPU
+    is its own master; any other has a float32 master, from which it is rounded. Where a
+    parameter was changed by others since the last step (loaded, broadcast), it counts, and its
+    master follows; changes through `.data` are only seen after :meth:`refresh_master`.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups. A group may have "lr" and
+            "weight_decay"; one dict of its own, {"order_params": [...]}, gives an order.
+            Updates go through the parameters in reverse order.
+        lr: a number or a 0-d tensor; a 1-d tensor or finite iterable with a rate per step; or
+            a schedule, called with the step counted from 0. The last three set every group's
+            "lr" anew in each step, so they do not mix with torch's schedulers.
+        beta1: decay rate of the first moment, a float in (0, 1).
+        beta2: decay rate of the second moment, a float in (0, 1).
+        eps: a float > 0, added to the square root of v.
+        use_locking: hold :attr:`lock` while weights and state change, so that another thread
+            that holds it sees a complete step.
+        use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
+        weight_decay: L2 penalty >= 0. Without groups, and given names, it leaves out the
+            parameters with "beta" or "gamma" in their names.
+        loss_scale: what the loss was multiplied by, > 0.
+        learning_rate: MindSpore's name of `lr`; wins over it.
+        betas: torch's name of (beta1, beta2); wins over them.
+        named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
+        torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
+        num_threads: threads of this rank's step; by default its share of the host's cores, and
+            no more than torch uses.
+        verbose: let rank 0 print :meth:`plan`.
+
+    Raises:
+        TypeError: an argument of a wrong type, or elements of `params` that are not all
+            parameters, or not all dicts.
+        ValueError: an argument out of range, no parameters, or a wrong `order_params`.
+        KeyError: an unknown key in a group.
+        RuntimeError: a parameter given twice, or a torch without a fused Adam for the CPU.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = AdamOffload(model.parameters(), lr=0.01, verbose=False)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        SEEDS row 1E; the formula in `adasum_hvd/adam.py`.
+    """
+
+    # GradScaler then hands us its scale: float16 gradients are unscaled in float32.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: float = 0.0,
+        loss_scale: float = 1.0,
+        *,
+        learning_rate: Any = None,
+        betas: tuple[float, float] | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        torch_eps: bool = False,
+        num_threads: int | None = None,
+        verbose: bool = True,
+    ):
+        if not hasattr(torch, "_fused_adam_") or torch.__version__ < "2.4":
+            raise RuntimeError(
+                f"AdamOffload: required torch >= 2.4 for its fused Adam on the CPU, got "
+                f"{torch.__version__}; pip install --upgrade torch"
+            )
+        defaults: settings.Group = {
+            "betas": settings.check_betas((beta1, beta2) if betas is None else betas),
+            "eps": adam.check_positive("eps", eps),
+            "use_nesterov": adam.check_bool("use_nesterov", use_nesterov),
+            "weight_decay": adam.check_weight_decay(weight_decay),
+            "loss_scale": adam.check_positive("loss_scale", loss_scale, integers=True),
+            "torch_eps": adam.check_bool("torch_eps", torch_eps),
+            "step": 0,
+        }
+        settings.set_lr(defaults, lr if learning_rate is None else learning_rate)
+        if num_threads is not None and (
+            type(num_threads) is not int or num_threads < 1
+        ):
+            raise ValueError(
+                f"AdamOffload: num_threads: required an int >= 1, got {num_threads!r}"
+            )
+        listed, order = settings.split(params)
+        names = settings.names_by_id(named_parameters)
+        completed = [settings.complete(group, defaults, names) for group in listed]
+        listed = [group for group, _ in completed]
+        settings.check_together(
+            [
+                named
+                for group, found in completed
+                for named in zip(found, group["params"], strict=True)
+            ]
+        )
+        if order is not None:
+            settings.set_order(listed, order)
+        super().__init__(listed, defaults)
+        adam.check_same_length([group["schedule"] for group in self.param_groups])
+        # Of the whole optimizer, so not in the groups; `defaults` is what copies keep.
+        self.defaults["use_locking"] = adam.check_bool("use_locking", use_locking)
+        self.defaults["num_threads"] = num_threads
+        self._begin()
+        if adam.check_bool("verbose", verbose) and prints_plan():
+            print(self.plan(), flush=True)
+
+    def _begin(self) -> None:
+        """Set up what is neither state nor settings, and is not copied."""
+        self.lock = threading.RLock()
+        self._host = HostAdam()
+        self._begin_masters()
+        for group in self.param_groups:
+            self._watch(group)
+
+    def _watch(self, group: settings.Group) -> None:
+        for param in group["params"]:
+            if param.is_cuda:
+                self._transfers.watch(param)
+
+    def _guard(self) -> Any:
+        return self.lock if self.defaults["use_locking"] else nullcontext()
+
+    def add_param_group(self, param_group: settings.Group) -> None:
+        """As torch's; the new group shares the count of steps.
+
+        Raises:
+            TypeError: as the constructor.
+            ValueError: as the constructor, or a parameter is in another group.
+            KeyError: an unknown key.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"AdamOffload: param_group: required a dict, got {type(param_group).__name__}"
+            )
+        param_group, _ = settings.complete(param_group, self.defaults)
+        if self.param_groups:
+            first = self.param_groups[0]
+            param_group["step"] = first["step"]
+            if any("order" in group for group in self.param_groups):
+                start = sum(len(group["params"]) for group in self.param_groups)
+                count = len(param_group["params"])
+                param_group.setdefault("order", list(range(start, start + count)))
+        super().add_param_group(param_group)
+        for key in ("use_locking", "num_threads"):
+            self.param_groups[-1].pop(key, None)
+        if "_transfers" in self.__dict__:
+            self._watch(self.param_groups[-1])
+
+    # ---- what is where ----
+
+    def plan(self) -> Plan:
+        """Return the host and device bytes of training with these parameters."""
+        return plan(p for group in self.param_groups for p in group["params"])
+
+    def update_order(self) -> list[torch.Tensor]:
+        """Return the parameters in the order in which a step updates them."""
+        return [param for _, _, param in self._ordered()]
+
+    def _ordered(self) -> list[tuple[settings.Group, int, torch.Tensor]]:
+        listed = [
+            (group, index, param)
+            for group in self.param_groups
+            for index, param in enumerate(group["params"])
+        ]
+        if any("order" in group for group in self.param_groups):
+            listed.sort(key=lambda item: item[0]["order"][item[1]])
+        return listed[::-1]
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; returns when the last one is back.
+
+        Args:
+            closure: evaluates the model anew and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: a sparse gradient; nothing has been changed then.
+            IndexError: a vector of learning rates is used up; likewise.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        # torch's scaler sums it up over the gradients: the int 0 where there are none.
+        if found_inf is not None and float(found_inf):
+            return loss
+        with self._guard():
+            self._update()
+            for group in self.param_groups:
+                group["step"] += 1
+        return loss
+
+    def _update(self) -> None:
+        work = [
+            (group, index, param)
+            for group, index, param in self._ordered()
+            if param.grad is not None
+        ]
+        if any(param.grad.is_sparse for _, _, param in work):
+            raise RuntimeError(
+                "AdamOffload: required dense gradients, got a sparse one; use sparse=False"
+            )
+        rates = [
+            adam.rate_at(group["schedule"], group["step"])
+            if group["schedule"] is not None
+            else group["lr"]
+            for group in self.param_groups
+        ]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        on_cuda = [param for _, _, param in work if param.is_cuda]
+        grad_scale = getattr(self, "grad_scale", None)
+        # A scaler that hands over no scale (it may be None) has unscaled in place.
+        unscaled = hasattr(self, "found_inf") and grad_scale is None
+        self._transfers.collect(on_cuda, unscaled)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        with threads(self.defaults["num_threads"] or thread_budget()):
+            self._host.run(
+                self._jobs(work, scale),
+                self._updated,
+                _CUDA_BATCH_ELEMENTS if on_cuda else float("inf"),
+            )
+        self._transfers.finish()
+        if self._publishing:
+            for param in on_cuda:
+                self._agree(param)
+
+    def _jobs(
+        self, work: list[tuple[settings.Group, int, torch.Tensor]], grad_scale: float
+    ) -> Iterator[tuple[Hyper, Job]]:
+        hypers: dict[tuple[int, bool], Hyper] = {}
+        for group, index, param in work:
+            decayed = not ("no_decay" in group and group["no_decay"][index])
+            key = (id(group), decayed)
+            if key not in hypers:
+                hypers[key] = _hyper(group, decayed, grad_scale)
+            yield hypers[key], self._job(param)
+
+    def _job(self, param: torch.Tensor) -> Job:
+        state = self._state_of(param)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        if "master" not in state:
+            return Job(param, param, param.grad.contiguous(), *moments, None, False)
+        weights, out = self.master(param), None
+        if param.is_cuda:
+            grad = self._transfers.gradient(param)
+            out = grad if self._publishing else None
+        else:
+            grad = param.grad.contiguous()
+            if self._publishing and param.is_contiguous():
+                out = param
+        return Job(param, weights, grad, *moments, out, True)
+
+    # ---- state dicts and copies ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's Adam's, plus the masters; on the host.
+
+        `torch.optim.Adam` can load it; it then puts eps where torch does.
+        """
+        hook = self.register_state_dict_post_hook(states.exported, prepend=True)
+        try:
+            with self._guard():
+                return super().state_dict()
+        finally:
+            hook.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load our own or torch's Adam's state; everything stays on the host.
+
+        What torch's has no word for (Nesterov, loss_scale, torch_eps, schedules) stays as it
+        is here.
+
+        Raises:
+            ValueError: the groups or shapes differ, or the state is of another algorithm
+                (amsgrad, maximize, decoupled weight decay).
+        """
+        hook = self.register_load_state_dict_pre_hook(states.imported)
+        try:
+            with self._guard():
+                super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, each master without the larger tensor that it may be part of."""
+        return {
+            **super().__getstate__(),
+            "state": {
+                param: {key: states.alone(value) for key, value in values.items()}
+                for param, values in self.state.items()
+            },
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over loaded or unpickled state, on the host."""
+        old = self.__dict__.get("state", {})
+        super().__setstate__(state)
+        if "_host" not in self.__dict__:
+            self._begin()
+        for param in [p for p in {**old, **self.state} if isinstance(p, torch.Tensor)]:
+            values = self.state.get(param, {})
+            if values or "master" in old.get(param, {}):
+                self.state[param] = states.settled(param, old.get(param, {}), values)
+        self._agreed.clear()
+
+
+def _hyper(group: settings.Group, decayed: bool, grad_scale: float) -> Hyper:
+    return Hyper(
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"] if decayed else 0.0,
+        scale=group["loss_scale"] * grad_scale,
+        use_nesterov=group["use_nesterov"],
+        torch_eps=group["torch_eps"],
+        step=group["step"] + 1,
+    )

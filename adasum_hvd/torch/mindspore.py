@@ -1,0 +1,236 @@
+"""MindSpore's names: the wrap cells of both variants, and the gradient reducer.
+
+References:
+    Seeds 000, 001 and 002; SEEDS rows 1A, 1B and 1D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import size
+
+from adasum_hvd import ops
+from adasum_hvd.mindspore.cells import Forwarding, check_gradients, check_job
+from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.parallel import ParallelContext
+from adasum_hvd.parallel.torch_modes import context_of
+from adasum_hvd.torch import marks
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.torch.optimizer.buckets import NamedParameter
+
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
+
+class DistributedGradReducer(GradReducer):
+    """Sums gradients over the ranks of a group in float32, and multiplies by 1 / degree.
+
+    Arguments and errors: those of :class:`adasum_hvd.mindspore.grad_reducer.GradReducer`.
+    Sparse gradients are COO tensors. A parameter given to `mark_replicated_over` keeps its
+    own gradient, too.
+
+    Example:
+        >>> reducer = DistributedGradReducer(list(model.parameters()))  # doctest: +SKIP
+        >>> gradients = reducer(tuple(p.grad for p in model.parameters()))  # doctest: +SKIP
+        >>> reducer.reduce_gradients()    # or in place, on .grad       # doctest: +SKIP
+
+    References:
+        Seed 001; SEEDS row 1D.
+    """
+
+    _all_ranks = mpi_ops.global_process_set
+
+    def _keeps_its_own(self, parameter: torch.Tensor) -> bool:
+        return super()._keeps_its_own(parameter) or marks.is_marked(parameter)
+
+    def _is_sparse(self, gradient: torch.Tensor) -> bool:
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(
+                "DistributedGradReducer: required a tensor, or a list or tuple of tensors, got "
+                f"{type(gradient).__name__}"
+            )
+        if gradient.is_complex() or gradient.layout not in _LAYOUTS:
+            raise ValueError(
+                "DistributedGradReducer: required real gradients, dense or COO, got "
+                f"{gradient.dtype} of layout {gradient.layout}"
+            )
+        return gradient.is_sparse
+
+    def _start(
+        self, name: str, gradients: list[torch.Tensor]
+    ) -> Callable[[], list[torch.Tensor]]:
+        wide = [g.to(torch.float32, copy=True).contiguous() for g in gradients]
+        handle = mpi_ops.grouped_allreduce_async_(
+            wide, name=name, op=mpi_ops.Sum, process_set=self._group
+        )
+
+        def finish() -> list[torch.Tensor]:
+            mpi_ops.synchronize(handle)
+            if self._factor != 1.0:
+                torch._foreach_mul_(wide, self._factor)
+            return [w.to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
+
+        return finish
+
+    def _reduce_sparse(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        # Not coalesced: entries of one position are not added up, in float16 least of all.
+        def gather(tensor: torch.Tensor, what: str) -> Any:
+            return mpi_ops.allgather(
+                tensor, name=f"{name}.{what}", process_set=self._group
+            )
+
+        positions = gather(gradient._indices().t().contiguous(), "i")
+        values = gather(gradient._values().float(), "v") * self._factor
+        return torch.sparse_coo_tensor(
+            positions.t(), values.to(gradient.dtype), gradient.shape
+        )
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Reduce every parameter's `.grad` in place. Collective; blocks.
+
+        A gradient that is None counts as dense zeros, and then exists on this rank too; a
+        sparse gradient must exist on every rank.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = tuple(parameter.grad for parameter in self.parameters)
+        for parameter, reduced in zip(self.parameters, self(gradients), strict=True):
+            parameter.grad = reduced
+
+
+def _described(gradient: Any) -> tuple[int, ...] | str:
+    if isinstance(gradient, torch.Tensor):
+        return tuple(gradient.shape)
+    return "None" if gradient is None else type(gradient).__name__
+
+
+class WrapCell(Forwarding):
+    """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
+
+    Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
+    those of `optimizer`, the `DistributedOptimizer` inside, to read and to set, so that a
+    gradient scaler takes a cell for an optimizer; give LR schedulers the one inside.
+
+    Args:
+        optimizer: a torch optimizer.
+        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
+            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
+        named_parameters: as `DistributedOptimizer`'s.
+        context: the parallel context to check; by default what was found in the job.
+        model: as `DistributedOptimizer`'s.
+        gradient_group: a process set, this rank's group: gradients given to the cell are
+            averaged over it (summed with `gradients_mean=False`) before anything else, as
+            MindSpore's TrainOneStepCell does. Then the op averages inside its groups, also
+            with `gradients_mean=False`: it finds sums that are equal there.
+
+    Raises:
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
+            two, other groups; in this order, and before the type of `optimizer` is looked at.
+        TypeError: `optimizer` is no torch optimizer.
+
+    Collective: every rank; blocks.
+
+    Example:
+        >>> hvd.init(group_op="average", group_size=8)                  # doctest: +SKIP
+        >>> optim = hvd.AdaSumByDeltaWeightWrapCell(                    # doctest: +SKIP
+        ...     torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        >>> optim(torch.autograd.grad(loss, optim.parameters))          # doctest: +SKIP
+    """
+
+    _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
+    _op: ops.ReduceOp
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        relaxed: bool = False,
+        named_parameters: Iterable[NamedParameter] | None = None,
+        context: ParallelContext | None = None,
+        model: Any = None,
+        gradient_group: Any = None,
+    ):
+        found = find_modes(optimizer, model)
+        if context is None:
+            context = context_of([f for of_rank in found for f in of_rank], size())
+        check_job(context, torch_ops.settings(), relaxed, gradient_group is not None)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__}: required a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+        self.optimizer = DistributedOptimizer(
+            optimizer, named_parameters, op=self._op, model=model
+        )
+        self._group = gradient_group
+        self._mean = context.gradients_mean
+        self._reducer: DistributedGradReducer | None = None
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The optimizer's parameters that require a gradient, in the order of gradients."""
+        groups = self.optimizer.param_groups
+        everything = (parameter for group in groups for parameter in group["params"])
+        return tuple(parameter for parameter in everything if parameter.requires_grad)
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> Any:
+        """Step with `gradients`, one per parameter, and return what the optimizer returns.
+
+        Raises:
+            ValueError: other shapes or another number of gradients than of parameters, or None
+                among them.
+
+        Collective: every rank; blocks.
+        """
+        parameters, gradients = self.parameters, tuple(gradients)
+        check_gradients(
+            type(self).__name__,
+            [f"parameter {index}" for index in range(len(parameters))],
+            [tuple(parameter.shape) for parameter in parameters],
+            [_described(gradient) for gradient in gradients],
+        )
+        gradients = self._reduced_in_group(parameters, gradients)
+        # Drops what a backward pass by torch has left in .grad.
+        self.optimizer.zero_grad()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.detach().to(parameter.dtype, copy=True)
+        try:
+            return self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
+
+    def _reduced_in_group(
+        self, parameters: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        if self._group is None:
+            return gradients
+        known = self._reducer.parameters if self._reducer else ()
+        if [*map(id, known)] != [*map(id, parameters)]:  # some were (un)frozen since
+            self._reducer = DistributedGradReducer(
+                parameters, self._mean, group=self._group
+            )
+        assert self._reducer is not None
+        return self._reducer(tuple(gradients))
+
+
+class AdaSumByGradWrapCell(WrapCell):
+    """Reduces gradients with AdaSum, then takes the optimizer's step; returns its result."""
+
+    _op = ops.AdasumGrad
+
+
+class AdaSumByDeltaWeightWrapCell(WrapCell):
+    """Takes the optimizer's step, reduces the weights' change; returns the parameters."""
+
+    _op = ops.AdasumDelta
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Step with `gradients` and return the updated parameters; errors as the base's."""
+        super().__call__(gradients)
+        return self.parameters

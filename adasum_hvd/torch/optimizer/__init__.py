@@ -1,0 +1,194 @@
+"""`DistributedOptimizer`: AdaSum, Average or Sum around any torch optimizer.
+
+Two variants, one file each over a shared base (`distributed.py`):
+
+- `gradient.py`: gradients are reduced, then every rank takes the same step;
+- `delta.py`: every rank takes its own step, the weight changes are reduced, and
+  `w = w_old + AdaSum(w_new - w_old)`. Optimizer state stays local.
+
+Use the gradient variant, unless you need what only the delta variant has: docs/convergence.md.
+
+References:
+    arXiv 2006.02924, section 3; SEEDS rows 1A (ByGrad, ByDeltaWeight) and 1F.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import global_process_set, rank
+
+from adasum_hvd import ops, parallel
+from adasum_hvd.options import Options, check, groups_of, optimizer_op
+from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.torch.compression import Compression, compressions
+from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.delta import DeltaOptimizer
+from adasum_hvd.torch.optimizer.gradient import GradientOptimizer
+from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaOptimizer
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer: required a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}; make one of the model's parameters first"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if torch.nn.parameter.is_lazy(parameter):
+                raise ValueError(
+                    f"parameter group{index}.param{position}: required one with a shape, got one "
+                    "of a lazy layer; run one forward pass first, on every rank"
+                )
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[NamedParameter] | None
+) -> dict[int, str]:
+    """Return the name of every parameter of the optimizer, by id."""
+    in_groups = [
+        (f"group{i}.param{j}", parameter)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+    ]
+    if named_parameters is None:
+        return {id(parameter): name for name, parameter in in_groups}
+    named = list(named_parameters)
+    if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
+        raise ValueError(
+            "named_parameters: required (name, parameter) tuples, as "
+            "model.named_parameters() gives them"
+        )
+    counts = Counter(name for name, _ in named)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        raise ValueError(
+            f"named_parameters: required unique names, got twice: {duplicates}"
+        )
+    names = {id(parameter): name for name, parameter in named}
+    unnamed = [
+        position for position, parameter in in_groups if id(parameter) not in names
+    ]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters: required a name for every parameter of the optimizer, got none "
+            f"for {', '.join(unnamed)}"
+        )
+    return names
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    options: Options,
+) -> Any:
+    """Return `optimizer`'s state in an instance of the variant that the op asks for."""
+    variant: type = GradientOptimizer
+    if options.is_delta:
+        offloaded = isinstance(optimizer, AdamOffload)
+        variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
+    key = (variant, type(optimizer))
+    if key not in _classes:
+        name = f"Distributed{type(optimizer).__name__}"
+        _classes[key] = type(name, key, {"__doc__": type(optimizer).__doc__})
+    distributed: Any = object.__new__(_classes[key])
+    distributed.__dict__.update(optimizer.__dict__)
+    # A scheduler made before this call has wrapped the old object's step().
+    distributed.__dict__.pop("step", None)
+    distributed._plain_class = type(optimizer)
+    distributed._configure(optimizer, names, options)
+    distributed._wrapper_attributes = vars(distributed).keys() - vars(optimizer).keys()
+    return distributed
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[NamedParameter] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ops.ReduceOp | int | str = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    *,
+    start_copy: str = "device",
+    local_steps: int = 1,
+    clip_delta_norm: float | None = None,
+    bucket_bytes: int = Options.bucket_bytes,
+    model: Any = None,
+    allow_modes: Collection[str] = (),
+) -> Any:
+    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+
+    Args:
+        optimizer: any torch optimizer; its state and param groups are taken over.
+        named_parameters: (name, parameter) pairs, as `model.named_parameters()`; without it
+            parameters are named by their place in the param groups.
+        compression: `Compression.none`; `Compression.fp16` for float16 on the wire;
+            `Compression.bf16` for bfloat16, with the AdaSum ops.
+        backward_passes_per_step: backward passes whose gradients add up before a step.
+        op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
+            other one reduces gradients.
+        gradient_predivide_factor: as Horovod's, with `Average` only.
+        num_groups: deprecated name of `groups`.
+        groups: a number of buckets, or lists of parameters that share one.
+        sparse_as_dense: reduce sparse gradients densely (the delta variant needs no such
+            thing: its sparse gradients stay local).
+        process_set: the ranks that reduce; others step locally.
+        start_copy: "device" or "host": where the delta variant keeps the weights from
+            before the step.
+        local_steps: delta variant: local optimizer steps before one reduction of the total
+            change.
+        clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
+        bucket_bytes: parameters travel in flat buckets of about this many bytes.
+        model: the module, pipeline stage or engine that is trained, to be looked over for
+            parallel modes that leave no trace on parameters; see docs/parallel.md.
+        allow_modes: parallel modes to let pass, by the name that the error gives.
+
+    Returns:
+        An instance of a subclass of `type(optimizer)`.
+
+    Raises:
+        TypeError: `optimizer` is no torch optimizer.
+        ValueError: bad arguments, or parameters that differ between the ranks; on all ranks.
+        RuntimeError: a parallel mode that AdaSum cannot mix with, on any rank; on all ranks.
+        NotImplementedError: a compression that is not one of these; an elastic job.
+
+    Collective: every rank of `process_set`; blocks until the parameter lists are compared.
+
+    Example:
+        >>> opt = torch.optim.SGD(model.parameters(), 0.1)           # doctest: +SKIP
+        >>> opt = hvd.DistributedOptimizer(                          # doctest: +SKIP
+        ...     opt, model.named_parameters(), op=hvd.AdasumGrad)
+    """
+    options = Options(
+        op=optimizer_op(op),
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        local_steps=local_steps,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups_of("DistributedOptimizer", num_groups, groups),
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        start_copy=start_copy,
+        clip_delta_norm=clip_delta_norm,
+        bucket_bytes=bucket_bytes,
+    )
+    if getattr(optimizer, "_variant", None):
+        raise ValueError(
+            f"DistributedOptimizer: required a plain optimizer, got a {type(optimizer).__name__} "
+            "that is distributed already; wrap the one inside, once"
+        )
+    check(options, compressions(options.op))
+    parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
+    _check_optimizer(optimizer)
+    return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

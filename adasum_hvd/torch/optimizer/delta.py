@@ -1,0 +1,291 @@
+"""The delta variant: local steps, then `w = w_old + AdaSum(w_new - w_old)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from adasum_hvd import ops
+from adasum_hvd.torch import amp
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.optimizer import weight_copies
+from adasum_hvd.torch.optimizer.base import DistributedBase, Options, StepClosure
+from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.delta_buckets import (
+    ChangeBucket,
+    change_bucket,
+    is_rounding,
+)
+from adasum_hvd.torch.optimizer.rounds import bits_of, epoch, told_by_all
+
+_STATE_KEY = "adasum_delta"
+
+
+class DeltaOptimizer(DistributedBase):
+    """Takes the local step and reduces what it changed; parameters always hold weights."""
+
+    _variant = "delta"
+    _buckets: list[ChangeBucket]  # type: ignore[assignment]  # lists are invariant
+
+    def _configure(
+        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
+    ) -> None:
+        self._local_step = 0  # steps taken since the replicas were last equal
+        self._scaled = False  # a gradient scaler called this step()
+        self._replaced = False  # weights took the place of those that all agreed on
+        self._epoch: int | None = None  # in which all ranks have agreed on a start
+        self._stepped_here = self._looked_for_copies = False
+        self.change_overflowed = False  # read and cleared by hvd.GradScaler
+        super()._configure(plain, names, options)
+
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: Any
+    ) -> ChangeBucket:
+        self._members.append([parameter for _, parameter in members])
+        return change_bucket(
+            f"weights.{label}",
+            [(name, self._weights(parameter)) for name, parameter in members],
+            self._wire_dtype(members[0][1]),
+            self._options,
+            process_set,
+        )
+
+    def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that holds the parameter's weights; steps change it in place."""
+        return parameter
+
+    def _check_may_change(self) -> None:
+        if self._local_step:
+            raise RuntimeError(
+                "DistributedOptimizer: required parameters to change between reductions, got "
+                f"a change {self._local_step} local steps into a window"
+                "; call step() until the window is complete first"
+            )
+
+    def _build_buckets(self) -> None:
+        self._check_may_change()
+        self._members: list[list[torch.Tensor]] = []  # parameters by bucket
+        super()._build_buckets()
+
+    def _own_tensors(self) -> Iterable[torch.Tensor]:
+        starts = (b.start_weights for b in self._buckets if not b.flat_is_start)
+        return [*super()._own_tensors(), *starts]
+
+    # ---- the step ----
+
+    def _begin_window(self) -> None:
+        """Note where all ranks start."""
+        first = self._epoch != epoch()  # or the first since some ranks had joined
+        for index in range(len(self._buckets)):
+            self._replaced |= self._keep_start(index)
+        if first and not self._alone:
+            self._agree_on_start()
+            self._replaced = False
+        self._epoch = epoch()
+
+    def _agree_on_start(self) -> None:
+        """Take the first rank's start where this rank's is another one by rounding. Collective.
+
+        Raises:
+            RuntimeError: on any rank it is another one by more; on every rank.
+        """
+        process_set, name = self._options.process_set, f"adasum.start.{self._instance}"
+        starts = self._common_starts()
+        told = told_by_all(name, [float(bits_of(starts))], process_set)
+        if len({value for (value,) in told.values()}) == 1:
+            return
+        root, far = min(told), False
+        for index, start in enumerate(starts):
+            carried = (
+                start.detach().cpu().float() if start.itemsize < 4 else start.cpu()
+            )
+            theirs = mpi_ops.broadcast(
+                carried, root, name=f"{name}.{index}", process_set=process_set
+            )
+            far |= not is_rounding(carried, theirs)
+            start.copy_(theirs)
+        told = told_by_all(name, [float(far)], process_set)
+        others = [r for r, (is_far,) in told.items() if is_far]
+        if others:
+            raise RuntimeError(
+                "DistributedOptimizer: required the same weights on all ranks before the first "
+                f"step, got others on ranks {others} than on rank {root} (this is rank "
+                f"{mpi_ops.rank()}); call broadcast_parameters(model.state_dict(), root_rank="
+                f"{root}), or mark_worker_local() what is a rank's own"
+            )
+
+    def _common_starts(self) -> list[torch.Tensor]:
+        process_set = self._options.process_set
+        return [b.start_weights for b in self._buckets if b.process_set is process_set]
+
+    def _keep_start(self, index: int) -> bool:
+        """Note a bucket's start; return whether it is another one than all agreed on."""
+        return self._buckets[index].open()
+
+    def _next_round(self) -> None:
+        if self._rounds is None:
+            return
+        changed = self._rounds.next(self._facts, lambda: float(self._replaced))
+        if changed:  # somewhere since the last question
+            self._replaced = False
+            name = f"adasum.changed.{self._instance}"
+            bits = float(bits_of(self._common_starts()))
+            told = told_by_all(name, [bits], self._options.process_set)
+            if len({value for (value,) in told.values()}) > 1:
+                raise RuntimeError(
+                    "DistributedOptimizer: required the same weights on all ranks at the start "
+                    f"of a step, got others after a change between steps (this is rank "
+                    f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
+                    "broadcast_parameters() afterwards; where they were moved for a moment, "
+                    "put back a copy"
+                )
+
+    def _apply(self) -> None:
+        """Wait for the reduced changes and set every parameter to start + change.
+
+        Under a gradient scaler a change that is not finite (float16 on the wire overflows
+        where the gradients did not) is dropped, and the scaler told.
+        """
+        for bucket in self._buckets:
+            bucket.finish()
+        if self._scaled and self._reducing and not self._changes_are_finite():
+            self._restore()
+            self.change_overflowed = True
+            return
+        limit = self._options.clip_delta_norm
+        if limit is not None and self._buckets:
+            norms = [
+                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self._buckets
+            ]
+            norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+            for bucket in self._buckets if norm > limit else ():
+                bucket.flat.mul_(limit / norm)
+        for bucket in self._buckets:
+            bucket.apply()
+            bucket.settle()
+
+    def _changes_are_finite(self) -> bool:
+        """Return whether all reduced changes are finite, the same on all ranks."""
+        largest = [bucket.largest().double().cpu() for bucket in self._buckets]
+        finite = torch.isfinite(torch.stack(largest)).all()
+        if self._any_partial:  # not all ranks have reduced the same
+            finite = torch_ops.allreduce(
+                finite.double().reshape(1),
+                name=f"adasum.change_is_finite.{self._instance}",
+                op=ops.Min,
+                process_set=self._options.process_set,
+            )
+        return bool(finite)
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> Any:
+        """Take the local step, and on every `local_steps`-th reduce and apply the change.
+
+        Hooks see weights as they are when all that is done: reduced ones, on those steps. A
+        step that raises leaves the weights that the window began with.
+
+        Collective on those steps: every rank of the process set; blocks.
+
+        Raises:
+            RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
+                reduce; the optimizer keeps a second copy of the weights, the ranks have taken
+                different steps, or their weights were changed differently (on every rank).
+        """
+        self._follow_parameters()
+        self._drop_frozen_gradients()
+        self._scaled = getattr(self, "found_inf", None) is not None
+        skip = amp.must_skip(self, consistent=self._alone)
+        if self._local_step == 0:
+            self._begin_window()
+        if skip:
+            self._end_step()
+            return None
+        return self._hooked_step(*([] if closure is None else [closure]))
+
+    @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
+    def _hooked_step(self, closure: StepClosure = None) -> Any:
+        step = super().step.__func__
+        # torch wraps the user's step() with the hooks, too: they would come before the reduction.
+        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
+        try:
+            with self._evaluating():
+                result = unhooked(self, *([] if closure is None else [closure]))
+        except BaseException:
+            self._restore()
+            raise
+        self._stepped_here = True
+        self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        self._local_step += 1
+        if self._local_step >= self._options.local_steps:
+            self._local_step = 0
+            try:
+                if self._stepped_here and not self._looked_for_copies:
+                    self._looked_for_copies = True
+                    self._check_weight_copies()
+                self._next_round()
+                for bucket in self._buckets:
+                    bucket.start()
+                self._apply()
+            except Exception:
+                self._abandon()
+                self._restore()
+                raise
+        self._note_step()
+
+    def _find_weight_copies(self) -> tuple[str, ...]:
+        attributes = vars(self).keys() - self._wrapper_attributes
+        return weight_copies.find(self, sorted(attributes))
+
+    def _check_weight_copies(self) -> None:
+        """Raise on every rank where, on any, the optimizer holds the weights twice. Collective."""
+        if self._alone:
+            return
+        places = self._find_weight_copies()
+        name = f"adasum.weight_copies.{self._instance}"
+        told = told_by_all(name, [float(bool(places))], self._options.process_set)
+        if any(has_copies for (has_copies,) in told.values()):
+            where = places[0] if places else "on another rank"
+            raise RuntimeError(
+                "delta variant: required an optimizer whose weights are the parameters alone, got "
+                f"a {self._plain_class.__name__} that keeps them a second time ({where}), where "
+                "no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload for "
+                "float32 master weights"
+            )
+
+    def _restore(self) -> None:
+        """Set every parameter to the start."""
+        for bucket in self._buckets:
+            bucket.restore()
+            bucket.settle()
+
+    # ---- resume inside a window of local steps ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus the start of an unfinished window of local steps."""
+        state = super().state_dict()
+        if self._local_step:
+            state[_STATE_KEY] = {
+                "local_step": self._local_step,
+                "starts": [b.start_weights.clone() for b in self._buckets],
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; a state dict of a plain optimizer starts a new window."""
+        state_dict = dict(state_dict)
+        window = state_dict.pop(_STATE_KEY, None)
+        super().load_state_dict(state_dict)
+        self._local_step = window["local_step"] if window else 0
+        if window:
+            for bucket, saved in zip(self._buckets, window["starts"], strict=True):
+                bucket.start_weights.copy_(saved)
+
+
+# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
+DeltaOptimizer.step.hooked = True

@@ -1,0 +1,244 @@
+"""Buckets of weights whose change is reduced, by the op itself where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adasum_hvd import binding, ops
+from adasum_hvd.options import Options
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
+
+_ROUNDING = 4  # units in the last place of a bucket's largest weight
+
+# The op reads and writes these buckets' weights by their addresses: they must not be freed,
+# whatever becomes of the model and the optimizer.
+_in_flight: set[ChangeInOpBucket] = set()
+
+
+class ChangeBucket(Bucket):
+    """Weights of which `flat` carries the change since `keep`, formed and applied here.
+
+    Attributes:
+        start_weights: the weights at `keep`, laid end to end; of the parameters' dtype, or
+            the wire's where that is wider.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        named: Sequence[NamedParameter],
+        wire_dtype: torch.dtype,
+        options: Options,
+        process_set: Any,
+    ):
+        super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
+        self._make_start(options.start_copy == "host")
+        self._settled = False  # the start is what all ranks agreed on
+        # Whether the start, at the end of a window, holds anything but the rounded weights.
+        self._start_differs = self.start_weights.dtype != self.params[0].dtype
+
+    def _make_start(self, on_host: bool) -> None:
+        self.start_weights = torch.empty(
+            self.flat.shape,
+            dtype=torch.promote_types(self.params[0].dtype, self.flat.dtype),
+            device="cpu" if on_host else self.flat.device,
+        )
+        pieces = self.start_weights.split([view.numel() for view in self.views])
+        self._start_views = [
+            piece.view(view.shape)
+            for piece, view in zip(pieces, self.views, strict=True)
+        ]
+
+    @property
+    def flat_is_start(self) -> bool:
+        """Whether `flat` holds the start itself, and never a change."""
+        return self.start_weights is self.flat
+
+    def keep(self) -> None:
+        """Note the weights as they are."""
+        torch._foreach_copy_(self._start_views, self.params)
+
+    def open(self) -> bool:
+        """Begin a window: the start is what the ranks agreed on at the end of the last one.
+
+        Weights that somebody has touched since, and put back but for rounding, so do not
+        part the replicas: the difference is a part of the change that is reduced. Weights that
+        are others now (loaded, clamped, pruned) are the new start.
+
+        Returns:
+            Whether the weights are others than those agreed on, or the first ones.
+        """
+        pairs = list(zip(self.params, self._start_views, strict=True))
+        now = (parameter.detach().to(start) for parameter, start in pairs)
+        if self._settled and all(map(torch.equal, now, self._start_views)):
+            return False
+        if self._settled and self.params[0].itemsize >= 4:
+            joined = torch.cat([p.detach().flatten().to(s) for p, s in pairs])
+            if is_rounding(joined, self.start_weights):
+                return False
+        self.keep()
+        return True
+
+    def settle(self) -> None:
+        """End a window: the weights are, now, what all ranks agree on."""
+        if self._start_differs:
+            self.keep()
+        self._settled = True
+
+    def start(self) -> None:
+        """Begin to reduce the change since `keep`. Collective; does not block."""
+        start = self.start_weights
+        if start.dtype == self.flat.dtype and start.device == self.flat.device:
+            torch._foreach_copy_(self.views, self.params)
+            self.flat.sub_(start)
+        else:
+            for view, param, old in zip(
+                self.views, self.params, self._start_views, strict=True
+            ):
+                view.copy_(param.to(start.dtype) - old.to(param.device))
+        super().start()
+
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude in the reduced change; not finite where an element is."""
+        return _largest([self.flat])
+
+    def apply(self) -> None:
+        """Set the weights, after `finish`, to what they were at `keep` plus the reduced change."""
+        self.start_weights.add_(self.flat.to(self.start_weights.device))
+        torch._foreach_copy_(self.params, self._start_views)
+
+    def restore(self) -> None:
+        """Set the weights to what they were at `keep`."""
+        torch._foreach_copy_(self.params, self._start_views)
+
+
+class ChangeInOpBucket(ChangeBucket):
+    """The same, of weights that the op reads and writes where they are.
+
+    `flat` holds the weights at `keep`. The op subtracts it while it sends and adds it while
+    it receives: no tensor and four passes over the weights less. `finish` leaves the new
+    weights in the parameters.
+    """
+
+    _registered: list[int] | None = None
+
+    def _make_start(self, on_host: bool) -> None:
+        self.start_weights, self._start_views = self.flat, self.views
+
+    def start(self) -> None:
+        """As the base's; the parameters' memory must stay where it is until `finish`.
+
+        Raises:
+            RuntimeError: parameters were converted since `keep`.
+        """
+        addresses = [param.data_ptr() for param in self.params]
+        if addresses != self._registered:
+            self._check_converted()
+            binding.register_weights(
+                torch_ops.LIBRARY,
+                self._entry,
+                self.flat.data_ptr(),
+                [param.numel() for param in self.params],
+                addresses,
+            )
+            self._registered = addresses
+        Bucket.start(self)
+        _in_flight.add(self)
+
+    def _check_converted(self) -> None:
+        flat = self.flat
+        for param in self.params:
+            found = (param.dtype, param.device, param.is_contiguous())
+            if found != (flat.dtype, flat.device, True):
+                raise RuntimeError(
+                    f"delta variant: required weights that stay contiguous, {flat.dtype} and on "
+                    f"{flat.device} until the reduction, got one that is {param.dtype}, on "
+                    f"{param.device}, strides {param.stride()}; convert the model between "
+                    "reductions"
+                )
+
+    def finish(self) -> None:
+        """As the base's; autograd then knows that the parameters have changed."""
+        try:
+            super().finish()
+        finally:
+            _in_flight.discard(self)
+        _note_change(self.params)
+
+    def largest(self) -> torch.Tensor:
+        """As the base's, of the new weights, which is all there is."""
+        return _largest(self.params)
+
+    def apply(self) -> None:
+        """Note the new weights: `finish` has set them."""
+        self.keep()
+
+
+def change_bucket(
+    label: str,
+    named: Sequence[NamedParameter],
+    wire_dtype: torch.dtype,
+    options: Options,
+    process_set: Any,
+) -> ChangeBucket:
+    """Return the bucket that does the least work for these weights."""
+    weights = [weight for _, weight in named]
+    in_op = op_takes(weights, wire_dtype, options)
+    kind = ChangeInOpBucket if in_op else ChangeBucket
+    return kind(label, named, wire_dtype, options, process_set)
+
+
+def op_takes(
+    weights: Sequence[torch.Tensor], wire_dtype: torch.dtype, options: Options
+) -> bool:
+    """Return whether the op can read and write these weights itself.
+
+    It does where they are reduced in their own memory (on the CPU, and on CUDA devices over
+    NCCL), travel in their own dtype and are contiguous, unless the reduced change has to be
+    seen first (`clip_delta_norm`).
+    """
+    devices = {"cpu"}
+    if binding.reduces_on_devices(torch_ops.LIBRARY):
+        devices.add("cuda")
+    return (
+        ops.is_adasum(options.op)
+        and options.clip_delta_norm is None
+        and torch_ops.settings()["op"] == "on"
+        and all(
+            weight.device.type in devices
+            and weight.dtype == wire_dtype
+            and weight.is_contiguous()
+            for weight in weights
+        )
+    )
+
+
+def is_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether a bucket differs from another by what `x + y - y` leaves of `x` at most.
+
+    That is some units in the last place of its largest element; an element that has become
+    zero was meant to.
+    """
+    difference = (found - expected).abs()
+    limit = _ROUNDING * torch.finfo(expected.dtype).eps * expected.abs().max()
+    pruned = (found == 0) & (expected != 0)
+    return bool((difference <= limit).all()) and not bool(pruned.any())
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(filled, torch.inf)).max()
+
+
+def _note_change(tensors: Sequence[torch.Tensor]) -> None:
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,352 @@
+"""The gradient variant: gradients are reduced, then every rank takes the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from adasum_hvd import ops
+from adasum_hvd.torch import amp, marks
+from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.objects import allgather_object
+from adasum_hvd.torch.optimizer.base import DistributedBase, Options, StepClosure
+from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.optimizer.countdown import GradientCountdown
+from adasum_hvd.torch.optimizer.rounds import Fact, checksum, group_options
+from adasum_hvd.torch.optimizer.sparse_bucket import SparseBucket
+
+
+def _on_all(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not marks.is_marked(parameter)
+
+
+class GradientOptimizer(DistributedBase):
+    """Reduces gradients while backward runs; `step()` waits for the last of them."""
+
+    _variant = "gradient"
+
+    def _configure(
+        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
+    ) -> None:
+        self._countdown: GradientCountdown | None = None
+        self._was_synchronized = False
+        self._skip_synchronize = False
+        self._handed_out: list[torch.Tensor | None] = []  # gradients of synchronize()
+        self._sparse: list[SparseBucket] = []
+        self._sparse_names: set[str] = set()
+        self._sparse_due = False  # some rank has found one more
+        super()._configure(plain, names, options)
+
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: Any
+    ) -> Bucket:
+        return Bucket(
+            f"grad.{label}",
+            members,
+            self._wire_dtype(members[0][1]),
+            self._options.op,
+            self._options.factors,
+            process_set,
+            with_flags=True,
+        )
+
+    def _bucketed(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+        """Return those whose gradients are dense, as far as is known."""
+        rows = [(name, p) for name, p in named if name in self._sparse_names]
+        self._sparse = []
+        if rows:
+            label = f"sparse.{self._instance}"
+            op, process_set = self._options.op, self._options.process_set
+            self._sparse = [SparseBucket(label, rows, op, process_set)]
+        return [(name, p) for name, p in named if name not in self._sparse_names]
+
+    def _build_buckets(self) -> None:
+        self._drain()
+        if self._countdown:
+            self._countdown.close()
+        super()._build_buckets()
+        self._carriers: list[Any] = [*self._buckets, *self._sparse]
+        self._count()
+
+    def _count(self) -> None:
+        self._countdown = GradientCountdown(
+            [carrier.params for carrier in self._carriers],
+            self._options.backward_passes_per_step,
+            self._name_of,
+            self._on_complete,
+        )
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As the base's. Collective where a backward pass has not been followed by `step()`."""
+        super().set_backward_passes_per_step(passes)
+        self._drain()
+        if self._countdown:
+            self._countdown.close()
+        self._count()
+
+    @property
+    def _synchronized(self) -> bool:
+        """Whether the gradients are the reduced ones: none has come since."""
+        return self._was_synchronized and not self._touched
+
+    @property
+    def _touched(self) -> bool:
+        return self._countdown is not None and self._countdown.touched
+
+    def _reset(self, synchronized: bool) -> None:
+        self._was_synchronized = synchronized
+        self._handed_out = []
+        if self._countdown:
+            self._countdown.reset()
+
+    # ---- a round: all buckets, on all ranks ----
+
+    def _on_complete(self, index: int) -> None:
+        self._start(self._carriers[index])
+
+    @torch.no_grad()
+    def _start(self, carrier: Any) -> None:
+        gradients = [parameter.grad for parameter in carrier.params]
+        for parameter, gradient in zip(carrier.params, gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                self._check_sparse(parameter)
+        carrier.fill(gradients)
+        carrier.start()
+
+    def _check_sparse(self, parameter: torch.Tensor) -> None:
+        gathers = self._options.op in (ops.Average, ops.Sum)
+        if not gathers and not self._options.sparse_as_dense:
+            raise ValueError(
+                f"gradient of {self._name_of(parameter)}: required a dense gradient with op="
+                f"{self._options.op.name}, got a sparse one; pass sparse_as_dense=True, or "
+                "make the layer with sparse=False"
+            )
+
+    def _run_round(self) -> None:
+        """Start what backward has not started, and wait for all of it. Collective; blocks."""
+        for carrier in self._carriers:
+            if not carrier.in_flight:
+                self._start(carrier)
+        try:
+            self._next_round()
+            for carrier in self._carriers:
+                carrier.finish()
+        except Exception:
+            self._abandon()
+            self._reset(synchronized=False)
+            raise
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        for bucket in self._sparse:
+            with suppress(Exception):
+                bucket.close()
+
+    def _drain(self) -> None:
+        """Finish what backward started, and drop it. Collective after a backward pass.
+
+        Where ranks used different parameters, a bucket may be under way on one rank and not
+        on another: all ranks start what they have not, or the first would wait for ever.
+        """
+        if self._touched:
+            self._run_round()
+            self._reset(synchronized=False)
+            self._follow_sparse()
+
+    def _reduce(self) -> None:
+        self._follow_parameters()
+        changed = self._countdown.changed() if self._countdown else None
+        if changed is not None:
+            raise RuntimeError(
+                f"gradient of {self._name_of(changed)}: required as backward has left it, got "
+                "one changed between backward and step(), which would be lost, or be reduced "
+                "in one bucket and not in another; call optimizer.synchronize(), change it, "
+                "and step inside optimizer.skip_synchronize()"
+            )
+        self._run_round()
+        for bucket in self._buckets:
+            self._write_back(bucket)
+        for rows in self._sparse:
+            rows.write_back()
+        self._reset(synchronized=True)
+        self._follow_sparse()
+
+    def _next_round(self) -> None:
+        if self._rounds is not None:
+            news = self._rounds.next(
+                self._facts, lambda: float(bool(self._new_sparse_names()))
+            )
+            self._sparse_due = news or self._sparse_due
+
+    def _new_sparse_names(self) -> list[str]:
+        """Return the parameters that have turned out to have sparse gradients."""
+        if self._options.sparse_as_dense:
+            return []
+        return [
+            self._name_of(parameter)
+            for bucket in self._buckets
+            if bucket.process_set is self._options.process_set
+            for parameter in bucket.params
+            if parameter.grad is not None and parameter.grad.is_sparse
+        ]
+
+    def _follow_sparse(self) -> None:
+        """Give them a bucket of their own, on all ranks at once."""
+        if self._sparse_due:
+            self._sparse_due = False
+            mine, process_set = self._new_sparse_names(), self._options.process_set
+            for names in allgather_object(mine, "adasum.sparse", process_set):
+                self._sparse_names.update(names)
+            self._build_buckets()
+
+    def synchronize(self) -> None:
+        """Wait until every `.grad` holds the reduced gradient.
+
+        A gradient that is None here becomes the others' reduced gradient if any rank has
+        one, and stays None if none has, so that no rank alone moves an unused parameter.
+
+        Collective: every rank of the process set; blocks.
+
+        Raises:
+            RuntimeError: gradients were changed or replaced since backward; or the ranks have
+                taken different steps, or have other hyperparameters (on every rank).
+        """
+        self._reduce()
+        self._handed_out = [p.grad for c in self._carriers for p in c.params]
+
+    def _write_back(self, bucket: Bucket) -> None:
+        gradients, views = [], []
+        for index, parameter in enumerate(bucket.params):
+            gradient, view = parameter.grad, bucket.views[index]
+            if gradient is None:
+                if bucket.flags[index] != 0:
+                    parameter.grad = view.to(parameter.dtype, copy=True)
+            elif gradient.is_sparse:
+                dense = view.to(gradient.dtype)
+                parameter.grad = dense.to_sparse(gradient.sparse_dim())
+            else:
+                gradients.append(gradient)
+                views.append(view)
+        if gradients:
+            torch._foreach_copy_(gradients, views)
+
+    def _facts(self) -> Mapping[str, Fact]:
+        options = group_options(
+            [group for group in self.param_groups if any(map(_on_all, group["params"]))]
+        )
+        passes = self._options.backward_passes_per_step
+        told = f"{options}; backward_passes_per_step={passes}"
+        return {
+            **super()._facts(),
+            "hyperparameters": (
+                checksum(told),
+                f"which has {told}",
+                "set them alike on every rank; the replicas differ since they were changed",
+            ),
+        }
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make `step()` use the gradients as they are, after an own `synchronize()`.
+
+        Example:
+            >>> opt.synchronize()                                      # doctest: +SKIP
+            >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1)  # doctest: +SKIP
+            >>> with opt.skip_synchronize():                           # doctest: +SKIP
+            ...     opt.step()
+        """
+        self._skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._skip_synchronize = False
+
+    def _check_synchronized(self) -> None:
+        """Raise where `step()` was told, or has reason, to leave out the reduction, wrongly."""
+        if self._alone:
+            return
+        if self._skip_synchronize and not self._synchronized:
+            amp.forget_scaler(self)
+            raise RuntimeError(
+                "skip_synchronize(): required synchronize() since the last backward pass, got "
+                "none; every rank would step with gradients of its own, so call "
+                "optimizer.synchronize() first, or step() outside of skip_synchronize()"
+            )
+        scaled = getattr(self, "found_inf", None) is not None
+        if self._synchronized and not self._skip_synchronize and not scaled:
+            parameters = (p for c in self._carriers for p in c.params)
+            for p, gradient in zip(parameters, self._handed_out, strict=False):
+                if p.grad is not gradient:
+                    raise RuntimeError(
+                        f"gradient of {self._name_of(p)}: required the one of synchronize(), got "
+                        "another one, which has not been reduced; call synchronize() again, or "
+                        "step inside skip_synchronize() if it is the same on all ranks"
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> Any:
+        """Take the optimizer's step with the reduced gradients. Collective; blocks.
+
+        After each evaluation of a closure its gradients are reduced and its loss averaged, so
+        that L-BFGS comes to the same decisions on all ranks. Returns the first local loss.
+
+        Raises:
+            RuntimeError: gradients that were not reduced would be stepped with (inside
+                `skip_synchronize()`, or by torch's own GradScaler), or changed ones lost; or
+                there is nothing to reduce; or the ranks have taken different steps, or have
+                other hyperparameters (on every rank).
+        """
+        self._drop_frozen_gradients()
+        if closure is not None:
+            losses: list[Any] = []
+
+            def reduced_closure() -> Any:
+                with torch.enable_grad():
+                    losses.append(closure())
+                self._reduce()
+                return self._mean_loss(losses[-1])
+
+            with self._evaluating():
+                super().step(reduced_closure)
+            result = losses[0] if losses else None
+        else:
+            self._check_synchronized()
+            consistent = self._alone or (self._synchronized and not self._any_partial)
+            if amp.must_skip(self, consistent):
+                result = None
+            else:
+                if not self._synchronized:
+                    self._reduce()
+                result = super().step()
+        self._was_synchronized = False
+        self._handed_out = []
+        self._note_step()
+        return result
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """Return the loss that all ranks see: a line search must not part them."""
+        if self._alone or loss is None:
+            return loss
+        local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
+        return torch_ops.allreduce(
+            local,
+            name=f"adasum.loss.{self._instance}",
+            op=ops.Average,
+            process_set=self._options.process_set,
+        ).reshape(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients that are being reduced are waited for and dropped.
+
+        Collective where a backward pass has not been followed by `step()`.
+        """
+        self._drain()
+        self._reset(synchronized=False)
+        super().zero_grad(set_to_none)  # torch's, behind the base's
+
+
+# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
+GradientOptimizer.step.hooked = True

@@ -1,0 +1,131 @@
+"""Who may use whom: imports between modules, and includes between the native rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from adasum_hvd.install.build import NATIVE, native_files
+
+PACKAGE = Path(__file__).parents[2] / "adasum_hvd"
+# Which room of `adasum_hvd` uses which others; what is at the top serves all of them.
+ROOMS: dict[str, set[str]] = {
+    "install": set(),
+    "mindspore": set(),
+    "parallel": {"mindspore"},
+    "torch": {"parallel", "mindspore"},
+    "tensorflow": {"parallel", "mindspore"},
+}
+# A command and a public name, which only pass on.
+DOORS = {"adasum_hvd.cli", "adasum_hvd.boost"}
+FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
+# A file that tells the two frameworks' findings apart by its name.
+PER_FRAMEWORK = re.compile(r"parallel/(torch|tensorflow)_modes\.py")
+# Which native room includes from which others; only `op` and `transport` know Horovod.
+INCLUDED: dict[str, set[str]] = {
+    "op": {"cuda", "reduce", "transport", "kernels"},
+    "cuda": {"reduce", "transport", "kernels"},
+    "reduce": {"transport", "kernels"},
+    "transport": set(),
+    "kernels": set(),
+}
+OUTSIDE = {
+    "horovod": {"op", "transport"},
+    "mpi.h": {"op", "transport"},
+    "gloo": {"transport"},
+    "nccl.h": {"op", "transport"},
+    "cuda_runtime.h": {"op", "cuda", "transport"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Return the package's files by the modules' dotted names."""
+    named = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        named[".".join(parts).removesuffix(".__init__")] = path
+    return named
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") == "import_module"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.args[0].value
+
+
+def packages(name: str) -> set[str]:
+    """Return a module's name and those of the packages that Python imports before it."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def graph() -> dict[str, set[str]]:
+    """Return, by module, the modules of the package that it needs before it can be used."""
+    known = modules()
+    edges: dict[str, set[str]] = {}
+    for module, path in known.items():
+        needed: set[str] = set()
+        for name in imported(path):
+            needed |= packages(name) & known.keys()
+        # A package that holds the module has begun by then and need not have ended.
+        edges[module] = needed - packages(module)
+    return edges
+
+
+def test_imports_have_no_cycle() -> None:
+    edges = graph()
+    assert len(edges) > 60 and sum(map(len, edges.values())) > 150
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_imports_between_rooms_have_one_direction() -> None:
+    for module, needed in graph().items():
+        room = module.split(".")[1] if "." in module else ""
+        allowed = ROOMS.get(room, set()) | {room}
+        used = {name.split(".")[1] for name in needed if "." in name}
+        if module in DOORS:
+            continue
+        assert not (used & ROOMS.keys()) - allowed, (module, used)
+
+
+def test_only_the_frameworks_rooms_import_a_framework() -> None:
+    for module, path in modules().items():
+        mine = re.findall(r"^adasum_hvd\.(torch|tensorflow)\b", module)
+        mine += PER_FRAMEWORK.findall(str(path.relative_to(PACKAGE)))
+        for name in imported(path):
+            framework = FRAMEWORKS.get(name.split(".")[0])
+            assert framework is None or framework in mine, (module, name)
+
+
+def test_includes_have_one_direction() -> None:
+    seen = 0
+    for path in native_files():
+        room, *_ = path.relative_to(NATIVE).parts
+        if path.suffix == ".cmake":
+            continue
+        for name in re.findall(r'^#include ["<]([^">]+)[">]', path.read_text(), re.M):
+            first = name.split("/")[0]
+            if first in INCLUDED:
+                seen += 1
+                assert first in INCLUDED[room] | {room}, (path, name)
+                assert (NATIVE / name).is_file(), (path, name)
+            elif first in OUTSIDE:
+                assert room in OUTSIDE[first], (path, name)
+    assert seen > 80
