@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
-from adasum_hvd.tensorflow.reduction.changes import bounded, wide
 from adasum_hvd.tensorflow.reduction import (
     Reduction,
     must_reduce,
 )
+from adasum_hvd.tensorflow.reduction.changes import bounded, wide
 from adasum_hvd.tensorflow.tape import prepared
 
 Pair = tuple[Any, Any]  # a gradient, or None, and its variable

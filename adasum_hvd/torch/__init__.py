@@ -45,11 +45,10 @@ from adasum_hvd.torch.ops import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
     init,
-    poll,
     settings,
-    synchronize,
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.optimizer.rounds import join
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
 from adasum_hvd.torch.sparse import sparse_allreduce_async
+from adasum_hvd.torch.wire import poll, synchronize

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from adasum_hvd.agreement import compare_parameters
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.objects import Failure, allgather_object, check_root, ranks_of
-from adasum_hvd.torch.ops import write_back
+from adasum_hvd.torch.wire import write_back
 
 _KNOWN = {
     torch.uint8,

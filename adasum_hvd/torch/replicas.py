@@ -15,6 +15,7 @@ from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.parameter_lists import Ranks
+from adasum_hvd.torch.wire import LIBRARY
 
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model
 
@@ -121,11 +122,9 @@ def banner(optimizer: Any) -> str:
         ...     print(hvd.banner(optimizer))
     """
     wire = {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
-    path = binding.path(
-        torch_ops.LIBRARY, optimizer._options.process_set.process_set_id
-    )
+    path = binding.path(LIBRARY, optimizer._options.process_set.process_set_id)
     if any(b.flat.is_cuda for b in optimizer._buckets) and "devices" not in path:
-        on_devices = binding.reduces_on_devices(torch_ops.LIBRARY)
+        on_devices = binding.reduces_on_devices(LIBRARY)
         path += "; devices: " + ("NCCL" if on_devices else "through the host")
     return options.banner(
         optimizer._options,

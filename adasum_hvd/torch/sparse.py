@@ -9,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 
 
 def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
@@ -62,7 +62,7 @@ def sparse_allreduce_async(
 
     Collective: every rank of `process_set`; does not block.
     """
-    name = torch_ops.nameless(process_set) if name is None else name
+    name = wire.nameless(process_set) if name is None else name
     reduction = _checked(tensor, name, op)
     values = tensor.detach()._values().contiguous()
     as_bits = values.dtype == torch.bfloat16

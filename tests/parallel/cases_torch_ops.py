@@ -11,8 +11,8 @@ import torch
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import binding, reference
-from adasum_hvd.torch.ops import LIBRARY
 from adasum_hvd.torch.optimizer.buckets import Bucket
+from adasum_hvd.torch.wire import LIBRARY
 
 SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
 TOLERANCE = {

@@ -15,7 +15,7 @@ from horovod.torch import mpi_ops
 import adasum_hvd.torch as hvd
 from adasum_hvd import binding, ops
 from adasum_hvd.install import build
-from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 
 
 def test_version():
@@ -45,16 +45,16 @@ def test_everything_of_horovod_torch_is_there():
 
 
 def test_the_op_answers():
-    assert binding.has_op(torch_ops.LIBRARY)
-    assert binding.version(torch_ops.LIBRARY)
-    assert binding.settings(torch_ops.LIBRARY)["op"] == "on"
+    assert binding.has_op(wire.LIBRARY)
+    assert binding.version(wire.LIBRARY)
+    assert binding.settings(wire.LIBRARY)["op"] == "on"
 
 
 def test_a_new_process_has_reduced_nothing():
     script = """
 from horovod.torch import mpi_ops
 from adasum_hvd import binding
-from adasum_hvd.torch.ops import LIBRARY
+from adasum_hvd.torch.wire import LIBRARY
 print(mpi_ops._handle_map, *binding.counters(LIBRARY))
 """
     shown = subprocess.run(
@@ -66,7 +66,7 @@ print(mpi_ops._handle_map, *binding.counters(LIBRARY))
 def test_without_nccl_nothing_is_reduced_on_devices():
     if hvd.nccl_built():
         pytest.skip("this Horovod has NCCL")
-    assert binding.reduces_on_devices(torch_ops.LIBRARY) is False
+    assert binding.reduces_on_devices(wire.LIBRARY) is False
 
 
 def test_local_size_divides_only_what_registry_h_leaves_undivided():
@@ -99,7 +99,7 @@ def test_bad_settings_are_refused(monkeypatch):
         with monkeypatch.context() as context:
             context.setenv(name, value)
             with pytest.raises(ValueError, match=f'{name}: required .*, got "{value}"'):
-                binding.require_op(torch_ops.LIBRARY)
+                binding.require_op(wire.LIBRARY)
 
 
 def test_no_module_hides_a_function_of_horovod():

@@ -15,6 +15,7 @@ import torch
 
 from adasum_hvd import binding, ops
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 
 NamedParameter = tuple[str, torch.nn.Parameter]
 
@@ -63,7 +64,7 @@ class Bucket:
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
-        self._entry = f"allreduce.{torch_ops.name_in_op(self._name, op, as_bits)}"
+        self._entry = f"allreduce.{wire.name_in_op(self._name, op, as_bits)}"
 
     @property
     def in_flight(self) -> bool:
@@ -103,11 +104,11 @@ class Bucket:
         """Wait until the views hold the reduced values."""
         handle, self._handle = self._handle, None
         assert handle is not None
-        torch_ops.synchronize(handle)
+        wire.synchronize(handle)
 
     def close(self) -> None:
         """Wait for a reduction that is under way, and forget the weights in the op."""
         if self.in_flight:
             self.finish()
         if ops.is_adasum(self._op):
-            binding.forget_weights(torch_ops.LIBRARY, self._entry)
+            binding.forget_weights(wire.LIBRARY, self._entry)

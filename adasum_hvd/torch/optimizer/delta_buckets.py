@@ -10,6 +10,7 @@ import torch
 from adasum_hvd import binding, ops
 from adasum_hvd.options import Options
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
 
 _ROUNDING = 4  # units in the last place of a bucket's largest weight
@@ -139,7 +140,7 @@ class ChangeInOpBucket(ChangeBucket):
         if addresses != self._registered:
             self._check_converted()
             binding.register_weights(
-                torch_ops.LIBRARY,
+                wire.LIBRARY,
                 self._entry,
                 self.flat.data_ptr(),
                 [param.numel() for param in self.params],
@@ -202,7 +203,7 @@ def op_takes(
     seen first (`clip_delta_norm`).
     """
     devices = {"cpu"}
-    if binding.reduces_on_devices(torch_ops.LIBRARY):
+    if binding.reduces_on_devices(wire.LIBRARY):
         devices.add("cuda")
     return (
         ops.is_adasum(options.op)
