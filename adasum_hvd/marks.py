@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _LOCAL = "_adasum_worker_local"
+_generation = 0
 
 
 def mark_worker_local(*tensors: Any) -> None:
@@ -22,8 +23,20 @@ def mark_worker_local(*tensors: Any) -> None:
         TypeError: something else, such as a layer or a list, which no reduction looks at.
     """
     check_tensors("mark_worker_local", tensors)
+    mark(tensors, _LOCAL, True)
+
+
+def mark(tensors: Iterable[Any], name: str, value: Any) -> None:
+    """Set an attribute that says how tensors are reduced."""
+    global _generation
+    _generation += 1
     for tensor in tensors:
-        setattr(tensor, _LOCAL, True)
+        setattr(tensor, name, value)
+
+
+def generation() -> int:
+    """Return how often tensors were marked: no mark is new where the number is not."""
+    return _generation
 
 
 def check_tensors(what: str, tensors: Iterable[Any]) -> None:

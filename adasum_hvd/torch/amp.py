@@ -35,15 +35,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Any) -> None:
         """Reduce (gradient variant), unscale, and agree on overflow. Collective; blocks."""
-        variant = getattr(optimizer, "_variant", None)
-        if not self._enabled or variant is None:
+        reduces_gradients = getattr(optimizer, "_reduces_gradients", None)
+        if not self._enabled or reduces_gradients is None:
             super().unscale_(optimizer)
             return
-        if variant == "gradient" and not optimizer._synchronized:
+        if reduces_gradients and not optimizer._synchronized:
             optimizer.synchronize()
         super().unscale_(optimizer)
         # Gradients that all ranks reduced are the same everywhere; others are not.
-        if variant == "delta" or optimizer._any_partial:
+        if not reduces_gradients or optimizer._any_partial:
             self._agree(optimizer)
 
     def _agree(self, optimizer: Any) -> None:
@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Take `optimizer.step()` on all ranks or on none. Collective; blocks."""
-        if not self._enabled or getattr(optimizer, "_variant", None) is None:
+        if not self._enabled or not hasattr(optimizer, "_reduces_gradients"):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
@@ -101,13 +101,14 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
         return False
     if not consistent and not getattr(optimizer, _AGREED, False):
         forget_scaler(optimizer)
+        variant = "gradient" if optimizer._reduces_gradients else "delta"
         raise RuntimeError(
-            f"{optimizer._variant} variant on several ranks: required a scaler that agrees "
+            f"{variant} variant on several ranks: required a scaler that agrees "
             "over the ranks, got torch's GradScaler; use adasum_hvd.torch.GradScaler"
             + (
                 ", or call optimizer.synchronize() before scaler.step() and step inside "
                 "optimizer.skip_synchronize()"
-                if optimizer._variant == "gradient" and not optimizer._any_partial
+                if optimizer._reduces_gradients and not optimizer._any_partial
                 else ""
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import ProcessSet, rank
 
-from adasum_hvd.marks import check_tensors, is_marked_local
+from adasum_hvd.marks import check_tensors, is_marked_local, mark
 
 _HOLDERS = "_adasum_holders"
 
@@ -50,8 +50,7 @@ def mark_replicated_over(process_set: Any, *tensors: torch.Tensor) -> None:
             f"got {process_set} (this is rank {rank()}); register it with "
             "hvd.add_process_set on every rank, and mark on the ranks inside it"
         )
-    for tensor in tensors:
-        setattr(tensor, _HOLDERS, process_set)
+    mark(tensors, _HOLDERS, process_set)
 
 
 def holders(tensor: torch.Tensor) -> Any:

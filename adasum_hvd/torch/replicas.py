@@ -35,7 +35,7 @@ def _tensors(
     """Yield (name, tensor, the parameter or buffer whose marks count for it)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
-    if optimizer is None or getattr(optimizer, "_variant", "gradient") == "delta":
+    if optimizer is None or not getattr(optimizer, "_reduces_gradients", True):
         return  # the delta variant's optimizer state is local by design
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():

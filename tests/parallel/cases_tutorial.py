@@ -100,7 +100,7 @@ def case_accumulation_by_average() -> None:
     training = train(ACCUMULATION, "--loss-scale", "dynamic", "--amp", "bf16")
     assert training.steps_per_epoch == 4  # of 5: whole windows only
     assert training.optimizer._options.backward_passes_per_step == 2
-    assert training.optimizer._variant == "gradient"
+    assert training.optimizer._reduces_gradients
     with pytest.raises(ValueError, match="required multiples of 2"):
         train(ACCUMULATION, "--max-steps", "3")
 

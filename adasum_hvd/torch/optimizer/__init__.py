@@ -183,7 +183,7 @@ def DistributedOptimizer(
         clip_delta_norm=clip_delta_norm,
         bucket_bytes=bucket_bytes,
     )
-    if getattr(optimizer, "_variant", None):
+    if hasattr(optimizer, "_reduces_gradients"):
         raise ValueError(
             f"DistributedOptimizer: required a plain optimizer, got a {type(optimizer).__name__} "
             "that is distributed already; wrap the one inside, once"

@@ -14,6 +14,7 @@ import torch
 from horovod.torch.mpi_ops import rank, size
 
 from adasum_hvd.agreement import OPTIONS, compare_settings
+from adasum_hvd.marks import generation
 from adasum_hvd.options import Options, check_count
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
@@ -39,7 +40,7 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
 class DistributedBase(torch.optim.Optimizer):
     """Buckets, names and copies; mixed in front of the user's optimizer class."""
 
-    _variant: str
+    _reduces_gradients: bool  # else changes of weights; wrap cells pass it on
     _plain_class: type  # the user's
     _wrapper_attributes: Set[str]  # those that the user's optimizer does not have
     param_groups: list[dict[str, Any]]
@@ -96,6 +97,7 @@ class DistributedBase(torch.optim.Optimizer):
             bucket.close()
         self._buckets = []
         self._in_buckets: dict[int, tuple] = {}  # kinds of parameters, by id
+        self._places = self._current_places()
         if not self._reducing:
             return
         named = [(self._names[id(p)], p) for p in self._reduced_parameters()]
@@ -131,6 +133,17 @@ class DistributedBase(torch.optim.Optimizer):
             key = process_set.process_set_id
             by_id.setdefault(key, (process_set, []))[1].append((name, parameter))
         yield from (by_id[key] for key in sorted(by_id))
+
+    @property
+    def _common_buckets(self) -> Sequence[Any]:
+        """Those that all ranks of the optimizer's process set reduce."""
+        process_set = self._options.process_set
+        return [b for b in self._buckets if b.process_set is process_set]
+
+    @property
+    def _carriers(self) -> Sequence[Any]:
+        """All that reductions travel in."""
+        return self._buckets
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -187,17 +200,36 @@ class DistributedBase(torch.optim.Optimizer):
         """
         if not self._reducing:
             return
-        if {id(p): _kind(p) for p in self._reduced_parameters()} != self._in_buckets:
-            for index, group in enumerate(self.param_groups):
-                for j, parameter in enumerate(group["params"]):
-                    self._names.setdefault(id(parameter), f"group{index}.param{j}")
-            self._build_buckets()
+        places = self._current_places()
+        if places != self._places:
+            self._places = places
+            kinds = {id(p): _kind(p) for p in self._reduced_parameters()}
+            if kinds != self._in_buckets:
+                self._name_new_parameters()
+                self._build_buckets()
         if not self._in_buckets:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to reduce over "
                 f"{self._options.process_set.size()} ranks, got none that requires a "
                 "gradient and is not marked worker-local; the replicas would drift apart"
             )
+
+    def _current_places(self) -> list[Any]:
+        """Return what changes when a parameter is replaced, (un)frozen, converted or marked.
+
+        Quick, for every step asks it: a conversion to another dtype or device moves a parameter.
+        """
+        places: list[Any] = [
+            (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous())
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        return [*places, generation()]
+
+    def _name_new_parameters(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                self._names.setdefault(id(parameter), f"group{index}.param{j}")
 
     def _drop_frozen_gradients(self) -> None:
         """Forget gradients that frozen parameters have kept: every rank has another one."""
@@ -235,9 +267,7 @@ class DistributedBase(torch.optim.Optimizer):
             self._check_may_change()
         super().add_param_group(param_group)
         if "_names" in self.__dict__:
-            index = len(self.param_groups) - 1
-            for j, parameter in enumerate(self.param_groups[index]["params"]):
-                self._names[id(parameter)] = f"group{index}.param{j}"
+            self._name_new_parameters()
             self._build_buckets()
 
     def _check_may_change(self) -> None:
@@ -265,26 +295,27 @@ class DistributedBase(torch.optim.Optimizer):
     # ---- rounds: what all ranks do together ----
 
     def _next_round(self) -> None:
-        if self._rounds is not None:
-            self._rounds.next(self._facts)
+        """Begin a round of reductions, and see whether all ranks still do the same. Collective."""
+        if self._rounds is not None and self._rounds.next(self._facts, self._has_news):
+            self._hear_news()
 
     def _facts(self) -> Mapping[str, Fact]:
-        """Return what must be the same on all ranks; the variants add to it."""
-        taken = self._rounds.steps if self._rounds is not None else 0
-        steps = (
-            float(taken),
-            f"which has taken {taken}",
-            "a rank that leaves out a step() after a backward pass must not do so alone: agree on "
-            "it, or let all ranks step; the replicas differ now",
-        )
-        return {"number of steps": steps}
+        """Return what must be the same on all ranks; see :class:`Rounds`."""
+        return {}
+
+    def _has_news(self) -> bool:
+        """Return whether the other ranks must hear of something on this one."""
+        return False
+
+    def _hear_news(self) -> None:
+        """Look at what some rank has news of. Called on all ranks."""
 
     def _abandon(self) -> None:
         """Wait for whatever is in flight, so that nobody writes behind an error's back."""
-        for bucket in self._buckets:
-            if bucket.in_flight:
+        for carrier in self._carriers:
+            if carrier.in_flight:
                 with suppress(Exception):
-                    bucket.finish()
+                    carrier.finish()
 
     def _note_step(self) -> None:
         if self._rounds is not None:

@@ -11,6 +11,7 @@ from horovod.torch import mpi_ops
 from adasum_hvd import ops
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.broadcasting import broadcast_parameters
 from adasum_hvd.torch.optimizer import weight_copies
 from adasum_hvd.torch.optimizer.base import DistributedBase, Options, StepClosure
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
@@ -19,15 +20,20 @@ from adasum_hvd.torch.optimizer.delta_buckets import (
     change_bucket,
     is_rounding,
 )
-from adasum_hvd.torch.optimizer.rounds import bits_of, epoch, told_by_all
+from adasum_hvd.torch.optimizer.rounds import Rounds, bits_of, epoch
 
 _STATE_KEY = "adasum_delta"
+
+
+def _wide(weights: torch.Tensor) -> torch.Tensor:
+    """Return weights in a dtype in which they can be compared: in 16 bits a unit is too much."""
+    return weights.float() if weights.itemsize < 4 else weights
 
 
 class DeltaOptimizer(DistributedBase):
     """Takes the local step and reduces what it changed; parameters always hold weights."""
 
-    _variant = "delta"
+    _reduces_gradients = False
     _buckets: list[ChangeBucket]  # type: ignore[assignment]  # lists are invariant
 
     def _configure(
@@ -81,34 +87,26 @@ class DeltaOptimizer(DistributedBase):
         first = self._epoch != epoch()  # or the first since some ranks had joined
         for index in range(len(self._buckets)):
             self._replaced |= self._keep_start(index)
-        if first and not self._alone:
-            self._agree_on_start()
+        if first and self._rounds is not None:
+            self._agree_on_start(self._rounds)
             self._replaced = False
         self._epoch = epoch()
 
-    def _agree_on_start(self) -> None:
+    def _agree_on_start(self, rounds: Rounds) -> None:
         """Take the first rank's start where this rank's is another one by rounding. Collective.
 
         Raises:
             RuntimeError: on any rank it is another one by more; on every rank.
         """
-        process_set, name = self._options.process_set, f"adasum.start.{self._instance}"
         starts = self._common_starts()
-        told = told_by_all(name, [float(bits_of(starts))], process_set)
-        if len({value for (value,) in told.values()}) == 1:
+        bits = rounds.ask("start", bits_of(starts))
+        if len(set(bits.values())) == 1:
             return
-        root, far = min(told), False
-        for index, start in enumerate(starts):
-            carried = (
-                start.detach().cpu().float() if start.itemsize < 4 else start.cpu()
-            )
-            theirs = mpi_ops.broadcast(
-                carried, root, name=f"{name}.{index}", process_set=process_set
-            )
-            far |= not is_rounding(carried, theirs)
-            start.copy_(theirs)
-        told = told_by_all(name, [float(far)], process_set)
-        others = [r for r, (is_far,) in told.items() if is_far]
+        root, own = min(bits), [start.clone() for start in starts]
+        broadcast_parameters(starts, root, self._options.process_set)
+        pairs = zip(map(_wide, own), map(_wide, starts), strict=True)
+        far = not all(is_rounding(mine, agreed) for mine, agreed in pairs)
+        others = [rank for rank, is_far in rounds.ask("far", far).items() if is_far]
         if others:
             raise RuntimeError(
                 "DistributedOptimizer: required the same weights on all ranks before the first "
@@ -118,30 +116,28 @@ class DeltaOptimizer(DistributedBase):
             )
 
     def _common_starts(self) -> list[torch.Tensor]:
-        process_set = self._options.process_set
-        return [b.start_weights for b in self._buckets if b.process_set is process_set]
+        return [bucket.start_weights for bucket in self._common_buckets]
 
     def _keep_start(self, index: int) -> bool:
         """Note a bucket's start; return whether it is another one than all agreed on."""
         return self._buckets[index].open()
 
-    def _next_round(self) -> None:
-        if self._rounds is None:
-            return
-        changed = self._rounds.next(self._facts, lambda: float(self._replaced))
-        if changed:  # somewhere since the last question
-            self._replaced = False
-            name = f"adasum.changed.{self._instance}"
-            bits = float(bits_of(self._common_starts()))
-            told = told_by_all(name, [bits], self._options.process_set)
-            if len({value for (value,) in told.values()}) > 1:
-                raise RuntimeError(
-                    "DistributedOptimizer: required the same weights on all ranks at the start "
-                    f"of a step, got others after a change between steps (this is rank "
-                    f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
-                    "broadcast_parameters() afterwards; where they were moved for a moment, "
-                    "put back a copy"
-                )
+    def _has_news(self) -> bool:
+        return self._replaced
+
+    def _hear_news(self) -> None:
+        """Compare the starts: weights were changed between steps since the last question."""
+        self._replaced = False
+        assert self._rounds is not None
+        bits = self._rounds.ask("changed", bits_of(self._common_starts()))
+        if len(set(bits.values())) > 1:
+            raise RuntimeError(
+                "DistributedOptimizer: required the same weights on all ranks at the start "
+                f"of a step, got others after a change between steps (this is rank "
+                f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
+                "broadcast_parameters() afterwards; where they were moved for a moment, "
+                "put back a copy"
+            )
 
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
@@ -165,7 +161,6 @@ class DeltaOptimizer(DistributedBase):
                 bucket.flat.mul_(limit / norm)
         for bucket in self._buckets:
             bucket.apply()
-            bucket.settle()
 
     def _changes_are_finite(self) -> bool:
         """Return whether all reduced changes are finite, the same on all ranks."""
@@ -244,12 +239,10 @@ class DeltaOptimizer(DistributedBase):
 
     def _check_weight_copies(self) -> None:
         """Raise on every rank where, on any, the optimizer holds the weights twice. Collective."""
-        if self._alone:
+        if self._rounds is None:
             return
         places = self._find_weight_copies()
-        name = f"adasum.weight_copies.{self._instance}"
-        told = told_by_all(name, [float(bool(places))], self._options.process_set)
-        if any(has_copies for (has_copies,) in told.values()):
+        if any(self._rounds.ask("weight_copies", bool(places)).values()):
             where = places[0] if places else "on another rank"
             raise RuntimeError(
                 "delta variant: required an optimizer whose weights are the parameters alone, got "
@@ -262,7 +255,6 @@ class DeltaOptimizer(DistributedBase):
         """Set every parameter to the start."""
         for bucket in self._buckets:
             bucket.restore()
-            bucket.settle()
 
     # ---- resume inside a window of local steps ----
 

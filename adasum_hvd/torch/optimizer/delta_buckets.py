@@ -84,12 +84,6 @@ class ChangeBucket(Bucket):
         self.keep()
         return True
 
-    def settle(self) -> None:
-        """End a window: the weights are, now, what all ranks agree on."""
-        if self._start_differs:
-            self.keep()
-        self._settled = True
-
     def start(self) -> None:
         """Begin to reduce the change since `keep`. Collective; does not block."""
         start = self.start_weights
@@ -108,13 +102,19 @@ class ChangeBucket(Bucket):
         return _largest([self.flat])
 
     def apply(self) -> None:
-        """Set the weights, after `finish`, to what they were at `keep` plus the reduced change."""
+        """Set the weights, after `finish`, to what they were at `keep` plus the reduced change.
+
+        All ranks agree on them from then on.
+        """
         self.start_weights.add_(self.flat.to(self.start_weights.device))
-        torch._foreach_copy_(self.params, self._start_views)
+        self.restore()
 
     def restore(self) -> None:
-        """Set the weights to what they were at `keep`."""
+        """Set the weights to what they were at `keep`, on which all ranks agree from then on."""
         torch._foreach_copy_(self.params, self._start_views)
+        if self._start_differs:
+            self.keep()
+        self._settled = True
 
 
 class ChangeInOpBucket(ChangeBucket):
@@ -177,6 +177,7 @@ class ChangeInOpBucket(ChangeBucket):
     def apply(self) -> None:
         """Note the new weights: `finish` has set them."""
         self.keep()
+        self._settled = True
 
 
 def change_bucket(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def _on_all(parameter: torch.Tensor) -> bool:
 class GradientOptimizer(DistributedBase):
     """Reduces gradients while backward runs; `step()` waits for the last of them."""
 
-    _variant = "gradient"
+    _reduces_gradients = True
 
     def _configure(
         self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
@@ -68,8 +68,11 @@ class GradientOptimizer(DistributedBase):
         if self._countdown:
             self._countdown.close()
         super()._build_buckets()
-        self._carriers: list[Any] = [*self._buckets, *self._sparse]
         self._count()
+
+    @property
+    def _carriers(self) -> Sequence[Any]:
+        return [*self._buckets, *self._sparse]
 
     def _count(self) -> None:
         self._countdown = GradientCountdown(
@@ -139,12 +142,6 @@ class GradientOptimizer(DistributedBase):
             self._reset(synchronized=False)
             raise
 
-    def _abandon(self) -> None:
-        super()._abandon()
-        for bucket in self._sparse:
-            with suppress(Exception):
-                bucket.close()
-
     def _drain(self) -> None:
         """Finish what backward started, and drop it. Collective after a backward pass.
 
@@ -174,12 +171,11 @@ class GradientOptimizer(DistributedBase):
         self._reset(synchronized=True)
         self._follow_sparse()
 
-    def _next_round(self) -> None:
-        if self._rounds is not None:
-            news = self._rounds.next(
-                self._facts, lambda: float(bool(self._new_sparse_names()))
-            )
-            self._sparse_due = news or self._sparse_due
+    def _has_news(self) -> bool:
+        return bool(self._new_sparse_names())
+
+    def _hear_news(self) -> None:
+        self._sparse_due = True
 
     def _new_sparse_names(self) -> list[str]:
         """Return the parameters that have turned out to have sparse gradients."""
@@ -187,8 +183,7 @@ class GradientOptimizer(DistributedBase):
             return []
         return [
             self._name_of(parameter)
-            for bucket in self._buckets
-            if bucket.process_set is self._options.process_set
+            for bucket in self._common_buckets
             for parameter in bucket.params
             if parameter.grad is not None and parameter.grad.is_sparse
         ]
@@ -240,7 +235,6 @@ class GradientOptimizer(DistributedBase):
         passes = self._options.backward_passes_per_step
         told = f"{options}; backward_passes_per_step={passes}"
         return {
-            **super()._facts(),
             "hyperparameters": (
                 checksum(told),
                 f"which has {told}",
@@ -321,8 +315,7 @@ class GradientOptimizer(DistributedBase):
                 if not self._synchronized:
                     self._reduce()
                 result = super().step()
-        self._was_synchronized = False
-        self._handed_out = []
+        self._reset(synchronized=False)
         self._note_step()
         return result
 

@@ -7,7 +7,6 @@ part without a word. So the ranks say now and then what each of them has done so
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,7 @@ from adasum_hvd.torch import ops as torch_ops
 
 EVERY = 10  # rounds; a question is one small message that all wait for
 Fact = tuple[float, str, str]  # value, what this rank has, what to do
-_joins = itertools.count(1)
-_epoch = 0
+_epoch = 0  # how often all ranks have joined
 
 
 def join(device: int = -1) -> int:
@@ -44,7 +42,7 @@ def join(device: int = -1) -> int:
     """
     global _epoch
     last = mpi_ops.join(device)
-    _epoch = next(_joins)
+    _epoch += 1
     return last
 
 
@@ -66,12 +64,6 @@ class Rounds:
         self._round = self._steps = 0
         self._epoch = epoch()
 
-    @property
-    def steps(self) -> int:
-        """Steps noted since the ranks last joined."""
-        self._begin_epoch()
-        return self._steps
-
     def note_step(self) -> None:
         """Count a step."""
         self._begin_epoch()
@@ -84,14 +76,15 @@ class Rounds:
     def next(
         self,
         facts_of: Callable[[], Mapping[str, Fact]],
-        news_of: Callable[[], float] = lambda: 0.0,
+        has_news: Callable[[], bool],
     ) -> bool:
         """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
 
         Args:
-            facts_of: returns, by name, what must be the same on all ranks: its value (an
-                integer below 2**53), what this rank has in words, and what to do about it.
-            news_of: returns something but zero where this rank has news for the others.
+            facts_of: returns, by name, what must be the same on all ranks beside the number of
+                steps: its value (an integer below 2**53), what this rank has in words, and
+                what to do about it.
+            has_news: returns whether this rank has news for the others.
 
         Returns:
             Whether any rank has news; the same on all ranks.
@@ -103,34 +96,44 @@ class Rounds:
         due, self._round = self._round % EVERY == 0, self._round + 1
         if not due:
             return False
-        facts = facts_of()
-        values = [*(value for value, _, _ in facts.values()), news_of()]
-        everyone = told_by_all(self._name, values, self._process_set)
+        steps = (
+            float(self._steps),
+            f"which has taken {self._steps}",
+            "a rank that leaves out a step() after a backward pass must not do so alone: agree on "
+            "it, or let all ranks step; the replicas differ now",
+        )
+        facts = {"number of steps": steps, **facts_of()}
+        told = self._told([*(value for value, _, _ in facts.values()), has_news()])
         for column, (what, fact) in enumerate(facts.items()):
-            _compare(what, fact, {r: told[column] for r, told in everyone.items()})
-        return any(told[-1] for told in everyone.values())
+            _compare(what, fact, {rank: said[column] for rank, said in told.items()})
+        return any(said[-1] for said in told.values())
 
+    def ask(self, what: str, value: float) -> dict[int, float]:
+        """Return what every rank says, by rank; ranks that have joined are left out.
 
-def told_by_all(
-    name: str, values: Sequence[float], process_set: Any
-) -> dict[int, list[float]]:
-    """Return what every rank says, by rank; ranks that have joined are left out.
+        Args:
+            what: part of the message's name.
+            value: an integer below 2**53.
 
-    Args:
-        name: the message's.
-        values: as many on all ranks; integers below 2**53.
-        process_set: the ranks that take part.
+        Collective; blocks.
+        """
+        return {rank: said for rank, (said,) in self._told([value], what).items()}
 
-    Collective: every rank of `process_set`; blocks.
-    """
-    ranks = list(process_set.ranks)
-    # One row a rank, zeros from all others: an exact sum, in which a rank that has joined
-    # takes part, too. One more than the value, so that zero means "has joined".
-    rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
-    rows[ranks.index(mpi_ops.rank())] = 1 + torch.tensor(values, dtype=torch.float64)
-    everyone = torch_ops.allreduce(rows, name=name, op=ops.Sum, process_set=process_set)
-    pairs = zip(ranks, everyone.tolist(), strict=True)
-    return {r: [v - 1 for v in told] for r, told in pairs if any(told)}
+    def _told(
+        self, values: Sequence[float], what: str = "next"
+    ) -> dict[int, list[float]]:
+        """Return all ranks' values, as many on each, by rank."""
+        ranks = list(self._process_set.ranks)
+        # One row a rank, zeros from all others: an exact sum, in which a rank that has joined
+        # takes part, too. One more than the value, so that zero means "has joined".
+        rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows[ranks.index(mpi_ops.rank())] = 1 + mine
+        everyone = torch_ops.allreduce(
+            rows, name=f"{self._name}.{what}", op=ops.Sum, process_set=self._process_set
+        )
+        pairs = zip(ranks, everyone.tolist(), strict=True)
+        return {rank: [v - 1 for v in said] for rank, said in pairs if any(said)}
 
 
 def _compare(what: str, fact: Fact, values: Mapping[int, float]) -> None:
