@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adasum_hvd.install import build as builder
 from adasum_hvd.install import doctor
+from adasum_hvd.install.environment import BuildError
 from adasum_hvd.mindspore import rank_table as hosts
 
 
@@ -19,7 +20,7 @@ def _build(arguments: argparse.Namespace) -> int:
         )
         if not arguments.no_install:
             builder.install(wheel)
-    except builder.BuildError as error:
+    except BuildError as error:
         print(f"adasum-hvd build: {error}", file=sys.stderr)
         return 1
     print(f"{'built' if arguments.no_install else 'installed'}: {wheel}")

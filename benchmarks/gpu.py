@@ -35,9 +35,9 @@ REPETITIONS = 20
 def build_kernels(directory: Path) -> Path:
     """Compile the kernels and `device_kernels.cc` with nvcc for the device at hand."""
     sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
-    from adasum_hvd.install import build, nccl
+    from adasum_hvd.install import nccl, sources
 
-    native = build.NATIVE
+    native = sources.NATIVE
     program = directory / "device_kernels"
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
     command += ["-fmad=false", "-arch=native", f"-I{native}", "-o", str(program)]

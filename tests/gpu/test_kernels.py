@@ -10,7 +10,7 @@ import pytest
 from rooms import sources
 
 from adasum_hvd.install import nccl
-from adasum_hvd.install.build import NATIVE
+from adasum_hvd.install.sources import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
 

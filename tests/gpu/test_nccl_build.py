@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install import build, doctor, nccl
+from adasum_hvd.install import doctor, environment, nccl
 
-LIBRARIES = {name: doctor.library_path(name) for name in build.installed_frameworks()}
+LIBRARIES = {
+    name: doctor.library_path(name) for name in environment.installed_frameworks()
+}
 
 
 def nccl_version_inside(framework: str) -> int:

@@ -11,7 +11,7 @@ import pytest
 from launch import Configuration, Outcome, case_names, launch
 
 from adasum_hvd import binding
-from adasum_hvd.install import build, doctor
+from adasum_hvd.install import doctor, environment
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -45,7 +45,7 @@ def library_of(framework: str) -> ctypes.CDLL:
     """Return Horovod's library, or skip where it does not reduce on devices."""
     path = (
         doctor.library_path(framework)
-        if framework in build.installed_frameworks()
+        if framework in environment.installed_frameworks()
         else None
     )
     if path is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from adasum_hvd.install.build import NATIVE
+from adasum_hvd.install.sources import NATIVE
 
 X86 = platform.machine() == "x86_64"
 _X86_FLAGS = {

@@ -20,7 +20,8 @@ import numpy as np
 import rooms
 
 from adasum_hvd import binding
-from adasum_hvd.install import build, prerequisites
+from adasum_hvd.install import prerequisites
+from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
 
 REPOSITORY = Path(__file__).parents[2]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"
@@ -91,11 +92,11 @@ def _configure_gloo(gloo: Path, target: Path) -> Path:
 def make(directory: Path) -> Path:
     """Build the library in `directory`, or return the one of the same sources there."""
     directory.mkdir(parents=True, exist_ok=True)
-    tree = build.source_tree(build.cache_dir())
+    tree = source_tree(cache_dir())
     common = tree / "horovod" / "common"
     third_party = tree / "third_party"
     gloo = third_party / "gloo" / "gloo"
-    includes = [tree, build.NATIVE, SIMULATED, _configure_gloo(gloo, directory)]
+    includes = [tree, NATIVE, SIMULATED, _configure_gloo(gloo, directory)]
     includes += [
         third_party / name
         for name in ("HTTPRequest/include", "lbfgs/include", "gloo", "eigen")
@@ -107,14 +108,17 @@ def make(directory: Path) -> Path:
     # Without NVTX one of its headers lacks an include.
     sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}
     for name, header in _FORCED.items():
-        sources[common / f"{name}.cc"] = ("-include", str(build.NATIVE / "op" / header))
+        sources[common / f"{name}.cc"] = (
+            "-include",
+            str(NATIVE / "op" / header),
+        )
     sources |= dict.fromkeys(_gloo_sources(gloo), ())
     sources |= rooms.sources(*_OURS)
     sources[SIMULATED / "simulated_cuda.cc"] = ()
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
     compiler = str(prerequisites.compiler())
     headers = hashlib.sha256()
-    for path in sorted([*build.NATIVE.rglob("*.*"), *SIMULATED.glob("*.h")]):
+    for path in sorted([*NATIVE.rglob("*.*"), *SIMULATED.glob("*.h")]):
         headers.update(path.read_bytes() if path.suffix in (".h", ".inc") else b"")
 
     def compile_one(item: tuple[Path, tuple[str, ...]]) -> str:

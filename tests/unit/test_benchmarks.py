@@ -11,7 +11,7 @@ import cost_model
 import jobs
 
 from adasum_hvd.install import prerequisites
-from adasum_hvd.install.build import NATIVE
+from adasum_hvd.install.sources import NATIVE
 
 BENCHMARKS = Path(jobs.__file__).parent
 _PLANNER = """

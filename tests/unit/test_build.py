@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd import cli
-from adasum_hvd.install import build, prerequisites
+from adasum_hvd.install import build, environment, prerequisites, sources
 
 
 def test_nothing_is_missing_here():
@@ -33,34 +33,34 @@ def test_a_compiler_without_cxx17_is_named(monkeypatch, tmp_path):
 
 
 def test_key_follows_everything_that_decides_the_wheel(monkeypatch):
-    here = build.detect(["torch"], mpi=False)
-    assert here.key() == build.detect(["torch"], mpi=False).key()
-    assert here.key() != build.detect(["tensorflow"], mpi=False).key()
-    assert here.key() != build.detect(["torch"], mpi=True).key()
+    here = environment.detect(["torch"], mpi=False)
+    assert here.key() == environment.detect(["torch"], mpi=False).key()
+    assert here.key() != environment.detect(["tensorflow"], mpi=False).key()
+    assert here.key() != environment.detect(["torch"], mpi=True).key()
     monkeypatch.setenv("HOROVOD_DEBUG", "1")
-    assert here.key() != build.detect(["torch"], mpi=False).key()
+    assert here.key() != environment.detect(["torch"], mpi=False).key()
 
 
 def test_native_key_follows_the_sources(monkeypatch, tmp_path):
-    before = build.native_key()
-    monkeypatch.setattr(build, "NATIVE", tmp_path)
+    before = sources.native_key()
+    monkeypatch.setattr(sources, "NATIVE", tmp_path)
     (tmp_path / "a.cc").write_text("int a;")
-    first = build.native_key()
+    first = sources.native_key()
     (tmp_path / "a.cc").write_text("int b;")
-    assert len({before, first, build.native_key()}) == 3
+    assert len({before, first, sources.native_key()}) == 3
 
 
 def test_sync_touches_only_what_changed(monkeypatch, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "cmake").mkdir(parents=True)
-    monkeypatch.setattr(build, "NATIVE", source)
+    monkeypatch.setattr(sources, "NATIVE", source)
     for name in ("a.cc", "b.h", "cmake/c.cmake"):
         (source / name).write_text(name)
-    build._sync_native(target)
+    sources.sync_native(target)
     os.utime(target / "a.cc", (1, 1))
     (source / "b.h").write_text("new")
     (source / "cmake/c.cmake").unlink()
-    build._sync_native(target)
+    sources.sync_native(target)
     assert (target / "a.cc").stat().st_mtime == 1
     assert (target / "b.h").read_text() == "new"
     assert not (target / "cmake/c.cmake").exists()
@@ -106,10 +106,11 @@ def test_progress_reads_ninja_and_make(capsys):
 
 def test_wanting_what_is_not_there(monkeypatch, capsys):
     with pytest.raises(build.BuildError, match="required jax"):
-        build.detect(["jax"])
-    monkeypatch.setattr(build, "_scripts_path", lambda: "/nonexistent")
+        environment.detect(["jax"])
+    for module in (build, environment):
+        monkeypatch.setattr(module, "scripts_path", lambda: "/nonexistent")
     with pytest.raises(build.BuildError, match="required mpicxx on PATH"):
-        build.detect(["torch"], mpi=True)
+        environment.detect(["torch"], mpi=True)
     with pytest.raises(build.BuildError, match="required cmake"):
         build._cmake()
     assert cli.main(["build", "--frameworks", "jax"]) == 1
@@ -118,9 +119,10 @@ def test_wanting_what_is_not_there(monkeypatch, capsys):
 
 def test_installed_horovod_is_ours():
     assert (
-        metadata.version("horovod") == f"{build.HOROVOD_VERSION}+{build.LOCAL_VERSION}"
+        metadata.version("horovod")
+        == f"{sources.HOROVOD_VERSION}+{build.LOCAL_VERSION}"
     )
-    assert Path(build.NATIVE, "cmake", "inject.cmake").exists()
+    assert Path(sources.NATIVE, "cmake", "inject.cmake").exists()
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path):
@@ -183,20 +185,20 @@ def test_a_wheel_that_pip_refuses(monkeypatch, tmp_path, capsys):
 
 
 def test_an_interrupted_extraction_is_not_reused(monkeypatch, tmp_path):
-    name, archive = f"horovod-{build.HOROVOD_VERSION}", tmp_path / "sdist.tar.gz"
+    name, archive = f"horovod-{sources.HOROVOD_VERSION}", tmp_path / "sdist.tar.gz"
     (tmp_path / name).mkdir()
     (tmp_path / name / "setup.py").write_bytes(os.urandom(100_000))
     (tmp_path / name / "last.cc").write_bytes(os.urandom(1_000_000))
     with tarfile.open(archive, "w:gz") as file:
         for part in ("setup.py", "last.cc"):
             file.add(tmp_path / name / part, f"{name}/{part}")
-    monkeypatch.setattr(build, "_fetch_sdist", lambda directory: archive)
+    monkeypatch.setattr(sources, "_fetch_sdist", lambda directory: archive)
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])
     root = tmp_path / "root"
     with pytest.raises(EOFError):
-        build.source_tree(root)
+        sources.source_tree(root)
     archive.write_bytes(whole)
-    tree = build.source_tree(root)
+    tree = sources.source_tree(root)
     assert (tree / "last.cc").stat().st_size == 1_000_000
     assert not (root / "partial").exists()

@@ -14,7 +14,7 @@ from horovod.torch import mpi_ops
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import binding, ops
-from adasum_hvd.install import build
+from adasum_hvd.install import sources
 from adasum_hvd.torch import wire
 
 
@@ -71,7 +71,7 @@ def test_without_nccl_nothing_is_reduced_on_devices():
 
 def test_local_size_divides_only_what_registry_h_leaves_undivided():
     """Horovod's source: three uses of GetLocalSize, of which one divides a factor."""
-    trees = sorted(build.cache_dir().glob(f"**/horovod-{build.HOROVOD_VERSION}"))
+    trees = sorted(sources.cache_dir().glob(f"**/horovod-{sources.HOROVOD_VERSION}"))
     if not trees:
         pytest.skip("Horovod's source is not unpacked here")
     source = (trees[0] / "horovod" / "common" / "operations.cc").read_text()

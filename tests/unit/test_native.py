@@ -15,7 +15,7 @@ import pytest
 from rooms import X86, sources
 
 from adasum_hvd.install import nccl, prerequisites
-from adasum_hvd.install.build import NATIVE
+from adasum_hvd.install.sources import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
 

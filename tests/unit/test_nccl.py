@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adasum_hvd import cli
-from adasum_hvd.install import build, nccl
+from adasum_hvd.install import environment, nccl, sources
 
 cpu_build_of_torch = pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch is a CUDA build here"
@@ -77,7 +77,7 @@ def test_nvcc_may_be_a_script_that_calls_the_real_one(monkeypatch, tmp_path):
 def test_a_cpu_build_needs_no_toolkit(toolkit, monkeypatch):
     monkeypatch.setenv("PATH", f"{toolkit}/bin:{os.environ['PATH']}")
     assert not nccl.torch_has_cuda()
-    assert "HOROVOD_CUDA_HOME" not in build.detect(["torch"], mpi=False).settings
+    assert "HOROVOD_CUDA_HOME" not in environment.detect(["torch"], mpi=False).settings
 
 
 @cpu_build_of_torch
@@ -112,10 +112,10 @@ def test_devices_are_those_of_torch(monkeypatch):
 
 
 def test_settings_and_key(toolkit, pip_nccl, monkeypatch):
-    plain = build.detect(["torch"], mpi=False)
+    plain = environment.detect(["torch"], mpi=False)
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(pip_nccl))
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
-    env = build.detect(["torch"], mpi=False, gpu="nccl")
+    env = environment.detect(["torch"], mpi=False, gpu="nccl")
     assert env.nccl
     assert not plain.nccl
     assert env.key() != plain.key()
@@ -124,7 +124,7 @@ def test_settings_and_key(toolkit, pip_nccl, monkeypatch):
     assert env.compiler.endswith("nvcc 13.0, NCCL 22907")
     header = pip_nccl / "include" / "nccl.h"
     header.write_text(header.read_text().replace("22907", "23203"))
-    assert env.key() != build.detect(["torch"], mpi=False, gpu="nccl").key()
+    assert env.key() != environment.detect(["torch"], mpi=False, gpu="nccl").key()
 
 
 def test_build_variables_lead_the_linker_to_pips_nccl(toolkit, pip_nccl, tmp_path):
@@ -146,7 +146,9 @@ def test_build_variables_lead_the_linker_to_pips_nccl(toolkit, pip_nccl, tmp_pat
 
 def test_horovod_reads_these_variables():
     """The names are Horovod's own: each stands in the CMake files of its source."""
-    trees = sorted(build.cache_dir().glob(f"build/*/horovod-{build.HOROVOD_VERSION}"))
+    trees = sorted(
+        sources.cache_dir().glob(f"build/*/horovod-{sources.HOROVOD_VERSION}")
+    )
     if not trees:
         pytest.skip("Horovod's source is not unpacked here")
     files = [*trees[0].rglob("CMakeLists.txt"), *(trees[0] / "cmake").rglob("*.*")]

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import adasum_hvd
-from adasum_hvd.install.build import NATIVE, native_files
+from adasum_hvd.install.sources import NATIVE, native_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_both_hold_the_native_sources(dist: Path) -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text()
-    native = (NATIVE / "settings.h").read_text()
+    native = (NATIVE / "op" / "settings.h").read_text()
     assert re.search(r'^version = "(.*)"', project, re.M)[1] == adasum_hvd.__version__
     assert re.search(r'kVersion\[\] = "(.*)"', native)[1] == adasum_hvd.__version__
 

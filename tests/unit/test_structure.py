@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install.build import NATIVE, native_files
+from adasum_hvd.install.sources import NATIVE, native_files
 
 PACKAGE = Path(__file__).parents[2] / "adasum_hvd"
 # Which room of `adasum_hvd` uses which others; what is at the top serves all of them.

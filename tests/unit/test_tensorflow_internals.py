@@ -16,7 +16,7 @@ from horovod.tensorflow import mpi_ops
 import adasum_hvd.tensorflow as hvd
 import adasum_hvd.tensorflow.keras as hvd_keras
 from adasum_hvd import binding
-from adasum_hvd.install import build, prerequisites
+from adasum_hvd.install import prerequisites, sources
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow import tape
 from adasum_hvd.tensorflow.keras import collectives
@@ -145,7 +145,7 @@ def test_the_stream_function_that_tensorflow_lacks(tmp_path):
     subprocess.run(
         [prerequisites.compiler(), "-std=c++17", "-c", "-o", str(compiled)]
         + [*tf.sysconfig.get_compile_flags(), f"-I{simulated}"]
-        + [str(build.NATIVE / "op" / "tensorflow_stream.cc")],
+        + [str(sources.NATIVE / "op" / "tensorflow_stream.cc")],
         check=True,
     )
     symbols = subprocess.run(

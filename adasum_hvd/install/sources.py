@@ -1,0 +1,141 @@
+"""What is built: Horovod's sources from PyPI, ours, and the folder that keeps both.
+
+The cache directory is `$ADASUM_HVD_CACHE`, else `$XDG_CACHE_HOME/adasum_hvd`, else
+`~/.cache/adasum_hvd`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adasum_hvd.install.environment import BuildError
+
+HOROVOD_VERSION = "0.28.1"
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+NATIVE = Path(__file__).parents[1] / "native"
+
+
+def cache_dir() -> Path:
+    """Return the directory that holds wheels and build trees."""
+    if chosen := os.environ.get("ADASUM_HVD_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "adasum_hvd"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def native_files() -> list[Path]:
+    """Return the native sources of this installation."""
+    return sorted(
+        p
+        for p in NATIVE.rglob("*")
+        if p.suffix in (".h", ".cc", ".cu", ".inc", ".cmake")
+    )
+
+
+def native_key() -> str:
+    """Return a hash over the native sources of this installation."""
+    digest = hashlib.sha256()
+    for path in native_files():
+        digest.update(
+            str(path.relative_to(NATIVE)).encode() + b"\0" + path.read_bytes()
+        )
+    return digest.hexdigest()[:16]
+
+
+def sync_native(target: Path) -> None:
+    """Copy the native sources to `target`; a file whose content is the same keeps its time."""
+    keep = set()
+    for source in native_files():
+        copy = target / source.relative_to(NATIVE)
+        keep.add(copy)
+        if not copy.exists() or copy.read_bytes() != source.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+    for stale in [p for p in target.rglob("*") if p.is_file() and p not in keep]:
+        stale.unlink()
+
+
+def run_pip(required: str, remedy: str, *arguments: str) -> None:
+    """Run pip; BuildError "`required`, got: what pip said last; `remedy`" where it fails."""
+    command = [sys.executable, "-m", "pip", "--quiet", *arguments]
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        errors = [line for line in said if line.lower().startswith("error")]
+        raise BuildError(f"{required}, got: {(errors or said)[-1]}; {remedy}")
+    sys.stderr.write(done.stderr)
+
+
+def _fetch_sdist(directory: Path) -> Path:
+    """Download Horovod's sdist with pip, check its hash, return its path."""
+    archive = directory / f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if not archive.exists():
+        run_pip(
+            f"{archive.name}: required a download",
+            f"check the network and `pip config list`, or put the file into {directory}",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--dest",
+            str(directory),
+            f"horovod=={HOROVOD_VERSION}",
+        )
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != HOROVOD_SHA256:
+        archive.unlink()
+        raise BuildError(
+            f"Horovod's sdist: required sha256 {HOROVOD_SHA256}, got {found}; "
+            "the download was deleted, run the build again"
+        )
+    return archive
+
+
+def source_tree(root: Path) -> Path:
+    """Return the folder in `root` that holds Horovod's sources, extracted if need be.
+
+    Raises:
+        BuildError: the sources are not in the cache and pip cannot download them.
+    """
+    tree = root / f"horovod-{HOROVOD_VERSION}"
+    if (tree / "setup.py").exists():
+        return tree
+    with locked(root):
+        if not (tree / "setup.py").exists():
+            _extract(_fetch_sdist(cache_dir()), tree)
+    return tree
+
+
+def _extract(sdist: Path, tree: Path) -> None:
+    """Extract to a folder beside `tree` first: an interrupted extraction is no tree."""
+    partial = tree.with_name("partial")
+    for folder in (tree, partial):
+        shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        if sys.version_info >= (3, 12):
+            archive.extractall(partial, filter="data")
+        else:
+            archive.extractall(partial)
+    (partial / tree.name).rename(tree)
+    partial.rmdir()
