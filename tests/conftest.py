@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,38 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 from launch import Configuration, Outcome, launch  # noqa: E402
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "needs(case): a case whose results the test looks at"
+    )
+
+
+def _selected(items: list[pytest.Item], configuration: Configuration) -> list[str]:
+    """Return the cases that the selected tests of a configuration ask for."""
+    names: dict[str, None] = {}
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if configuration in parameters.values():
+            if "name" in parameters:
+                names[parameters["name"]] = None
+            names |= dict.fromkeys(
+                case for mark in item.iter_markers("needs") for case in mark.args
+            )
+    return list(names)
+
+
 @pytest.fixture(scope="session")
-def outcome_of():
+def outcome_of(request: pytest.FixtureRequest) -> Callable[[Configuration], Outcome]:
     """Return a function from a configuration to its outcome.
 
-    Launches are shared: the first test of a configuration starts its ranks.
+    Launches are shared: the first test of a configuration starts its ranks, which run the
+    cases of all tests that were selected.
     """
 
     @functools.cache
     def get(configuration: Configuration) -> Outcome:
-        return launch(configuration)
+        return launch(
+            configuration, only=_selected(request.session.items, configuration)
+        )
 
     return get

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def start() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    HOSTS.extend(["one"] * hvd.size())
+    HOSTS[:] = ["one"] * hvd.size()
 
 
 def align() -> None:
@@ -197,7 +197,7 @@ def case_exact_resume_and_copies() -> None:
         check_equal(masters(optimizer), masters(again_copy))
 
 
-def case_broadcast_optimizer_state() -> None:
+def case_broadcast_offloaded_state() -> None:
     model = model_of(torch.bfloat16)
     optimizer = wrapped(model)
     train(optimizer, model, 0, 1)

@@ -13,15 +13,6 @@ STEPS, SEED, BATCH = 4, 3, 8
 ADASUM = ("adasum-grad", "adasum-delta")
 
 
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
-
-
 def _train_for_real(op: str, optimizer: str, rate: float) -> list[np.ndarray]:
     """Return the weights after STEPS steps of the job that this process is a rank of."""
     images, labels, _, _ = convergence.digits()

@@ -18,9 +18,12 @@ hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
 HOSTS: list[int] = []
 
 
-def start() -> None:
+def init() -> None:
     evens = range(0, int(os.environ["HOROVOD_SIZE"]), 2)
     hvd.init([evens] if int(os.environ["HOROVOD_SIZE"]) > 2 else [])
+
+
+def start() -> None:
     # Ranks are placed host by host.
     wanted = os.environ.get("ADASUM_TEST_HOSTS", str(hvd.size()))
     for host, ranks in enumerate(wanted.split(",")):

@@ -22,16 +22,10 @@ EVENS: hvd.ProcessSet
 
 def start() -> None:
     global EVENS
-    hvd.init()
-    torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     if hvd.size() > 1:
         EVENS = hvd.add_process_set(range(0, hvd.size(), 2))
-
-
-def align() -> None:
-    hvd.barrier()
 
 
 def on_device(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 import tempfile
 
 import numpy as np
+import process_sets
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,17 +25,11 @@ TOLERANCE = 1e-6
 
 
 def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
     path = os.path.join(tempfile.mkdtemp(), "store")
     path = hvd.broadcast_object(path)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size()
     )
-
-
-def align() -> None:
-    hvd.barrier()
 
 
 def sgd(module: nn.Module, **options) -> torch.optim.Optimizer:
@@ -123,7 +118,7 @@ def case_one_rank_is_enough() -> None:
 
 def case_ranks_of_a_process_set_have_their_numbers_in_the_job() -> None:
     first, last = hvd.size() - 2, hvd.size() - 1
-    pair = hvd.global_process_set if first == 0 else hvd.add_process_set([first, last])
+    pair = process_sets.of(first, last)
     if pair.included():
         module = nn.Linear(3, 3)
         stage = PipelineStage(module, 0, hvd.size(), torch.device("cpu"))
@@ -134,21 +129,17 @@ def case_ranks_of_a_process_set_have_their_numbers_in_the_job() -> None:
         match = f"bucket_bytes={1 << 20} on rank {last} and {1 << 21} on rank {first} "
         with pytest.raises(ValueError, match=match):
             hvd.DistributedOptimizer(sgd(module), process_set=pair, bucket_bytes=size)
-    if first:
-        hvd.remove_process_set(pair)
 
 
 # ---- parameters that some ranks hold ----
 
 
 def halves():
-    """Return the process set of this rank's half of the ranks."""
+    """Return the process sets of this rank's half of the ranks, and of the other one."""
     half = hvd.size() // 2
-    sets = [
-        hvd.add_process_set(range(half)),
-        hvd.add_process_set(range(half, 2 * half)),
-    ]
-    return sets, sets[hvd.rank() // half]
+    sets = [process_sets.of(*range(half)), process_sets.of(*range(half, 2 * half))]
+    mine = hvd.rank() // half
+    return sets[mine], sets[1 - mine]
 
 
 class Mixed(nn.Module):
@@ -175,7 +166,7 @@ def adasum_over(ranks, tensor: torch.Tensor) -> np.ndarray:
 
 def case_replicated_over_process_sets() -> None:
     """Each tensor is reduced over exactly the ranks that hold it; replicas stay equal."""
-    sets, mine = halves()
+    mine, _ = halves()
     for op in ("adasum-delta", "adasum-grad"):
         model = Mixed()
         hvd.mark_replicated_over(mine, *model.expert.parameters())
@@ -214,12 +205,10 @@ def case_replicated_over_process_sets() -> None:
             hvd.ReplicaMismatch, match=r"expert.bias on ranks \[3\] than on rank 2"
         ):
             hvd.check_replicas(plain)
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
 
 
 def case_broadcast_leaves_marked_state_alone() -> None:
-    sets, mine = halves()
+    mine, _ = halves()
     model = Mixed()
     hvd.mark_replicated_over(mine, *model.expert.parameters())
     optimizer = hvd.DistributedOptimizer(sgd(model, momentum=0.9), op="adasum-delta")
@@ -234,13 +223,11 @@ def case_broadcast_leaves_marked_state_alone() -> None:
             assert everyone == everyone[:1] * hvd.size()
         else:
             assert torch.equal(after, before)
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
 
 
 def case_torch_scaler_is_refused_where_ranks_differ() -> None:
     """Even after synchronize(): gradients of the two halves' experts are not the same."""
-    sets, mine = halves()
+    mine, _ = halves()
     model = Mixed()
     hvd.mark_replicated_over(mine, *model.expert.parameters())
     optimizer = hvd.DistributedOptimizer(sgd(model), op="adasum-grad")
@@ -252,13 +239,11 @@ def case_torch_scaler_is_refused_where_ranks_differ() -> None:
         pytest.raises(RuntimeError, match=r"use adasum_hvd\.torch\.GradScaler$"),
     ):
         scaler.step(optimizer)
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
 
 
 def case_partly_replicated_overflow() -> None:
     """An overflow in one half's expert skips the step on all ranks."""
-    sets, mine = halves()
+    mine, _ = halves()
     for op in ("adasum-delta", "adasum-grad"):
         model = Mixed()
         hvd.mark_replicated_over(mine, *model.expert.parameters())
@@ -274,13 +259,10 @@ def case_partly_replicated_overflow() -> None:
         scaler.update()
         assert torch.equal(model.trunk.weight, before)
         assert scaler.get_scale() == 2.0
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
 
 
 def case_replicated_refusals() -> None:
-    sets, mine = halves()
-    other = next(s for s in sets if s is not mine)
+    mine, other = halves()
     model = Mixed()
     with pytest.raises(ValueError, match="registered process set with this rank in it"):
         hvd.mark_replicated_over(other, *model.expert.parameters())
@@ -299,10 +281,7 @@ def case_replicated_refusals() -> None:
         # A set that reaches beyond the optimizer's own.
         fresh = Mixed()
         hvd.mark_replicated_over(mine, *fresh.expert.parameters())
-        inner = hvd.add_process_set([0, 2])
+        inner = process_sets.of(0, 2)
         if inner.included():
             with pytest.raises(ValueError, match=r"rank 1 outside of \[0, 2\]"):
                 hvd.DistributedOptimizer(sgd(fresh), process_set=inner)
-        hvd.remove_process_set(inner)
-    for process_set in sets:
-        hvd.remove_process_set(process_set)

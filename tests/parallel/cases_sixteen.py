@@ -16,13 +16,8 @@ CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
 TOLERANCE = 1e-6
 
 
-def start() -> None:
+def init() -> None:
     hvd.init(group_op="average", group_size=8)
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
 
 
 def layer_and_gradients() -> tuple[nn.Module, list[torch.Tensor]]:

@@ -16,15 +16,6 @@ DTYPES = {torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-9}
 LEAK_BYTES = 64 << 20
 
 
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
-
-
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -13,15 +13,6 @@ import adasum_hvd.torch as hvd
 from adasum_hvd.torch.optimizer import delta_buckets
 
 
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
-
-
 def trained(in_op: bool, disturb=lambda model, step: None, **kwargs) -> list:
     """Train three steps, one forward pass in between, and return the parameters."""
     torch.manual_seed(0)
@@ -132,7 +123,7 @@ def case_a_refused_reduction_leaves_the_start() -> None:
     assert torch.equal(parameter.detach(), torch.full((6,), 2.0))
 
 
-def case_join() -> None:
+def case_join_of_the_delta_variant() -> None:
     """A rank that has joined counts as no change, and its weights stay."""
     parameter = nn.Parameter(torch.arange(9000.0))
     optimizer = hvd.DistributedOptimizer(

@@ -17,15 +17,6 @@ from adasum_hvd.torch.optimizer import rounds
 VARIANTS = ("average", "adasum-grad", "adasum-delta")
 
 
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
-
-
 def backward(model: nn.Module, step: int = 0) -> None:
     loss_of(model, hvd.rank(), step).backward()
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 
 import numpy as np
+import process_sets
 import pytest
 import torch
 
@@ -27,15 +28,9 @@ HOSTS: list[str] = []
 
 def start() -> None:
     global EVENS
-    hvd.init()
-    torch.set_num_threads(1)
     if hvd.size() > 1:
-        EVENS = hvd.add_process_set(range(0, hvd.size(), 2))
-    HOSTS.extend(hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one")))
-
-
-def align() -> None:
-    hvd.barrier()
+        EVENS = process_sets.of(*range(0, hvd.size(), 2))
+    HOSTS[:] = hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one"))
 
 
 def tensor_of(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+import process_sets
 import pytest
 import torch
 from torch import nn
@@ -61,13 +62,7 @@ VARIANTS = ("average", "sum", "adasum-grad", "adasum-delta", "adasum")
 
 
 def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    HOSTS.extend(hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one")))
-
-
-def align() -> None:
-    hvd.barrier()
+    HOSTS[:] = hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one"))
 
 
 def model_of(seed: int = 0) -> nn.Module:
@@ -222,7 +217,7 @@ def case_differing_models_are_refused_on_all_ranks() -> None:
         )
 
 
-def case_wrong_arguments() -> None:
+def case_wrong_arguments_of_the_optimizer() -> None:
     model = model_of()
     make = lambda **kwargs: hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), **kwargs
@@ -715,10 +710,10 @@ def case_closures() -> None:
     check_same_everywhere(model)
 
 
-def case_process_set() -> None:
+def case_optimizer_of_a_process_set() -> None:
     if hvd.size() < 3:
         pytest.skip("needs 3 ranks")
-    pair = hvd.add_process_set([0, 2])
+    pair = process_sets.of(0, 2)
     model = model_of()
     optimizer = distributed(model, "adasum-delta", process_set=pair)
     loss_of(model, hvd.rank(), 0).backward()
@@ -726,7 +721,6 @@ def case_process_set() -> None:
     weights = hvd.allgather_object(model[0].weight.detach().numpy())
     assert np.array_equal(weights[0], weights[2])
     assert not np.array_equal(weights[0], weights[1])
-    hvd.remove_process_set(pair)
 
 
 def scaled_training(

@@ -10,15 +10,6 @@ from torch import nn
 import adasum_hvd.torch as hvd
 
 
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-
-
-def align() -> None:
-    hvd.barrier()
-
-
 def total(of) -> float:
     return float(sum(of(rank) for rank in range(hvd.size())))
 

@@ -30,10 +30,12 @@ SMALL = (
 )
 
 
+def init() -> None:
+    hvd.init(group_op="average", group_size=1)
+
+
 def start() -> None:
     global folder
-    hvd.init(group_op="average", group_size=1)
-    torch.set_num_threads(1)
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="adasum-imagenet-")))
     if hvd.rank() == 0:
         random = np.random.default_rng(0)
@@ -44,10 +46,6 @@ def start() -> None:
                     pixels = random.integers(0, 60, (48, 40, 3)) + 60 * label
                     image = Image.fromarray(pixels.astype(np.uint8))
                     image.save(folder / part / f"n0{label}" / f"{index}.JPEG")
-    hvd.barrier()
-
-
-def align() -> None:
     hvd.barrier()
 
 

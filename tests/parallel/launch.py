@@ -1,8 +1,8 @@
 """Start real ranks with horovodrun or mpirun, once per configuration, and collect verdicts.
 
-One launch runs all cases of a file; each rank appends one JSON line per case to its own
-report. A rank that dies or hangs ends the launch after `TIMEOUT_SECONDS`, and its missing
-lines say where.
+One launch runs the selected cases of several files; each rank appends one JSON line per case
+to its own report. A rank that hangs in a case ends itself (worker.py) and so the launch, and
+its missing lines say where.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jobs import REPOSITORY, run_launcher, search_path
 
 WORKER = Path(__file__).with_name("worker.py")
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
-TIMEOUT_SECONDS = 480
+TIMEOUT_SECONDS = 1500
 # What programs of ranks import from, beside the package.
 IMPORTED = [
     REPOSITORY / f for f in ("tests/parallel", "tests/native", "benchmarks", "examples")
@@ -33,17 +33,26 @@ IMPORTED = [
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run the cases: which file, controller, how many ranks, which environment."""
+    """One way to run cases: which files ("a+b"), controller, how many ranks, which environment.
+
+    Files that share a launch start alike, or do more than `hvd.init()` in their `start()`.
+    """
 
     cases: str
     backend: str
     ranks: int
     environment: tuple[tuple[str, str], ...] = ()
     hosts: str = ""
+    label: str = ""  # in the tests' names, in place of `cases`
 
     def __str__(self) -> str:
         extra = [f"{k.removeprefix('ADASUM_HVD_')}={v}" for k, v in self.environment]
-        parts = [self.cases, f"{self.backend}{self.ranks}", *extra, self.hosts]
+        parts = [
+            self.label or self.cases,
+            f"{self.backend}{self.ranks}",
+            *extra,
+            self.hosts,
+        ]
         return "-".join(filter(None, parts)).lower()
 
 
@@ -98,12 +107,15 @@ class Outcome:
 def case_names(cases: str) -> list[str]:
     """Return the names of the cases in a file (or files, "a+b"), without importing them."""
     sources = [WORKER.with_name(f"{name}.py").read_text() for name in cases.split("+")]
-    return [
+    names = [
         node.name
         for source in sources
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
     ]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, f"{cases}: required cases of different names, got twice {twice}"
+    return names
 
 
 def every_case(configurations: Sequence[Configuration]) -> pytest.MarkDecorator:
@@ -139,17 +151,24 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     }
 
 
-def launch(configuration: Configuration, launcher: list[str] | None = None) -> Outcome:
-    """Run all cases of a configuration and return what every rank reported.
+def launch(
+    configuration: Configuration,
+    launcher: list[str] | None = None,
+    only: Sequence[str] = (),
+) -> Outcome:
+    """Run cases of a configuration and return what every rank reported.
 
-    `launcher` are the words in front of the program's, where they are not `command`'s.
+    Args:
+        configuration: what to run, and how.
+        launcher: the words in front of the program's, where they are not `command`'s.
+        only: the cases to run; all of them when empty.
     """
     directory = Path(tempfile.mkdtemp(prefix="adasum-ranks-"))
     words = launcher or command(
         configuration.backend, configuration.ranks, configuration.hosts
     )
     words = [*words, sys.executable, str(WORKER), configuration.cases]
-    words.append(str(directory))
+    words += [str(directory), *only]
     variables = environment(configuration.environment)
     outcome = Outcome()
     outcome.returncode, outcome.output = run_launcher(words, variables, TIMEOUT_SECONDS)

@@ -6,45 +6,50 @@ import json
 import sys
 
 import pytest
+import test_torch
 from launch import (
     REPOSITORY,
     Configuration,
-    case_names,
     command,
     environment,
+    every_case,
     run_launcher,
 )
 
-NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
-CONFIGURATIONS = [
-    Configuration(f"{NUMBERS}+cases_keras_modes", "gloo", 2),
-    Configuration("cases_tensorflow_ops", "gloo", 3),  # all of it in make soak
-    Configuration(NUMBERS, "mpi", 2),
-]
-AGREEMENT = Configuration(
-    "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing", "gloo", 3
-)
-# The launches of test_torch_ops.py; its 3 ranks use Gloo's messages, ours shared memory.
-TORCH = {
-    2: Configuration("cases_torch_ops", "gloo", 2),
-    3: Configuration("cases_torch_ops", "gloo", 3, (("ADASUM_HVD_LOCAL", "off"),)),
-}
-CASES = [
-    pytest.param(configuration, name, id=f"{configuration}-{name}")
-    for configuration in [*CONFIGURATIONS, AGREEMENT]
-    for name in case_names(configuration.cases)
-]
+OPS = "cases_tensorflow_ops"
+OPTIMIZER = "cases_keras_optimizer"
+MODES = "cases_keras_modes+cases_keras_wrap_cells"
+AGREEMENT = "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing"
 
 
-@pytest.mark.parametrize(("configuration", "name"), CASES)
+def tensorflow(backend: str, ranks: int, *cases: str) -> Configuration:
+    return Configuration("+".join((OPS, *cases)), backend, ranks, label="tensorflow")
+
+
+GLOO_2 = tensorflow("gloo", 2, OPTIMIZER, MODES)
+GLOO_3 = tensorflow("gloo", 3, AGREEMENT)  # the optimizer in make soak
+MPI_2 = tensorflow("mpi", 2, OPTIMIZER)
+STRICT_CELLS = Configuration("cases_keras_strict_cells", "gloo", 2)
+
+
+@every_case([GLOO_2, GLOO_3, MPI_2, STRICT_CELLS])
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_same_bits_as_torch(outcome_of, configuration: Configuration) -> None:
+@pytest.mark.needs("case_every_dtype_and_size", "case_bits_for_tensorflow")
+@pytest.mark.parametrize(
+    ("configuration", "torch"),
+    [
+        (GLOO_2, test_torch.GLOO_2),
+        (GLOO_3, test_torch.GLOO_3),
+        (MPI_2, test_torch.MPI_2),
+    ],
+    ids=str,
+)
+def test_same_bits_as_torch(outcome_of, configuration, torch: Configuration) -> None:
     ours = outcome_of(configuration).results("case_every_dtype_and_size")
-    torchs = outcome_of(TORCH[configuration.ranks]).results("case_bits_for_tensorflow")
+    torchs = outcome_of(torch).results("case_bits_for_tensorflow")
     assert len({str(result) for result in ours.values()}) == 1
     assert ours[0] == torchs[0]
     assert len(ours[0]) == 3

@@ -14,23 +14,30 @@ from pathlib import Path
 
 import pytest
 
-faulthandler.dump_traceback_later(440, exit=True)  # shows where a stuck rank stands
+CASE_SECONDS = 240  # a rank that is stuck shows where it stands, and ends
 
 
 def main() -> None:
-    """Run `worker.py CASES DIRECTORY`."""
-    modules = [importlib.import_module(name) for name in sys.argv[1].split("+")]
-    module = modules[0]
-    hvd = module.hvd
-    module.start()
-    report = Path(sys.argv[2], f"rank-{hvd.rank()}.jsonl")
+    """Run `worker.py CASES DIRECTORY [CASE ...]`."""
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+    files, directory, *only = sys.argv[1:]
+    modules = [importlib.import_module(name) for name in files.split("+")]
+    hvd = modules[0].hvd
+    # A file may say how to initialize, what to do then, and how to come together after a case.
+    getattr(modules[0], "init", hvd.init)()
+    for start in dict.fromkeys(getattr(module, "start", None) for module in modules):
+        if start is not None:
+            start()
+    align = getattr(modules[0], "align", None) or hvd.barrier
+    report = Path(directory, f"rank-{hvd.rank()}.jsonl")
     cases = {
         name: case
-        for part in modules
-        for name, case in vars(part).items()
-        if name.startswith("case_")
+        for module in modules
+        for name, case in vars(module).items()
+        if name.startswith("case_") and (not only or name in only)
     }
     for name, case in cases.items():
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         error, skipped, result = "", "", None
         try:
             result = case()
@@ -41,7 +48,7 @@ def main() -> None:
         with report.open("a") as file:
             verdict = {"case": name, "error": error, "skipped": skipped}
             file.write(json.dumps({**verdict, "result": result}) + "\n")
-        module.align()
+        align()
     hvd.shutdown()
 
 

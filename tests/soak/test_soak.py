@@ -20,6 +20,9 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
         ("cases_torch_optimizer+cases_torch_delta", "gloo", 4),
         ("cases_adam_offload", "mpi", 2),
         ("cases_keras_optimizer", "gloo", 3),
+        ("cases_torch_ops", "mpi", 8),
+        ("cases_convergence", "gloo", 8),
+        ("cases_sixteen", "mpi", 16),  # MindSpore's least
     ],
 )
 def test_more_ranks(cases: str, backend: str, ranks: int) -> None:

@@ -1,0 +1,124 @@
+"""All of PyTorch on Gloo and MPI: one launch per controller, ranks and environment."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Configuration, Outcome, every_case
+
+OPS = "cases_torch_ops"
+OPTIMIZER = "cases_torch_optimizer+cases_torch_delta"
+TOOLS = "cases_torch_tools+cases_torch_functions"
+OFFLOAD = "cases_adam_offload"
+CELLS = "cases_wrap_cells"
+MODES = "cases_parallel_modes"
+DRIFT = "cases_torch_drift+cases_torch_misuse"
+
+NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
+# Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
+TINY = (
+    ("ADASUM_HVD_CHUNK_BYTES", "1"),
+    ("ADASUM_HVD_MAX_MESSAGE_BYTES", "1024"),
+    ("ADASUM_HVD_REPLICATE_BYTES", "0"),
+)
+PORTABLE = (("ADASUM_HVD_KERNELS", "portable"), ("ADASUM_HVD_REPLICATE_BYTES", "0"))
+STAGED = (("ADASUM_HVD_LOCAL", "staged"), ("ADASUM_HVD_LOCAL_RING_BYTES", "4096"))
+THREADS = (("ADASUM_HVD_NUM_THREADS", "3"),)  # else one, where ranks share processors
+SPLIT = (("ADASUM_HVD_RADICES", "2x2"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+GROUPS = (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+
+
+def torch(
+    backend: str,
+    ranks: int,
+    *cases: str,
+    environment: tuple[tuple[str, str], ...] = (),
+    hosts: str = "",
+) -> Configuration:
+    files = "+".join((OPS, *cases))
+    return Configuration(files, backend, ranks, environment, hosts, "torch")
+
+
+ALONE = torch("gloo", 1, OPTIMIZER, TOOLS, OFFLOAD, CELLS)
+GLOO_2 = torch("gloo", 2, OPTIMIZER, TOOLS, DRIFT, MODES)
+GLOO_3 = torch("gloo", 3, OPTIMIZER, TOOLS, OFFLOAD, CELLS, environment=NETWORK)
+GLOO_4 = torch("gloo", 4, MODES, "cases_convergence")  # the optimizer in make soak
+GLOO_5 = torch("gloo", 5, environment=NETWORK)
+MPI_2 = torch("mpi", 2, OPTIMIZER, TOOLS, environment=NETWORK)
+MPI_3 = torch("mpi", 3)  # 8 in make soak
+MPI_4 = torch("mpi", 4, environment=NETWORK)
+TINY_MPI = torch("mpi", 3, environment=TINY + NETWORK)
+PORTABLE_GLOO = torch("gloo", 4, environment=PORTABLE)
+STAGED_GLOO = torch("gloo", 3, environment=TINY + STAGED + THREADS)
+UNEQUAL_HOSTS = torch("gloo", 3, hosts="localhost:1,127.0.0.1:2")
+TWO_HOSTS = torch("gloo", 4, hosts="localhost:2,127.0.0.1:2")
+SPLIT_MPI = torch("mpi", 4, environment=TINY + SPLIT)
+GROUPED = torch("gloo", 4, environment=GROUPS)
+CONFIGURATIONS = [
+    ALONE, GLOO_2, GLOO_3, GLOO_4, GLOO_5, MPI_2, MPI_3, MPI_4,
+    TINY_MPI, PORTABLE_GLOO, STAGED_GLOO, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,
+]  # fmt: skip
+
+
+@every_case(CONFIGURATIONS)
+def test_case(outcome_of, configuration: Configuration, name: str) -> None:
+    if configuration is GROUPED and name in (
+        "case_properties",  # orthogonal inputs add up: not where groups are averaged
+        "case_cancelling_pairs",
+    ):
+        pytest.skip("a property of AdaSum all the way down")
+    outcome_of(configuration).check(name, configuration.ranks)
+
+
+@pytest.mark.needs("case_process_set")
+@pytest.mark.parametrize("configuration", [ALONE], ids=str)
+def test_a_case_with_nothing_to_check_is_skipped(outcome_of, configuration) -> None:
+    with pytest.raises(pytest.skip.Exception, match="needs 2 ranks"):
+        outcome_of(configuration).check("case_process_set", 1)
+
+
+def test_a_case_is_skipped_by_all_ranks_or_by_none() -> None:
+    verdicts = [{"error": "", "skipped": why} for why in ("", "needs more", "")]
+    outcome = Outcome({"case_a": dict(enumerate(verdicts))})
+    with pytest.raises(AssertionError, match=r"skipped on some ranks only.*needs more"):
+        outcome.check("case_a", 3)
+    outcome.verdicts["case_a"][1]["skipped"] = ""
+    outcome.check("case_a", 3)
+
+
+@pytest.mark.needs("case_every_dtype_and_size")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (GLOO_2, MPI_2),
+        (GLOO_3, MPI_3),
+        (GLOO_4, MPI_4),
+        (GLOO_3, TINY_MPI),
+        (GLOO_4, PORTABLE_GLOO),
+        (GLOO_3, STAGED_GLOO),
+    ],
+    ids=str,
+)
+def test_same_bits(outcome_of, one: Configuration, other: Configuration) -> None:
+    case = "case_every_dtype_and_size"
+    mine, theirs = (outcome_of(c).results(case)[0] for c in (one, other))
+    assert len(mine) == 4
+    assert mine == theirs
+
+
+@pytest.mark.needs("case_path")
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        (TWO_HOSTS, "levels of 2 x 2 ranks; inside a host shared memory"),
+        (GLOO_4, "shared memory"),
+        (GLOO_3, "network (ADASUM_HVD_LOCAL=off)"),
+        (UNEQUAL_HOSTS, "network"),
+    ],
+    ids=str,
+)
+def test_ranks_know_their_path(
+    outcome_of, configuration: Configuration, words: str
+) -> None:
+    paths = outcome_of(configuration).results("case_path")
+    assert len(paths) == configuration.ranks
+    assert all(path.startswith(words) for path in paths.values()), paths
