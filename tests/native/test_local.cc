@@ -260,7 +260,7 @@ void FailedPeerIsNamed() {
 }
 
 // Being woken is no progress: what counts is the time.
-void SilentPeerThatRingsIsNamed() {
+void SilentPeerThatWakesOthersIsNamed() {
   Board board(2);
   std::atomic<bool> done{false};
   InThreads(2, [&](int rank) {
@@ -272,7 +272,7 @@ void SilentPeerThatRingsIsNamed() {
     SegmentHeader& header = group->header(0);
     if (rank == 1) {
       while (!done) {
-        header.bell.Ring();
+        header.bell.Wake();
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
       return;
@@ -829,7 +829,7 @@ int main(int argc, char** argv) {
                       {"messages arrive", MessagesArrive},
                       {"an ended peer is named", EndedPeerIsNamed},
                       {"a silent peer is named", SilentPeerIsNamed},
-                      {"a silent peer that rings is named", SilentPeerThatRingsIsNamed},
+                      {"a silent peer that wakes others is named", SilentPeerThatWakesOthersIsNamed},
 #if !defined(__SANITIZE_THREAD__)
                       {"a killed peer is named", KilledPeerIsNamed},
 #endif

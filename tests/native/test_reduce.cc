@@ -298,11 +298,11 @@ std::vector<std::vector<char>> ReduceAll(const std::vector<Tensors>& ranks, cons
   };
   auto reduce = [&](Rank& rank) {
     const int me = rank.transport().rank();
-    const std::vector<PlannedLevel> planned =
+    const std::vector<GroupPlan> planned =
         PlanLevels(options.hosts, options.group_op, options.group_size, me, options.radices);
     std::deque<GroupTransport> groups;
     std::vector<ReduceLevel> levels;
-    for (const PlannedLevel& level : planned) {
+    for (const GroupPlan& level : planned) {
       levels.push_back({&groups.emplace_back(rank.transport(), level.group), &level.tree});
     }
     rank.Reduce(views[me], levels, options);
@@ -865,7 +865,7 @@ void ChangesOfWeights() {
 void LevelsKeepBytesInsideTheHost() {
   const std::vector<Tensors> tensors = MakeTensors(4, {1 << 20}, kFloat32, Random(25));
   RunRanks(4, [&](ThreadTransport& transport) {
-    const std::vector<PlannedLevel> planned =
+    const std::vector<GroupPlan> planned =
         PlanLevels({0, 0, 1, 1}, GroupOp::kAdasum, 0, transport.rank(), {2, 2});
     GroupTransport inside(transport, planned[0].group), between(transport, planned[1].group);
     std::vector<char> output = tensors[transport.rank()].bytes[0];
@@ -885,7 +885,7 @@ void LevelsKeepBytesInsideTheHost() {
 void PlansFollowHostsAndCosts() {
   auto radices = [](const std::vector<int>& hosts, int group_size, const std::vector<int>& wanted) {
     std::vector<int> sizes;
-    for (const PlannedLevel& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, wanted)) {
+    for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, wanted)) {
       sizes.push_back(static_cast<int>(level.group.size()));
     }
     return sizes;
@@ -921,7 +921,7 @@ void PlansFollowHostsAndCosts() {
     const int ranks = static_cast<int>(hosts.size());
     std::map<std::pair<int, int>, int> shared;
     for (int rank = 0; rank < ranks; ++rank) {
-      for (const PlannedLevel& level : PlanLevels(hosts, GroupOp::kAdasum, 0, rank, {})) {
+      for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, 0, rank, {})) {
         Check(std::count(level.group.begin(), level.group.end(), rank) == 1,
               "a rank is not in its own group");
         for (int member : level.group) {

@@ -272,7 +272,7 @@ __device__ double Evaluate(const TreeOf& tree, int node, const Sides* sides, Lea
 
 template <class T> __global__ void NodesKernel(Slice slice, const int32_t* merges) {
   const Block<T> block(slice, static_cast<int>(blockIdx.x));
-  if (slice.explicit_walk[block.run] == 0) {
+  if (slice.walk_tree[block.run] == 0) {
     return;
   }
   const Merge merge = slice.tree.merge[merges[blockIdx.y]];
@@ -295,7 +295,7 @@ template <class T> __global__ void NodesKernel(Slice slice, const int32_t* merge
 __global__ void SidesKernel(Slice slice, const int32_t* merges, int merge_count) {
   const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const int run = index / merge_count, k = index % merge_count;
-  if (run >= slice.run_count || slice.explicit_walk[run] == 0) {
+  if (run >= slice.run_count || slice.walk_tree[run] == 0) {
     return;
   }
   const int merge = merges[k];
@@ -368,7 +368,7 @@ __device__ inline DoubleDouble FoldedOverLanes(DoubleDouble sum, FoldBy by) {
 }
 
 // A warp per run and entry.
-__global__ void FoldBlocksKernel(Slice slice, int entries, FoldBy by, bool explicit_only) {
+__global__ void FoldBlocksKernel(Slice slice, int entries, FoldBy by, bool walked_only) {
   const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int run = static_cast<int>(warp / entries), entry = static_cast<int>(warp % entries);
@@ -377,7 +377,7 @@ __global__ void FoldBlocksKernel(Slice slice, int entries, FoldBy by, bool expli
   }
   const Run& of = slice.runs[run];
   DoubleDouble sum;
-  if (!explicit_only || slice.explicit_walk[run] != 0) {
+  if (!walked_only || slice.walk_tree[run] != 0) {
     const int blocks = static_cast<int>((of.count + kBlockElements - 1) / kBlockElements);
     for (int block = lane; block < blocks; block += kWarp) {
       const double value = slice.block_sums[(int64_t{of.first_block} + block) * entries + entry];
@@ -477,7 +477,7 @@ __global__ void SolveKernel(Slice slice) {
     __syncwarp();
   }
   if (lane == 0) {
-    slice.explicit_walk[run] = cancelled ? 1 : 0;
+    slice.walk_tree[run] = cancelled ? 1 : 0;
   }
   if (!cancelled) {
     return;
@@ -502,21 +502,21 @@ __global__ void SolveKernel(Slice slice) {
 // Combines the block where that takes the tree, and says whether it did.
 template <class T> __device__ bool CombinedByTree(const Block<T>& block, double scale) {
   const Slice& slice = block.slice;
-  const bool explicit_walk = slice.explicit_walk[block.run] != 0;
-  if (!explicit_walk && !InTreeOrder(slice.type, slice.size)) {
+  const bool walk_tree = slice.walk_tree[block.run] != 0;
+  if (!walk_tree && !InTreeOrder(slice.type, slice.size)) {
     return false;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
   const Sides* sides =
-      explicit_walk ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
+      walk_tree ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
   const double input_scale = block.Scale();
   const int root = slice.tree.leaves + slice.tree.merges - 1;
   for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
     const double value = Evaluate(slice.tree, root, sides, [&](int rank) {
-      const double factor = explicit_walk ? input_scale * slice.tree.leaf_weights[rank] : c[rank] * scale;
+      const double factor = walk_tree ? input_scale * slice.tree.leaf_weights[rank] : c[rank] * scale;
       return Widened(block.Of(rank)[k]) * factor;
     });
-    Narrow(explicit_walk ? value * (scale / input_scale) : value, &block.Result()[k]);
+    Narrow(walk_tree ? value * (scale / input_scale) : value, &block.Result()[k]);
   }
   return true;
 }
@@ -666,9 +666,9 @@ void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, c
   });
 }
 
-void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool explicit_only, cudaStream_t stream) {
+void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool walked_only, cudaStream_t stream) {
   Launch("the fold kernel", FoldBlocksKernel, Grid(BlocksFor(int64_t{slice.run_count} * entries * kWarp)),
-         kThreads, stream, slice, entries, by, explicit_only);
+         kThreads, stream, slice, entries, by, walked_only);
 }
 
 void FoldShared(const Fold& fold, int entries, FoldBy by, cudaStream_t stream) {

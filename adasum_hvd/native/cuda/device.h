@@ -67,10 +67,10 @@ struct TreeOf {
   const int32_t* program;
   const int32_t* first_step;
 };
-constexpr int kMostStack = 24; // vectors on that stack: one more than the levels of a tree of 2^23 ranks
+constexpr int kMostStack = 24; // vectors on that stack: one more than the tiers of a tree of 2^23 ranks
 
 // A slice with all ranks' elements of it, and room for what is computed of it. Rows are `entries` long, of
-// Gram matrices or of three sums per merge of a tree's level.
+// Gram matrices or of three sums per merge of a tier of the tree.
 struct Slice {
   ElementType type;
   int rank;
@@ -86,7 +86,7 @@ struct Slice {
   DoubleDouble* totals;      // row per shared tensor
   DoubleDouble* sent;        // row per slot
   double* coefficients;      // per run and rank
-  int32_t* explicit_walk;    // per run: not 0 where the coefficients could not be had
+  int32_t* walk_tree;        // per run: not 0 where the coefficients could not be had
   Sides* sides;              // per run and merge
   int64_t* explicit_counter; // of tensors that were walked explicitly
 };
@@ -116,19 +116,19 @@ void SetScales(const Slice& slice, cudaStream_t stream);
 
 // block_sums[block] = the packed Gram matrix of the block.
 void GramOfBlocks(const Slice& slice, cudaStream_t stream);
-// For every merge of a level of the tree, |left|^2, left.right and |right|^2 of the block, of runs that are
+// For every merge of a tier of the tree, |left|^2, left.right and |right|^2 of the block, of runs that are
 // walked explicitly.
 void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
 
-// run_sums[run] = the blocks' rows folded, and sent[slot] too; with `explicit_only` of runs that are walked
+// run_sums[run] = the blocks' rows folded, and sent[slot] too; with `walked_only` of runs that are walked
 // explicitly, zeros for others.
-void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool explicit_only, cudaStream_t stream);
+void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool walked_only, cudaStream_t stream);
 void FoldShared(const Fold& fold, int entries, FoldBy by, cudaStream_t stream);
 
 // The coefficients from the Gram matrices in run_sums or totals; or the flag, and the sides of the merges of
 // leaves.
 void Solve(const Slice& slice, cudaStream_t stream);
-// The sides of a level's merges, from the sums in run_sums or totals.
+// The sides of a tier's merges, from the sums in run_sums or totals.
 void SetSides(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
 
 // result = scale * sum_i c_i x_i in float64, rounded once.

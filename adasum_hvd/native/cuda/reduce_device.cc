@@ -138,7 +138,7 @@ private:
     DoubleDouble* Sent(int entries) const { return gathered + int64_t{kSlots} * transport->rank() * entries; }
   };
 
-  struct WalkedLevel {
+  struct WalkedTier {
     const int32_t* merges = nullptr;
     int count = 0;
   };
@@ -156,8 +156,8 @@ private:
     std::vector<char*> receive; // per rank: its elements of this rank's slice
     std::vector<char*> result;  // per rank: its slice of the result
     device::Slice slice = {};
-    std::deque<Stage> stages;       // from this level's group to the lowest level's
-    std::deque<WalkedLevel> walked; // the tree's levels above the first
+    std::deque<Stage> stages;      // from this level's group to the lowest level's
+    std::deque<WalkedTier> walked; // the tree's tiers above the first
 
     int rank() const { return transport->rank(); }
     int size() const { return transport->size(); }
@@ -173,9 +173,9 @@ private:
 
   void Exchange(Level& level);
   void FoldOverRanks(Level& level, int entries, device::FoldBy by);
-  void SumBlocks(Level& level, int entries, device::FoldBy by, bool explicit_only);
+  void SumBlocks(Level& level, int entries, device::FoldBy by, bool walked_only);
   void FindScales(Level& level);
-  void SolveExplicitly(Level& level);
+  void WalkTrees(Level& level);
   void Gather(Level& level);
 
   int64_t bytes() const { return ElementBytes(type_); }
@@ -350,7 +350,7 @@ std::map<int, int> DeviceReduction::PlanStages(size_t index, Arena& arena) {
   Level& level = levels_[index];
   std::map<int, int> rows;
   int most = 1;
-  for (const std::vector<int>& merges : level.tree->levels) {
+  for (const std::vector<int>& merges : level.tree->tiers) {
     most = std::max(most, 3 * static_cast<int>(merges.size()));
   }
   const int64_t entries = std::max<int64_t>(most, GramSize(level.size()));
@@ -429,16 +429,16 @@ void DeviceReduction::PlanSlice(size_t index, Arena& arena) {
   arena.Put(&slice.runs, runs);
   arena.Put(&slice.received, std::vector<const void*>(level.receive.begin(), level.receive.end()));
   Put(*level.tree, arena, slice.tree);
-  for (size_t k = 1; k < level.tree->levels.size(); ++k) {
-    const std::vector<int>& merges = level.tree->levels[k];
-    WalkedLevel& walked = level.walked.emplace_back();
+  for (size_t k = 1; k < level.tree->tiers.size(); ++k) {
+    const std::vector<int>& merges = level.tree->tiers[k];
+    WalkedTier& walked = level.walked.emplace_back();
     walked.count = static_cast<int>(merges.size());
     arena.Put(&walked.merges, std::vector<int32_t>(merges.begin(), merges.end()));
   }
   const int64_t count = slice.run_count;
   arena.Room(&slice.scales, type_ == kFloat64 ? count : 0);
   arena.Room(&slice.coefficients, count * level.size());
-  arena.Room(&slice.explicit_walk, count);
+  arena.Room(&slice.walk_tree, count);
   arena.Room(&slice.sides, count * slice.tree.merges);
   slice.explicit_counter = scratch_.counter(stream_);
 }
@@ -463,7 +463,7 @@ void DeviceReduction::Enqueue(const PhaseObserver& observer) {
     observer(Phase::kSharedTensors, static_cast<int>(index));
     FoldOverRanks(level, static_cast<int>(GramSize(level.size())), device::FoldBy::kAdd);
     device::Solve(level.slice, stream_);
-    SolveExplicitly(level);
+    WalkTrees(level);
     if (index + 1 < levels_.size()) {
       device::Combine(level.slice, level.scale, stream_);
     }
@@ -500,10 +500,10 @@ void DeviceReduction::Gather(Level& level) {
   level.transport->Exchange(messages);
 }
 
-void DeviceReduction::SumBlocks(Level& level, int entries, device::FoldBy by, bool explicit_only) {
+void DeviceReduction::SumBlocks(Level& level, int entries, device::FoldBy by, bool walked_only) {
   device::Slice slice = level.slice;
   slice.sent = level.stages.front().Sent(entries);
-  device::FoldBlocks(slice, entries, by, explicit_only, stream_);
+  device::FoldBlocks(slice, entries, by, walked_only, stream_);
 }
 
 // From the ranks whose slices lie side by side, the group of this level, to those of the lowest level.
@@ -534,8 +534,8 @@ void DeviceReduction::FindScales(Level& level) {
 }
 
 // For what Solve has flagged, on the device; the exchanges of a few sums take place whatever it has found.
-void DeviceReduction::SolveExplicitly(Level& level) {
-  for (const WalkedLevel& walked : level.walked) {
+void DeviceReduction::WalkTrees(Level& level) {
+  for (const WalkedTier& walked : level.walked) {
     const int entries = 3 * walked.count;
     device::NodesOfBlocks(level.slice, walked.merges, walked.count, stream_);
     SumBlocks(level, entries, device::FoldBy::kAdd, true);

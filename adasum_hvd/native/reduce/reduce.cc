@@ -33,7 +33,7 @@ private:
   void PlaceFirst(Scratch& scratch);
   void PlaceNext();
   void GiveRoom(size_t level, char* received);
-  int64_t Chunks(const Level& level) const;
+  int64_t Chunks(const GroupReduction& level) const;
   int64_t ChunkEnd(int64_t chunk, const Slice& slice) const;
   int64_t ChunkBytes(int64_t chunk, const Slice& slice) const;
 
@@ -58,7 +58,7 @@ private:
   bool alone_ = false;     // one rank
   bool replicate_ = false; // every rank reduces everything
   int64_t chunk_elements_ = 0;
-  std::deque<Level> levels_; // that do not move
+  std::deque<GroupReduction> levels_; // that do not move
   std::vector<Places> places_;
   bool any_delta_ = false;
 };
@@ -88,7 +88,7 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
   PlaceFirst(scratch);
   PlaceNext();
   int64_t received = 0;
-  for (const Level& level : levels_) {
+  for (const GroupReduction& level : levels_) {
     received += (level.size() - 1) * level.mine().elements * arithmetic_.bytes();
   }
   char* room = scratch.received.Reserve(received);
@@ -117,7 +117,7 @@ ReduceResult Reduction::Execute(const PhaseObserver& observer) {
     Gather(level);
   }
   ReduceResult result;
-  for (const Level& level : levels_) {
+  for (const GroupReduction& level : levels_) {
     result.explicit_tensors += level.explicit_tensors();
   }
   return result;
@@ -136,7 +136,7 @@ char* Reduction::Output(const Run& run) const {
 // A slice that is a piece of one tensor is sent from there and received there; of others a copy is made in
 // the staging memory, chunk by chunk. What every rank reduces by itself has one copy there for all peers.
 void Reduction::PlaceFirst(Scratch& scratch) {
-  Level& first = levels_.front();
+  GroupReduction& first = levels_.front();
   Places& places = places_.front();
   bool staged = replicate_ && levels_.size() > 1;
   int64_t elements = 0;
@@ -166,7 +166,7 @@ void Reduction::PlaceNext() {
 }
 
 void Reduction::GiveRoom(size_t index, char* received) {
-  Level& level = levels_[index];
+  GroupReduction& level = levels_[index];
   Places& places = places_[index];
   for (int rank = 0; rank < level.size(); ++rank) {
     places.receive.push_back(rank == level.rank() ? nullptr : received);
@@ -186,7 +186,7 @@ void Reduction::GiveRoom(size_t index, char* received) {
 
 // ---- chunks ----
 
-int64_t Reduction::Chunks(const Level& level) const {
+int64_t Reduction::Chunks(const GroupReduction& level) const {
   int64_t longest = 0;
   for (int rank = 0; rank < level.size(); ++rank) {
     longest = std::max(longest, level.slice(rank).elements);
@@ -216,7 +216,7 @@ void Reduction::Prepare(size_t level, int rank, int64_t begin, int64_t end) {
 
 // What a rank keeps is read where it is, unless it has to be computed.
 bool Reduction::HasToBePacked(int rank) const {
-  const Level& level = levels_.front();
+  const GroupReduction& level = levels_.front();
   const bool sent = alone_ ? false : replicate_ || rank != level.rank();
   return !InPlace(level.slice(rank)) && (sent || any_delta_);
 }
@@ -245,7 +245,7 @@ void Reduction::Pack(int rank, int64_t begin, int64_t end) {
 }
 
 void Reduction::Send(size_t index, int64_t chunk) {
-  Level& level = levels_[index];
+  GroupReduction& level = levels_[index];
   const Places& places = places_[index];
   const int64_t begin = chunk * chunk_elements_;
   std::vector<Message> messages(level.size());
@@ -265,7 +265,7 @@ void Reduction::Send(size_t index, int64_t chunk) {
 
 // Sums what has come while the next chunk is on its way.
 void Reduction::ReceiveAndSum(size_t index) {
-  Level& level = levels_[index];
+  GroupReduction& level = levels_[index];
   const int64_t chunks = Chunks(level);
   const bool sum_at_once = arithmetic_.type != kFloat64; // which needs the largest element first
   for (int64_t chunk = 0; chunk <= chunks; ++chunk) {
@@ -288,7 +288,7 @@ void Reduction::ReceiveAndSum(size_t index) {
 // ---- back from them ----
 
 void Reduction::Gather(size_t index) {
-  Level& level = levels_[index];
+  GroupReduction& level = levels_[index];
   const Places& places = places_[index];
   const bool last = index + 1 == levels_.size();
   const bool unpack = index == 0;

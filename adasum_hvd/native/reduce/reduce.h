@@ -1,5 +1,6 @@
 // AdaSum over ranks, in the Gram form: every node of the tree is a linear combination of the inputs, so its
-// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level (group_reduction.h):
+// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level
+// (group_reduction.h):
 //
 //   1. every rank receives its group's elements of its slice, and sums the slice's part of G on the way;
 //   2. the parts of the tensors that several slices share are exchanged (a few hundred bytes);
@@ -36,8 +37,9 @@ struct TensorView {
   const void* start = nullptr;
 };
 
-// A group of ranks, and the tree over it. The levels of a reduction go from the inside out: the groups of a
-// level hold ranks with the same places in the groups before.
+// A level is a step of the hierarchy, and nothing else here: first the ranks of a host reduce, then those at
+// the same place on every host, and so on outwards. This is a rank's group in one level, and the tree over
+// it.
 struct ReduceLevel {
   Transport* transport;
   const Tree* tree;

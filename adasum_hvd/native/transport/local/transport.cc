@@ -65,7 +65,7 @@ void LocalTransport::Start(const std::vector<Message>& messages) {
     add(lanes_[peer].incoming, messages[peer].receive, messages[peer].receive_bytes);
     add(lanes_[peer].outgoing, messages[peer].send, messages[peer].send_bytes);
     if (Send(peer)) {
-      group_->peers[peer].segment->header().bell.Ring();
+      group_->peers[peer].segment->header().bell.Wake();
     }
   }
 }
@@ -115,7 +115,7 @@ bool LocalTransport::Advance(int peer) {
   const bool sent = Send(peer);
   const bool received = Receive(peer);
   if (sent || received) {
-    group_->peers[peer].segment->header().bell.Ring();
+    group_->peers[peer].segment->header().bell.Wake();
   }
   return noted || sent || received;
 }
@@ -297,11 +297,11 @@ void LocalTransport::KeepApart() {
 
 void LocalTransport::Sleep() {
   Bell& bell = group_->mine->header().bell;
-  const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
+  const uint32_t seen = bell.wakes.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
   const bool moved = AdvanceAll();
   if (!moved) {
-    bell.SleepUnlessRung(seen, kLook);
+    bell.SleepUnlessWoken(seen, kLook);
   }
   bell.asleep.store(0, std::memory_order_relaxed);
   KeepApart();
@@ -411,7 +411,7 @@ void LocalTransport::Stop(const std::string& why, int blamed) {
   open_parts_.clear();
   for (LocalPeer& one : group_->peers) { // the others learn of it at once
     if (one.segment != nullptr) {
-      one.segment->header().bell.Ring();
+      one.segment->header().bell.Wake();
     }
     if (one.socket.value() >= 0) {
       shutdown(one.socket.value(), SHUT_RDWR);
