@@ -1,5 +1,6 @@
-// The arithmetic of a reduction on a CUDA device (device.cu): what kernels.h, gram.h and tree.h are on the
-// host, and the same sums over the same blocks. Every function enqueues one kernel and returns.
+// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu): what kernels.h, gram.h and
+// tree.h are on the host, and the same sums over the same blocks. Every function enqueues one kernel and
+// returns.
 //
 // Nothing here depends on what the kernels find, so a whole reduction is enqueued without once waiting for
 // the device: tensors with an ill-conditioned node are flagged there, and the kernels that walk their trees
@@ -12,6 +13,7 @@
 
 #include "kernels/kernels.h"
 #include "reduce/gram.h"
+#include "reduce/layout.h"
 #include "reduce/tree.h"
 
 namespace adasum_hvd {
@@ -21,20 +23,11 @@ namespace device {
 struct Run {
   const void* own;
   void* result;
-  int64_t offset; // element of the slice: where the run starts in what is received
-  int64_t count;  // elements
-  int32_t first_block;
-  int32_t shared; // row of the tensor's sums in `totals`; -1: the run is the whole tensor
-  int32_t slot;   // of its sums in what this rank sends; -1: none
-};
-
-// A stretch that is copied. Where `other` is not null, to = from + sign * other, rounded once.
-struct Copy {
-  const void* from;
-  const void* other;
-  void* to;
-  double sign;
-  int64_t count;
+  int64_t offset;      // element of the slice: where the run starts in what is received
+  int64_t count;       // elements
+  int32_t first_block; // of the slice
+  int32_t shared;      // row of the tensor's sums in `totals`; -1: the run is the whole tensor
+  int32_t slot;        // of its sums in what this rank sends; -1: none
 };
 
 // Block `block` of stretch `run`: kBlockElements elements, or what is left of them.
@@ -80,15 +73,14 @@ struct Slice {
   Blocks blocks;
   const void* const* received; // per rank: its elements of the slice, but for this rank's own
   TreeOf tree;
-  double* scales;            // per run: the power of two that float64 input is scaled by
-  double* block_sums;        // row per block
-  DoubleDouble* run_sums;    // row per run
-  DoubleDouble* totals;      // row per shared tensor
-  DoubleDouble* sent;        // row per slot
-  double* coefficients;      // per run and rank
-  int32_t* walk_tree;        // per run: not 0 where the coefficients could not be had
-  Sides* sides;              // per run and merge
-  int64_t* explicit_counter; // of tensors that were walked explicitly
+  double* scales;         // per run: the power of two that float64 input is scaled by
+  double* block_sums;     // row per block
+  DoubleDouble* run_sums; // row per run
+  DoubleDouble* totals;   // row per shared tensor
+  DoubleDouble* sent;     // row per slot
+  double* coefficients;   // per run and rank
+  int32_t* walk_tree;     // per run: not 0 where the coefficients could not be had
+  Sides* sides;           // per run and merge
 };
 
 // The sums of the tensors that several ranks of a group hold parts of: row[k] of the totals becomes the sum

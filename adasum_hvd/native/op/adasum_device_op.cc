@@ -10,7 +10,6 @@
 #include "horovod/common/global_state.h"
 #include "op/registry.h"
 #include "op/release.h"
-#include "op/statistics.h"
 
 namespace adasum_hvd {
 
@@ -54,8 +53,6 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     return status;
   }
   DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
-  // With HOROVOD_ENABLE_ASYNC_COMPLETION Horovod does not call back.
-  Count(kExplicitTensors, scratch->TakeExplicitTensors());
   ncclComm_t* communicator = nullptr; // of this reduction, once there is one
   try {
     gpu_op_context_.InitGPU(entries);
@@ -73,9 +70,8 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     throw;
   }
   ++unfinished_;
-  return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
+  return gpu_op_context_.FinalizeGPUQueue(entries, true, [this] {
     CheckCommunicator();
-    Count(kExplicitTensors, scratch->TakeExplicitTensors());
     --unfinished_;
   });
 }

@@ -9,11 +9,9 @@ constexpr size_t kBlocksAtOnce = 256; // whose sums are kept until they are adde
 
 } // namespace
 
-GroupReduction::GroupReduction(const Arithmetic& arithmetic, Transport& transport, const Tree& tree,
-                               const Slice& region, bool replicate, GroupReduction* below, double scale)
-    : arithmetic_(arithmetic), transport_(transport), tree_(tree), rank_(transport.rank()),
-      size_(transport.size()), scale_(scale), below_(below), shares_(Share(region, size_, replicate)),
-      tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree.merges.size()),
+GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below)
+    : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
+      below_(below), tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree_.merges.size()),
       worker_scratch_(arithmetic.workers.threads()) {
   coefficients_.assign(mine().runs.size() * size_, 1.0); // a rank by itself has no other
   for (WorkerScratch& scratch : worker_scratch_) {
@@ -22,19 +20,12 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, Transport& transpor
   }
 }
 
-void GroupReduction::Place(std::vector<const char*> own, std::vector<char*> result,
-                           std::vector<char*> received) {
-  own_ = std::move(own);
-  result_ = std::move(result);
-  received_ = std::move(received);
-}
-
 // All ranks' elements, from `position` of a run on.
 void GroupReduction::PointAt(size_t run, int64_t position, WorkerScratch& scratch) const {
   const int64_t offset = mine().runs[run].offset + position;
   for (int rank = 0; rank < size_; ++rank) {
-    scratch.vectors[rank] = rank == rank_ ? own_[run] + position * arithmetic_.bytes()
-                                          : received_[rank] + offset * arithmetic_.bytes();
+    scratch.vectors[rank] = rank == rank_ ? level_.own[run] + position * arithmetic_.bytes()
+                                          : level_.receive[rank] + offset * arithmetic_.bytes();
   }
 }
 
@@ -135,7 +126,7 @@ void GroupReduction::FindScales() {
 // every tensor's total, from the same bytes in the same order. `only` restricts it to some tensors, null to
 // none; the group's ranks agree on those that concern them, having seen the same totals before.
 void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts = shares_.shared;
+  std::vector<std::vector<int>> parts = level_.shares.shared;
   bool any = false;
   for (std::vector<int>& part : parts) {
     if (only != nullptr) {
@@ -162,7 +153,7 @@ void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only
           payloads[rank].data(), static_cast<int64_t>(payloads[rank].size() * sizeof(DoubleDouble))};
     }
   }
-  transport_.Exchange(messages);
+  level_.transport->Exchange(messages);
   SumsByTensor totals;
   for (int rank = 0; rank < size_; ++rank) {
     for (size_t part = 0; part < parts[rank].size(); ++part) {
@@ -305,17 +296,17 @@ void GroupReduction::Combine(int64_t begin, int64_t end) {
     const Block& block = blocks[job];
     const int tensor = mine().runs[block.run].tensor;
     WorkerScratch& scratch = worker_scratch_[worker];
-    char* to = result_[block.run] + block.position * arithmetic_.bytes();
+    char* to = level_.out[block.run] + block.position * arithmetic_.bytes();
     const auto walked = walked_.find(tensor);
     if (walked != walked_.end()) {
       EvaluateNodes(block, tree_.tiers.size(), tensor_scales_[tensor], tree_.leaf_weights, walked->second,
                     scratch);
-      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n, scale_ / tensor_scales_[tensor],
-                                                   to);
+      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n,
+                                                   level_.scale / tensor_scales_[tensor], to);
       return;
     }
     std::transform(CoefficientsOf(block.run), CoefficientsOf(block.run) + size_, scratch.coefficients.begin(),
-                   [this](double coefficient) { return coefficient * scale_; });
+                   [this](double coefficient) { return coefficient * level_.scale; });
     if (in_tree_order) {
       EvaluateNodes(block, tree_.tiers.size(), 1.0, scratch.coefficients, all_ones_, scratch);
       arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n, 1.0, to);

@@ -18,7 +18,7 @@
 
 #include "kernels/kernels.h"
 #include "reduce/gram.h"
-#include "reduce/layout.h"
+#include "reduce/placement.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
 #include "transport/transport.h"
@@ -36,25 +36,10 @@ struct Arithmetic {
 
 class GroupReduction {
 public:
-  // `region` holds the elements that the group reduces, the same on all its ranks; with `replicate` every
-  // rank reduces all of them. `below` is the level whose results this one reduces, or null. The result is
-  // multiplied by `scale`.
-  GroupReduction(const Arithmetic& arithmetic, Transport& transport, const Tree& tree, const Slice& region,
-                 bool replicate, GroupReduction* below, double scale);
+  // `below` is the level whose results this one reduces, or null.
+  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below);
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  Transport& transport() { return transport_; }
-  const Slice& slice(int rank) const { return shares_.slices[rank]; }
-  int64_t start(int rank) const {
-    return shares_.starts[rank];
-  } // of a slice: its first element in the region
-  const Slice& mine() const { return slice(rank_); }
   int64_t explicit_tensors() const { return static_cast<int64_t>(walked_.size()); }
-
-  // Where the elements of this rank's slice are: per run its own and the result (which may be the same
-  // place); per rank what is received of the others.
-  void Place(std::vector<const char*> own, std::vector<char*> result, std::vector<char*> received);
 
   // Adds to the Gram matrices: the first `received` elements of the slice have come from every rank.
   void GramUpTo(int64_t received);
@@ -101,17 +86,14 @@ private:
   Sums TierSums(size_t run, size_t level, const TreeSides& sides);
   void ReserveNodes();
 
+  const Slice& mine() const { return level_.mine(); }
+
   const Arithmetic& arithmetic_;
-  Transport& transport_;
+  const PlacedLevel& level_;
   const Tree& tree_;
   const int rank_;
   const int size_;
-  const double scale_;
   GroupReduction* below_;
-  const Shares shares_;
-  std::vector<const char*> own_;      // per run
-  std::vector<char*> result_;         // per run
-  std::vector<char*> received_;       // per rank
   std::vector<double> coefficients_;  // per run and rank
   std::vector<double> tensor_scales_; // per tensor: the power of two that float64 input is scaled by
   const TreeSides all_ones_;          // all coefficients 1
