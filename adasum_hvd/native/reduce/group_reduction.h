@@ -81,9 +81,9 @@ private:
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
   void FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold = Fold::kAdd);
   void WalkTrees(const std::set<int>& tensors, bool shared);
-  void EvaluateNodes(const Block& block, size_t levels, double scale, const std::vector<double>& leaves,
+  void EvaluateNodes(const Block& block, size_t tiers, double scale, const std::vector<double>& leaves,
                      const TreeSides& sides, WorkerScratch& scratch) const;
-  Sums TierSums(size_t run, size_t level, const TreeSides& sides);
+  Sums TierSums(size_t run, size_t tier, const TreeSides& sides);
   void ReserveNodes();
 
   const Slice& mine() const { return level_.mine(); }

@@ -56,14 +56,15 @@ void LocalTransport::CheckPeers() {
       Fail(peer, "the process has ended");
     }
   }
-  if (idle_.Elapsed() >= std::chrono::seconds(group_->timeout_seconds)) {
+  if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
     FailForSilence();
   }
 }
 
 // Names a rank whose process does not run, or the end of a chain of ranks that wait for one another.
 void LocalTransport::FailForSilence() {
-  const std::string seconds = std::to_string(group_->timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)";
+  const std::string seconds =
+      std::to_string(group_->settings.timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)";
   std::vector<int> chain;
   for (int peer = 0; peer < size(); ++peer) {
     const uint32_t beats = group_->header(peer).beats.load(std::memory_order_relaxed);

@@ -7,7 +7,7 @@
 #include <sched.h>
 #include <sys/uio.h>
 
-#include "transport/local/pause.h"
+#include "transport/pause.h"
 
 namespace adasum_hvd {
 namespace {
