@@ -16,6 +16,13 @@ TESTS = Path(__file__).parents[1] / "native"
 
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
+PROGRAMS = ("test_reduce", "test_trees")
+# A device walks its trees itself; what does that for hosts stays out.
+PARTS = (
+    *(f"reduce/{name}.cc" for name in ("gram", "layout", "placement", "plan", "tree")),
+    "kernels",
+    "cuda",
+)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The others differ in what they compare, not in what the kernels do.
 EVERY_KERNEL = (
@@ -33,76 +40,70 @@ def nvcc() -> str:
         pytest.skip(str(error))
 
 
-def compile_program(directory: Path, architecture: str) -> Path:
-    """Compile the test program with nvcc, without NCCL: ranks copy from each other."""
+def compile_programs(directory: Path, architecture: str) -> list[Path]:
+    """Compile the test programs with nvcc, without NCCL: ranks copy from each other."""
     compiler = nvcc()
-    objects = []
-    # A device walks its trees itself; what does that for hosts stays out.
-    parts = sources(
-        "reduce/tree.cc", "reduce/gram.cc", "reduce/layout.cc", "reduce/plan.cc"
-    )
-    parts |= sources("kernels", "cuda")
-    for source, flags in {**parts, TESTS / "test_reduce.cc": ()}.items():
-        target = directory / f"{source.stem}-{source.suffix[1:]}.o"
-        host = ",".join(("-ffp-contract=off", "-Wno-psabi", *flags))
-        command = [
-            compiler,
-            "-std=c++17",
-            "-O2",
-            "-fmad=false",
-            f"-arch={architecture}",
-        ]
-        command += [
-            f"-I{NATIVE}",
-            f"-I{TESTS}",
-            "-DADASUM_ON_DEVICE",
-            "-Xcompiler",
-            host,
-        ]
-        subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True)
-        objects.append(str(target))
-    program = directory / "test_device"
-    subprocess.run(
-        [compiler, f"-arch={architecture}", *objects, "-o", str(program), "-lpthread"],
-        check=True,
-    )
-    return program
+    command = [compiler, f"-arch={architecture}"]
+    flags = ["-std=c++17", "-O2", "-fmad=false", "-DADASUM_ON_DEVICE"]
+    flags += [f"-I{NATIVE}", f"-I{TESTS}"]
+
+    def compile_one(source: Path, own: tuple[str, ...]) -> str:
+        target = str(directory / f"{source.stem}-{source.suffix[1:]}.o")
+        host = ",".join(("-ffp-contract=off", "-Wno-psabi", *own))
+        line = [*command, *flags, "-Xcompiler", host, "-c", str(source), "-o", target]
+        subprocess.run(line, check=True)
+        return target
+
+    parts = sources(*PARTS)
+    shared = [compile_one(source, own) for source, own in parts.items()]
+    programs = []
+    for name in PROGRAMS:
+        program = directory / name
+        own = compile_one(TESTS / f"{name}.cc", ())
+        line = [*command, own, *shared, "-o", str(program), "-lpthread"]
+        subprocess.run(line, check=True)
+        programs.append(program)
+    return programs
+
+
+def run(commands: list[list[str]]) -> str:
+    """Run commands, and return what they print."""
+    printed = ""
+    for command in commands:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=1800, check=False
+        )
+        printed += result.stdout
+        assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    return printed
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    return compile_program(tmp_path_factory.mktemp("device"), "native")
+def programs(tmp_path_factory) -> list[Path]:
+    return compile_programs(tmp_path_factory.mktemp("device"), "native")
 
 
 def test_nvcc_compiles_it_all(tmp_path):
     """Without a device, too: all that a machine with a toolkit can say."""
     if DEVICES:
         pytest.skip("the tests below do that here")
-    assert compile_program(tmp_path, "sm_90").exists()
+    assert all(path.exists() for path in compile_programs(tmp_path, "sm_90"))
 
 
 @needs_a_device
-def test_reductions(program):
-    listed = subprocess.run(
-        [str(program), "--list"], capture_output=True, text=True, check=True
-    )
-    result = subprocess.run(
-        [str(program)], capture_output=True, text=True, timeout=900, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok ") == len(listed.stdout.splitlines())
-    assert "FAILED" not in result.stdout
+def test_reductions(programs):
+    listed = run([[str(program), "--list"] for program in programs])
+    printed = run([[str(program)] for program in programs])
+    assert printed.count("ok ") == len(listed.splitlines())
+    assert "FAILED" not in printed
 
 
 @needs_a_device
 @pytest.mark.parametrize("tool", TOOLS)
-def test_compute_sanitizer(program, tool):
+def test_compute_sanitizer(programs, tool):
     found = shutil.which("compute-sanitizer")
     if found is None:
         pytest.skip("compute-sanitizer is not installed")
-    result = subprocess.run(
-        [found, "--tool", tool, "--error-exitcode", "9", str(program), *EVERY_KERNEL],
-        capture_output=True, text=True, timeout=1800, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
-    assert result.stdout.count("ok ") == len(EVERY_KERNEL)
+    command = [found, "--tool", tool, "--error-exitcode", "9"]
+    printed = run([[*command, str(program), *EVERY_KERNEL] for program in programs])
+    assert printed.count("ok ") == len(EVERY_KERNEL)

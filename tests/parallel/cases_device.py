@@ -104,7 +104,7 @@ def case_identical_stay_and_orthogonal_add_up() -> None:
         assert np.array_equal(result, same)
 
 
-def case_cancelling_pairs_are_counted() -> None:
+def case_cancelling_pairs_keep_their_digits() -> None:
     noise = 1e-7
 
     def opposite(rank: int) -> np.ndarray:
@@ -120,12 +120,9 @@ def case_cancelling_pairs_are_counted() -> None:
     assert error <= 1e-6 + 10 * 2**-52 / noise, error
     after = hvd.counters()
     assert after.calls == before.calls + 1
-    cancelled = after.explicit_tensors - before.explicit_tensors
-    deep = hvd.size() > 3 and len(set(HOSTS)) == 1
-    if deep and "ADASUM_HVD_GROUP_OP" not in os.environ:
-        assert cancelled == 1
-    if hvd.size() <= 2:
-        assert cancelled == 0
+    assert (
+        after.explicit_tensors == before.explicit_tensors
+    )  # counted on the host alone
 
 
 def case_wrong_dtype_and_then_right() -> None:

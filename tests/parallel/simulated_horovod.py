@@ -8,24 +8,21 @@ stand-ins; see `tests/native/simulated_horovod.cc` and `simulated_cuda`.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import re
-import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiling
 import numpy as np
 import rooms
 
 from adasum_hvd import binding
-from adasum_hvd.install import prerequisites
 from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
 
 REPOSITORY = Path(__file__).parents[2]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"
 SIMULATED = NATIVE_TESTS / "simulated_cuda"
+ROOM = "tests/horovod"  # in the cache folder
 _COMMON = [
     "common", "controller", "fusion_buffer_manager", "group_table", "half",
     "logging", "message", "nvtx_op_range", "operations", "parameter_manager",
@@ -89,14 +86,18 @@ def _configure_gloo(gloo: Path, target: Path) -> Path:
     return target
 
 
-def make(directory: Path) -> Path:
-    """Build the library in `directory`, or return the one of the same sources there."""
-    directory.mkdir(parents=True, exist_ok=True)
+def make() -> Path:
+    """Build the library, or return the one of the same sources in the cache folder."""
     tree = source_tree(cache_dir())
     common = tree / "horovod" / "common"
     third_party = tree / "third_party"
     gloo = third_party / "gloo" / "gloo"
-    includes = [tree, NATIVE, SIMULATED, _configure_gloo(gloo, directory)]
+    includes = [
+        tree,
+        NATIVE,
+        SIMULATED,
+        _configure_gloo(gloo, cache_dir() / ROOM),
+    ]
     includes += [
         third_party / name
         for name in ("HTTPRequest/include", "lbfgs/include", "gloo", "eigen")
@@ -116,34 +117,9 @@ def make(directory: Path) -> Path:
     sources |= rooms.sources(*_OURS)
     sources[SIMULATED / "simulated_cuda.cc"] = ()
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
-    compiler = str(prerequisites.compiler())
-    headers = hashlib.sha256()
-    for path in sorted([*NATIVE.rglob("*.*"), *SIMULATED.glob("*.h")]):
-        headers.update(path.read_bytes() if path.suffix in (".h", ".inc") else b"")
-
-    def compile_one(item: tuple[Path, tuple[str, ...]]) -> str:
-        source, own = item
-        command = [compiler, *flags, *own, "-x", "c++", "-c", str(source)]
-        words = "\0".join(command).replace(str(REPOSITORY), "")  # for every clone
-        key = hashlib.sha256(words.encode() + source.read_bytes())
-        key.update(headers.digest())
-        target = directory / f"{source.stem}-{key.hexdigest()[:16]}.o"
-        if not target.exists():
-            partial = target.with_suffix(f".{os.getpid()}")
-            subprocess.run([*command, "-o", str(partial)], check=True)
-            partial.rename(target)
-        return str(target)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources.items()))
-    names = hashlib.sha256("\0".join(objects).encode()).hexdigest()[:16]
-    library = directory / f"simulated-{names}.so"
-    if not library.exists():
-        partial = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-shared", "-pthread", "-Wl,-z,defs", *objects]
-        subprocess.run([*command, "-o", str(partial), "-ldl"], check=True)
-        partial.rename(library)
-    return library
+    compiled = compiling.objects(sources, flags, ROOM)
+    link = ["-shared", "-pthread", "-Wl,-z,defs"]
+    return compiling.linked(compiled, link, ["-ldl"], ROOM, "simulated.so")
 
 
 class Horovod:

@@ -13,8 +13,6 @@ from jobs import run_launcher
 from launch import Configuration, case_names, command, environment, launch
 from simulated_horovod import make
 
-from adasum_hvd.install import sources
-
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the simulated device is for x86-64"
 )
@@ -46,9 +44,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def simulated_horovod() -> None:
-    os.environ["ADASUM_SIMULATED_HOROVOD"] = str(
-        make(sources.cache_dir() / "simulated")
-    )
+    os.environ["ADASUM_SIMULATED_HOROVOD"] = str(make())
 
 
 @pytest.mark.parametrize("name", case_names(CASES))

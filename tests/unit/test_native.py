@@ -6,15 +6,14 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import compiling
 import pytest
 from rooms import X86, sources
 
-from adasum_hvd.install import nccl, prerequisites
+from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
@@ -22,6 +21,7 @@ TESTS = Path(__file__).parents[1] / "native"
 SIMULATED = TESTS / "simulated_cuda"
 ARITHMETIC = ("reduce", "kernels", "op/settings.cc")
 DEVICE = ("cuda", "transport/nccl.cc")
+LOCAL = ("transport/local",)
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,41 @@ class Program:
         return found | {TESTS / self.source: own}
 
 
+_ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
 PROGRAMS = {
     "test_reduce": Program("test_reduce.cc", ARITHMETIC),
-    "test_local": Program("test_local.cc", ("transport/local",)),
+    "test_trees": Program("test_trees.cc", ARITHMETIC),
+    "test_parts": Program("test_parts.cc", ARITHMETIC),
+    "test_local": Program("test_local.cc", LOCAL),
+    "test_local_connect": Program("test_local_connect.cc", LOCAL),
+    "test_local_processors": Program("test_local_processors.cc", LOCAL),
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
-    "test_device": Program(
-        "test_reduce.cc",
-        ARITHMETIC + DEVICE,
-        ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL"),
-    ),
+    "device_reduce": Program("test_reduce.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
+    "device_trees": Program("test_trees.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
 }
-# The tests in which several threads share one reduction, explicit walks too; the others would
-# only show, ten times slower than plain, that ranks share nothing.
-THREADED = (
-    "same bits in every form",
-    "wide range in one float64 tensor",
-    "cancelling pairs",
-    "groups and placements",
-    "levels walk the same tree",
-    "changes of weights",
-    "workers do every job once",
-)
-# Where kernels could read or write what is not theirs.
-EVERY_KERNEL = (
-    "agrees with the float64 tree",
-    "groups and placements",
-    "cancelling pairs in levels",
-    "nothing waits for the device",
-)
 CHOSEN = {
-    ("test_reduce", "tsan"): THREADED,
-    ("test_device", "asan-ubsan"): EVERY_KERNEL,
+    # Where several threads share one reduction, and walk trees; the others would only show,
+    # ten times slower than plain, that ranks share nothing.
+    ("test_reduce", "tsan"): (
+        "same bits in every form",
+        "wide range in one float64 tensor",
+        "changes of weights",
+    ),
+    ("test_trees", "tsan"): (
+        "cancelling pairs",
+        "groups and placements",
+        "levels walk the same tree",
+    ),
+    ("test_parts", "tsan"): ("workers do every job once",),
+    # Where kernels could read or write what is not theirs.
+    ("device_reduce", "asan-ubsan"): (
+        "agrees with the float64 tree",
+        "nothing waits for the device",
+    ),
+    ("device_trees", "asan-ubsan"): (
+        "groups and placements",
+        "cancelling pairs in levels",
+    ),
 }
 FORMS = {
     "plain": [],
@@ -81,45 +85,18 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory) -> Callable[[str, str], Path]:
-    """Return a function that compiles a program in a form, with the injected CMake's flags.
+def build(name: str, form: str) -> Path:
+    """Return a program in a form, compiled with the injected CMake's flags.
 
     Under sanitizers less optimized: that compiles in half the time and runs no slower.
-    Programs share what they have in common.
+    Programs share what they have in common, and a second call compiles nothing.
     """
-    root = tmp_path_factory.mktemp("native")
-    objects: dict[tuple[str, ...], Path] = {}
-
-    def compile_and_link(name: str, form: str) -> Path:
-        common = [str(prerequisites.compiler()), "-std=c++17", "-g1", "-pthread"]
-        common += ["-O1" if FORMS[form] else "-O2", "-ffp-contract=off", "-Wno-psabi"]
-        common += [
-            "-Wno-unknown-pragmas",
-            f"-I{NATIVE}",
-            f"-I{TESTS}",
-            f"-I{SIMULATED}",
-        ]
-        common += FORMS[form]
-
-        def compile_one(item: tuple[Path, tuple[str, ...]]) -> Path:
-            source, flags = item
-            key = (str(source), form, *flags)
-            if key not in objects:
-                target = root / f"{len(objects)}-{source.stem}-{form}{''.join(flags)}.o"
-                objects[key] = target
-                command = [*common, *flags, "-x", "c++", "-c", str(source)]
-                subprocess.run([*command, "-o", str(target)], check=True)
-            return objects[key]
-
-        sources = PROGRAMS[name].sources()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = list(pool.map(compile_one, sources.items()))
-        program = root / f"{name}-{form}"
-        subprocess.run([*common, *map(str, compiled), "-o", str(program)], check=True)
-        return program
-
-    return compile_and_link
+    flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2"]
+    flags += ["-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas", *FORMS[form]]
+    flags += [f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED)]
+    room = f"tests/{form}"
+    compiled = compiling.objects(PROGRAMS[name].sources(), flags, room)
+    return compiling.linked(compiled, flags, [], room, name)
 
 
 CASES = [
@@ -127,14 +104,14 @@ CASES = [
         name,
         form,
         marks=pytest.mark.skipif(
-            name == "test_device" and not X86,
+            name.startswith("device") and not X86,
             reason="the simulated device is for x86-64",
         ),
     )
     for name in PROGRAMS
     for form in FORMS
     # A kernel's threads are fibers, which the thread sanitizer does not know.
-    if (name, form) != ("test_device", "tsan")
+    if not (name.startswith("device") and form == "tsan")
 ]
 
 
@@ -147,7 +124,7 @@ def listed_by(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_program(name: str, form: str, build) -> None:
+def test_program(name: str, form: str) -> None:
     command = [str(build(name, form))]
     if (
         form == "tsan"

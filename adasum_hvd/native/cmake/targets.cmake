@@ -31,10 +31,11 @@ endif()
 
 set(ADASUM_SOURCES
   op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/settings.cc op/statistics.cc
-  reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
+  reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
   kernels/kernels.cc kernels/portable.cc
-  transport/local/bootstrap.cc transport/local/processor_quota.cc transport/local/read_permission.cc
-  transport/local/segment.cc transport/local/transport.cc transport/local/watch.cc)
+  transport/local/bootstrap.cc transport/local/processor_quota.cc transport/local/processors.cc
+  transport/local/read_permission.cc
+  transport/local/segment.cc transport/local/silence.cc transport/local/transport.cc transport/local/watch.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport/gloo.cc)
 endif()
@@ -45,7 +46,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
 endif()
 if(HAVE_CUDA AND HAVE_NCCL)
-  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc cuda/device_memory.cc cuda/reduce_device.cc transport/nccl.cc)
+  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc cuda/device_memory.cc cuda/plan_device.cc cuda/reduce_device.cc transport/nccl.cc)
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 
@@ -92,11 +93,12 @@ endforeach()
 
 list(REMOVE_DUPLICATES ADASUM_KERNEL_LIBRARIES)
 foreach(library IN LISTS ADASUM_KERNEL_LIBRARIES)
-  set(source "${ADASUM_NATIVE_DIR}/cuda/device.cu")
-  target_sources(${library} PRIVATE "${source}")
+  set(sources cuda/combine.cu cuda/gram.cu cuda/solve.cu)
+  list(TRANSFORM sources PREPEND "${ADASUM_NATIVE_DIR}/")
+  target_sources(${library} PRIVATE ${sources})
   set_target_properties(${library} PROPERTIES CUDA_STANDARD 17)
   # Sums that are error-free are so only where no compiler joins a product and a sum.
-  set_source_files_properties("${source}" TARGET_DIRECTORY ${library} PROPERTIES COMPILE_OPTIONS
+  set_source_files_properties(${sources} TARGET_DIRECTORY ${library} PROPERTIES COMPILE_OPTIONS
     "-I${ADASUM_NATIVE_DIR};-O3;-fmad=false;-Xcompiler=-fvisibility=hidden")
   message(STATUS "AdaSum: kernels added to ${library}")
 endforeach()

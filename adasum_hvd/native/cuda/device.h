@@ -1,5 +1,6 @@
-// The arithmetic of a reduction on a CUDA device (device.cu): what kernels.h, gram.h and tree.h are on the
-// host, and the same sums over the same blocks. Every function enqueues one kernel and returns.
+// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu): what kernels.h, gram.h and
+// tree.h are on the host, and the same sums over the same blocks. Every function enqueues one kernel and
+// returns.
 //
 // Nothing here depends on what the kernels find, so a whole reduction is enqueued without once waiting for
 // the device: tensors with an ill-conditioned node are flagged there, and the kernels that walk their trees
@@ -12,6 +13,7 @@
 
 #include "kernels/kernels.h"
 #include "reduce/gram.h"
+#include "reduce/layout.h"
 #include "reduce/tree.h"
 
 namespace adasum_hvd {
@@ -21,20 +23,11 @@ namespace device {
 struct Run {
   const void* own;
   void* result;
-  int64_t offset; // element of the slice: where the run starts in what is received
-  int64_t count;  // elements
-  int32_t first_block;
-  int32_t shared; // row of the tensor's sums in `totals`; -1: the run is the whole tensor
-  int32_t slot;   // of its sums in what this rank sends; -1: none
-};
-
-// A stretch that is copied. Where `other` is not null, to = from + sign * other, rounded once.
-struct Copy {
-  const void* from;
-  const void* other;
-  void* to;
-  double sign;
-  int64_t count;
+  int64_t offset;      // element of the slice: where the run starts in what is received
+  int64_t count;       // elements
+  int32_t first_block; // of the slice
+  int32_t shared;      // row of the tensor's sums in `totals`; -1: the run is the whole tensor
+  int32_t slot;        // of its sums in what this rank sends; -1: none
 };
 
 // Block `block` of stretch `run`: kBlockElements elements, or what is left of them.
@@ -67,10 +60,10 @@ struct TreeOf {
   const int32_t* program;
   const int32_t* first_step;
 };
-constexpr int kMostStack = 24; // vectors on that stack: one more than the levels of a tree of 2^23 ranks
+constexpr int kMostStack = 24; // vectors on that stack: one more than the tiers of a tree of 2^23 ranks
 
 // A slice with all ranks' elements of it, and room for what is computed of it. Rows are `entries` long, of
-// Gram matrices or of three sums per merge of a tree's level.
+// Gram matrices or of three sums per merge of a tier of the tree.
 struct Slice {
   ElementType type;
   int rank;
@@ -80,15 +73,14 @@ struct Slice {
   Blocks blocks;
   const void* const* received; // per rank: its elements of the slice, but for this rank's own
   TreeOf tree;
-  double* scales;            // per run: the power of two that float64 input is scaled by
-  double* block_sums;        // row per block
-  DoubleDouble* run_sums;    // row per run
-  DoubleDouble* totals;      // row per shared tensor
-  DoubleDouble* sent;        // row per slot
-  double* coefficients;      // per run and rank
-  int32_t* explicit_walk;    // per run: not 0 where the coefficients could not be had
-  Sides* sides;              // per run and merge
-  int64_t* explicit_counter; // of tensors that were walked explicitly
+  double* scales;         // per run: the power of two that float64 input is scaled by
+  double* block_sums;     // row per block
+  DoubleDouble* run_sums; // row per run
+  DoubleDouble* totals;   // row per shared tensor
+  DoubleDouble* sent;     // row per slot
+  double* coefficients;   // per run and rank
+  int32_t* walk_tree;     // per run: not 0 where the coefficients could not be had
+  Sides* sides;           // per run and merge
 };
 
 // The sums of the tensors that several ranks of a group hold parts of: row[k] of the totals becomes the sum
@@ -116,19 +108,19 @@ void SetScales(const Slice& slice, cudaStream_t stream);
 
 // block_sums[block] = the packed Gram matrix of the block.
 void GramOfBlocks(const Slice& slice, cudaStream_t stream);
-// For every merge of a level of the tree, |left|^2, left.right and |right|^2 of the block, of runs that are
+// For every merge of a tier of the tree, |left|^2, left.right and |right|^2 of the block, of runs that are
 // walked explicitly.
 void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
 
-// run_sums[run] = the blocks' rows folded, and sent[slot] too; with `explicit_only` of runs that are walked
+// run_sums[run] = the blocks' rows folded, and sent[slot] too; with `walked_only` of runs that are walked
 // explicitly, zeros for others.
-void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool explicit_only, cudaStream_t stream);
+void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool walked_only, cudaStream_t stream);
 void FoldShared(const Fold& fold, int entries, FoldBy by, cudaStream_t stream);
 
 // The coefficients from the Gram matrices in run_sums or totals; or the flag, and the sides of the merges of
 // leaves.
 void Solve(const Slice& slice, cudaStream_t stream);
-// The sides of a level's merges, from the sums in run_sums or totals.
+// The sides of a tier's merges, from the sums in run_sums or totals.
 void SetSides(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
 
 // result = scale * sum_i c_i x_i in float64, rounded once.

@@ -166,35 +166,4 @@ bool StreamMark::WaitFor(int seconds) const {
   return reached == cudaSuccess;
 }
 
-DeviceScratch::~DeviceScratch() {
-  if (explicit_tensors_ != nullptr) {
-    DeviceGuard guard(device_);
-    cudaFreeHost(const_cast<int64_t*>(explicit_tensors_));
-  }
-}
-
-int64_t DeviceScratch::TakeExplicitTensors() {
-  const int64_t now = explicit_tensors_ == nullptr ? 0 : *explicit_tensors_;
-  return now - taken_.exchange(now);
-}
-
-int64_t* DeviceScratch::counter(cudaStream_t stream) {
-  if (explicit_tensors_ == nullptr) {
-    device_ = CurrentDevice();
-    CheckCuda(cudaMemsetAsync(counter_.Reserve(sizeof(int64_t), stream), 0, sizeof(int64_t), stream),
-              "clear memory");
-    void* pinned = nullptr;
-    CheckCuda(cudaHostAlloc(&pinned, sizeof(int64_t), cudaHostAllocDefault), "pin host memory");
-    *static_cast<int64_t*>(pinned) = 0;
-    explicit_tensors_ = static_cast<volatile int64_t*>(pinned); // last: only now all of it is there
-  }
-  return reinterpret_cast<int64_t*>(counter_.Reserve(sizeof(int64_t), stream));
-}
-
-void DeviceScratch::CopyCounter(cudaStream_t stream) {
-  CheckCuda(cudaMemcpyAsync(const_cast<int64_t*>(explicit_tensors_), counter(stream), sizeof(int64_t),
-                            cudaMemcpyDeviceToHost, stream),
-            "copy");
-}
-
 } // namespace adasum_hvd

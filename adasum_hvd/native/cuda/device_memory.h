@@ -1,7 +1,6 @@
 // What a reduction on a CUDA device keeps between calls: memory there, and pinned memory on the host.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -92,21 +91,6 @@ struct DeviceScratch {
   DeviceBuffer work;     // what the kernels are told, and sums
   Uploads uploads;
   StreamMark earlier; // behind what was enqueued before the latest reduction
-
-  DeviceScratch() = default;
-  ~DeviceScratch();
-  // Tensors with an ill-conditioned node that the reductions that are done have met on this rank, since the
-  // last call.
-  int64_t TakeExplicitTensors();
-
-  int64_t* counter(cudaStream_t stream); // on the device
-  void CopyCounter(cudaStream_t stream);
-
-private:
-  int device_ = -1;
-  DeviceBuffer counter_;
-  volatile int64_t* explicit_tensors_ = nullptr; // pinned: the counter, some time ago
-  std::atomic<int64_t> taken_{0};
 };
 
 } // namespace adasum_hvd

@@ -1,5 +1,18 @@
-// What reduce.h does, on a CUDA device: the same levels, slices, trees and block sums. Everything is enqueued
-// on one stream, the exchanges too; nothing waits for the device.
+// What reduce.h does, on a CUDA device: the same placement, levels, trees and block sums. Everything is
+// enqueued on one stream, the exchanges too, and nothing waits for the device:
+//
+//   1. one copy tells the device what there is: blocks, addresses, trees (plan_device.h);
+//   2. what does not lie contiguously is laid end to end, changes of weights are formed (combine.cu);
+//
+//   and in each level
+//   3. every rank receives its group's elements of its slice, whole, and sums the Gram matrices (gram.cu);
+//   4. the sums of the tensors that several slices share are exchanged, if there are such tensors;
+//   5. coefficients, or a flag where a node is ill-conditioned (solve.cu). The trees of flagged tensors are
+//      walked on vectors, a tier at a time; for all others those kernels return at once;
+//   6. every rank combines its slice, which is what the next level reduces with other groups.
+//
+//   7. The slices are sent to the others, from the last level back to the first; what was laid end to end is
+//      put back, changes are added to the weights before.
 #pragma once
 
 #include <vector>

@@ -10,7 +10,6 @@
 #include "horovod/common/global_state.h"
 #include "op/registry.h"
 #include "op/release.h"
-#include "op/statistics.h"
 
 namespace adasum_hvd {
 
@@ -28,14 +27,15 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
     return false;
   }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  return !settings_.off || !AgreedFor(entries.front().process_set_id).disagreement.empty();
+  return !settings_.off || !AgreementOf(entries.front().process_set_id).disagreement.empty();
 }
 
-Agreement& AdasumDeviceOp::AgreedFor(int process_set_id) const {
-  return agreements_.Of(process_set_id, *global_state_, settings_, [](const Agreement& agreed, const auto&) {
-    return agreed.levels.size() > 1 ? "NCCL, levels of " + Describe(agreed.levels) + " ranks"
-                                    : std::string("NCCL");
-  });
+Agreement& AdasumDeviceOp::AgreementOf(int process_set_id) const {
+  return agreements_.Of(
+      process_set_id, *global_state_, settings_, [](const Agreement& agreement, const auto&) {
+        return agreement.levels.size() > 1 ? "NCCL, levels of " + Describe(agreement.levels) + " ranks"
+                                           : std::string("NCCL");
+      });
 }
 
 hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& response) {
@@ -44,17 +44,15 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreement& agreed = AgreedFor(process_set_id);
-  if (!agreed.disagreement.empty()) {
-    return hvd::Status::InvalidArgument(agreed.disagreement);
+  Agreement& agreement = AgreementOf(process_set_id);
+  if (!agreement.disagreement.empty()) {
+    return hvd::Status::InvalidArgument(agreement.disagreement);
   }
-  std::vector<Job> jobs;
-  if (const hvd::Status status = ReadJobs(entries, response, jobs); !status.ok()) {
+  std::vector<FusedTensors> by_type;
+  if (const hvd::Status status = ReadFusedTensors(entries, response, by_type); !status.ok()) {
     return status;
   }
   DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
-  // With HOROVOD_ENABLE_ASYNC_COMPLETION Horovod does not call back.
-  Count(kExplicitTensors, scratch->TakeExplicitTensors());
   ncclComm_t* communicator = nullptr; // of this reduction, once there is one
   try {
     gpu_op_context_.InitGPU(entries);
@@ -63,18 +61,17 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     communicator = nccl_op_context_.nccl_comm_;
     gpu_op_context_.InitGPUQueue(entries, response);
     WaitForData(entries);
-    for (const Job& job : jobs) {
-      Enqueue(job, agreed, *process_set.controller, *scratch);
+    for (const FusedTensors& fused : by_type) {
+      Enqueue(fused, agreement, *process_set.controller, *scratch);
     }
   } catch (const std::exception& error) {
-    agreed.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+    agreement.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
     GiveUp(communicator, scratch->earlier);
     throw;
   }
   ++unfinished_;
-  return gpu_op_context_.FinalizeGPUQueue(entries, true, [this, scratch] {
+  return gpu_op_context_.FinalizeGPUQueue(entries, true, [this] {
     CheckCommunicator();
-    Count(kExplicitTensors, scratch->TakeExplicitTensors());
     --unfinished_;
   });
 }
@@ -122,13 +119,13 @@ void AdasumDeviceOp::WaitForData(Entries& entries) {
   }
 }
 
-void AdasumDeviceOp::Enqueue(const Job& job, const Agreement& agreed, hvd::Controller& controller,
-                             DeviceScratch& scratch) {
+void AdasumDeviceOp::Enqueue(const FusedTensors& fused, const Agreement& agreement,
+                             hvd::Controller& controller, DeviceScratch& scratch) {
   const cudaStream_t stream = *gpu_op_context_.stream;
   NcclTransport everyone(*nccl_op_context_.nccl_comm_, controller.GetRank(), controller.GetSize(), stream);
   std::deque<GroupTransport> groups;
   std::vector<ReduceLevel> levels;
-  for (const PlannedLevel& level : agreed.levels) {
+  for (const GroupPlan& level : agreement.levels) {
     levels.push_back({&groups.emplace_back(everyone, level.group), &level.tree});
   }
   // An event behind every phase: the finalizer thread draws them in the timeline.
@@ -140,9 +137,9 @@ void AdasumDeviceOp::Enqueue(const Job& job, const Agreement& agreed, hvd::Contr
   };
   auto observer = [&](Phase phase, int level) {
     end_phase();
-    phase_under_way = job.PhaseName(phase, level);
+    phase_under_way = fused.PhaseName(phase, level);
   };
-  ReduceOnDevice(job.tensors, job.type, levels, job.scale, agreed.reduce, scratch, stream, observer);
+  ReduceOnDevice(fused.tensors, fused.type, levels, fused.scale, agreement.reduce, scratch, stream, observer);
   end_phase();
 }
 

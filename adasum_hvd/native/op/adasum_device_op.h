@@ -41,10 +41,10 @@ protected:
 private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
-  Agreement& AgreedFor(int process_set_id) const;
+  Agreement& AgreementOf(int process_set_id) const;
   void GiveUp(ncclComm_t* communicator, const StreamMark& earlier);
   void CheckCommunicator();
-  void Enqueue(const Job& job, const Agreement& agreed, horovod::common::Controller& controller,
+  void Enqueue(const FusedTensors& fused, const Agreement& agreement, horovod::common::Controller& controller,
                DeviceScratch& scratch);
 
   Settings settings_;

@@ -35,9 +35,8 @@ constexpr int kMostThreads = 8; // that a rank takes without being told; memory 
 // Read by the threads that enqueue.
 std::atomic<bool> left_to_horovod{false};
 
-bool HasLevelOnHost(const std::vector<PlannedLevel>& levels) {
-  return std::any_of(levels.begin(), levels.end(),
-                     [](const PlannedLevel& level) { return level.on_one_host; });
+bool HasLevelOnHost(const std::vector<GroupPlan>& levels) {
+  return std::any_of(levels.begin(), levels.end(), [](const GroupPlan& level) { return level.on_one_host; });
 }
 
 double ProcessorsOfThisProcess() {
@@ -63,30 +62,30 @@ void EndProcess() {
   std::signal(SIGALRM, SIG_DFL); // where MPI itself is stuck
   alarm(10);
 #if HAVE_MPI
-  int started = 0, finished = 0, level = 0;
+  int started = 0, finished = 0, provided = 0;
   MPI_Initialized(&started);
   MPI_Finalized(&finished);
-  if (started != 0 && finished == 0 && MPI_Query_thread(&level) == MPI_SUCCESS &&
-      level == MPI_THREAD_MULTIPLE) {
+  if (started != 0 && finished == 0 && MPI_Query_thread(&provided) == MPI_SUCCESS &&
+      provided == MPI_THREAD_MULTIPLE) {
     MPI_Abort(MPI_COMM_WORLD, 1);
   }
 #endif
   _exit(1);
 }
 
-WatchedLoop LoopOf(hvd::HorovodGlobalState& state) {
-  const auto rank = [&state] { return state.global_controller->GetRank(); };
-  return {[&state] { // written by the background thread, of the size of a register
-            return __atomic_load_n(reinterpret_cast<const int64_t*>(&state.last_cycle_start),
+WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {
+  const auto rank = [&global_state] { return global_state.global_controller->GetRank(); };
+  return {[&global_state] { // written by the background thread, of the size of a register
+            return __atomic_load_n(reinterpret_cast<const int64_t*>(&global_state.last_cycle_start),
                                    __ATOMIC_RELAXED);
           },
-          [&state] { return state.shut_down.load(); },
+          [&global_state] { return global_state.shut_down.load(); },
           [rank](const std::string& why) {
             hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
                 << "[" << rank() << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
           },
-          [&state] {
-            if (!state.elastic_enabled) {
+          [&global_state] {
+            if (!global_state.elastic_enabled) {
               EndProcess();
             }
           }};
@@ -110,59 +109,58 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
     return entries.empty() && !settings_.off;
   }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  return !settings_.off || !AgreedFor(entries.front().process_set_id).disagreement.empty();
+  return !settings_.off || !StateOf(entries.front().process_set_id).disagreement.empty();
 }
 
-AdasumOp::Agreed& AdasumOp::AgreedFor(int process_set_id) const {
+AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
   return agreements_.Of(
-      process_set_id, *global_state_, settings_, [&](Agreed& agreed, const AllgatherTwo& allgather) {
-        hvd::Controller& controller = *agreed.controller.lock();
-        std::string path = agreed.one_host ? "one rank" : "network";
-        if (controller.GetSize() > 1 && HasLevelOnHost(agreed.levels)) {
-          path = ConnectLocally(agreed, controller, allgather);
+      process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
+        hvd::Controller& controller = *state.controller.lock();
+        std::string path = state.one_host ? "one rank" : "network";
+        if (controller.GetSize() > 1 && HasLevelOnHost(state.levels)) {
+          path = ConnectLocally(state, controller, allgather);
         }
         if (controller.GetSize() > 1) {
-          WatchOver(process_set_id, agreed);
+          WatchOver(process_set_id, state);
         }
-        agreed.threads =
-            settings_.threads > 0 ? settings_.threads : ThreadsFor(agreed.host, agreed.local.get());
-        return agreed.levels.size() > 1
-                   ? "levels of " + Describe(agreed.levels) + " ranks; inside a host " + path
+        state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
+        return state.levels.size() > 1
+                   ? "levels of " + Describe(state.levels) + " ranks; inside a host " + path
                    : path;
       });
 }
 
 // Only the ranks of process set 0 watch each other: it lives as long as Horovod does.
-void AdasumOp::WatchOver(int process_set_id, const Agreed& agreed) const {
+void AdasumOp::WatchOver(int process_set_id, const ProcessSetState& state) const {
   if (watch_ == nullptr) {
     watch_ = std::make_unique<Watch>(LoopOf(*global_state_),
                                      std::chrono::seconds(settings_.local.timeout_seconds));
   }
-  if (process_set_id == 0 && agreed.local != nullptr) {
-    watch_->Include(agreed.local->group());
+  if (process_set_id == 0 && state.local != nullptr) {
+    watch_->Include(state.local->group());
   }
 }
 
 // Connects the ranks of every host; returns how they reach each other.
-std::string AdasumOp::ConnectLocally(Agreed& agreed, hvd::Controller& controller,
+std::string AdasumOp::ConnectLocally(ProcessSetState& state, hvd::Controller& controller,
                                      const AllgatherTwo& allgather) const {
   if (settings_.local.mode == LocalMode::kOff) {
     return "network (ADASUM_HVD_LOCAL=off)";
   }
   std::vector<int> global_ranks;
-  for (int rank : agreed.host) {
+  for (int rank : state.host) {
     global_ranks.push_back(controller.GetGlobalRanks()[rank]);
   }
-  const int place = static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), controller.GetRank()) -
-                                     agreed.host.begin());
+  const int place = static_cast<int>(std::find(state.host.begin(), state.host.end(), controller.GetRank()) -
+                                     state.host.begin());
   std::string why_not;
   std::unique_ptr<LocalGroup> group =
-      ConnectLocalRanks(agreed.host, place, global_ranks, settings_.local, allgather, why_not);
+      ConnectLocalRanks(state.host, place, global_ranks, settings_.local, allgather, why_not);
   if (group == nullptr) {
     return "network (no shared memory: " + why_not + ")";
   }
-  agreed.local = std::make_unique<LocalTransport>(std::move(group));
-  return agreed.local->direct() ? "shared memory, direct" : "shared memory, staged";
+  state.local = std::make_unique<LocalTransport>(std::move(group));
+  return state.local->direct() ? "shared memory, direct" : "shared memory, staged";
 }
 
 hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
@@ -174,43 +172,43 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreed& agreed = AgreedFor(process_set_id);
-  if (!agreed.disagreement.empty()) {
-    return hvd::Status::InvalidArgument(agreed.disagreement);
+  ProcessSetState& state = StateOf(process_set_id);
+  if (!state.disagreement.empty()) {
+    return hvd::Status::InvalidArgument(state.disagreement);
   }
-  if (!agreed.failure.empty()) {
-    return hvd::Status::UnknownError(agreed.failure);
+  if (!state.failure.empty()) {
+    return hvd::Status::UnknownError(state.failure);
   }
-  if (agreed.local != nullptr) {
-    agreed.local->BeginOperation();
+  if (state.local != nullptr) {
+    state.local->BeginOperation();
   }
   try {
-    return ExecuteAgreed(entries, response, agreed, process_set);
+    return ReduceEntries(entries, response, state, process_set);
   } catch (const std::exception& error) {
-    GiveUp(agreed, process_set, error);
+    GiveUp(state, process_set, error);
     throw;
   }
 }
 
 // After an error on one rank its messages and those of others would no longer fit together.
-void AdasumOp::GiveUp(Agreed& agreed, hvd::ProcessSet& process_set, const std::exception& error) {
-  agreed.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+void AdasumOp::GiveUp(ProcessSetState& state, hvd::ProcessSet& process_set, const std::exception& error) {
+  state.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
   if (watch_ != nullptr) {
     watch_->NoteFailure(error.what());
   }
-  if (agreed.local != nullptr) {
-    agreed.local->Break(agreed.failure);
+  if (state.local != nullptr) {
+    state.local->Break(state.failure);
   }
   const auto* silent = dynamic_cast<const SilentRank*>(&error);
   const int here = global_state_->global_controller->GetRank();
   MakeNetwork(*global_state_, process_set, settings_)->GiveUp(silent != nullptr ? silent->rank : here);
 }
 
-hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
-                                    const hvd::Response& response, Agreed& agreed,
+hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
+                                    const hvd::Response& response, ProcessSetState& state,
                                     hvd::ProcessSet& process_set) {
-  std::vector<Job> jobs;
-  if (const hvd::Status status = ReadJobs(entries, response, jobs); !status.ok()) {
+  std::vector<FusedTensors> by_type;
+  if (const hvd::Status status = ReadFusedTensors(entries, response, by_type); !status.ok()) {
     return status;
   }
   WaitForData(entries);
@@ -225,52 +223,52 @@ hvd::Status AdasumOp::ExecuteAgreed(std::vector<hvd::TensorTableEntry>& entries,
       current.reset();
     }
   };
-  for (const Job& job : jobs) {
+  for (const FusedTensors& fused : by_type) {
     auto observer = [&](Phase phase, int level) {
       end_phase();
-      timeline.ActivityStartAll(entries, job.PhaseName(phase, level));
+      timeline.ActivityStartAll(entries, fused.PhaseName(phase, level));
       current = phase;
       started = std::chrono::steady_clock::now();
     };
-    const ReduceResult result = ReduceInLevels(job, agreed, process_set, observer);
+    const ReduceResult result = ReduceInLevels(fused, state, process_set, observer);
     end_phase();
     Count(kExplicitTensors, result.explicit_tensors);
   }
   return hvd::Status::OK();
 }
 
-ReduceResult AdasumOp::ReduceInLevels(const Job& job, Agreed& agreed, hvd::ProcessSet& process_set,
-                                      const PhaseObserver& observer) {
-  if (workers_ == nullptr || workers_->threads() != agreed.threads) {
-    workers_ = std::make_unique<Workers>(agreed.threads);
-    if (workers_->threads() != agreed.threads) {
+ReduceResult AdasumOp::ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
+                                      hvd::ProcessSet& process_set, const PhaseObserver& observer) {
+  if (workers_ == nullptr || workers_->threads() != state.threads) {
+    workers_ = std::make_unique<Workers>(state.threads);
+    if (workers_->threads() != state.threads) {
       hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
-          << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: required " << agreed.threads
+          << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: required " << state.threads
           << " threads, got " << workers_->threads()
           << ": slower, but the same results; raise ulimit -u or lower ADASUM_HVD_NUM_THREADS";
-      agreed.threads = workers_->threads();
+      state.threads = workers_->threads();
     }
   }
   std::atomic<int32_t>* awaits =
-      agreed.local != nullptr ? &agreed.local->group()->mine->header().awaits_elsewhere : nullptr;
+      state.local != nullptr ? &state.local->group()->mine->header().awaits_elsewhere : nullptr;
   std::unique_ptr<Transport> network;
   std::vector<std::unique_ptr<Transport>> groups;
   std::vector<ReduceLevel> levels;
-  for (const PlannedLevel& level : agreed.levels) {
-    if (level.on_one_host && agreed.local != nullptr) {
+  for (const GroupPlan& level : state.levels) {
+    if (level.on_one_host && state.local != nullptr) {
       std::vector<int> places;
       for (int rank : level.group) {
         places.push_back(
-            static_cast<int>(std::find(agreed.host.begin(), agreed.host.end(), rank) - agreed.host.begin()));
+            static_cast<int>(std::find(state.host.begin(), state.host.end(), rank) - state.host.begin()));
       }
-      groups.push_back(std::make_unique<GroupTransport>(*agreed.local, std::move(places)));
+      groups.push_back(std::make_unique<GroupTransport>(*state.local, std::move(places)));
     } else {
       network = network ? std::move(network) : MakeNetwork(*global_state_, process_set, settings_, awaits);
       groups.push_back(std::make_unique<GroupTransport>(*network, level.group));
     }
     levels.push_back({groups.back().get(), &level.tree});
   }
-  return Reduce(job.tensors, job.type, levels, job.scale, agreed.reduce, *settings_.kernels, *workers_,
+  return Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce, *settings_.kernels, *workers_,
                 scratch_, observer);
 }
 

@@ -35,28 +35,28 @@ public:
   void Release();
 
 private:
-  // Of a process set, with what its ranks on this host share.
-  struct Agreed : Agreement {
+  // What is kept for a process set: the agreement, and what its ranks on this host share.
+  struct ProcessSetState : Agreement {
     std::unique_ptr<LocalTransport> local; // among the ranks of this host, where they share memory
     int threads = 1;
     std::string failure; // why nothing can be reduced any more, or empty
   };
 
-  horovod::common::Status ExecuteAgreed(std::vector<horovod::common::TensorTableEntry>& entries,
-                                        const horovod::common::Response& response, Agreed& agreed,
+  horovod::common::Status ReduceEntries(std::vector<horovod::common::TensorTableEntry>& entries,
+                                        const horovod::common::Response& response, ProcessSetState& state,
                                         horovod::common::ProcessSet& process_set);
-  Agreed& AgreedFor(int process_set_id) const;
-  std::string ConnectLocally(Agreed& agreed, horovod::common::Controller& controller,
+  ProcessSetState& StateOf(int process_set_id) const;
+  std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
-  void WatchOver(int process_set_id, const Agreed& agreed) const;
-  void GiveUp(Agreed& agreed, horovod::common::ProcessSet& process_set, const std::exception& error);
-  ReduceResult ReduceInLevels(const Job& job, Agreed& agreed, horovod::common::ProcessSet& process_set,
-                              const PhaseObserver& observer);
+  void WatchOver(int process_set_id, const ProcessSetState& state) const;
+  void GiveUp(ProcessSetState& state, horovod::common::ProcessSet& process_set, const std::exception& error);
+  ReduceResult ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
+                              horovod::common::ProcessSet& process_set, const PhaseObserver& observer);
 
   Settings settings_;
   Scratch scratch_;
   std::unique_ptr<Workers> workers_;
-  mutable Agreements<Agreed> agreements_{Memory::kHost};
+  mutable Agreements<ProcessSetState> agreements_{Memory::kHost};
   mutable std::unique_ptr<Watch> watch_; // of more than one rank
 };
 

@@ -35,37 +35,37 @@ Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const
   const int host = *std::min_element(local.begin(), local.end());
   const std::vector<int> gathered = allgather(host, settings.Fingerprint());
   std::vector<int> hosts;
-  Agreement agreed;
-  agreed.controller = shared_controller;
-  agreed.reduce = settings.reduce;
-  agreed.disagreement = settings.error;
+  Agreement agreement;
+  agreement.controller = shared_controller;
+  agreement.reduce = settings.reduce;
+  agreement.disagreement = settings.error;
   const int size = controller.GetSize();
   for (int rank = 0; rank < size; ++rank) {
     hosts.push_back(gathered[2 * rank]);
     if (gathered[2 * rank + 1] != gathered[1]) {
-      agreed.disagreement =
+      agreement.disagreement =
           "AdaSum: required the same ADASUM_HVD_* variables on all ranks, got other ones on rank " +
           std::to_string(controller.GetGlobalRanks()[rank]) + " than on rank " +
           std::to_string(controller.GetGlobalRanks()[0]) + "; export them on every host";
-      return agreed;
+      return agreement;
     }
     if (gathered[2 * rank] == host) {
-      agreed.host.push_back(rank);
+      agreement.host.push_back(rank);
     }
   }
-  agreed.one_host = static_cast<int>(agreed.host.size()) == size;
+  agreement.one_host = static_cast<int>(agreement.host.size()) == size;
   try {
-    agreed.levels = PlanLevels(hosts, settings.group_op, settings.group_size, controller.GetRank(),
-                               WantedRadices(settings.radices, size));
+    agreement.levels = PlanLevels(hosts, settings.group_op, settings.group_size, controller.GetRank(),
+                                  WantedRadices(settings.radices, size));
   } catch (const std::invalid_argument& error) { // on every rank
-    agreed.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what() + ", got " +
-                          RadicesText(settings.radices) + "; unset it or mend it on all ranks";
-    return agreed;
+    agreement.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what() + ", got " +
+                             RadicesText(settings.radices) + "; unset it or mend it on all ranks";
+    return agreement;
   }
-  if (agreed.reduce.replicate_bytes < 0) {
-    agreed.reduce.replicate_bytes = agreed.one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
+  if (agreement.reduce.replicate_bytes < 0) {
+    agreement.reduce.replicate_bytes = agreement.one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
   }
-  return agreed;
+  return agreement;
 }
 
 } // namespace adasum_hvd

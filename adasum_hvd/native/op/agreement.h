@@ -20,7 +20,7 @@ struct Agreement {
   // Horovod recycles the ids of process sets and rebuilds controllers at every init, so the controller is
   // what identifies one.
   std::weak_ptr<horovod::common::Controller> controller;
-  std::vector<PlannedLevel> levels;
+  std::vector<GroupPlan> levels;
   ReduceSettings reduce;
   std::string disagreement; // why nothing can be reduced, or empty
   std::vector<int> host;    // the ranks of this host
@@ -35,41 +35,41 @@ struct Agreement {
 Agreement Agree(const std::shared_ptr<horovod::common::Controller>& controller, const Settings& settings,
                 const AllgatherTwo& allgather);
 
-// What the ranks of every process set have agreed on for tensors in one kind of memory; an Agreed is an
-// Agreement.
-template <class Agreed> class Agreements {
+// The state of every process set for tensors in one kind of memory; a State is an Agreement.
+template <class State> class Agreements {
 public:
   explicit Agreements(Memory memory) : memory_(memory) {}
 
-  // Collective over the process set, where the ranks have yet to agree. Then `prepare(agreed, allgather)`
+  // Collective over the process set, where the ranks have yet to agree. Then `prepare(state, allgather)`
   // does what else has to be done once, and returns how the ranks reach each other.
   template <class Prepare>
-  Agreed& Of(int id, horovod::common::HorovodGlobalState& state, const Settings& settings, Prepare prepare) {
-    horovod::common::ProcessSet& process_set = state.process_set_table.Get(id);
-    Agreed& agreed = by_id_[id];
-    if (!agreed.IsOf(process_set.controller)) {
-      agreed = Agreed();
-      agreed.controller = process_set.controller;
+  State& Of(int id, horovod::common::HorovodGlobalState& global_state, const Settings& settings,
+            Prepare prepare) {
+    horovod::common::ProcessSet& process_set = global_state.process_set_table.Get(id);
+    State& state = by_id_[id];
+    if (!state.IsOf(process_set.controller)) {
+      state = State();
+      state.controller = process_set.controller;
       try {
-        const std::unique_ptr<Transport> network = MakeNetwork(state, process_set, settings);
+        const std::unique_ptr<Transport> network = MakeNetwork(global_state, process_set, settings);
         const AllgatherTwo allgather = GatherOver(*network);
-        static_cast<Agreement&>(agreed) = Agree(process_set.controller, settings, allgather);
-        if (agreed.disagreement.empty()) {
-          SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(agreed, allgather));
+        static_cast<Agreement&>(state) = Agree(process_set.controller, settings, allgather);
+        if (state.disagreement.empty()) {
+          SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(state, allgather));
         }
       } catch (const std::exception& error) { // or the next call would find this rank alone
-        agreed.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
+        state.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
         throw;
       }
     }
-    return agreed;
+    return state;
   }
 
   void Clear() { by_id_.clear(); }
 
 private:
   Memory memory_;
-  std::map<int, Agreed> by_id_;
+  std::map<int, State> by_id_;
 };
 
 } // namespace adasum_hvd

@@ -71,24 +71,24 @@ bool ElementTypeOf(const hvd::TensorTableEntry& entry, ElementType& type) {
   }
 }
 
-Job& JobOf(const hvd::TensorTableEntry& entry, std::vector<Job>& jobs) {
+FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<FusedTensors>& by_type) {
   ElementType type = kFloat32;
   ElementTypeOf(entry, type);
-  for (Job& job : jobs) {
-    if (job.type == type) {
-      return job;
+  for (FusedTensors& fused : by_type) {
+    if (fused.type == type) {
+      return fused;
     }
   }
-  jobs.emplace_back();
-  jobs.back().type = type;
-  jobs.back().delta = Has(entry.tensor_name, kDeltaPrefix);
-  return jobs.back();
+  by_type.emplace_back();
+  by_type.back().type = type;
+  by_type.back().delta = Has(entry.tensor_name, kDeltaPrefix);
+  return by_type.back();
 }
 
 } // namespace
 
 // Levels above the first have a number.
-std::string Job::PhaseName(Phase phase, int level) const {
+std::string FusedTensors::PhaseName(Phase phase, int level) const {
   const char* what = phase == Phase::kExchangeAndGram ? "EXCHANGE_GRAM"
                      : phase == Phase::kSharedTensors ? "SOLVE"
                                                       : "COMBINE_GATHER";
@@ -106,8 +106,8 @@ hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
       hvd::DataType_Name(entry.tensor->dtype()) + "; cast it before the reduction");
 }
 
-hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
-                     std::vector<Job>& jobs) {
+hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                             std::vector<FusedTensors>& by_type) {
   for (const hvd::TensorTableEntry& entry : entries) {
     // By the name, which all ranks have agreed on, a rank that has joined or that never made this bucket cuts
     // it as the others do.
@@ -124,24 +124,25 @@ hvd::Status ReadJobs(const std::vector<hvd::TensorTableEntry>& entries, const hv
                                           std::to_string(entry.tensor->shape().num_elements()) +
                                           " elements in total, got " + std::to_string(total));
     }
-    Job& job = JobOf(entry, jobs);
+    FusedTensors& fused = FusedTensorsFor(entry, by_type);
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
     for (size_t k = 0; k < sizes.size(); ++k) {
       if (weights.newer.empty()) {
-        job.tensors.push_back({input, output, sizes[k]});
+        fused.tensors.push_back({input, output, sizes[k]});
       } else {
-        job.tensors.push_back({weights.newer[k], weights.newer[k], sizes[k], input});
+        fused.tensors.push_back({weights.newer[k], weights.newer[k], sizes[k], input});
       }
-      input += sizes[k] * ElementBytes(job.type);
-      output += sizes[k] * ElementBytes(job.type);
+      input += sizes[k] * ElementBytes(fused.type);
+      output += sizes[k] * ElementBytes(fused.type);
     }
     Count(kBytes, static_cast<int64_t>(entry.tensor->size()));
     Count(kTensors, static_cast<int64_t>(sizes.size()));
     Count(kDeltaTensors, Has(entry.tensor_name, kDeltaPrefix) ? static_cast<int64_t>(sizes.size()) : 0);
   }
-  for (Job& job : jobs) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
-    job.scale = response.prescale_factor() * response.postscale_factor();
+  for (FusedTensors& fused :
+       by_type) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
+    fused.scale = response.prescale_factor() * response.postscale_factor();
   }
   Count(kCalls, 1);
   return hvd::Status::OK();

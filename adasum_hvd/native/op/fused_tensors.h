@@ -11,7 +11,7 @@
 
 namespace adasum_hvd {
 
-struct Job {
+struct FusedTensors {
   ElementType type = kFloat32;
   double scale = 1;
   bool delta = false; // of the delta variant, by name
@@ -21,13 +21,14 @@ struct Job {
   std::string PhaseName(Phase phase, int level) const;
 };
 
-// Fills the jobs, one per element type, and counts them; or says what is wrong, the same on all ranks.
+// Sorts the tensors by element type, and counts them; or says what is wrong, the same on all ranks.
 //
 // A tensor whose name ends in "adasum.segments=" and element counts is so many tensors laid end to end.
 // Horovod has no bfloat16. A tensor of float16 with "adasum.bfloat16/" in its name holds bfloat16, and
 // Horovod may fuse it with others of float16.
-horovod::common::Status ReadJobs(const std::vector<horovod::common::TensorTableEntry>& entries,
-                                 const horovod::common::Response& response, std::vector<Job>& jobs);
+horovod::common::Status ReadFusedTensors(const std::vector<horovod::common::TensorTableEntry>& entries,
+                                         const horovod::common::Response& response,
+                                         std::vector<FusedTensors>& by_type);
 
 // Whether the op takes tensors of that dtype, and if not why.
 horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);

@@ -13,8 +13,8 @@ enum Counter {
   kTensors,
   kDeltaTensors,
   kBytes,
-  kExplicitTensors,
-  kNanoseconds, // per phase, in the order of Phase; of reductions on the host
+  kExplicitTensors, // of reductions on the host: on devices nothing waits for what the kernels find
+  kNanoseconds,     // per phase, in the order of Phase; of reductions on the host
   kCounters = kNanoseconds + kPhases
 };
 

@@ -9,37 +9,29 @@ constexpr size_t kBlocksAtOnce = 256; // whose sums are kept until they are adde
 
 } // namespace
 
-Level::Level(const Arithmetic& arithmetic, Transport& transport, const Tree& tree, const Slice& region,
-             bool replicate, Level* below, double scale)
-    : arithmetic_(arithmetic), transport_(transport), tree_(tree), rank_(transport.rank()),
-      size_(transport.size()), scale_(scale), below_(below), shares_(Share(region, size_, replicate)),
-      tensor_scales_(arithmetic.tensors, 1.0), plain_sum_(tree.merges.size()),
-      benches_(arithmetic.workers.threads()) {
+GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below)
+    : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
+      below_(below), tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree_.merges.size()),
+      worker_scratch_(arithmetic.workers.threads()) {
   coefficients_.assign(mine().runs.size() * size_, 1.0); // a rank by itself has no other
-  for (Bench& bench : benches_) {
-    bench.vectors.resize(size_);
-    bench.c.resize(size_);
+  for (WorkerScratch& scratch : worker_scratch_) {
+    scratch.vectors.resize(size_);
+    scratch.coefficients.resize(size_);
   }
 }
 
-void Level::Place(std::vector<const char*> own, std::vector<char*> result, std::vector<char*> received) {
-  own_ = std::move(own);
-  result_ = std::move(result);
-  received_ = std::move(received);
-}
-
 // All ranks' elements, from `position` of a run on.
-void Level::PointAt(size_t run, int64_t position, Bench& bench) const {
+void GroupReduction::PointAt(size_t run, int64_t position, WorkerScratch& scratch) const {
   const int64_t offset = mine().runs[run].offset + position;
   for (int rank = 0; rank < size_; ++rank) {
-    bench.vectors[rank] = rank == rank_ ? own_[run] + position * arithmetic_.bytes()
-                                        : received_[rank] + offset * arithmetic_.bytes();
+    scratch.vectors[rank] = rank == rank_ ? level_.own[run] + position * arithmetic_.bytes()
+                                          : level_.receive[rank] + offset * arithmetic_.bytes();
   }
 }
 
 // ---- the Gram matrices ----
 
-void Level::GramUpTo(int64_t received) {
+void GroupReduction::GramUpTo(int64_t received) {
   std::vector<Block> blocks;
   size_t run = gram_run_;
   int64_t position = gram_position_;
@@ -66,14 +58,14 @@ void Level::GramUpTo(int64_t received) {
 }
 
 // Block sums are formed in any order and added in theirs.
-void Level::FinishBlocks(const std::vector<Block>& blocks) {
+void GroupReduction::FinishBlocks(const std::vector<Block>& blocks) {
   const int64_t entries = GramSize(size_);
   block_sums_.resize(blocks.size() * entries);
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
     const Block& block = blocks[job];
-    Bench& bench = benches_[worker];
-    PointAt(block.run, block.position, bench);
-    arithmetic_.kernels.gram[arithmetic_.type](bench.vectors.data(), size_, block.n,
+    WorkerScratch& scratch = worker_scratch_[worker];
+    PointAt(block.run, block.position, scratch);
+    arithmetic_.kernels.gram[arithmetic_.type](scratch.vectors.data(), size_, block.n,
                                                tensor_scales_[mine().runs[block.run].tensor],
                                                &block_sums_[job * entries]);
   });
@@ -89,23 +81,23 @@ void Level::FinishBlocks(const std::vector<Block>& blocks) {
   }
 }
 
-void Level::FinishRun(size_t run_index) {
+void GroupReduction::FinishRun(size_t run_index) {
   const Run& run = mine().runs[run_index];
   if (!run.whole) {
     partial_grams_[run.tensor] = gram_;
   } else if (!SolveCoefficients(tree_, Rounded(gram_).data(), CoefficientsOf(run_index))) {
-    SolveExplicitly({run.tensor}, /*shared=*/false);
+    WalkTrees({run.tensor}, /*shared=*/false);
   }
 }
 
 // From the largest element over all ranks.
-void Level::FindScales() {
+void GroupReduction::FindScales() {
   const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
   std::vector<double> of_blocks(blocks.size()), of_runs(mine().runs.size());
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
-    Bench& bench = benches_[worker];
-    PointAt(blocks[job].run, blocks[job].position, bench);
-    for (const void* vector : bench.vectors) {
+    WorkerScratch& scratch = worker_scratch_[worker];
+    PointAt(blocks[job].run, blocks[job].position, scratch);
+    for (const void* vector : scratch.vectors) {
       const double largest = arithmetic_.kernels.max_abs(static_cast<const double*>(vector), blocks[job].n);
       of_blocks[job] = std::max(of_blocks[job], largest);
     }
@@ -133,8 +125,8 @@ void Level::FindScales() {
 // Exchanges `entries` sums of each partial run in the group and folds them in rank order; every rank gets
 // every tensor's total, from the same bytes in the same order. `only` restricts it to some tensors, null to
 // none; the group's ranks agree on those that concern them, having seen the same totals before.
-void Level::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts = shares_.shared;
+void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
+  std::vector<std::vector<int>> parts = level_.shares.shared;
   bool any = false;
   for (std::vector<int>& part : parts) {
     if (only != nullptr) {
@@ -161,7 +153,7 @@ void Level::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t 
           payloads[rank].data(), static_cast<int64_t>(payloads[rank].size() * sizeof(DoubleDouble))};
     }
   }
-  transport_.Exchange(messages);
+  level_.transport->Exchange(messages);
   SumsByTensor totals;
   for (int rank = 0; rank < size_; ++rank) {
     for (size_t part = 0; part < parts[rank].size(); ++part) {
@@ -182,50 +174,50 @@ void Level::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t 
 }
 
 // From the ranks whose slices lie side by side, the group of this level, to those of the lowest level.
-void Level::FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  for (Level* level = this; level != nullptr; level = level->below_) {
+void GroupReduction::FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
+  for (GroupReduction* level = this; level != nullptr; level = level->below_) {
     level->FoldOverGroup(sums, only, entries, fold);
   }
 }
 
-void Level::Solve() {
+void GroupReduction::Solve() {
   FoldOverRanks(partial_grams_, nullptr, GramSize(size_));
   std::set<int> ill_conditioned;
-  std::vector<double> c(size_);
+  std::vector<double> coefficients(size_);
   for (const auto& [tensor, gram] : partial_grams_) {
-    if (!SolveCoefficients(tree_, Rounded(gram).data(), c.data())) {
+    if (!SolveCoefficients(tree_, Rounded(gram).data(), coefficients.data())) {
       ill_conditioned.insert(tensor);
     }
     for (size_t run = 0; run < mine().runs.size(); ++run) {
       if (mine().runs[run].tensor == tensor) {
-        std::copy(c.begin(), c.end(), CoefficientsOf(run));
+        std::copy(coefficients.begin(), coefficients.end(), CoefficientsOf(run));
       }
     }
   }
   if (!ill_conditioned.empty()) {
-    SolveExplicitly(ill_conditioned, /*shared=*/true);
+    WalkTrees(ill_conditioned, /*shared=*/true);
   }
 }
 
 // ---- ill-conditioned tensors ----
 
-// Walks the tree on vectors, a level at a time. A node's vector is never stored: each pass forms it again,
+// Walks the tree on vectors, a tier at a time. A node's vector is never stored: each pass forms it again,
 // block by block, from the inputs and the coefficients known so far. Shared tensors cost one small exchange
-// per level, on all ranks, which all saw the same Gram matrix and so agree that it is needed.
-void Level::SolveExplicitly(const std::set<int>& tensors, bool shared) {
+// per tier, on all ranks, which all saw the same Gram matrix and so agree that it is needed.
+void GroupReduction::WalkTrees(const std::set<int>& tensors, bool shared) {
   ReserveNodes();
   for (int tensor : tensors) {
-    explicit_[tensor].resize(tree_.merges.size());
+    walked_[tensor].resize(tree_.merges.size());
   }
-  for (size_t level = 0; level < tree_.levels.size(); ++level) {
+  for (size_t tier = 0; tier < tree_.tiers.size(); ++tier) {
     SumsByTensor sums;
     for (size_t run = 0; run < mine().runs.size(); ++run) {
       const int tensor = mine().runs[run].tensor;
       if (tensors.count(tensor) != 0) {
-        sums[tensor] = LevelSums(run, level, explicit_[tensor]);
+        sums[tensor] = TierSums(run, tier, walked_[tensor]);
       }
     }
-    const std::vector<int>& merges = tree_.levels[level];
+    const std::vector<int>& merges = tree_.tiers[tier];
     if (shared) {
       FoldOverRanks(sums, &tensors, 3 * merges.size());
     }
@@ -233,33 +225,34 @@ void Level::SolveExplicitly(const std::set<int>& tensors, bool shared) {
       for (size_t k = 0; k < merges.size(); ++k) {
         if (tree_.merges[merges[k]].adasum) {
           const double dot = sum[3 * k + 1].Rounded();
-          explicit_[tensor][merges[k]] = {AdasumCoefficient(dot, sum[3 * k].Rounded()),
-                                          AdasumCoefficient(dot, sum[3 * k + 2].Rounded())};
+          walked_[tensor][merges[k]] = {AdasumCoefficient(dot, sum[3 * k].Rounded()),
+                                        AdasumCoefficient(dot, sum[3 * k + 2].Rounded())};
         }
       }
     }
   }
 }
 
-void Level::ReserveNodes() {
-  for (Bench& bench : benches_) {
-    bench.nodes.resize(size_ * kBlockElements);
+void GroupReduction::ReserveNodes() {
+  for (WorkerScratch& scratch : worker_scratch_) {
+    scratch.nodes.resize(size_ * kBlockElements);
   }
 }
 
-// Leaves in bench.node(i), for i the smallest rank of a node, that node's vector after `levels` levels,
+// Leaves in scratch.node(i), for i the smallest rank of a node, that node's vector after `tiers` tiers,
 // scaled by `scale`.
-void Level::EvaluateNodes(const Block& block, size_t levels, double scale, const std::vector<double>& leaves,
-                          const ExplicitTree& sides, Bench& bench) const {
-  PointAt(block.run, block.position, bench);
+void GroupReduction::EvaluateNodes(const Block& block, size_t tiers, double scale,
+                                   const std::vector<double>& leaves, const TreeSides& sides,
+                                   WorkerScratch& scratch) const {
+  PointAt(block.run, block.position, scratch);
   for (int rank = 0; rank < size_; ++rank) {
-    arithmetic_.kernels.widen[arithmetic_.type](bench.vectors[rank], block.n, scale * leaves[rank],
-                                                bench.node(rank));
+    arithmetic_.kernels.widen[arithmetic_.type](scratch.vectors[rank], block.n, scale * leaves[rank],
+                                                scratch.node(rank));
   }
-  for (size_t level = 0; level < levels; ++level) {
-    for (int merge : tree_.levels[level]) {
-      double* left = bench.node(tree_.members[tree_.merges[merge].left].front());
-      double* right = bench.node(tree_.members[tree_.merges[merge].right].front());
+  for (size_t tier = 0; tier < tiers; ++tier) {
+    for (int merge : tree_.tiers[tier]) {
+      double* left = scratch.node(tree_.members[tree_.merges[merge].left].front());
+      double* right = scratch.node(tree_.members[tree_.merges[merge].right].front());
       const void* both[] = {left, right};
       const double c[] = {sides[merge].left, sides[merge].right};
       arithmetic_.kernels.combine[kFloat64](both, c, 2, block.n, left);
@@ -267,19 +260,19 @@ void Level::EvaluateNodes(const Block& block, size_t levels, double scale, const
   }
 }
 
-// For each merge of a level, |left|^2, left.right and |right|^2 over one run.
-Level::Sums Level::LevelSums(size_t run, size_t level, const ExplicitTree& sides) {
-  const std::vector<int>& merges = tree_.levels[level];
+// For each merge of a tier, |left|^2, left.right and |right|^2 over one run.
+GroupReduction::Sums GroupReduction::TierSums(size_t run, size_t tier, const TreeSides& sides) {
+  const std::vector<int>& merges = tree_.tiers[tier];
   const Run& whole = mine().runs[run];
   const std::vector<Block> blocks = Blocks(mine(), whole.offset, whole.offset + whole.count);
   std::vector<double> block_sums(blocks.size() * merges.size() * 3);
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
-    Bench& bench = benches_[worker];
-    EvaluateNodes(blocks[job], level, tensor_scales_[whole.tensor], tree_.leaf_weights, sides, bench);
+    WorkerScratch& scratch = worker_scratch_[worker];
+    EvaluateNodes(blocks[job], tier, tensor_scales_[whole.tensor], tree_.leaf_weights, sides, scratch);
     for (size_t k = 0; k < merges.size(); ++k) {
       const Merge& merge = tree_.merges[merges[k]];
-      const void* both[] = {bench.node(tree_.members[merge.left].front()),
-                            bench.node(tree_.members[merge.right].front())};
+      const void* both[] = {scratch.node(tree_.members[merge.left].front()),
+                            scratch.node(tree_.members[merge.right].front())};
       arithmetic_.kernels.gram[kFloat64](both, 2, blocks[job].n, 1.0,
                                          &block_sums[(job * merges.size() + k) * 3]);
     }
@@ -293,33 +286,34 @@ Level::Sums Level::LevelSums(size_t run, size_t level, const ExplicitTree& sides
 
 // ---- combine ----
 
-void Level::Combine(int64_t begin, int64_t end) {
+void GroupReduction::Combine(int64_t begin, int64_t end) {
   const bool in_tree_order = InTreeOrder(arithmetic_.type, size_);
-  if (in_tree_order || !explicit_.empty()) {
+  if (in_tree_order || !walked_.empty()) {
     ReserveNodes();
   }
   const std::vector<Block> blocks = Blocks(mine(), begin, end);
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
     const Block& block = blocks[job];
     const int tensor = mine().runs[block.run].tensor;
-    Bench& bench = benches_[worker];
-    char* to = result_[block.run] + block.position * arithmetic_.bytes();
-    const auto walked = explicit_.find(tensor);
-    if (walked != explicit_.end()) {
-      EvaluateNodes(block, tree_.levels.size(), tensor_scales_[tensor], tree_.leaf_weights, walked->second,
-                    bench);
-      arithmetic_.kernels.narrow[arithmetic_.type](bench.node(0), block.n, scale_ / tensor_scales_[tensor],
-                                                   to);
+    WorkerScratch& scratch = worker_scratch_[worker];
+    char* to = level_.out[block.run] + block.position * arithmetic_.bytes();
+    const auto walked = walked_.find(tensor);
+    if (walked != walked_.end()) {
+      EvaluateNodes(block, tree_.tiers.size(), tensor_scales_[tensor], tree_.leaf_weights, walked->second,
+                    scratch);
+      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n,
+                                                   level_.scale / tensor_scales_[tensor], to);
       return;
     }
-    std::transform(CoefficientsOf(block.run), CoefficientsOf(block.run) + size_, bench.c.begin(),
-                   [this](double coefficient) { return coefficient * scale_; });
+    std::transform(CoefficientsOf(block.run), CoefficientsOf(block.run) + size_, scratch.coefficients.begin(),
+                   [this](double coefficient) { return coefficient * level_.scale; });
     if (in_tree_order) {
-      EvaluateNodes(block, tree_.levels.size(), 1.0, bench.c, plain_sum_, bench);
-      arithmetic_.kernels.narrow[arithmetic_.type](bench.node(0), block.n, 1.0, to);
+      EvaluateNodes(block, tree_.tiers.size(), 1.0, scratch.coefficients, all_ones_, scratch);
+      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n, 1.0, to);
     } else {
-      PointAt(block.run, block.position, bench);
-      arithmetic_.kernels.combine[arithmetic_.type](bench.vectors.data(), bench.c.data(), size_, block.n, to);
+      PointAt(block.run, block.position, scratch);
+      arithmetic_.kernels.combine[arithmetic_.type](scratch.vectors.data(), scratch.coefficients.data(),
+                                                    size_, block.n, to);
     }
   });
 }

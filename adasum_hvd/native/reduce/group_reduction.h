@@ -1,9 +1,14 @@
-// One level of a reduction, as one rank sees it: the ranks of a group hold different values of the same
-// elements, and each of them reduces a slice of these.
+// One level of a reduction, as one rank sees it. The ranks of its group hold different values of the same
+// elements, its region; each rank reduces one slice of the region, in this order:
 //
-// The next level works on what the slices became, with ranks of other groups. A tensor may then lie on the
-// slices of many ranks, of this group and of all groups below; what is added up over them takes one small
-// exchange in each of these groups.
+//   1. GramUpTo, as elements arrive: the Gram matrix of every run of the slice, block by block. A tensor that
+//      lies whole in the slice is solved as soon as it is complete;
+//   2. Solve: the sums of the tensors that lie on several slices are exchanged, and these solved;
+//   3. Combine: the slice of the result, any part of it as often as it is wanted.
+//
+// The next level's region is this rank's slice, and its group are ranks of other groups. A tensor may then
+// lie on slices of many ranks, in this group and in all groups below: what is added up over them takes one
+// small exchange in each of these groups.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +18,14 @@
 
 #include "kernels/kernels.h"
 #include "reduce/gram.h"
-#include "reduce/layout.h"
+#include "reduce/placement.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
 #include "transport/transport.h"
 
 namespace adasum_hvd {
 
-// What every level of a reduction has in common.
+// What all levels of a reduction have in common.
 struct Arithmetic {
   ElementType type;
   const Kernels& kernels;
@@ -29,27 +34,12 @@ struct Arithmetic {
   int64_t bytes() const { return ElementBytes(type); }
 };
 
-class Level {
+class GroupReduction {
 public:
-  // `region` holds the elements that the group reduces, the same on all its ranks; with `replicate` every
-  // rank reduces all of them. `below` is the level whose results this one reduces, or null. The result is
-  // multiplied by `scale`.
-  Level(const Arithmetic& arithmetic, Transport& transport, const Tree& tree, const Slice& region,
-        bool replicate, Level* below, double scale);
+  // `below` is the level whose results this one reduces, or null.
+  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below);
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  Transport& transport() { return transport_; }
-  const Slice& slice(int rank) const { return shares_.slices[rank]; }
-  int64_t start(int rank) const {
-    return shares_.starts[rank];
-  } // of a slice: its first element in the region
-  const Slice& mine() const { return slice(rank_); }
-  int64_t explicit_tensors() const { return static_cast<int64_t>(explicit_.size()); }
-
-  // Where the elements of this rank's slice are: per run its own and the result (which may be the same
-  // place); per rank what is received of the others.
-  void Place(std::vector<const char*> own, std::vector<char*> result, std::vector<char*> received);
+  int64_t explicit_tensors() const { return static_cast<int64_t>(walked_.size()); }
 
   // Adds to the Gram matrices: the first `received` elements of the slice have come from every rank.
   void GramUpTo(int64_t received);
@@ -65,58 +55,55 @@ public:
   void Combine(int64_t begin, int64_t end);
 
 private:
-  // The coefficients of the two sides of every merge of an explicitly walked tree.
+  // The coefficients of the two sides of a merge, of a tree that is walked on vectors.
   struct Sides {
     double left = 1;
     double right = 1;
   };
-  using ExplicitTree = std::vector<Sides>;
+  using TreeSides = std::vector<Sides>; // by merge
   using Sums = std::vector<DoubleDouble>;
   using SumsByTensor = std::map<int, Sums>;
   enum class Fold { kAdd, kMaximum };
 
-  // What a worker needs room for.
-  struct Bench {
+  // What a thread needs room for.
+  struct WorkerScratch {
     std::vector<const void*> vectors; // per rank
-    std::vector<double> c;            // per rank
-    std::vector<double> nodes;        // per rank, one block of each
+    std::vector<double> coefficients; // per rank
+    std::vector<double> nodes;        // per rank, kBlockElements of each; empty until a tree is walked
 
     double* node(int rank) { return nodes.data() + rank * kBlockElements; }
   };
 
-  void PointAt(size_t run, int64_t position, Bench& bench) const;
+  void PointAt(size_t run, int64_t position, WorkerScratch& scratch) const;
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
   void FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold = Fold::kAdd);
-  void SolveExplicitly(const std::set<int>& tensors, bool shared);
-  void EvaluateNodes(const Block& block, size_t levels, double scale, const std::vector<double>& leaves,
-                     const ExplicitTree& sides, Bench& bench) const;
-  Sums LevelSums(size_t run, size_t level, const ExplicitTree& sides);
+  void WalkTrees(const std::set<int>& tensors, bool shared);
+  void EvaluateNodes(const Block& block, size_t tiers, double scale, const std::vector<double>& leaves,
+                     const TreeSides& sides, WorkerScratch& scratch) const;
+  Sums TierSums(size_t run, size_t tier, const TreeSides& sides);
   void ReserveNodes();
 
+  const Slice& mine() const { return level_.mine(); }
+
   const Arithmetic& arithmetic_;
-  Transport& transport_;
+  const PlacedLevel& level_;
   const Tree& tree_;
   const int rank_;
   const int size_;
-  const double scale_;
-  Level* below_;
-  const Shares shares_;
-  std::vector<const char*> own_;      // per run
-  std::vector<char*> result_;         // per run
-  std::vector<char*> received_;       // per rank
+  GroupReduction* below_;
   std::vector<double> coefficients_;  // per run and rank
   std::vector<double> tensor_scales_; // per tensor: the power of two that float64 input is scaled by
-  const ExplicitTree plain_sum_;      // all coefficients 1
-  std::map<int, ExplicitTree> explicit_;
-  SumsByTensor partial_grams_;
+  const TreeSides all_ones_;          // all coefficients 1
+  std::map<int, TreeSides> walked_;   // by ill-conditioned tensor
+  SumsByTensor partial_grams_;        // of runs that are parts of tensors
   size_t gram_run_ = 0; // the run and the position in it up to which the Gram matrices are summed
   int64_t gram_position_ = 0;
   GramSum gram_;
   std::vector<double> block_sums_;
-  std::vector<Bench> benches_; // per worker
+  std::vector<WorkerScratch> worker_scratch_; // per worker
 };
 
 } // namespace adasum_hvd

@@ -41,6 +41,15 @@ struct Shares {
 // With `replicate` everything is in every rank's slice.
 Shares Share(const Slice& region, int ranks, bool replicate);
 
+// A stretch that is copied. Where `other` is not null: to = from + sign * other, rounded once.
+struct Copy {
+  const void* from = nullptr;
+  const void* other = nullptr;
+  void* to = nullptr;
+  double sign = 0;
+  int64_t count = 0; // elements
+};
+
 // At most kBlockElements elements of one run, from element `position` of it on.
 struct Block {
   size_t run; // index

@@ -163,8 +163,8 @@ Division Wanted(const std::vector<int>& radices, const Order& order, const std::
 
 } // namespace
 
-std::vector<PlannedLevel> PlanLevels(const std::vector<int>& hosts, GroupOp group_op, int group_size,
-                                     int rank, const std::vector<int>& radices) {
+std::vector<GroupPlan> PlanLevels(const std::vector<int>& hosts, GroupOp group_op, int group_size, int rank,
+                                  const std::vector<int>& radices) {
   const int size = static_cast<int>(hosts.size());
   const Order order = OrderOf(hosts, group_size);
   Division cut = {{size}, 1};
@@ -180,11 +180,11 @@ std::vector<PlannedLevel> PlanLevels(const std::vector<int>& hosts, GroupOp grou
   }
   const int place =
       static_cast<int>(std::find(order.ranks.begin(), order.ranks.end(), rank) - order.ranks.begin());
-  std::vector<PlannedLevel> levels;
+  std::vector<GroupPlan> levels;
   int stride = 1;
   for (size_t level = 0; level < cut.radices.size(); ++level) {
     const int radix = cut.radices[level];
-    PlannedLevel planned;
+    GroupPlan planned;
     for (int member : GroupOf(place, stride, radix)) {
       planned.group.push_back(order.ranks[member]);
     }
@@ -196,9 +196,9 @@ std::vector<PlannedLevel> PlanLevels(const std::vector<int>& hosts, GroupOp grou
   return levels;
 }
 
-std::string Describe(const std::vector<PlannedLevel>& levels) {
+std::string Describe(const std::vector<GroupPlan>& levels) {
   std::string text;
-  for (const PlannedLevel& level : levels) {
+  for (const GroupPlan& level : levels) {
     text += (text.empty() ? "" : " x ") + std::to_string(level.group.size());
   }
   return text;

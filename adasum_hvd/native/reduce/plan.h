@@ -9,7 +9,7 @@
 
 namespace adasum_hvd {
 
-struct PlannedLevel {
+struct GroupPlan {
   std::vector<int> group; // this rank's, in the order of the tree
   Tree tree;              // over the places in it
   bool on_one_host;       // the group is; the same for all groups of a level
@@ -23,10 +23,10 @@ struct PlannedLevel {
 //
 // Depends on nothing but the arguments, and least of all on what is reduced: between levels values are
 // rounded, so with other levels for other sizes the results would depend on how tensors are fused.
-std::vector<PlannedLevel> PlanLevels(const std::vector<int>& hosts, GroupOp group_op, int group_size,
-                                     int rank, const std::vector<int>& radices);
+std::vector<GroupPlan> PlanLevels(const std::vector<int>& hosts, GroupOp group_op, int group_size, int rank,
+                                  const std::vector<int>& radices);
 
 // "4 x 2", for people.
-std::string Describe(const std::vector<PlannedLevel>& levels);
+std::string Describe(const std::vector<GroupPlan>& levels);
 
 } // namespace adasum_hvd

@@ -1,7 +1,9 @@
 // AdaSum over ranks, in the Gram form: every node of the tree is a linear combination of the inputs, so its
-// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level (group_reduction.h):
+// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level
+// (group_reduction.h):
 //
-//   1. every rank receives its group's elements of its slice, and sums the slice's part of G on the way;
+//   1. every rank receives its group's elements of its slice (placement.h says where), and sums the slice's
+//      part of G on the way;
 //   2. the parts of the tensors that several slices share are exchanged (a few hundred bytes);
 //   3. coefficients by walking the tree on G, scalars only;
 //   4. every rank combines its slice, which is what the next level reduces with other groups.
@@ -12,7 +14,6 @@
 // itself).
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -36,8 +37,9 @@ struct TensorView {
   const void* start = nullptr;
 };
 
-// A group of ranks, and the tree over it. The levels of a reduction go from the inside out: the groups of a
-// level hold ranks with the same places in the groups before.
+// A level is a step of the hierarchy, and nothing else here: first the ranks of a host reduce, then those at
+// the same place on every host, and so on outwards. This is a rank's group in one level, and the tree over
+// it.
 struct ReduceLevel {
   Transport* transport;
   const Tree* tree;
@@ -47,23 +49,6 @@ struct ReduceSettings {
   int64_t chunk_bytes = 1 << 20;      // sent at a time, so that arithmetic and transport overlap
   int64_t replicate_bytes = 32 << 10; // up to this many bytes times ranks, every rank reduces everything
 };
-
-inline int64_t CountRanks(const std::vector<ReduceLevel>& levels) {
-  int64_t ranks = 1;
-  for (const ReduceLevel& level : levels) {
-    ranks *= level.transport->size();
-  }
-  return ranks;
-}
-
-// Whether every rank reduces everything.
-inline bool Replicates(int64_t bytes, int64_t ranks, const ReduceSettings& settings) {
-  return ranks == 1 || bytes * ranks <= settings.replicate_bytes;
-}
-
-// The level in which the factor is applied. Between levels values are rounded to the element type: a factor
-// that makes them smaller comes first, so that float16 overflows no earlier than it must.
-inline size_t ScaledLevel(double scale, size_t levels) { return std::fabs(scale) < 1 ? 0 : levels - 1; }
 
 // Memory that grows and is never initialised; one of each lives as long as the op.
 class ScratchBuffer {

@@ -7,7 +7,7 @@
 namespace adasum_hvd {
 namespace {
 
-// Pairs neighbours level by level until one node is left, and returns that node.
+// Pairs neighbours tier by tier until one node is left, and returns that node.
 int ReduceNeighbours(std::vector<int> nodes, bool adasum, Tree& tree) {
   while (nodes.size() > 1) {
     std::vector<int> next;
@@ -23,7 +23,7 @@ int ReduceNeighbours(std::vector<int> nodes, bool adasum, Tree& tree) {
   return nodes.front();
 }
 
-void FindMembersAndLevels(Tree& tree) {
+void FindMembersAndTiers(Tree& tree) {
   std::vector<size_t> depth(tree.leaves, 0);
   for (int leaf = 0; leaf < tree.leaves; ++leaf) {
     tree.members.push_back({leaf});
@@ -34,12 +34,12 @@ void FindMembersAndLevels(Tree& tree) {
     members.insert(members.end(), tree.members[merge.right].begin(), tree.members[merge.right].end());
     std::sort(members.begin(), members.end());
     tree.members.push_back(std::move(members));
-    size_t level = std::max(depth[merge.left], depth[merge.right]);
-    depth.push_back(level + 1);
-    if (tree.levels.size() <= level) {
-      tree.levels.resize(level + 1);
+    size_t tier = std::max(depth[merge.left], depth[merge.right]);
+    depth.push_back(tier + 1);
+    if (tree.tiers.size() <= tier) {
+      tree.tiers.resize(tier + 1);
     }
-    tree.levels[level].push_back(static_cast<int>(k));
+    tree.tiers[tier].push_back(static_cast<int>(k));
   }
 }
 
@@ -93,7 +93,7 @@ Tree BuildTree(const std::vector<int>& hosts, GroupOp group_op, int group_size) 
     tops.push_back(ReduceNeighbours(group, group_op == GroupOp::kAdasum, tree));
   }
   ReduceNeighbours(tops, true, tree);
-  FindMembersAndLevels(tree);
+  FindMembersAndTiers(tree);
   return tree;
 }
 

@@ -28,7 +28,7 @@ struct Tree {
   std::vector<double> leaf_weights; // 1, or 1/group size under GroupOp::kAverage
   std::vector<Merge> merges;
   std::vector<std::vector<int>> members; // members[node]: its leaves, ascending
-  std::vector<std::vector<int>> levels;  // merge indices that can be done at the same time
+  std::vector<std::vector<int>> tiers; // merge indices that can be done at the same time, from the leaves up
 
   int root() const { return leaves + static_cast<int>(merges.size()) - 1; }
 };

@@ -4,7 +4,7 @@
 
 #include <sys/prctl.h>
 
-#include "transport/local/pause.h"
+#include "transport/pause.h"
 
 namespace adasum_hvd {
 namespace {

@@ -36,10 +36,10 @@ private:
   void WaitFor(const Pending& pending, bool receives);
 
   std::shared_ptr<gloo::Context> context_;
-  std::vector<int> global_ranks_; // for messages
+  std::vector<int> global_ranks_; // by rank, as errors name them
   std::deque<Started> started_;
-  std::vector<uint64_t> sent_; // messages, per peer
-  std::vector<uint64_t> received_;
+  std::vector<uint64_t> sent_;     // per peer: how many messages so far
+  std::vector<uint64_t> received_; // per peer
 };
 
 } // namespace adasum_hvd

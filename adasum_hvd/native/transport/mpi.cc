@@ -8,7 +8,7 @@
 
 #include <sched.h>
 
-#include "transport/local/pause.h"
+#include "transport/pause.h"
 
 namespace adasum_hvd {
 namespace {

@@ -15,7 +15,7 @@ namespace adasum_hvd {
 struct MpiSettings {
   int64_t max_message_bytes = 1 << 30; // the longest single message: MPI counts are int
   std::chrono::seconds timeout{60};    // without any progress, before a wait ends in an error
-  std::vector<int> global_ranks;       // of the communicator's, for messages
+  std::vector<int> global_ranks;       // by rank of the communicator, as errors name them
   // Where other ranks of the host read which global rank this one waits for, plus one; or null.
   std::atomic<int32_t>* awaits = nullptr;
 };

@@ -73,9 +73,6 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
   simulated_cuda::Shuffle(&value, sizeof value, static_cast<unsigned>(lanes));
   return value;
 }
-inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
-  return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
-}
 using std::fabs;
 using std::fma;
 using std::fmax;

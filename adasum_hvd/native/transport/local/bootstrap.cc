@@ -208,9 +208,10 @@ void MeetCallers(int listening, int ranks, Clock::time_point until,
 
 void Join(LocalGroup& group, int listening, const std::vector<int>& names, const std::vector<int>& nonces) {
   const int size = static_cast<int>(names.size());
-  const Clock::time_point until = Clock::now() + std::chrono::seconds(group.handshake_seconds);
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(group.settings.handshake_seconds);
   auto keep = [&](int peer, Descriptor& socket_, Descriptor& memory) {
-    group.peers[peer].segment = std::make_unique<LocalSegment>(memory.Release(), size, group.ring_bytes);
+    group.peers[peer].segment =
+        std::make_unique<LocalSegment>(memory.Release(), size, group.settings.ring_bytes);
     group.peers[peer].process_id = PeerOf(socket_.value()).pid;
     group.peers[peer].process = WatchProcess(group.peers[peer].process_id);
     group.peers[peer].socket = std::move(socket_);
@@ -218,7 +219,7 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
   // A connection is complete as soon as it waits in the listener's queue, so nobody blocks anybody.
   std::vector<Descriptor> called(group.rank);
   for (int peer = 0; peer < group.rank; ++peer) {
-    called[peer] = ConnectTo(names[peer], group.handshake_seconds);
+    called[peer] = ConnectTo(names[peer], group.settings.handshake_seconds);
     SendHello(called[peer].value(), {nonces[peer], group.rank}, group.mine->descriptor());
   }
   MeetCallers(listening, size - 1 - group.rank, until, [&](Descriptor& caller) {
@@ -331,9 +332,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   group->rank = member;
   group->peers.resize(size);
   group->global_ranks = global_ranks;
-  group->ring_bytes = settings.ring_bytes;
-  group->timeout_seconds = settings.timeout_seconds;
-  group->handshake_seconds = settings.handshake_seconds;
+  group->settings = settings;
 
   int name = kNoName;
   Descriptor listening;

@@ -50,13 +50,11 @@ struct LocalGroup {
   int rank = 0; // of this process among the ranks of the host
   std::unique_ptr<LocalSegment> mine;
   std::vector<LocalPeer> peers;               // by rank on the host
-  std::vector<int> global_ranks;              // for messages
+  std::vector<int> global_ranks;              // by rank on the host, as errors name them
   bool crowded = false;                       // more ranks than processors that they have together
   bool direct = false;                        // long messages are read from the sender's memory
   std::unique_ptr<ReadPermission> permission; // for that, where it takes one
-  int64_t ring_bytes = 0;
-  int timeout_seconds = 0;
-  int handshake_seconds = 0;
+  LocalSettings settings;
 
   LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }
   SegmentHeader& header(int one) const { return segment(one).header(); }
@@ -67,8 +65,8 @@ struct LocalGroup {
 // Gathers two integers of every rank of the process set, in rank order. Collective.
 using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;
 
-// Connects the ranks `members` of a process set, all on this host; `member` is this rank's place in it and
-// `everyone` the size of the set, whose other ranks connect on their own hosts meanwhile.
+// Connects the ranks `members` of a process set, all on this host; `member` is this rank's place among them,
+// and `global_ranks` are theirs in Horovod. The set's other ranks connect on their own hosts meanwhile.
 //
 // Collective over the process set; the handshake ends after handshake_seconds, one way or the other. Returns
 // null, on every rank of the set, when any rank failed, and then says in `why_not` what this rank knows of

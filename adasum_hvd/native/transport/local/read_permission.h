@@ -6,12 +6,12 @@
 
 namespace adasum_hvd {
 
-// Allows it while one lives.
+// Others of the same user may read this process's memory as long as one of these exists.
 class ReadPermission {
 public:
   // Null where the kernel has nothing to allow.
   static std::unique_ptr<ReadPermission> Take();
-  // Another, where one lives; or null.
+  // One more, if this process holds one already; else null.
   static std::unique_ptr<ReadPermission> Share();
 
   ~ReadPermission();

@@ -29,16 +29,16 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-void Bell::Ring() {
-  rings.fetch_add(1, std::memory_order_seq_cst);
+void Bell::Wake() {
+  wakes.fetch_add(1, std::memory_order_seq_cst);
   if (asleep.load(std::memory_order_seq_cst) != 0) {
-    syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, &wakes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 }
 
-void Bell::SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit) {
+void Bell::SleepUnlessWoken(uint32_t seen, std::chrono::milliseconds limit) {
   const timespec longest = {limit.count() / 1000, limit.count() % 1000 * 1000000L};
-  syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &longest, nullptr, 0);
+  syscall(SYS_futex, &wakes, FUTEX_WAIT, seen, &longest, nullptr, 0);
 }
 
 int64_t Ring::Space() const { return capacity_ - static_cast<int64_t>(written() - read()); }

@@ -19,12 +19,12 @@ namespace adasum_hvd {
 
 // Wakes the rank that owns it. Futexes work across processes on shared memory.
 struct alignas(64) Bell {
-  std::atomic<uint32_t> rings{0};
+  std::atomic<uint32_t> wakes{0};
   std::atomic<uint32_t> asleep{0};
 
-  void Ring();
+  void Wake();
   // Sleeps until the count differs from `seen`, or so long.
-  void SleepUnlessRung(uint32_t seen, std::chrono::milliseconds limit);
+  void SleepUnlessWoken(uint32_t seen, std::chrono::milliseconds limit);
 };
 
 // Where a ring's writer and its reader are. Positions only grow.

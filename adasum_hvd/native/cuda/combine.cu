@@ -1,0 +1,143 @@
+// What is written of elements: copies, changes of weights, and the result.
+#include "cuda/block.h"
+
+#include <type_traits>
+
+namespace adasum_hvd {
+namespace device {
+namespace {
+
+template <class T> __global__ void CopyKernel(const Copy* copies, Blocks blocks) {
+  const BlockOf place = blocks.at[blockIdx.x];
+  const Copy copy = copies[place.run];
+  const int64_t position = place.block * kBlockElements;
+  const int64_t left = copy.count - position;
+  const int n = static_cast<int>(left < kBlockElements ? left : kBlockElements);
+  const T* from = static_cast<const T*>(copy.from) + position;
+  const T* other = copy.other == nullptr ? nullptr : static_cast<const T*>(copy.other) + position;
+  T* to = static_cast<T*>(copy.to) + position;
+  const bool aligned = IsAligned(from) && IsAligned(to) && (other == nullptr || IsAligned(other));
+  for (int k = static_cast<int>(threadIdx.x) * kVector; k < n; k += kThreads * kVector) {
+    const bool whole = aligned && k + kVector <= n;
+    if (other == nullptr && whole) { // the bits as they are
+      *reinterpret_cast<Vector<T>*>(to + k) = *reinterpret_cast<const Vector<T>*>(from + k);
+    } else if (other == nullptr) {
+      for (int lane = 0; lane < kVector && k + lane < n; ++lane) {
+        to[k + lane] = from[k + lane];
+      }
+    } else {
+      double sum[kVector], added[kVector];
+      Load(from, k, n, whole, sum);
+      Load(other, k, n, whole, added);
+#pragma unroll
+      for (int lane = 0; lane < kVector; ++lane) {
+        sum[lane] += copy.sign * added[lane];
+      }
+      Store(sum, to, k, n, whole);
+    }
+  }
+}
+
+// Combines the block where that takes the tree, and says whether it did.
+template <class T> __device__ bool CombinedByTree(const Block<T>& block, double scale) {
+  const Slice& slice = block.slice;
+  const bool walk_tree = slice.walk_tree[block.run] != 0;
+  if (!walk_tree && !InTreeOrder(slice.type, slice.size)) {
+    return false;
+  }
+  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
+  const Sides* sides =
+      walk_tree ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
+  const double input_scale = block.Scale();
+  const int root = slice.tree.leaves + slice.tree.merges - 1;
+  for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
+    const double value = Evaluate(slice.tree, root, sides, [&](int rank) {
+      const double factor = walk_tree ? input_scale * slice.tree.leaf_weights[rank] : c[rank] * scale;
+      return Widened(block.Of(rank)[k]) * factor;
+    });
+    Narrow(walk_tree ? value * (scale / input_scale) : value, &block.Result()[k]);
+  }
+  return true;
+}
+
+template <class T, int N> __global__ void CombineKernel(Slice slice, double scale) {
+  const Block<T> block(slice, static_cast<int>(blockIdx.x));
+  if (CombinedByTree(block, scale)) {
+    return;
+  }
+  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
+  T* to = block.Result();
+  const T* x[N];
+  double weight[N];
+  bool aligned = IsAligned(to);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    x[i] = block.Of(i);
+    weight[i] = c[i] * scale;
+    aligned = aligned && IsAligned(x[i]);
+  }
+  for (int k = static_cast<int>(threadIdx.x) * kVector; k < block.n; k += kThreads * kVector) {
+    const bool whole = aligned && k + kVector <= block.n;
+    double values[N][kVector];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      Load(x[i], k, block.n, whole, values[i]);
+    }
+    double sum[kVector];
+#pragma unroll
+    for (int lane = 0; lane < kVector; ++lane) {
+      sum[lane] = values[0][lane] * weight[0];
+#pragma unroll
+      for (int i = 1; i < N; ++i) {
+        sum[lane] += values[i][lane] * weight[i];
+      }
+    }
+    Store(sum, to, k, block.n, whole);
+  }
+}
+
+template <class T> __global__ void CombineAnyKernel(Slice slice, double scale) {
+  const Block<T> block(slice, static_cast<int>(blockIdx.x));
+  if (CombinedByTree(block, scale)) {
+    return;
+  }
+  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
+  for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
+    double sum = Widened(block.Of(0)[k]) * (c[0] * scale);
+    for (int rank = 1; rank < slice.size; ++rank) {
+      sum += Widened(block.Of(rank)[k]) * (c[rank] * scale);
+    }
+    Narrow(sum, &block.Result()[k]);
+  }
+}
+
+template <class T> void LaunchCopy(const Copy* copies, Blocks blocks, cudaStream_t stream) {
+  Launch("the copy kernel", CopyKernel<T>, Grid(blocks.count), kThreads, stream, copies, blocks);
+}
+
+template <class T> void LaunchCombine(const Slice& slice, double scale, cudaStream_t stream) {
+  using ScaledKernel = void (*)(Slice, double);
+  static constexpr ScaledKernel kUnrolled[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>,
+                                               CombineKernel<T, 4>, CombineKernel<T, 5>, CombineKernel<T, 6>,
+                                               CombineKernel<T, 7>, CombineKernel<T, 8>};
+  Launch("the combine kernel",
+         slice.size <= kMostUnrolled ? kUnrolled[slice.size - 1] : ScaledKernel(CombineAnyKernel<T>),
+         Grid(slice.blocks.count), kThreads, stream, slice, scale);
+}
+
+} // namespace
+
+void CopyBlocks(ElementType type, const Copy* copies, Blocks blocks, cudaStream_t stream) {
+  ByType(type, [&](auto* element) {
+    LaunchCopy<std::remove_pointer_t<decltype(element)>>(copies, blocks, stream);
+  });
+}
+
+void Combine(const Slice& slice, double scale, cudaStream_t stream) {
+  ByType(slice.type, [&](auto* element) {
+    LaunchCombine<std::remove_pointer_t<decltype(element)>>(slice, scale, stream);
+  });
+}
+
+} // namespace device
+} // namespace adasum_hvd

@@ -1,0 +1,152 @@
+#include "reduce/placement.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int64_t kAlignment = 256; // bytes, of what is received of one rank
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Between levels values are rounded to the element type: a factor that makes them smaller is applied in the
+// first level, so that float16 overflows no earlier than it must.
+size_t ScaledLevel(double scale, size_t levels) { return std::fabs(scale) < 1 ? 0 : levels - 1; }
+
+} // namespace
+
+Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
+                     const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+                     const Reserve& staging, const Reserve& received)
+    : tensors_(tensors), element_bytes_(ElementBytes(type)) {
+  std::vector<int64_t> elements;
+  for (const TensorView& tensor : tensors) {
+    elements.push_back(tensor.elements);
+    any_delta_ = any_delta_ || tensor.start != nullptr;
+  }
+  const Slice everything = Fused(elements);
+  int64_t ranks = 1;
+  for (const ReduceLevel& level : levels) {
+    ranks *= level.transport->size();
+  }
+  alone_ = ranks == 1;
+  replicate_ = alone_ || everything.elements * element_bytes_ * ranks <= settings.replicate_bytes;
+  CutLevels(levels, everything, scale);
+  PlaceFirst(staging);
+  PlaceNext();
+  PlaceReceived(received);
+  PlaceRuns();
+}
+
+void Placement::CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale) {
+  const size_t scaled = ScaledLevel(scale, levels.size());
+  for (size_t index = 0; index < levels.size(); ++index) {
+    const Slice& region = index == 0 || replicate_ ? everything : levels_.back().mine();
+    PlacedLevel level = {};
+    level.transport = levels[index].transport;
+    level.tree = levels[index].tree;
+    level.scale = index == scaled ? scale : 1.0;
+    level.shares = Share(region, level.size(), replicate_);
+    levels_.push_back(std::move(level));
+  }
+}
+
+char* Placement::At(const void* tensor, const Run& run) const {
+  return static_cast<char*>(const_cast<void*>(tensor)) + run.first * element_bytes_;
+}
+
+// Whether the runs of a slice lie one behind the other. Changes of weights have yet to be formed.
+bool Placement::IsContiguous(const Slice& slice, char* (Placement::*where)(const Run& run) const) const {
+  return std::all_of(slice.runs.begin(), slice.runs.end(), [&](const Run& run) {
+    const char* expected = (this->*where)(slice.runs.front()) + run.offset * element_bytes_;
+    return !IsDelta(run) && (this->*where)(run) == expected;
+  });
+}
+
+// What every rank reduces by itself has one copy in the staging memory for all peers.
+void Placement::PlaceFirst(const Reserve& staging) {
+  PlacedLevel& first = levels_.front();
+  std::vector<bool> input(first.size()), output(first.size()); // whether it is contiguous there
+  bool staged = any_delta_ || (replicate_ && levels_.size() > 1);
+  int64_t elements = 0;
+  for (int rank = 0; rank < first.size(); ++rank) {
+    const Slice& slice = first.slice(rank);
+    input[rank] = IsContiguous(slice, &Placement::Input);
+    output[rank] = IsContiguous(slice, &Placement::Output);
+    staged = staged || (!alone_ && !input[rank]) || (!replicate_ && !output[rank]);
+    elements = std::max(elements, first.shares.starts[rank] + slice.elements);
+  }
+  char* base = staged ? staging(elements * element_bytes_) : nullptr;
+  for (int rank = 0; rank < first.size(); ++rank) {
+    const Slice& slice = first.slice(rank);
+    const bool any = !slice.runs.empty();
+    const bool mine = rank == first.rank();
+    char* there = staged ? base + first.shares.starts[rank] * element_bytes_ : nullptr;
+    first.send.push_back(any && input[rank] ? Input(slice.runs.front()) : there);
+    const bool in_place = any && output[rank] && !(replicate_ && staged);
+    first.result.push_back(in_place ? Output(slice.runs.front()) : there);
+    const bool sent = !alone_ && !input[rank] && (replicate_ || !mine); // what is kept is read where it is
+    AddCopies(rank, sent, !replicate_ && !output[rank], there);
+  }
+}
+
+void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
+  Copies& pack = packs_.emplace_back();
+  Copies& unpack = unpacks_.emplace_back();
+  if (replicate_ && rank != levels_.front().rank()) {
+    return; // the same as this rank's
+  }
+  for (const Run& run : levels_.front().slice(rank).runs) {
+    const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
+    char* there = staged == nullptr ? nullptr : staged + run.offset * element_bytes_;
+    if (sent || any_delta_) {
+      pack.push_back(sent || start != nullptr ? Copy{Input(run), start, there, -1.0, run.count} : Copy{});
+    }
+    if (received || any_delta_) {
+      unpack.push_back(received || start != nullptr ? Copy{there, start, Output(run), 1.0, run.count}
+                                                    : Copy{});
+    }
+  }
+}
+
+void Placement::PlaceNext() {
+  for (size_t index = 1; index < levels_.size(); ++index) {
+    PlacedLevel& level = levels_[index];
+    char* region = levels_[index - 1].result[levels_[index - 1].rank()];
+    for (int64_t start : level.shares.starts) {
+      level.send.push_back(region + start * element_bytes_);
+    }
+    level.result = level.send;
+  }
+}
+
+void Placement::PlaceReceived(const Reserve& received) {
+  int64_t bytes = 0;
+  for (const PlacedLevel& level : levels_) {
+    bytes += (level.size() - 1) * Aligned(level.mine().elements * element_bytes_);
+  }
+  char* room = received(bytes);
+  for (PlacedLevel& level : levels_) {
+    for (int rank = 0; rank < level.size(); ++rank) {
+      const bool mine = rank == level.rank();
+      level.receive.push_back(mine ? nullptr : room);
+      room += mine ? 0 : Aligned(level.mine().elements * element_bytes_);
+    }
+  }
+}
+
+// The last level writes what every rank reduces by itself straight to where the caller wants it.
+void Placement::PlaceRuns() {
+  for (PlacedLevel& level : levels_) {
+    const bool first = &level == &levels_.front(), last = &level == &levels_.back();
+    for (const Run& run : level.mine().runs) {
+      const int64_t offset = run.offset * element_bytes_;
+      const bool delta = IsDelta(run);
+      level.own.push_back(first && !delta ? Input(run) : level.send[level.rank()] + offset);
+      level.out.push_back(replicate_ && last && !delta ? Output(run) : level.result[level.rank()] + offset);
+    }
+  }
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,83 @@
+// Where everything is that a reduction moves, on the host as on devices: computed from addresses and sizes,
+// before anything moves.
+//
+//   1. in every level the elements are cut into one slice per rank of the group (layout.h);
+//   2. a slice that lies contiguously in the caller's memory is sent from there and received there. Of
+//   others,
+//      and of changes of weights, a copy is made in the staging memory: `packs` is what has to be copied
+//      before it is sent, `unpacks` what has to be copied back;
+//   3. what other ranks have for this rank's slices is received in memory of its own;
+//   4. the slices of the next level are parts of this rank's result in the level before.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "reduce/layout.h"
+#include "reduce/reduce.h"
+
+namespace adasum_hvd {
+
+// A level (reduce.h) as this rank sees it.
+struct PlacedLevel {
+  Transport* transport; // of its group
+  const Tree* tree;
+  double scale; // that the result is multiplied by
+  Shares shares;
+  // Per rank of the group:
+  std::vector<char*> send;    // this rank's elements of its slice
+  std::vector<char*> receive; // its elements of this rank's slice
+  std::vector<char*> result;  // its slice of the result
+  // Per run of this rank's slice:
+  std::vector<char*> own; // this rank's elements
+  std::vector<char*> out; // the result, which may be the same place
+
+  int rank() const { return transport->rank(); }
+  int size() const { return transport->size(); }
+  const Slice& slice(int rank) const { return shares.slices[rank]; }
+  const Slice& mine() const { return slice(rank()); }
+};
+
+class Placement {
+public:
+  // Returns memory for so many bytes.
+  using Reserve = std::function<char*(int64_t bytes)>;
+  // Per run of a slice; `to` is null where nothing is copied. Empty where nothing of the slice is.
+  using Copies = std::vector<Copy>;
+
+  Placement(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
+            double scale, const ReduceSettings& settings, const Reserve& staging, const Reserve& received);
+
+  bool alone() const { return alone_; }                              // one rank
+  bool replicates() const { return replicate_; }                     // every rank reduces everything
+  const std::vector<PlacedLevel>& levels() const { return levels_; } // outwards
+  // Per rank of the first level's group.
+  const std::vector<Copies>& packs() const { return packs_; }
+  const std::vector<Copies>& unpacks() const { return unpacks_; }
+
+private:
+  void CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale);
+  void PlaceFirst(const Reserve& staging);
+  void PlaceNext();
+  void PlaceReceived(const Reserve& received);
+  void PlaceRuns();
+  void AddCopies(int rank, bool sent, bool received, char* staged);
+
+  bool IsDelta(const Run& run) const { return tensors_[run.tensor].start != nullptr; }
+  char* Input(const Run& run) const { return At(tensors_[run.tensor].input, run); }
+  char* Output(const Run& run) const { return At(tensors_[run.tensor].output, run); }
+  char* At(const void* tensor, const Run& run) const;
+  bool IsContiguous(const Slice& slice, char* (Placement::*where)(const Run& run) const) const;
+
+  const std::vector<TensorView>& tensors_;
+  const int64_t element_bytes_;
+  bool any_delta_ = false;
+  bool alone_ = false;
+  bool replicate_ = false;
+  std::vector<PlacedLevel> levels_;
+  std::vector<Copies> packs_;
+  std::vector<Copies> unpacks_;
+};
+
+} // namespace adasum_hvd

@@ -1,0 +1,326 @@
+// The parts of a reduction on the host: what goes over the wire, plans, placement, slices, threads, settings
+// and roundings.
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <random>
+#include <stdexcept>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "op/settings.h"
+#include "reduce/layout.h"
+#include "reduce/placement.h"
+#include "reducing.h"
+
+using namespace adasum_hvd;
+
+namespace {
+
+// What goes over the wire: 2 n (N - 1) / N per rank, and one exchange where everything is small.
+void BytesAndRounds() {
+  const std::vector<int64_t> sizes = {1 << 20};
+  const std::vector<Tensors> tensors = MakeTensors(4, sizes, kFloat32, Random(18));
+  RunRanks(4, [&](ThreadTransport& transport) {
+    Scratch scratch;
+    ReduceSettings settings;
+    std::vector<char> output = tensors[transport.rank()].bytes[0];
+    const Tree tree = BuildTree({0, 0, 0, 0}, GroupOp::kAdasum, 0);
+    const std::vector<ReduceLevel> flat = {{&transport, &tree}};
+    Workers workers(1);
+    Reduce({{output.data(), output.data(), sizes[0]}}, kFloat32, flat, 1.0, settings, Portable(), workers,
+           scratch, [](Phase, int) {});
+    const double payload = 2.0 * 3 / 4 * static_cast<double>(output.size());
+    Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * payload, "more bytes than 2n(N-1)/N");
+    const int64_t before = transport.exchanges();
+    Reduce({{output.data(), output.data(), 64}}, kFloat32, flat, 1.0, settings, Portable(), workers, scratch,
+           [](Phase, int) {});
+    Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
+  });
+}
+// What a rank sends to other hosts in two levels: 2 (n / L) (H - 1) / H.
+void LevelsKeepBytesInsideTheHost() {
+  const std::vector<Tensors> tensors = MakeTensors(4, {1 << 20}, kFloat32, Random(25));
+  RunRanks(4, [&](ThreadTransport& transport) {
+    const std::vector<GroupPlan> planned =
+        PlanLevels({0, 0, 1, 1}, GroupOp::kAdasum, 0, transport.rank(), {2, 2});
+    GroupTransport inside(transport, planned[0].group), between(transport, planned[1].group);
+    std::vector<char> output = tensors[transport.rank()].bytes[0];
+    Scratch scratch;
+    Workers workers(2);
+    Reduce({{output.data(), output.data(), 1 << 20}}, kFloat32,
+           {{&inside, &planned[0].tree}, {&between, &planned[1].tree}}, 1.0, ReduceSettings(), Portable(),
+           workers, scratch, [](Phase, int) {});
+    const auto n = static_cast<double>(output.size());
+    const int away = (transport.rank() + 2) % 4;
+    Check(static_cast<double>(transport.sent_bytes(away)) <= 1.01 * n / 2,
+          "more bytes than n/2 to another host");
+    Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * 1.5 * n, "more bytes than n + n/2");
+  });
+}
+
+void PlansFollowHostsAndCosts() {
+  auto radices = [](const std::vector<int>& hosts, int group_size, const std::vector<int>& wanted) {
+    std::vector<int> sizes;
+    for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, wanted)) {
+      sizes.push_back(static_cast<int>(level.group.size()));
+    }
+    return sizes;
+  };
+  auto hosts_of = [](int hosts, int ranks) {
+    std::vector<int> all;
+    for (int rank = 0; rank < hosts * ranks; ++rank) {
+      all.push_back(rank / ranks);
+    }
+    return all;
+  };
+  using Sizes = std::vector<int>;
+  Check(radices(hosts_of(1, 1), 0, {}) == Sizes{1}, "one rank is one level");
+  Check(radices(hosts_of(1, 8), 0, {}) == Sizes{8}, "8 ranks of a host are one level");
+  Check(radices(hosts_of(2, 2), 0, {}) == Sizes({2, 2}), "2 x 2");
+  Check(radices(hosts_of(2, 8), 0, {}) == Sizes({8, 2}), "8 x 2");
+  Check(radices(hosts_of(3, 2), 0, {}) == Sizes({2, 3}), "2 x 3");
+  Check(radices({0, 0, 1}, 0, {}) == Sizes{3}, "uneven hosts are flat");
+  Check(radices(hosts_of(2, 2), 0, {0}) == Sizes{4}, "flat where it is asked for");
+  Check(radices(hosts_of(1, 16), 0, {}).size() > 1, "16 ranks of a host are split");
+  Check(radices(hosts_of(512, 8), 0, {}).size() > 2, "512 hosts are split");
+  for (const Sizes& wrong : {Sizes{3, 2}, Sizes{4, 4}, Sizes{16, 1}, Sizes{3, 3}}) {
+    bool refused = false;
+    try {
+      radices(hosts_of(2, 8), 0, wrong);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    Check(refused, "levels that do not fit were not refused");
+  }
+  // Every rank is in exactly one group of each level, and any two ranks share at most one group.
+  for (const std::vector<int>& hosts : {hosts_of(4, 8), std::vector<int>{0, 1, 2, 3, 3, 2, 1, 0}}) {
+    const int ranks = static_cast<int>(hosts.size());
+    std::map<std::pair<int, int>, int> shared;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, 0, rank, {})) {
+        Check(std::count(level.group.begin(), level.group.end(), rank) == 1,
+              "a rank is not in its own group");
+        for (int member : level.group) {
+          shared[{rank, member}] += member == rank ? 0 : 1;
+          Check(!level.on_one_host || hosts[member] == hosts[rank],
+                "a group of a host has a rank of another");
+        }
+      }
+    }
+    for (const auto& [pair, groups] : shared) {
+      Check(groups <= 1, "two ranks share two groups");
+      Check(groups == shared[{pair.second, pair.first}], "groups differ between their members");
+    }
+  }
+}
+
+void WorkersDoEveryJobOnce() {
+  for (int threads : {1, 2, 5}) {
+    Workers workers(threads);
+    for (int round = 0; round < 300; ++round) {
+      const int jobs = round % 70;
+      std::vector<std::atomic<int>> done(jobs);
+      std::vector<std::atomic<int>> busy(threads);
+      workers.Run(jobs, [&](int64_t job, int worker) {
+        Check(busy[worker].fetch_add(1) == 0, "two jobs of one worker at once");
+        done[job] += 1;
+        busy[worker] -= 1;
+      });
+      for (const std::atomic<int>& count : done) {
+        Check(count == 1, "a job was done " + std::to_string(count) + " times");
+      }
+    }
+  }
+}
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) // which need address space themselves
+// In a child with room for a few more stacks.
+bool FewerThreadsDoEveryJob() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlim_t bytes = static_cast<rlim_t>(pages) * sysconf(_SC_PAGESIZE) + (64 << 20);
+  const rlimit limit = {bytes, bytes};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) {
+    return false;
+  }
+  constexpr int kWanted = 512, kJobs = 1000;
+  Workers workers(kWanted);
+  std::atomic<int> done{0};
+  workers.Run(kJobs, [&](int64_t, int) { ++done; });
+  return workers.threads() < kWanted && done == kJobs;
+}
+
+void WorkersDoWithFewerThreads() {
+  const pid_t child = fork();
+  if (child == 0) {
+    bool good = false;
+    try {
+      good = FewerThreadsDoEveryJob();
+    } catch (const std::exception&) { // says enough by its status
+    }
+    _exit(good ? 0 : 1);
+  }
+  int status = -1;
+  Check(waitpid(child, &status, 0) == child, "waitpid");
+  Check(status == 0, "the child ended with status " + std::to_string(status));
+}
+#endif
+
+void SettingsNameTheirBounds() {
+  const auto error_of = [](const char* name, const char* value) {
+    setenv(name, value, 1);
+    const Settings settings = Settings::FromEnvironment();
+    unsetenv(name);
+    return settings.error;
+  };
+  const auto wanted = [](const std::string& name, const std::string& bounds, const std::string& value) {
+    return name + ": required an integer from " + bounds + ", got \"" + value +
+           "\"; unset it or mend it on all ranks";
+  };
+  const char* threads = "ADASUM_HVD_NUM_THREADS";
+  const char* chunk = "ADASUM_HVD_CHUNK_BYTES";
+  const char* group = "ADASUM_HVD_GROUP_SIZE";
+  Check(error_of(threads, "1024").empty(), "1024 threads are refused");
+  Check(error_of(threads, "1025") == wanted(threads, "1 to 1024", "1025"), error_of(threads, "1025"));
+  Check(error_of(threads, "0") == wanted(threads, "1 to 1024", "0"), error_of(threads, "0"));
+  Check(error_of(chunk, "1073741825") == wanted(chunk, "1 to 2^30", "1073741825"), error_of(chunk, "2 GB"));
+  Check(error_of(group, "-1") == wanted(group, "0 to 2^30", "-1"), error_of(group, "-1"));
+}
+
+void TwoBytesRoundOnce() {
+  for (const Kernels* kernels : AllKernels()) {
+    for (ElementType type : {kFloat16, kBfloat16}) {
+      const uint16_t infinity = type == kFloat16 ? 0x7c00 : 0x7f80;
+      const uint16_t smallest = type == kFloat16 ? 0 : 0x0080; // below it bfloat16 rounds twice
+      for (int number = 0; number < 65536; ++number) {
+        const uint16_t bits = static_cast<uint16_t>(number);
+        double value;
+        kernels->widen[type](&bits, 1, 1.0, &value);
+        uint16_t back;
+        kernels->narrow[type](&value, 1, 1.0, &back);
+        if (std::isnan(value)) {
+          double again;
+          kernels->widen[type](&back, 1, 1.0, &again);
+          Check(std::isnan(again), std::string(kernels->name) + ": NaN became a number");
+          continue;
+        }
+        Check(back == bits, std::string(kernels->name) + ": an element does not survive");
+        const int magnitude = bits & 0x7fff;
+        if (magnitude >= smallest && magnitude + 1 < infinity) {
+          // A hair above the midpoint to the next one rounds away from zero, at it to even, below it down.
+          const uint16_t next_bits = static_cast<uint16_t>(bits + 1);
+          double next;
+          kernels->widen[type](&next_bits, 1, 1.0, &next);
+          const double middle = (value + next) / 2;
+          const double points[] = {std::nextafter(middle, next), middle, std::nextafter(middle, value)};
+          const uint16_t wanted[] = {next_bits, number % 2 == 0 ? bits : next_bits, bits};
+          for (int k = 0; k < 3; ++k) {
+            kernels->narrow[type](&points[k], 1, 1.0, &back);
+            Check(back == wanted[k], std::string(kernels->name) + ": rounded twice");
+          }
+        }
+      }
+    }
+  }
+}
+
+void SlicesCoverEverythingOnce() {
+  std::mt19937 generator(19);
+  for (int round = 0; round < 300; ++round) {
+    const int ranks = 1 + static_cast<int>(generator() % 15);
+    std::vector<int64_t> sizes(generator() % 20);
+    for (int64_t& size : sizes) {
+      size = static_cast<int64_t>(generator() % (round % 3 == 0 ? 100 : 40000));
+    }
+    std::vector<int64_t> covered(sizes.size());
+    for (const Slice& slice : Cut(Fused(sizes), ranks)) {
+      int64_t offset = 0;
+      for (const Run& run : slice.runs) {
+        Check(run.offset == offset && run.first == covered[run.tensor] && run.count > 0, "gap or overlap");
+        Check(run.first % kBlockElements == 0, "a border inside a block");
+        Check(run.whole == (run.count == sizes[run.tensor]), "wrong `whole`");
+        covered[run.tensor] += run.count;
+        offset += run.count;
+      }
+      Check(offset == slice.elements, "wrong slice length");
+    }
+    Check(covered == sizes, "not everything is covered");
+  }
+}
+
+// What lies contiguously is moved from where it is; of everything else a copy is made.
+void PlacementFollowsAddresses() {
+  const int64_t n = 2 * kBlockElements;
+  std::vector<float> in(2 * n + 1), out(2 * n + 1), before(n);
+  const Tree tree = BuildTree({0, 0}, GroupOp::kAdasum, 0);
+  Mailboxes mail;
+  ThreadTransport transport(mail, 0, 2);
+  for (const int64_t gap : {0, 1}) {
+    for (const bool delta : {false, true}) {
+      for (const int64_t replicate_bytes : {0, 1 << 30}) {
+        std::vector<float> staging(2 * n), received(2 * n + kBlockElements);
+        bool staged = false;
+        // Slices are [a, half of b] and [the other half of b, c].
+        const std::vector<TensorView> tensors = {
+            {&in[0], &out[0], n / 2},
+            {&in[n / 2], &out[n / 2], n},
+            {&in[n / 2 + n + gap], &out[n / 2 + n + gap], n / 2, delta ? before.data() : nullptr}};
+        ReduceSettings settings;
+        settings.replicate_bytes = replicate_bytes;
+        const Placement placement(
+            tensors, kFloat32, {{&transport, &tree}}, 1.0, settings,
+            [&](int64_t bytes) {
+              Check(bytes == 2 * n * 4, "other staging memory than all elements take");
+              staged = true;
+              return reinterpret_cast<char*>(staging.data());
+            },
+            [&](int64_t) { return reinterpret_cast<char*>(received.data()); });
+        const PlacedLevel& level = placement.levels().front();
+        const bool replicated = replicate_bytes > 0, contiguous = gap == 0 && !delta;
+        Check(placement.replicates() == replicated, "other form than asked for");
+        Check(staged == !contiguous, contiguous ? "staged for nothing" : "not staged");
+        const int other = replicated ? 0 : 1; // the rank whose slice has the last tensor
+        const void* last = level.send[other];
+        const float* first = replicated ? &in[0] : &in[n];
+        Check((last == first) == contiguous, "sent from elsewhere");
+        Check(replicated || level.send[0] == reinterpret_cast<char*>(&in[0]), "a contiguous slice was moved");
+        const Placement::Copies& packs = placement.packs()[other];
+        int64_t copied = 0;
+        for (const Copy& copy : packs) {
+          copied += copy.to == nullptr ? 0 : copy.count;
+          Check(copy.to == nullptr || (copy.other != nullptr) == (delta && &copy == &packs.back()),
+                "another tensor holds weights");
+        }
+        Check(copied == (contiguous ? 0 : level.slice(other).elements), "copied " + std::to_string(copied));
+        for (size_t run = 0; run < level.own.size(); ++run) {
+          const Run& mine = level.mine().runs[run];
+          const auto* input = static_cast<const char*>(tensors[mine.tensor].input) + 4 * mine.first;
+          Check((level.own[run] == input) == (tensors[mine.tensor].start == nullptr),
+                "own elements are read elsewhere");
+        }
+      }
+    }
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  return RunTests(argc, argv,
+                  {
+                      {"bytes and rounds", BytesAndRounds},
+                      {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
+                      {"plans follow hosts and costs", PlansFollowHostsAndCosts},
+                      {"workers do every job once", WorkersDoEveryJobOnce},
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+                      {"workers do with fewer threads", WorkersDoWithFewerThreads},
+#endif
+                      {"settings name their bounds", SettingsNameTheirBounds},
+                      {"two bytes round once", TwoBytesRoundOnce},
+                      {"slices cover everything once", SlicesCoverEverythingOnce},
+                      {"placement follows addresses", PlacementFollowsAddresses},
+                  });
+}
