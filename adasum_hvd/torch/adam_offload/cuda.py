@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-_STALE_STEPS = (
-    2  # after so many steps in a row with outdated early copies there are no more
-)
+# After so many steps in a row with outdated early copies there are no more.
+_STALE_STEPS = 2
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
@@ -74,12 +73,6 @@ class Transfers:
                 transfers._begin(ready)
 
         self._hooks[param] = param.register_post_accumulate_grad_hook(on_gradient)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
     def buffer(self, param: torch.Tensor) -> torch.Tensor:
         """Return the parameter's pinned buffer."""
