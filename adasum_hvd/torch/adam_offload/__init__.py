@@ -131,9 +131,8 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        # One process speaks for the job.
-        first = not mpi_ops.is_initialized() or mpi_ops.rank() == 0
-        if adam.check("verbose", verbose) and first:
+        speaks = not mpi_ops.is_initialized() or mpi_ops.rank() == 0
+        if adam.check("verbose", verbose) and speaks:
             print(self.plan(), flush=True)
 
     def _begin(self) -> None:
@@ -209,12 +208,12 @@ class AdamOffload(HostStateOptimizer):
         if found_inf is not None and float(found_inf):
             return loss
         with self._guard():
-            self._update_all()
+            self._take_step()
             for group in self.param_groups:
                 group["step"] += 1
         return loss
 
-    def _update_all(self) -> None:
+    def _take_step(self) -> None:
         work = [
             (group, index, param)
             for group, index, param in self._ordered()
@@ -224,14 +223,7 @@ class AdamOffload(HostStateOptimizer):
             raise RuntimeError(
                 "AdamOffload: required dense gradients, got a sparse one; use sparse=False"
             )
-        rates = [
-            adam.rate_at(group["schedule"], group["step"])
-            if group["schedule"] is not None
-            else group["lr"]
-            for group in self.param_groups
-        ]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self._set_rates()
         on_cuda = [param for _, _, param in work if param.is_cuda]
         grad_scale = getattr(self, "grad_scale", None)
         # A scaler that hands over no scale (it may be None) has unscaled in place.
@@ -247,6 +239,17 @@ class AdamOffload(HostStateOptimizer):
         self._transfers.finish()
         if self._publishing:
             self._agree(on_cuda)
+
+    def _set_rates(self) -> None:
+        """Set every group's "lr" to its schedule's; where one raises, no group's."""
+        rates = [
+            group["lr"]
+            if group["schedule"] is None
+            else adam.rate_at(group["schedule"], group["step"])
+            for group in self.param_groups
+        ]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _updates(
         self, work: list[tuple[Group, int, torch.Tensor]], grad_scale: float

@@ -81,10 +81,6 @@ class Transfers:
             buffer = self._buffers[param] = pinned(param)
         return buffer
 
-    def pinned_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(t.numel() * t.element_size() for t in self._buffers.values())
-
     def _down_up(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:
             self._streams[device] = (

@@ -13,12 +13,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import adam
 from adasum_hvd.torch.adam_offload.settings import Settings
 
 PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
@@ -102,11 +101,7 @@ class HostAdam:
     """Updates weights and moments in host memory; keeps two pieces of scratch, no state."""
 
     def __init__(self) -> None:
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
-
-    def scratch_bytes(self) -> int:
-        """Return the bytes of the scratch buffers."""
-        return sum(t.numel() * t.element_size() for t in self._scratch.values())
+        self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def run(
         self,
@@ -130,20 +125,20 @@ class HostAdam:
                     done(update.completes)
 
     def _update(self, batch: list[Update]) -> None:
-        settings, beta1 = batch[0].settings, batch[0].settings.betas[0]
+        settings = batch[0].settings
+        decay = settings.weight_decay
         weights = [update.weights for update in batch]
         grads = [update.grad for update in batch]
         exp_avgs = [update.exp_avg for update in batch]
         exp_avg_sqs = [update.exp_avg_sq for update in batch]
         if batch[0].copies_gradient:
-            grads = self._unscaled(settings, weights, grads)
-            settings = replace(settings, weight_decay=0.0)
+            grads, decay = self._unscaled(settings, weights, grads), 0.0
         if settings.use_nesterov:
-            torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+            torch._foreach_lerp_(exp_avgs, grads, 1.0 - settings.betas[0])
             _, copies = self._scratch_like(exp_avgs, 1)
             torch._foreach_copy_(copies, exp_avgs)
             exp_avgs = copies
-        _kernel(settings, weights, grads, exp_avgs, exp_avg_sqs)
+        _kernel(settings, decay, weights, grads, exp_avgs, exp_avg_sqs)
 
     def _unscaled(
         self,
@@ -165,13 +160,14 @@ class HostAdam:
         self, tensors: list[torch.Tensor], which: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return one of the two pieces of scratch, and views of it in the tensors' shapes."""
-        dtype, sizes = tensors[0].dtype, [tensor.numel() for tensor in tensors]
-        elements = max(sum(sizes), PIECE_ELEMENTS * torch.get_num_threads())
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.shape[1] < elements:
-            scratch = torch.empty(2, elements, dtype=dtype, device="cpu")
-            self._scratch[dtype] = scratch
-        flat = scratch[which, : sum(sizes)]
+        sizes = [tensor.numel() for tensor in tensors]
+        elements = PIECE_ELEMENTS * torch.get_num_threads()  # no batch has more
+        key = which, tensors[0].dtype
+        if key not in self._scratch or self._scratch[key].numel() < elements:
+            self._scratch[key] = torch.empty(elements, dtype=key[1], device="cpu")
+        flat = self._scratch[key].narrow(0, 0, sum(sizes))
+        if len(tensors) == 1:  # a large parameter's piece; split() would take longer
+            return flat, [flat.view(tensors[0].shape)]
         views = zip(flat.split(sizes), tensors, strict=True)
         return flat, [view.view(tensor.shape) for view, tensor in views]
 
@@ -202,28 +198,24 @@ def _batches(
 
 def _kernel(
     settings: Settings,
+    weight_decay: float,
     weights: list[torch.Tensor],
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
 ) -> None:
-    beta1, beta2 = settings.betas
-    eps = settings.eps
-    if not settings.torch_eps:
-        eps /= adam.corrections(beta1, beta2, settings.step)[1]
-    step = torch.tensor(float(settings.step), dtype=torch.float32, device="cpu")
     torch._fused_adam_(
         weights,
         grads,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [step] * len(weights),
+        [settings.kernel_step] * len(weights),
         lr=settings.lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=settings.weight_decay,
-        eps=eps,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=weight_decay,
+        eps=settings.kernel_eps,
         amsgrad=False,
         maximize=False,
     )

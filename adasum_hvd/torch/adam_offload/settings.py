@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ class Settings:
             torch_eps=group["torch_eps"],
             step=group["step"] + 1,
         )
+
+    @cached_property
+    def kernel_eps(self) -> float:
+        """The eps for which the result of torch's kernel is ours; see `host.py`."""
+        if self.torch_eps:
+            return self.eps
+        return self.eps / adam.corrections(*self.betas, self.step)[1]
+
+    @cached_property
+    def kernel_step(self) -> torch.Tensor:
+        """The step as the kernel wants it."""
+        return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
 
 
 def groups_of(
