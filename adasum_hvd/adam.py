@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,90 +24,81 @@ Schedule = Callable[[int], Any] | tuple[float, ...]
 UNDECAYED = ("beta", "gamma")  # ungrouped parameters with these in their names
 
 
+_NUMBER = int | float
+
+
+class _Rule(NamedTuple):
+    """What an argument must be, and the words for it in errors."""
+
+    type: Any
+    type_words: str
+    holds: Callable[[Any], bool]
+    range_words: str
+
+
+def _positive(x: float) -> bool:
+    return 0.0 < x < math.inf
+
+
+def _not_negative(x: float) -> bool:
+    return 0.0 <= x < math.inf
+
+
+_BETA = _Rule(float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
+_BOOL = _Rule(bool, "a bool", lambda _: True, "a bool")
+_RULES = {
+    "beta1": _BETA,
+    "beta2": _BETA,
+    "eps": _Rule(float, "a float", _positive, "a finite number > 0"),
+    "loss_scale": _Rule(_NUMBER, "a float", _positive, "a finite number > 0"),
+    "weight_decay": _Rule(
+        _NUMBER, "an int or a float", _not_negative, "a finite number >= 0"
+    ),
+    "lr": _Rule(_NUMBER, "numbers", _not_negative, "a finite number >= 0"),
+    "use_locking": _BOOL,
+    "use_nesterov": _BOOL,
+    "torch_eps": _BOOL,
+    "verbose": _BOOL,
+}
+
+
 def _got(value: Any) -> str:
     return f"got {value!r} ({type(value).__name__})"
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, _NUMBER) and not isinstance(value, bool)
 
 
-def check_beta(name: str, value: Any) -> float:
-    """Return an exponential decay rate.
-
-    Raises:
-        TypeError: it is not a float.
-        ValueError: it is not in the open interval (0, 1).
-    """
-    if not isinstance(value, float):
-        raise TypeError(f"AdamOffload: {name}: required a float, {_got(value)}")
-    if not 0.0 < value < 1.0:
-        raise ValueError(
-            f"AdamOffload: {name}: required a float in (0, 1), got {value!r}"
-        )
-    return value
-
-
-def check_positive(name: str, value: Any, integers: bool = False) -> float:
-    """Return a finite number above zero as a float.
+def check(name: str, value: Any) -> Any:
+    """Return the value of the argument `name`: a bool as it is, a number as a float.
 
     Raises:
-        TypeError: it is not a float, nor an int where `integers` are welcome.
-        ValueError: it is not above zero and finite.
+        TypeError: it has a wrong type; a bool is no number.
+        ValueError: it is out of range or not finite.
     """
-    if not (isinstance(value, float) or (integers and _is_number(value))):
-        raise TypeError(f"AdamOffload: {name}: required a float, {_got(value)}")
-    if not 0.0 < value < math.inf:
-        raise ValueError(
-            f"AdamOffload: {name}: required a finite number > 0, got {value!r}"
-        )
-    return float(value)
-
-
-def check_bool(name: str, value: Any) -> bool:
-    """Return a bool.
-
-    Raises:
-        TypeError: it is anything else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"AdamOffload: {name}: required a bool, {_got(value)}")
-    return value
-
-
-def check_weight_decay(value: Any) -> float:
-    """Return the L2 penalty as a float.
-
-    Raises:
-        TypeError: it is neither an int nor a float.
-        ValueError: it is negative or not finite.
-    """
-    if not _is_number(value):
+    rule = _RULES[name]
+    if not isinstance(value, rule.type) or (
+        isinstance(value, bool) and rule is not _BOOL
+    ):
         raise TypeError(
-            f"AdamOffload: weight_decay: required an int or a float, {_got(value)}"
+            f"AdamOffload: {name}: required {rule.type_words}, {_got(value)}"
         )
-    if not 0.0 <= value < math.inf:
+    if not rule.holds(value):
         raise ValueError(
-            f"AdamOffload: weight_decay: required a finite number >= 0, got {value!r}"
+            f"AdamOffload: {name}: required {rule.range_words}, got {value!r}"
         )
-    return float(value)
+    return value if rule is _BOOL else float(value)
 
 
 def check_rate(value: Any) -> float:
-    """Return one learning rate as a float.
+    """Return one learning rate, a number or a 0-d array, as a float.
 
     Raises:
         TypeError: it is not a number.
         ValueError: it is negative or not finite.
     """
-    value = value.item() if hasattr(value, "item") else value
-    if not _is_number(value):
-        raise TypeError(f"AdamOffload: lr: required numbers, {_got(value)}")
-    if not 0.0 <= value < math.inf:
-        raise ValueError(
-            f"AdamOffload: lr: required a finite number >= 0, got {value!r}"
-        )
-    return float(value)
+    return check("lr", value.item() if hasattr(value, "item") else value)
 
 
 def parse_lr(value: Any) -> float | Schedule:

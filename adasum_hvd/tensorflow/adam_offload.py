@@ -159,13 +159,13 @@ class AdamOffload(keras.optimizers.Optimizer):
     ):
         # Keras's own weight_decay is the decoupled one, so it stays unset.
         super().__init__(learning_rate=_keras_rate(learning_rate), name=name, **kwargs)
-        self.beta1 = adam.check_beta("beta1", beta1)
-        self.beta2 = adam.check_beta("beta2", beta2)
-        self.eps = adam.check_positive("eps", eps)
-        self.use_locking = adam.check_bool("use_locking", use_locking)
-        self.use_nesterov = adam.check_bool("use_nesterov", use_nesterov)
-        self.l2_weight_decay = adam.check_weight_decay(weight_decay)
-        self.loss_scale = adam.check_positive("loss_scale", loss_scale, integers=True)
+        self.beta1 = adam.check("beta1", beta1)
+        self.beta2 = adam.check("beta2", beta2)
+        self.eps = adam.check("eps", eps)
+        self.use_locking = adam.check("use_locking", use_locking)
+        self.use_nesterov = adam.check("use_nesterov", use_nesterov)
+        self.l2_weight_decay = adam.check("weight_decay", weight_decay)
+        self.loss_scale = adam.check("loss_scale", loss_scale)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create moments, and masters where they are needed, on the host."""

@@ -3,33 +3,30 @@
 The formula and its arguments are in `adasum_hvd/adam.py`; this class is what torch sees.
 A step runs through these files:
 
-    adam_offload.py -> cuda.py (gradients arrive) -> host.py
-    (arithmetic) -> cuda.py (parameters return)
+    gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
 
-with `masters.py` for the weights, `settings.py` for arguments,
-`state.py` for state dicts and `plan.py` for bytes and threads.
+with `settings.py` for arguments and param groups, and `state.py` for all that is kept between
+steps: moments, masters and their state dicts.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
 from adasum_hvd import adam
 from adasum_hvd.torch.adam_offload import settings
-from adasum_hvd.torch.adam_offload import state as states
-from adasum_hvd.torch.adam_offload.host import HostAdam, Hyper, Job, threads
-from adasum_hvd.torch.adam_offload.masters import MasterOptimizer
-from adasum_hvd.torch.adam_offload.plan import Plan, plan, prints_plan, thread_budget
+from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, threads
+from adasum_hvd.torch.adam_offload.settings import Group, Settings
+from adasum_hvd.torch.adam_offload.state import HostStateOptimizer, Plan
 
 _CUDA_BATCH_ELEMENTS = 1 << 20  # handed to the kernel at once while others travel
 
 
-class AdamOffload(MasterOptimizer):
+class AdamOffload(HostStateOptimizer):
     r"""Adam on the host, for parameters on CUDA devices or the CPU.
 
     .. math::
@@ -110,61 +107,39 @@ class AdamOffload(MasterOptimizer):
                 f"AdamOffload: required torch >= 2.4 for its fused Adam on the CPU, got "
                 f"{torch.__version__}; pip install --upgrade torch"
             )
-        defaults: settings.Group = {
-            "betas": settings.check_betas((beta1, beta2) if betas is None else betas),
-            "eps": adam.check_positive("eps", eps),
-            "use_nesterov": adam.check_bool("use_nesterov", use_nesterov),
-            "weight_decay": adam.check_weight_decay(weight_decay),
-            "loss_scale": adam.check_positive("loss_scale", loss_scale, integers=True),
-            "torch_eps": adam.check_bool("torch_eps", torch_eps),
-            "step": 0,
-        }
-        settings.set_lr(defaults, lr if learning_rate is None else learning_rate)
+        defaults = settings.checked(
+            {
+                "lr": lr if learning_rate is None else learning_rate,
+                "betas": (beta1, beta2) if betas is None else betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "loss_scale": loss_scale,
+                "use_nesterov": use_nesterov,
+                "torch_eps": torch_eps,
+                "step": 0,
+            }
+        )
         if num_threads is not None and (
             type(num_threads) is not int or num_threads < 1
         ):
             raise ValueError(
                 f"AdamOffload: num_threads: required an int >= 1, got {num_threads!r}"
             )
-        listed, order = settings.split(params)
-        names = settings.names_by_id(named_parameters)
-        completed = [settings.complete(group, defaults, names) for group in listed]
-        listed = [group for group, _ in completed]
-        settings.check_together(
-            [
-                named
-                for group, found in completed
-                for named in zip(found, group["params"], strict=True)
-            ]
-        )
-        if order is not None:
-            settings.set_order(listed, order)
-        super().__init__(listed, defaults)
-        adam.check_same_length([group["schedule"] for group in self.param_groups])
-        # Of the whole optimizer, so not in the groups; `defaults` is what copies keep.
-        self.defaults["use_locking"] = adam.check_bool("use_locking", use_locking)
-        self.defaults["num_threads"] = num_threads
+        # Of the whole optimizer, so not in the groups.
+        self._use_locking = adam.check("use_locking", use_locking)
+        self._num_threads = num_threads
+        groups = settings.groups_of(params, defaults, named_parameters)
+        super().__init__(groups, defaults)
         self._begin()
-        if adam.check_bool("verbose", verbose) and prints_plan():
+        speaks = not mpi_ops.is_initialized() or mpi_ops.rank() == 0
+        if adam.check("verbose", verbose) and speaks:
             print(self.plan(), flush=True)
 
     def _begin(self) -> None:
-        """Set up what is neither state nor settings, and is not copied."""
-        self.lock = threading.RLock()
+        super()._begin()
         self._host = HostAdam()
-        self._begin_masters()
-        for group in self.param_groups:
-            self._watch(group)
 
-    def _watch(self, group: settings.Group) -> None:
-        for param in group["params"]:
-            if param.is_cuda:
-                self._transfers.watch(param)
-
-    def _guard(self) -> Any:
-        return self.lock if self.defaults["use_locking"] else nullcontext()
-
-    def add_param_group(self, param_group: settings.Group) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As torch's; the new group shares the count of steps.
 
         Raises:
@@ -185,8 +160,6 @@ class AdamOffload(MasterOptimizer):
                 count = len(param_group["params"])
                 param_group.setdefault("order", list(range(start, start + count)))
         super().add_param_group(param_group)
-        for key in ("use_locking", "num_threads"):
-            self.param_groups[-1].pop(key, None)
         if "_transfers" in self.__dict__:
             self._watch(self.param_groups[-1])
 
@@ -194,13 +167,13 @@ class AdamOffload(MasterOptimizer):
 
     def plan(self) -> Plan:
         """Return the host and device bytes of training with these parameters."""
-        return plan(p for group in self.param_groups for p in group["params"])
+        return Plan.of(p for group in self.param_groups for p in group["params"])
 
     def update_order(self) -> list[torch.Tensor]:
         """Return the parameters in the order in which a step updates them."""
         return [param for _, _, param in self._ordered()]
 
-    def _ordered(self) -> list[tuple[settings.Group, int, torch.Tensor]]:
+    def _ordered(self) -> list[tuple[Group, int, torch.Tensor]]:
         listed = [
             (group, index, param)
             for group in self.param_groups
@@ -235,12 +208,12 @@ class AdamOffload(MasterOptimizer):
         if found_inf is not None and float(found_inf):
             return loss
         with self._guard():
-            self._update()
+            self._take_step()
             for group in self.param_groups:
                 group["step"] += 1
         return loss
 
-    def _update(self) -> None:
+    def _take_step(self) -> None:
         work = [
             (group, index, param)
             for group, index, param in self._ordered()
@@ -250,47 +223,50 @@ class AdamOffload(MasterOptimizer):
             raise RuntimeError(
                 "AdamOffload: required dense gradients, got a sparse one; use sparse=False"
             )
-        rates = [
-            adam.rate_at(group["schedule"], group["step"])
-            if group["schedule"] is not None
-            else group["lr"]
-            for group in self.param_groups
-        ]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self._set_rates()
         on_cuda = [param for _, _, param in work if param.is_cuda]
         grad_scale = getattr(self, "grad_scale", None)
         # A scaler that hands over no scale (it may be None) has unscaled in place.
         unscaled = hasattr(self, "found_inf") and grad_scale is None
         self._transfers.collect(on_cuda, unscaled)
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        with threads(self.defaults["num_threads"] or thread_budget()):
+        with threads(self._num_threads or thread_budget()):
             self._host.run(
-                self._jobs(work, scale),
+                self._updates(work, scale),
                 self._updated,
                 _CUDA_BATCH_ELEMENTS if on_cuda else float("inf"),
             )
         self._transfers.finish()
         if self._publishing:
-            for param in on_cuda:
-                self._agree(param)
+            self._agree(on_cuda)
 
-    def _jobs(
-        self, work: list[tuple[settings.Group, int, torch.Tensor]], grad_scale: float
-    ) -> Iterator[tuple[Hyper, Job]]:
-        hypers: dict[tuple[int, bool], Hyper] = {}
+    def _set_rates(self) -> None:
+        """Set every group's "lr" to its schedule's; where one raises, no group's."""
+        rates = [
+            group["lr"]
+            if group["schedule"] is None
+            else adam.rate_at(group["schedule"], group["step"])
+            for group in self.param_groups
+        ]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _updates(
+        self, work: list[tuple[Group, int, torch.Tensor]], grad_scale: float
+    ) -> Iterator[Update]:
+        shared: dict[tuple[int, bool], Settings] = {}
         for group, index, param in work:
             decayed = not ("no_decay" in group and group["no_decay"][index])
-            key = (id(group), decayed)
-            if key not in hypers:
-                hypers[key] = _hyper(group, decayed, grad_scale)
-            yield hypers[key], self._job(param)
+            key = id(group), decayed
+            if key not in shared:
+                shared[key] = Settings.of(group, decayed, grad_scale)
+            yield self._update_of(param, shared[key])
 
-    def _job(self, param: torch.Tensor) -> Job:
+    def _update_of(self, param: torch.Tensor, shared: Settings) -> Update:
         state = self._state_of(param)
         moments = state["exp_avg"], state["exp_avg_sq"]
         if "master" not in state:
-            return Job(param, param, param.grad.contiguous(), *moments, None, False)
+            return Update(shared, param, param.grad.contiguous(), *moments)
         weights, out = self.master(param), None
         if param.is_cuda:
             grad = self._transfers.gradient(param)
@@ -299,70 +275,4 @@ class AdamOffload(MasterOptimizer):
             grad = param.grad.contiguous()
             if self._publishing and param.is_contiguous():
                 out = param
-        return Job(param, weights, grad, *moments, out, True)
-
-    # ---- state dicts and copies ----
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam's, plus the masters; on the host.
-
-        `torch.optim.Adam` can load it; it then puts eps where torch does.
-        """
-        hook = self.register_state_dict_post_hook(states.exported, prepend=True)
-        try:
-            with self._guard():
-                return super().state_dict()
-        finally:
-            hook.remove()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load our own or torch's Adam's state; everything stays on the host.
-
-        What torch's has no word for (Nesterov, loss_scale, torch_eps, schedules) stays as it
-        is here.
-
-        Raises:
-            ValueError: the groups or shapes differ, or the state is of another algorithm
-                (amsgrad, maximize, decoupled weight decay).
-        """
-        hook = self.register_load_state_dict_pre_hook(states.imported)
-        try:
-            with self._guard():
-                super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As torch's, each master without the larger tensor that it may be part of."""
-        return {
-            **super().__getstate__(),
-            "state": {
-                param: {key: states.alone(value) for key, value in values.items()}
-                for param, values in self.state.items()
-            },
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over loaded or unpickled state, on the host."""
-        old = self.__dict__.get("state", {})
-        super().__setstate__(state)
-        if "_host" not in self.__dict__:
-            self._begin()
-        for param in [p for p in {**old, **self.state} if isinstance(p, torch.Tensor)]:
-            values = self.state.get(param, {})
-            if values or "master" in old.get(param, {}):
-                self.state[param] = states.settled(param, old.get(param, {}), values)
-        self._agreed.clear()
-
-
-def _hyper(group: settings.Group, decayed: bool, grad_scale: float) -> Hyper:
-    return Hyper(
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"] if decayed else 0.0,
-        scale=group["loss_scale"] * grad_scale,
-        use_nesterov=group["use_nesterov"],
-        torch_eps=group["torch_eps"],
-        step=group["step"] + 1,
-    )
+        return Update(shared, weights, grad, *moments, out, param)

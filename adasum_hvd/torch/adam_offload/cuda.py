@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-_STALE_STEPS = (
-    2  # after so many steps in a row with outdated early copies there are no more
-)
+# After so many steps in a row with outdated early copies there are no more.
+_STALE_STEPS = 2
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
@@ -75,22 +74,12 @@ class Transfers:
 
         self._hooks[param] = param.register_post_accumulate_grad_hook(on_gradient)
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-
     def buffer(self, param: torch.Tensor) -> torch.Tensor:
         """Return the parameter's pinned buffer."""
         buffer = self._buffers.get(param)
         if buffer is None or buffer.dtype != param.dtype:
             buffer = self._buffers[param] = pinned(param)
         return buffer
-
-    def pinned_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(t.numel() * t.element_size() for t in self._buffers.values())
 
     def _down_up(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:

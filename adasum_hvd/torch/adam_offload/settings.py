@@ -1,4 +1,4 @@
-"""What may be passed as `params`, and how a state dict of torch's Adam reads as ours.
+"""What the user may ask for: param groups with their settings, names and order.
 
 A group as `AdamOffload` keeps it is torch's, with these keys beside "params", "lr", "betas",
 "eps" and "weight_decay": "schedule" (None, a tuple of rates or a callable), "step" (steps
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from adasum_hvd import adam
 
 Group = dict[str, Any]
+Named = tuple[str, torch.Tensor]  # the name is empty where it is unknown
 
 _SEED_KEYS = {"params", "lr", "weight_decay", "order_params", "grad_centralization"}
 _OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps", "step", "schedule",
@@ -24,35 +27,122 @@ _OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps", "step", 
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay")
 _MEANINGLESS = ("foreach", "capturable", "fused", "grad_centralization")
+_CHECKED = ("weight_decay", "eps", "loss_scale", "use_nesterov", "torch_eps")
 
 
-def split(params: Any) -> tuple[list[Group], list[torch.Tensor] | None]:
-    """Return param groups, still as the caller wrote them, and the order asked for.
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of the formula in one step, for parameters that share them.
+
+    Attributes:
+        lr: learning rate of this step.
+        betas: decay rates of the moments.
+        eps: as the user gave it.
+        weight_decay: L2 penalty.
+        loss_scale: what the gradients are too large by.
+        use_nesterov: Nesterov's numerator.
+        torch_eps: eps is added to the bias-corrected root, as torch does.
+        step: of this update, counted from 1.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    loss_scale: float
+    use_nesterov: bool
+    torch_eps: bool
+    step: int
+
+    @classmethod
+    def of(cls, group: Group, decayed: bool, grad_scale: float) -> Settings:
+        """Return those of a group's next step.
+
+        Args:
+            group: one of the optimizer's.
+            decayed: weight decay holds for these parameters.
+            grad_scale: what a gradient scaler has multiplied the loss by, on top.
+        """
+        return cls(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"] if decayed else 0.0,
+            loss_scale=group["loss_scale"] * grad_scale,
+            use_nesterov=group["use_nesterov"],
+            torch_eps=group["torch_eps"],
+            step=group["step"] + 1,
+        )
+
+    @cached_property
+    def kernel_eps(self) -> float:
+        """The eps for which the result of torch's kernel is ours; see `host.py`."""
+        if self.torch_eps:
+            return self.eps
+        return self.eps / adam.corrections(*self.betas, self.step)[1]
+
+    @cached_property
+    def kernel_step(self) -> torch.Tensor:
+        """The step as the kernel wants it."""
+        return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
+
+
+def groups_of(
+    params: Any, defaults: Group, named_parameters: Iterable[Named] | None
+) -> list[Group]:
+    """Return the param groups that `params` means, complete and checked.
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts, one of which may hold nothing but
             "order_params".
-
-    Returns:
-        A list of dicts (one without other keys than "params" and "ungrouped" where no dict
-        was given) and the parameters in order, or None.
+        defaults: the optimizer's.
+        named_parameters: the constructor's argument.
 
     Raises:
-        TypeError: not an ordered iterable, or of mixed or wrong elements.
-        ValueError: None, empty, or "order_params" is not in a dict of its own.
+        TypeError: not an ordered iterable, or a wrong type in it.
+        ValueError: nothing in it, a value out of range, a setting of torch's Adam that we
+            lack, names for some parameters only, or a wrong "order_params".
+        KeyError: an unknown key in a group, or no "params".
+        RuntimeError: a parameter, or its name, occurs twice.
     """
     if params is None:
         raise ValueError("AdamOffload: params: empty parameter list, got None")
+    elements = _listed(params, "parameters or dicts")
+    grouped = all(isinstance(element, dict) for element in elements)
+    listed, order = _take_order(elements) if grouped else ([{"params": elements}], None)
+    names = _names_by_id(named_parameters)
+    groups: list[Group] = []
+    named: list[Named] = []
+    for written in listed:
+        group, found = complete(written, defaults, names)
+        groups.append(group)
+        named += zip(found, group["params"], strict=True)
+    _check_together(named)
+    adam.check_same_length([group["schedule"] for group in groups])
+    if order is not None:
+        _set_order(groups, order)
+    decayed = [adam.is_decayed(name) for name, _ in named]
+    if not grouped and not all(decayed):
+        groups[0]["no_decay"] = [not one for one in decayed]
+    return groups
+
+
+def _listed(params: Any, what: str, where: str = "") -> list[Any]:
     if isinstance(params, torch.Tensor | set) or not isinstance(params, Iterable):
         raise TypeError(
-            "AdamOffload: params: required an ordered iterable of parameters or dicts, got "
+            f"AdamOffload: params: required an ordered iterable of {what}, got "
             f"{type(params).__name__}"
         )
     elements = list(params)
     if not elements:
-        raise ValueError("AdamOffload: params: empty parameter list")
-    if not all(isinstance(element, dict) for element in elements):
-        return [{"params": elements, "ungrouped": True}], None
+        raise ValueError(f"AdamOffload: params: empty parameter list{where}")
+    return elements
+
+
+def _take_order(
+    elements: list[Group],
+) -> tuple[list[Group], list[torch.Tensor] | None]:
+    """Return the groups, and what the one dict with "order_params" holds, or None."""
     orders = [element for element in elements if "order_params" in element]
     for element in orders:
         if len(element) > 1 or len(orders) > 1:
@@ -60,7 +150,7 @@ def split(params: Any) -> tuple[list[Group], list[torch.Tensor] | None]:
                 "AdamOffload: order_params: required one dict with no other key, got "
                 f"{len(orders)} with keys {sorted(element)}"
             )
-    groups = [dict(element) for element in elements if "order_params" not in element]
+    groups = [element for element in elements if "order_params" not in element]
     if not groups:
         raise ValueError("AdamOffload: params: empty parameter list")
     if not orders:
@@ -77,22 +167,18 @@ def split(params: Any) -> tuple[list[Group], list[torch.Tensor] | None]:
 def complete(
     group: Group, defaults: Group, names: dict[int, str] | None = None
 ) -> tuple[Group, list[str]]:
-    """Return one group with everything in it checked, and its parameters' names.
-
-    What the group lacks is inherited. An unknown name is empty.
+    """Return one group, checked and with all that it inherits, and its parameters' names.
 
     Args:
-        group: as the caller wrote it, or one that :func:`split` returned.
+        group: as the caller wrote it, or complete already.
         defaults: the optimizer's.
         names: of the parameters, by id.
 
     Raises:
-        KeyError: an unknown key, or no "params".
-        TypeError: a value of a wrong type.
-        ValueError: a value out of range, or a setting of torch's Adam that we lack.
+        TypeError: as :func:`groups_of`.
+        ValueError: as :func:`groups_of`.
+        KeyError: as :func:`groups_of`.
     """
-    group = dict(group)
-    ungrouped = group.pop("ungrouped", False)
     known = _SEED_KEYS | _OWN_KEYS | _SCHEDULER_KEYS | {*_UNSUPPORTED, *_MEANINGLESS}
     unknown = sorted(set(group) - known)
     if unknown or "params" not in group:
@@ -101,21 +187,54 @@ def complete(
             f"{', '.join(sorted(_OWN_KEYS))}; got "
             + (f"unknown {unknown}" if unknown else "no params")
         )
+    inherited = dict(defaults)
+    if "lr" in group:  # a rate of its own is not on another's schedule
+        inherited["schedule"] = None
+    group = {**inherited, **group}
     group["params"], group_names = _tensors(group["params"], names or {})
-    adopt(group)
-    if "lr" in group:
-        set_lr(group, group["lr"])
-    decay = group.get("weight_decay", defaults["weight_decay"])
-    group["weight_decay"] = adam.check_weight_decay(decay)
-    group["betas"] = check_betas({**defaults, **group}["betas"])
-    adam.check_positive("eps", group.get("eps", defaults["eps"]))
-    scale = group.get("loss_scale", defaults["loss_scale"])
-    group["loss_scale"] = adam.check_positive("loss_scale", scale, integers=True)
-    for key in ("use_nesterov", "torch_eps"):
-        adam.check_bool(key, group.get(key, defaults[key]))
-    if ungrouped and not all(adam.is_decayed(name) for name in group_names):
-        group["no_decay"] = [not adam.is_decayed(name) for name in group_names]
-    return group, group_names
+    drop_foreign(group)
+    return checked(group), group_names
+
+
+def checked(group: Group) -> Group:
+    """Return a group, or the defaults of all, with the formula's settings checked.
+
+    "lr" becomes a number, and "schedule", where "lr" was one, what gives it in each step.
+
+    Raises:
+        TypeError: a setting of a wrong type.
+        ValueError: one is out of range.
+    """
+    group = {"schedule": None, **group}
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.detach().cpu().double().numpy()
+    rate = adam.parse_lr(lr)
+    if isinstance(rate, float):
+        group["lr"] = rate
+    else:
+        group["lr"], group["schedule"] = adam.rate_at(rate, 0), rate
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise TypeError(
+            f"AdamOffload: betas: required two floats in (0, 1), got {betas!r}"
+        )
+    group["betas"] = adam.check("beta1", betas[0]), adam.check("beta2", betas[1])
+    return {**group, **{key: adam.check(key, group[key]) for key in _CHECKED}}
+
+
+def drop_foreign(group: Group) -> None:
+    """Drop what only torch's Adam knows, in place.
+
+    Raises:
+        ValueError: it is a setting that changes results and that we lack.
+    """
+    for key in _UNSUPPORTED:
+        if group.pop(key, False):
+            raise ValueError(
+                f"AdamOffload: {key}: required False, got True; this is another algorithm"
+            )
+    for key in _MEANINGLESS:
+        group.pop(key, None)
 
 
 def _tensors(
@@ -123,16 +242,9 @@ def _tensors(
 ) -> tuple[list[torch.Tensor], list[str]]:
     if isinstance(params, torch.Tensor):
         params = [params]
-    if isinstance(params, set) or not isinstance(params, Iterable):
-        raise TypeError(
-            "AdamOffload: params: required an ordered iterable of parameters, got "
-            f"{type(params).__name__}"
-        )
     tensors, found = [], []
-    for element in params:
-        name, tensor = "", element
-        if _is_named(element):
-            name, tensor = element
+    for element in _listed(params, "parameters", " in a group"):
+        name, tensor = element if _is_named(element) else ("", element)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 "AdamOffload: params: required parameters only, or dicts only, got "
@@ -149,8 +261,6 @@ def _tensors(
             )
         tensors.append(tensor)
         found.append(name or names.get(id(tensor), ""))
-    if not tensors:
-        raise ValueError("AdamOffload: params: empty parameter list in a group")
     return tensors, found
 
 
@@ -160,58 +270,7 @@ def _is_named(element: Any) -> bool:
     )
 
 
-def check_betas(betas: Any) -> tuple[float, float]:
-    """Return beta1 and beta2.
-
-    Raises:
-        TypeError: not two numbers.
-        ValueError: one of them is out of range.
-    """
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise TypeError(
-            f"AdamOffload: betas: required two floats in (0, 1), got {betas!r}"
-        )
-    return adam.check_beta("beta1", betas[0]), adam.check_beta("beta2", betas[1])
-
-
-def set_lr(group: Group, lr: Any) -> None:
-    """Set "lr" to a number, and "schedule" to what gives it from step to step.
-
-    Raises:
-        TypeError: see :func:`adasum_hvd.adam.parse_lr`.
-        ValueError: likewise.
-    """
-    if isinstance(lr, torch.Tensor):
-        lr = lr.detach().cpu().double().numpy()
-    parsed = adam.parse_lr(lr)
-    if isinstance(parsed, float):
-        group["lr"] = parsed
-        group.setdefault("schedule", None)
-    else:
-        group["lr"], group["schedule"] = adam.rate_at(parsed, 0), parsed
-
-
-def adopt(group: Group) -> None:
-    """Drop what only torch's Adam knows, in place.
-
-    Raises:
-        ValueError: it is a setting that changes results and that we lack.
-    """
-    for key in _UNSUPPORTED:
-        if group.pop(key, False):
-            raise ValueError(
-                f"AdamOffload: {key}: required False, got True; this is another algorithm"
-            )
-    for key in _MEANINGLESS:
-        group.pop(key, None)
-
-
-def names_by_id(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int, str]:
-    """Return the names of parameters by id.
-
-    Raises:
-        ValueError: not (name, parameter) tuples, or a name occurs twice.
-    """
+def _names_by_id(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int, str]:
     named = list(named_parameters or ())
     if not all(_is_named(item) for item in named):
         raise ValueError(
@@ -226,16 +285,8 @@ def names_by_id(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int,
     return {id(parameter): name for name, parameter in named}
 
 
-def check_together(named: list[tuple[str, torch.Tensor]]) -> None:
-    """Check what no group shows alone.
-
-    Args:
-        named: all parameters with their names, which are empty where they are unknown.
-
-    Raises:
-        RuntimeError: a parameter, or its name, occurs twice.
-        ValueError: some have names and some have not.
-    """
+def _check_together(named: list[Named]) -> None:
+    """Check what no group shows alone."""
     ids = Counter(id(parameter) for _, parameter in named)
     names = Counter(name for name, _ in named if name)
     if len(ids) < len(named) or any(count > 1 for count in names.values()):
@@ -252,13 +303,8 @@ def check_together(named: list[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def set_order(groups: list[Group], order: list[torch.Tensor]) -> None:
-    """Give every group the places of its parameters in `order`.
-
-    Raises:
-        TypeError: an element is no parameter.
-        ValueError: `order` does not hold exactly the groups' parameters.
-    """
+def _set_order(groups: list[Group], order: list[torch.Tensor]) -> None:
+    """Give every group the places of its parameters in `order`."""
     place = {id(parameter): index for index, parameter in enumerate(order)}
     total = sum(len(group["params"]) for group in groups)
     if any(not isinstance(parameter, torch.Tensor) for parameter in order):

@@ -1,0 +1,159 @@
+"""Param groups, names, order and wrong arguments of torch's `AdamOffload`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from offload_parts import (
+    Reference,
+    offload,
+    parameters,
+    set_gradients,
+)
+from torch import nn
+
+
+def test_groups_have_their_own_rates_and_decay():
+    a, b, c = parameters(shapes=[(5,), (5,), (5,)])
+    optimizer = offload(
+        [
+            {"params": [a], "lr": 0.1},
+            {"params": b, "weight_decay": 1, "grad_centralization": True},
+            {"params": [c], "lr": [0.2, 0.3]},
+        ],
+        0.01,
+        weight_decay=0.5,
+    )
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.01, 0.2]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 1.0, 0.5]
+    references = [
+        (Reference([a]), {"lr": 0.1, "weight_decay": 0.5}),
+        (Reference([b]), {"lr": 0.01, "weight_decay": 1.0}),
+        (Reference([c]), {"lr": 0.2, "weight_decay": 0.5}),
+    ]
+    set_gradients([a, b, c], 0)
+    for reference, settings in references:
+        reference.step(**settings)
+    optimizer.step()
+    for (reference, _), param in zip(references, (a, b, c), strict=True):
+        reference.check([param])
+
+
+@pytest.mark.parametrize("how", ["named_parameters", "pairs", "grouped", "unnamed"])
+def test_beta_and_gamma_are_not_decayed_without_groups(how):
+    kernel, gamma, bias = parameters(shapes=[(5,), (5,), (5,)])
+    named = [("net.kernel", kernel), ("norm.gamma", gamma), ("net.bias", bias)]
+    params, names = [kernel, gamma, bias], named
+    if how == "pairs":
+        params, names = named, None
+    elif how == "grouped":
+        params = [{"params": params}]
+    elif how == "unnamed":
+        names = None
+    before = [p.detach().clone() for p in (kernel, gamma, bias)]
+    optimizer = offload(params, weight_decay=0.1, named_parameters=names)
+    for p in (kernel, gamma, bias):
+        p.grad = torch.zeros(5)
+    optimizer.step()
+    after = (kernel, gamma, bias)
+    moved = [not torch.equal(p, q) for p, q in zip(after, before, strict=True)]
+    assert moved == [True, how in ("grouped", "unnamed"), True]
+
+
+def test_order_params_give_the_order_of_updates():
+    a, b, c = parameters(shapes=[(1,), (2,), (3,)])
+    groups = [{"params": [a, b], "lr": 0.1}, {"params": [c]}]
+    assert [id(p) for p in offload(groups).update_order()] == [id(c), id(b), id(a)]
+    optimizer = offload([*groups, {"order_params": [b, c, a]}])
+    assert [id(p) for p in optimizer.update_order()] == [id(a), id(c), id(b)]
+    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
+    d = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [d]})
+    assert [id(p) for p in optimizer.update_order()] == [id(d), id(a), id(c), id(b)]
+    for p in (a, b, c, d):
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes a parameter's state when it comes to it
+    assert [id(p) for p in optimizer.state] == [id(d), id(a), id(c), id(b)]
+
+
+def test_learning_rate_is_another_name_of_lr():
+    (p,) = parameters(shapes=[(2,)])
+    assert offload([p], learning_rate=0.1).param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="lr"):
+        offload([p], learning_rate=-0.1)
+
+
+P = nn.Parameter(torch.ones(3))
+Q = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("params", "kwargs", "error", "message"),
+    [
+        ([P], {"beta1": 1}, TypeError, "beta1: required a float"),
+        ([P], {"beta2": "x"}, TypeError, "beta2: required a float"),
+        ([P], {"eps": 1}, TypeError, "eps: required a float"),
+        ([P], {"use_locking": 1}, TypeError, "use_locking: required a bool"),
+        ([P], {"use_nesterov": None}, TypeError, "use_nesterov: required a bool"),
+        ([P], {"weight_decay": "0"}, TypeError, "weight_decay: required an int"),
+        ([P], {"loss_scale": "1"}, TypeError, "loss_scale: required a float"),
+        ([P], {"lr": None}, TypeError, "lr: required an int, a float"),
+        ([P], {"lr": "fast"}, TypeError, "lr: required an int, a float"),
+        ([P], {"lr": True}, TypeError, "lr: required an int, a float"),
+        ([P], {"lr": ["a"]}, TypeError, "lr: required numbers"),
+        (3, {}, TypeError, "required an ordered iterable"),
+        (P, {}, TypeError, "required an ordered iterable"),
+        ({P, Q}, {}, TypeError, "required an ordered iterable"),
+        ([P, {"params": [Q]}], {}, TypeError, "parameters only, or dicts only"),
+        ([P, 1], {}, TypeError, "parameters only, or dicts only"),
+        ([{"params": [P, "q"]}], {}, TypeError, "parameters only"),
+        ([{"params": 1}], {}, TypeError, "required an ordered iterable"),
+        ([{"params": [P]}, {"order_params": 1}], {}, TypeError, "order_params"),
+        ([{"params": [P]}, {"order_params": ["p"]}], {}, TypeError, "order_params"),
+        ([nn.Parameter(torch.ones(1, dtype=torch.cfloat))], {}, TypeError, "real"),
+        ([P], {"beta1": 0.0}, ValueError, r"beta1: required a float in \(0, 1\)"),
+        ([P], {"beta2": 1.0}, ValueError, r"beta2: required a float in \(0, 1\)"),
+        ([P], {"beta1": float("nan")}, ValueError, "beta1"),
+        ([P], {"eps": 0.0}, ValueError, "eps: required a finite number > 0"),
+        ([P], {"loss_scale": 0}, ValueError, "loss_scale: required a finite"),
+        ([P], {"weight_decay": -1}, ValueError, "weight_decay: required a finite"),
+        ([P], {"lr": -0.1}, ValueError, "lr: required a finite number >= 0"),
+        ([P], {"lr": [0.1, -0.1]}, ValueError, "lr: required a finite number >= 0"),
+        ([P], {"lr": torch.ones(2, 2)}, ValueError, "at most 1 dimension"),
+        ([P], {"lr": []}, ValueError, "lr: required at least one"),
+        ([P], {"num_threads": 0}, ValueError, "num_threads"),
+        (None, {}, ValueError, "empty parameter list"),
+        ([], {}, ValueError, "empty parameter list"),
+        (iter(()), {}, ValueError, "empty parameter list"),
+        ([{"params": []}], {}, ValueError, "empty parameter list"),
+        ([{"params": [P], "order_params": [P]}], {}, ValueError, "order_params"),
+        ([{"params": [P, Q]}, {"order_params": [P]}], {}, ValueError, "order_params"),
+        ([{"params": [P]}, {"order_params": [Q]}], {}, ValueError, "order_params"),
+        ([{"params": [P, Q]}, {"order_params": [P, P]}], {}, ValueError, "order_para"),
+        ([{"params": [P], "lr": [1.0]}, {"params": [Q], "lr": [1.0, 2.0]}], {},
+         ValueError, "vectors of one length"),
+        ([{"params": [P], "betas": (0.9, 1.0)}], {}, ValueError, "beta2"),
+        ([P], {"betas": (0.9, 1.0)}, ValueError, "beta2"),
+        ([P], {"betas": 0.9}, TypeError, r"betas: required two floats in \(0, 1\), got 0.9"),
+        ([{"params": [P], "betas": (0.9,)}], {}, TypeError, "betas: required two floats"),
+        ([{"params": [P], "amsgrad": True}], {}, ValueError, "amsgrad"),
+        ([P, Q], {"named_parameters": [("p", P)]}, ValueError, "none for 1 of 2"),
+        ([P], {"named_parameters": [P]}, ValueError, "tuples"),
+        ([P], {"named_parameters": [("p", P), ("p", Q)]}, ValueError, "unique"),
+        ([{"params": [P], "learning_rate": 1.0}], {}, KeyError, "learning_rate"),
+        ([{"lr": 1.0}], {}, KeyError, "no params"),
+        ([{"params": [P]}, {"params": [P]}], {}, RuntimeError, "got twice"),
+        ([{"params": [("w", P)]}, {"params": [("w", Q)]}], {}, RuntimeError, "'w'"),
+        ([P, P], {}, RuntimeError, "got twice"),
+    ],
+)  # fmt: skip
+def test_refuses(params, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        offload(params, **kwargs)
+
+
+def test_conversions():
+    optimizer = offload([P], 1, weight_decay=1, loss_scale=2)
+    group = optimizer.param_groups[0]
+    assert [type(group[k]) for k in ("lr", "weight_decay", "loss_scale")] == [float] * 3
+    assert offload([P], torch.tensor(0.5)).param_groups[0]["lr"] == 0.5
