@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from adasum_hvd import learning_rate, ops
 from adasum_hvd.agreement import refuse_elastic
@@ -21,6 +21,22 @@ _SHARED = (
 )
 
 
+class ProcessSet(Protocol):
+    """Horovod's process set, after `init`: the ranks that take part in a collective."""
+
+    process_set_id: int
+    ranks: list[int]  # in the job
+
+    def size(self) -> int:
+        """Return the number of ranks in it."""
+
+    def rank(self) -> int:
+        """Return this process's rank in it."""
+
+    def included(self) -> bool:
+        """Return whether this process is in it."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of `DistributedOptimizer` that outlive it; documented there.
@@ -30,7 +46,7 @@ class Options:
     """
 
     op: ops.ReduceOp
-    process_set: Any
+    process_set: ProcessSet
     compression: Any
     backward_passes_per_step: int = 1
     local_steps: int = 1

@@ -26,9 +26,8 @@ class Window:
         self._label, self.length = label, length
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
-        self._filled: frozenset[int] | None = (
-            None  # by id, what this window's steps fill
-        )
+        # By id, what this window's steps fill.
+        self._filled: frozenset[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make room for one tensor per variable."""
