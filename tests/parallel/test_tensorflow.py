@@ -15,10 +15,12 @@ from launch import (
     run_launcher,
 )
 
-NUMBERS = "cases_tensorflow_ops+cases_keras_optimizer"
+TENSORS = "cases_tensorflow_ops+cases_tensorflow_reducer+cases_tensorflow_legacy"
+NUMBERS = f"{TENSORS}+cases_keras_optimizer"
+KERAS = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks"
 CONFIGURATIONS = [
-    Configuration(f"{NUMBERS}+cases_keras_modes", "gloo", 2),
-    Configuration("cases_tensorflow_ops", "gloo", 3),  # all of it in make soak
+    Configuration(f"{NUMBERS}+{KERAS}", "gloo", 2),
+    Configuration(TENSORS, "gloo", 3),  # all of it in make soak
     Configuration(NUMBERS, "mpi", 2),
 ]
 AGREEMENT = Configuration(
