@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from adasum_hvd import learning_rate, ops
 from adasum_hvd.agreement import refuse_elastic
 
-_SHARED = (
+# What must be the same on all ranks, and what a saved Keras optimizer keeps.
+SHARED = (
     "backward_passes_per_step",
     "local_steps",
     "gradient_predivide_factor",
@@ -66,7 +67,7 @@ class Options:
     @property
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, for `agreement.compare_settings`."""
-        values = {name: getattr(self, name) for name in _SHARED}
+        values = {name: getattr(self, name) for name in SHARED}
         groups = self.groups
         if isinstance(groups, Sequence):
             groups = [[tuple(item.shape) for item in group] for group in groups]

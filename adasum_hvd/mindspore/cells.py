@@ -16,7 +16,6 @@ from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.options import ProcessSet
 
 SEED_GROUP_SIZE = 8
-Shape = tuple[int | None, ...]
 
 
 class Forwarding:
@@ -143,20 +142,22 @@ class WrapCell(Forwarding, ABC):
 
         Collective: every rank; blocks.
         """
-        parameters, gradients = self._stepped(), tuple(gradients)
+        parameters, gradients = self.parameters, tuple(gradients)
         self._check(parameters, gradients)
         if self._group is not None:
-            known = self._reducer.parameters if self._reducer else ()
-            if [*map(id, known)] != [
-                *map(id, parameters)
-            ]:  # some were (un)frozen since
-                self._reducer = self._reducing(
-                    parameters, self._mean, group=self._group
-                )
-            assert self._reducer is not None
-            gradients = self._reducer(gradients)
+            gradients = self._reduced_in_group(parameters, gradients)
         result = self._step(parameters, gradients)
         return parameters if self._op is ops.AdasumDelta else result
+
+    def _reduced_in_group(
+        self, parameters: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        reducer, ids = self._reducer, [*map(id, parameters)]
+        # Parameters may have been frozen, or come to be trained, since.
+        if reducer is None or [*map(id, reducer.parameters)] != ids:
+            reducer = self._reducing(parameters, self._mean, group=self._group)
+            self._reducer = reducer
+        return reducer(gradients)
 
     def _check(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
         what = type(self).__name__
@@ -167,23 +168,27 @@ class WrapCell(Forwarding, ABC):
             )
         pairs = zip(parameters, gradients, strict=True)
         for index, (parameter, gradient) in enumerate(pairs):
-            name, wanted = self._name_of(index, parameter), self._shape_of(parameter)
-            if not self._is_tensor(gradient):
-                got = "None" if gradient is None else type(gradient).__name__
-                raise ValueError(
-                    f"{what}: required a gradient of shape {wanted} for {name}, got {got}; give "
-                    "zeros for a parameter that this batch does not use"
-                )
-            shape = self._shape_of(gradient)
-            if not _fits(shape, wanted):
-                raise ValueError(
-                    f"{what}: required a gradient of shape {wanted} for {name}, got one of "
-                    f"shape {shape}"
-                )
+            if self._fits(gradient, parameter):
+                continue
+            wanted, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
+            if shape is None or tuple(shape) == wanted:  # no tensor of this framework
+                kind = "None" if gradient is None else type(gradient).__name__
+                got = f"{kind}; give zeros for a parameter that this batch does not use"
+            else:
+                got = f"one of shape {tuple(shape)}"
+            raise ValueError(
+                f"{what}: required a gradient of shape {wanted} for "
+                f"{self._name_of(index, parameter)}, got {got}"
+            )
+
+    @property
+    @abstractmethod
+    def parameters(self) -> tuple[Any, ...]:
+        """The parameters that gradients are for, in the gradients' order."""
 
     @abstractmethod
-    def _stepped(self) -> tuple[Any, ...]:
-        """Return the parameters that gradients are for."""
+    def _fits(self, gradient: Any, parameter: Any) -> bool:
+        """Return whether it is a tensor of the parameter's shape, as far as that is known."""
 
     @abstractmethod
     def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
@@ -191,18 +196,3 @@ class WrapCell(Forwarding, ABC):
 
     def _name_of(self, index: int, parameter: Any) -> str:
         return f"parameter {index}"
-
-    def _is_tensor(self, gradient: Any) -> bool:
-        return hasattr(gradient, "shape")
-
-    def _shape_of(self, tensor: Any) -> Shape | None:
-        """Return the shape; None for what a traced function does not know of it."""
-        return tuple(tensor.shape)
-
-
-def _fits(shape: Shape | None, wanted: Shape | None) -> bool:
-    if shape is None or wanted is None:
-        return True
-    return len(shape) == len(wanted) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(shape, wanted, strict=True)
-    )

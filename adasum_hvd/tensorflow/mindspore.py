@@ -22,7 +22,7 @@ from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
-from adasum_hvd.tensorflow.reduction.lists import name_of, shape_of
+from adasum_hvd.tensorflow.reduction.lists import name_of
 from adasum_hvd.tensorflow.reduction.named import gather_named, reduce_named
 
 
@@ -142,7 +142,13 @@ class WrapCell(cells.WrapCell):
 
     __call__ = tf.autograph.experimental.do_not_convert(cells.WrapCell.__call__)
 
-    def _stepped(self) -> tuple[Any, ...]:
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The variables that gradients are for, in the gradients' order.
+
+        Raises:
+            ValueError: neither they nor a model were given, and the optimizer is not built.
+        """
         if self._variables is not None:
             return self._variables
         if not self.optimizer.built:
@@ -152,15 +158,16 @@ class WrapCell(cells.WrapCell):
             )
         return tuple(self.optimizer._trainable_variables)
 
+    def _fits(self, gradient: Any, parameter: Any) -> bool:
+        return hasattr(gradient, "shape") and tf.TensorShape(
+            gradient.shape
+        ).is_compatible_with(parameter.shape)
+
     def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
         return self.optimizer.apply(gradients, self._variables)
 
     def _name_of(self, index: int, parameter: Any) -> str:
         return name_of(parameter)
-
-    def _shape_of(self, tensor: Any) -> cells.Shape | None:
-        known = tf.TensorShape(tensor.shape).rank is not None
-        return shape_of(tensor) if known else None
 
 
 class AdaSumByGradWrapCell(WrapCell):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -156,6 +157,8 @@ def DistributedGradientTape(
     return tape
 
 
+# Horovod's signature, not its text.
+@functools.wraps(horovods.PartialDistributedGradientTape, assigned=())
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 ) -> Any:

@@ -172,11 +172,9 @@ class WrapCell(cells.WrapCell):
         everything = (parameter for group in groups for parameter in group["params"])
         return tuple(parameter for parameter in everything if parameter.requires_grad)
 
-    def _stepped(self) -> tuple[torch.Tensor, ...]:
-        return self.parameters
-
-    def _is_tensor(self, gradient: Any) -> bool:
-        return isinstance(gradient, torch.Tensor)
+    def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:
+        tensor = isinstance(gradient, torch.Tensor)
+        return tensor and gradient.shape == parameter.shape
 
     def _step(
         self,

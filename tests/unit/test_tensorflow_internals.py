@@ -59,6 +59,7 @@ def test_arguments_have_horovods_order():
     for name in (
         "DistributedOptimizer",
         "DistributedGradientTape",
+        "PartialDistributedGradientTape",
         "allreduce",
         "broadcast_variables",
     ):

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.tensorflow.broadcasting import native
+from adasum_hvd.parallel.tensorflow_modes import native
 
 SAVED = "adasum_"  # begins the names of what is saved inside a window only
 
