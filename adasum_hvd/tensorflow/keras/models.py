@@ -58,9 +58,9 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> An
             or as that function's, with its other errors.
     """
     given = by_name(horovod.keras.PartialDistributedOptimizer, args, kwargs)
-    local_layers = given.pop("local_layers", None)
+    local = weights_of(given.pop("local_layers", None), built=True)
     distributed = tf_optimizer.DistributedOptimizer(optimizer, **given)
-    mark_worker_local(*weights_of(local_layers, built=True))
+    mark_worker_local(*local)
     return distributed
 
 

@@ -33,19 +33,17 @@ def reduce_changes(
 
     Collective: every rank of the process set; blocks (eagerly).
     """
-    # Read once all steps are taken, also where a variable is a TF1 reference to its memory.
-    values = [wide(_read(variable)) for variable in variables]
-    pairs = list(zip(starts, values, strict=True))
-    changes, _ = reduction(
-        [None if start is None else value - start for start, value in pairs], variables
-    )
-    starts = [value if start is None else start for start, value in pairs]
+    pairs = list(zip(starts, variables, strict=True))
+    mine = [None if start is None else _now(v) - start for start, v in pairs]
+    changes, _ = reduction(mine, variables)
+    starts = [_now(v) if start is None else start for start, v in pairs]
     return starts, _bounded(changes, limit)
 
 
-def _read(variable: Any) -> Any:
+def _now(variable: Any) -> Any:
+    # The value of a TF1 reference variable might be read before the step.
     read = getattr(variable, "read_value", None)  # a Keras variable has none
-    return variable if read is None else read()
+    return wide(variable if read is None else read())
 
 
 def _bounded(changes: Sequence[Any], limit: float | None) -> list[Any]:
