@@ -14,13 +14,18 @@ OPTIONS = (
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
 
 
+def is_elastic() -> bool:
+    """Return whether the job's ranks may come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def refuse_elastic(what: str) -> None:
     """Raise NotImplementedError in an elastic job, whose ranks come and go.
 
     Args:
         what: who asks, for the message.
     """
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if is_elastic():
         raise NotImplementedError(
             f"{what}: required a job with a fixed number of ranks, got an elastic one "
             "(HOROVOD_ELASTIC=1), in which ranks would wait for one another or train alone; "
@@ -30,11 +35,8 @@ def refuse_elastic(what: str) -> None:
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the settings of the op that must agree: all but those that are a rank's own."""
-    free = (
-        "kernels",
-        "threads",
-        "timeout_seconds",
-    )  # as native/op/settings.cc's fingerprint
+    # As native/op/settings.cc's fingerprint.
+    free = ("kernels", "threads", "timeout_seconds")
     return {name: value for name, value in settings.items() if name not in free}
 
 
@@ -60,9 +62,8 @@ def compare_settings(
     ranks = ranks or range(len(theirs))
     for other, settings in zip(ranks, theirs, strict=True):
         first = theirs[0]
-        names = dict.fromkeys(
-            [*first, *settings]
-        )  # of other versions, not the same ones
+        # Of other versions, not the same names.
+        names = dict.fromkeys([*first, *settings])
         different = [name for name in names if settings.get(name) != first.get(name)]
         if different:
             name = different[0]
@@ -73,35 +74,41 @@ def compare_settings(
             )
 
 
-def difference(
-    expected: Sequence[Any],
-    found: Sequence[Any],
-    first: str,
-    second: str,
-    both: str,
-    essence: Callable[[Any], Any] = lambda described: described,
-) -> str:
-    """Say how two lists of parameters differ; nothing where they do not.
+def first_difference(
+    theirs: Sequence[Sequence[Any]],
+    essence: Callable[[Any], Any] = lambda entry: entry,
+) -> tuple[int, list[int]] | None:
+    """Return where the lists of several ranks first differ, and which differ from the first.
 
     Args:
-        expected: the (name, shape, dtype) of every parameter of one rank.
-        found: those of another rank.
-        first: what to call the one, such as "rank 0".
-        second: what to call the other.
-        both: what to call the two, such as "ranks 0 and 1".
-        essence: what of a parameter has to be equal.
+        theirs: every rank's list; lists may be of different lengths.
+        essence: what of an entry has to be equal.
+
+    Returns:
+        The position, and the indices in `theirs` of the lists that have another entry there
+        than the first list has, or none where it has one; None where all are equal.
+
+    Example:
+        >>> first_difference(["abc", "abd", "abc", "ab"])
+        (2, [1, 3])
     """
-    pairs = zip(expected, found, strict=False)
-    pair = next(((a, b) for a, b in pairs if essence(a) != essence(b)), None)
-    if pair:
-        return f"{pair[0]} on {first} and {pair[1]} on {second}"
-    if len(expected) != len(found):
-        return f"{len(expected)} and {len(found)} parameters on {both}"
-    return ""
+    for position in range(max(map(len, theirs), default=0)):
+        found = [
+            [*map(essence, of_rank[position : position + 1])] for of_rank in theirs
+        ]
+        different = [k for k, entry in enumerate(found) if entry != found[0]]
+        if different:
+            return position, different
+    return None
 
 
 def compare_parameters(
-    what: str, theirs: Sequence[Sequence[Described]], rank: int, names: bool = True
+    what: str,
+    theirs: Sequence[Sequence[Described]],
+    rank: int,
+    names: bool = True,
+    ranks: Sequence[int] = (),
+    remedy: str = "build the model alike, or mark what differs with mark_worker_local()",
 ) -> None:
     """Compare every rank's list of what will be reduced.
 
@@ -110,23 +117,31 @@ def compare_parameters(
         theirs: (name, shape, dtype) of every parameter of every rank of the process set.
         rank: this rank, in the job.
         names: compare names too, where the framework does not count them up.
+        ranks: whose they are, in the job, for the message; by default it counts them in the
+            process set.
+        remedy: what to do where they differ, for the message.
 
     Raises:
         ValueError: the lists differ; on every rank.
     """
-
-    for other, found in enumerate(theirs):
-        what_differs = difference(
-            theirs[0],
-            found,
-            "the first rank",
-            f"rank {other} of the process set",
-            f"the first rank and rank {other} of the process set",
-            lambda described: described if names else described[1:],
-        )
-        if what_differs:
-            raise ValueError(
-                f"{what}: required the same parameters in the same order on "
-                f"all ranks, got {what_differs} (this is rank {rank}); build the model "
-                "alike, or mark what differs with mark_worker_local()"
-            )
+    differs = first_difference(theirs, lambda entry: entry if names else entry[1:])
+    if differs is None:
+        return
+    position, (other, *_) = differs
+    if ranks:
+        of_ranks = f" of {list(ranks)}"
+        first, second = f"rank {ranks[0]}", f"rank {ranks[other]}"
+        both = f"ranks {ranks[0]} and {ranks[other]}"
+    else:
+        of_ranks = ""
+        first, second = "the first rank", f"rank {other} of the process set"
+        both = f"{first} and {second}"
+    expected, found = theirs[0], theirs[other]
+    if position < min(len(expected), len(found)):
+        got = f"{expected[position]} on {first} and {found[position]} on {second}"
+    else:
+        got = f"{len(expected)} and {len(found)} parameters on {both}"
+    raise ValueError(
+        f"{what}: required the same parameters in the same order on all ranks{of_ranks}, got "
+        f"{got} (this is rank {rank}); {remedy}"
+    )

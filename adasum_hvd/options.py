@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from adasum_hvd import learning_rate, ops
 from adasum_hvd.agreement import refuse_elastic
 
-_SHARED = (
+# What must be the same on all ranks, and what a saved Keras optimizer keeps.
+SHARED = (
     "backward_passes_per_step",
     "local_steps",
     "gradient_predivide_factor",
@@ -19,6 +20,22 @@ _SHARED = (
     "clip_delta_norm",
     "bucket_bytes",
 )
+
+
+class ProcessSet(Protocol):
+    """Horovod's process set, after `init`: the ranks that take part in a collective."""
+
+    process_set_id: int
+    ranks: list[int]  # in the job
+
+    def size(self) -> int:
+        """Return the number of ranks in it."""
+
+    def rank(self) -> int:
+        """Return this process's rank in it."""
+
+    def included(self) -> bool:
+        """Return whether this process is in it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Options:
     """
 
     op: ops.ReduceOp
-    process_set: Any
+    process_set: ProcessSet
     compression: Any
     backward_passes_per_step: int = 1
     local_steps: int = 1
@@ -50,7 +67,7 @@ class Options:
     @property
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, for `agreement.compare_settings`."""
-        values = {name: getattr(self, name) for name in _SHARED}
+        values = {name: getattr(self, name) for name in SHARED}
         groups = self.groups
         if isinstance(groups, Sequence):
             groups = [[tuple(item.shape) for item in group] for group in groups]

@@ -1,4 +1,4 @@
-"""What the AdaSum wrap cells of all frameworks check before they wrap an optimizer.
+"""The AdaSum wrap cells: what the frameworks' own share, and what a job must be for them.
 
 References:
     Seed 002; SEEDS rows 1A and 1B.
@@ -6,10 +6,14 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from adasum_hvd import ops
 from adasum_hvd.mindspore.context import ParallelContext, check
+from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.options import ProcessSet
 
 SEED_GROUP_SIZE = 8
 
@@ -78,42 +82,117 @@ def check_job(
         )
 
 
-def check_gradients(
-    what: str,
-    names: Sequence[str],
-    required: Sequence[Sequence[int | None]],
-    found: Sequence[Sequence[int | None] | str],
-) -> None:
-    """Check that a cell got a gradient of the right shape for every parameter.
+class WrapCell(Forwarding, ABC):
+    """A distributed optimizer that is called with one gradient per parameter.
 
-    None is refused in every framework: MindSpore's cells get all gradients, and a rank that left
-    one out would make the others of a `gradient_group` wait for it.
+    What the frameworks' cells share; they say what an optimizer is, and how it is distributed,
+    steps and names its parameters.
 
     Args:
-        what: the cell, for messages.
-        names: the parameters' names.
-        required: their shapes; None in a shape is any number.
-        found: the gradients' shapes; the name of its type for what is no tensor.
+        optimizer: the framework's.
+        context: the job's parallel context.
+        settings: the op's, as `hvd.settings()` returns them.
+        relaxed: as :func:`check_job`'s.
+        gradient_group: a process set, this rank's group: gradients given to the cell are
+            averaged over it (summed with `gradients_mean=False`) before anything else.
+        distribute: returns the distributed optimizer, once all checks have passed.
 
     Raises:
-        ValueError: another number of gradients than of parameters, no tensor, or another shape.
+        RuntimeError: as :func:`check_job`; before the type of `optimizer` is looked at.
+        TypeError: `optimizer` is none of the framework's.
     """
-    if len(found) != len(required):
-        raise ValueError(
-            f"{what}: required one gradient per parameter, {len(required)}, got {len(found)}"
-        )
-    for name, wanted, shape in zip(names, required, found, strict=True):
-        if isinstance(shape, str):
-            raise ValueError(
-                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got {shape}; "
-                "give zeros for a parameter that this batch does not use"
+
+    _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
+    _op: ops.ReduceOp
+    _plain: type  # the framework's optimizers
+    _plain_name: str
+    _reducing: type[GradReducer]
+
+    def __init__(
+        self,
+        optimizer: Any,
+        context: ParallelContext,
+        settings: Mapping[str, object],
+        relaxed: bool,
+        gradient_group: ProcessSet | None,
+        distribute: Callable[[], Any],
+    ):
+        check_job(context, settings, relaxed, gradient_group is not None)
+        if not isinstance(optimizer, self._plain):
+            raise TypeError(
+                f"{type(self).__name__}: required a {self._plain_name}, got "
+                f"{type(optimizer).__name__}"
             )
-        fits = len(shape) == len(wanted) and all(
-            None in pair or pair[0] == pair[1]
-            for pair in zip(shape, wanted, strict=True)
-        )
-        if not fits:
+        self.optimizer = distribute()
+        self._group, self._mean = gradient_group, context.gradients_mean
+        self._reducer: GradReducer | None = None
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """Step with `gradients`, one per parameter.
+
+        None is refused in every framework: MindSpore's cells get all gradients, and a rank that
+        left one out would make the others of a `gradient_group` wait for it.
+
+        Returns:
+            What the optimizer returns; the delta variant's cell the updated parameters.
+
+        Raises:
+            ValueError: another number of gradients than of parameters, no tensor, or a gradient
+                of another shape than its parameter's; before anything is sent.
+
+        Collective: every rank; blocks.
+        """
+        parameters, gradients = self.parameters, tuple(gradients)
+        self._check(parameters, gradients)
+        if self._group is not None:
+            gradients = self._reduced_in_group(parameters, gradients)
+        result = self._step(parameters, gradients)
+        return parameters if self._op is ops.AdasumDelta else result
+
+    def _reduced_in_group(
+        self, parameters: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        reducer, ids = self._reducer, [*map(id, parameters)]
+        # Parameters may have been frozen, or come to be trained, since.
+        if reducer is None or [*map(id, reducer.parameters)] != ids:
+            reducer = self._reducing(parameters, self._mean, group=self._group)
+            self._reducer = reducer
+        return reducer(gradients)
+
+    def _check(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
+        what = type(self).__name__
+        if len(gradients) != len(parameters):
             raise ValueError(
-                f"{what}: required a gradient of shape {tuple(wanted)} for {name}, got one of "
-                f"shape {tuple(shape)}"
+                f"{what}: required one gradient per parameter, {len(parameters)}, got "
+                f"{len(gradients)}"
             )
+        pairs = zip(parameters, gradients, strict=True)
+        for index, (parameter, gradient) in enumerate(pairs):
+            if self._fits(gradient, parameter):
+                continue
+            wanted, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
+            if shape is None or tuple(shape) == wanted:  # no tensor of this framework
+                kind = "None" if gradient is None else type(gradient).__name__
+                got = f"{kind}; give zeros for a parameter that this batch does not use"
+            else:
+                got = f"one of shape {tuple(shape)}"
+            raise ValueError(
+                f"{what}: required a gradient of shape {wanted} for "
+                f"{self._name_of(index, parameter)}, got {got}"
+            )
+
+    @property
+    @abstractmethod
+    def parameters(self) -> tuple[Any, ...]:
+        """The parameters that gradients are for, in the gradients' order."""
+
+    @abstractmethod
+    def _fits(self, gradient: Any, parameter: Any) -> bool:
+        """Return whether it is a tensor of the parameter's shape, as far as that is known."""
+
+    @abstractmethod
+    def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
+        """Take the optimizer's step with gradients that were checked and reduced."""
+
+    def _name_of(self, index: int, parameter: Any) -> str:
+        return f"parameter {index}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from adasum_hvd.marks import is_marked_local
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.partition import checked_degree, fusion_groups
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
@@ -43,7 +44,7 @@ class GradReducer(ABC):
         Seed 001; SEEDS row 1D.
     """
 
-    _all_ranks: Any  # the framework's global process set
+    _all_ranks: ProcessSet  # the framework's global process set
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class GradReducer(ABC):
         mean: bool = True,
         degree: int | None = None,
         fusion_type: int = 1,
-        group: Any = None,
+        group: ProcessSet | None = None,
         split_indices: Sequence[int] | None = None,
     ):
         self.parameters = tuple(parameters)

@@ -12,15 +12,18 @@ from typing import Any
 from adasum_hvd.parallel.findings import Finding
 
 
+def native(variable: Any) -> Any:
+    """Return the TensorFlow variable that a Keras 3 variable keeps, and any other as it is."""
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value
+
+
 def _strategies(variables: Iterable[Any]) -> list[Any]:
     """Return the strategy in scope and those that the variables were made under."""
     tensorflow = sys.modules["tensorflow"]
     found = [tensorflow.distribute.get_strategy()]
     for variable in variables:
-        # Keras 3 keeps the TensorFlow variable in .value.
-        inner = getattr(variable, "value", None)
-        inner = variable if callable(inner) or inner is None else inner
-        strategy = getattr(inner, "distribute_strategy", None)
+        strategy = getattr(native(variable), "distribute_strategy", None)
         if strategy is not None:
             found.append(strategy)
     return found

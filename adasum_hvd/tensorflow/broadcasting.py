@@ -9,6 +9,8 @@ import tensorflow as tf
 from horovod.tensorflow import functions, mpi_ops
 
 from adasum_hvd.agreement import compare_parameters
+from adasum_hvd.options import ProcessSet
+from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 
 # Types that Horovod does not carry, and what carries their bits.
@@ -19,7 +21,7 @@ def allgather_object(
     obj: Any,
     session: Any = None,
     name: str | None = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order, whatever TensorFlow is doing at the moment.
 
@@ -42,7 +44,7 @@ def allgather_object(
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
     inplace: bool = False,
 ) -> Any:
     """Give every rank the root's values.
@@ -85,13 +87,9 @@ def broadcast_variables(
     return tf.group(*assign_all())
 
 
-def native(variable: Any) -> Any:
-    """Return the TensorFlow variable of a Keras variable, and any other as it is."""
-    value = getattr(variable, "value", None)
-    return variable if value is None or callable(value) else value
-
-
-def _broadcast(variable: Any, root_rank: int, index: int, process_set: Any) -> Any:
+def _broadcast(
+    variable: Any, root_rank: int, index: int, process_set: ProcessSet
+) -> Any:
     value = tf.convert_to_tensor(variable)
     carrier = _CARRIERS.get(value.dtype)
     received = mpi_ops.broadcast(

@@ -9,15 +9,12 @@ import tensorflow as tf
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
-from adasum_hvd.tensorflow.reduction import (
-    Reduction,
-    must_reduce,
-)
-from adasum_hvd.tensorflow.reduction.changes import bounded, wide
-from adasum_hvd.tensorflow.tape import prepared
+from adasum_hvd.rewrap import rewrapped
+from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
+from adasum_hvd.tensorflow.reduction.buckets import prepared
+from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
 
 Pair = tuple[Any, Any]  # a gradient, or None, and its variable
-_classes: dict[tuple[type, type], type] = {}
 
 
 class _Sums:
@@ -197,24 +194,17 @@ class _LegacyDelta(_Legacy):
         done = [] if step is None else [step]
         if not chosen:
             return tf.group(*done)
-        starts, variables = zip(*chosen, strict=True)
+        before, variables = zip(*chosen, strict=True)
+        limit = self._adasum_options.clip_delta_norm
         with tf.control_dependencies(done):
-            changes = [
-                None if start is None else wide(variable.read_value()) - start
-                for start, variable in chosen
-            ]
-            starts = tuple(
-                wide(variable.read_value()) if start is None else start
-                for start, variable in chosen
+            starts, changes = reduce_changes(
+                self._adasum_reduction, variables, before, limit
             )
-        reduced, _ = self._adasum_reduction(changes, variables)
-        reduced = bounded(reduced, self._adasum_options.clip_delta_norm)
+        sums = zip(variables, starts, changes, strict=True)
         return tf.group(
             *(
                 variable.assign(tf.cast(start + change, variable.dtype.base_dtype))
-                for variable, start, change in zip(
-                    variables, starts, reduced, strict=True
-                )
+                for variable, start, change in sums
             )
         )
 
@@ -237,13 +227,9 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
         )
     passes = options.backward_passes_per_step
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
-    base = type(optimizer)
-    if (mixin, base) not in _classes:
-        name = f"Distributed{base.__name__}"
-        _classes[mixin, base] = type(name, (mixin, base), {"__doc__": base.__doc__})
-    distributed: Any = object.__new__(_classes[mixin, base])
+    name = f"Distributed{type(optimizer).__name__}"
+    distributed = rewrapped(optimizer, mixin, name)
     distributed._optimizer = optimizer  # by Horovod's name for it
-    distributed.__dict__.update(optimizer.__dict__)
     distributed._adasum_options = options
     distributed._adasum_dtypes = set()
     distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)

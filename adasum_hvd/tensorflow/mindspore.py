@@ -6,7 +6,6 @@ References:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,14 +14,15 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.mindspore.cells import Forwarding, check_gradients, check_job
+from adasum_hvd.mindspore import cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
-from adasum_hvd.tensorflow.reduction.lists import name_of, shape_of
+from adasum_hvd.tensorflow.reduction.lists import name_of
 from adasum_hvd.tensorflow.reduction.named import gather_named, reduce_named
 
 
@@ -61,8 +61,7 @@ class DistributedGradReducer(GradReducer):
             [tf.cast(gradient, tf.float32) for gradient in gradients],
             name,
             ops.Sum,
-            (1.0, 1.0),
-            self._group.process_set_id,
+            self._group,
         )
         return lambda: [
             tf.cast(total * self._factor, tf.convert_to_tensor(gradient).dtype)
@@ -71,7 +70,7 @@ class DistributedGradReducer(GradReducer):
 
     def _reduce_sparse(self, name: str, gradient: tf.IndexedSlices) -> Any:
         def gather(tensor: Any, what: str) -> Any:
-            return gather_named(tensor, f"{name}.{what}", self._group.process_set_id)
+            return gather_named(tensor, f"{name}.{what}", self._group)
 
         values = gather(tf.cast(gradient.values, tf.float32), "values") * self._factor
         return tf.IndexedSlices(
@@ -81,7 +80,7 @@ class DistributedGradReducer(GradReducer):
         )
 
 
-class WrapCell(Forwarding):
+class WrapCell(cells.WrapCell):
     """A distributed Keras optimizer that is called with a list of gradients.
 
     Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are those of
@@ -110,8 +109,9 @@ class WrapCell(Forwarding):
     Collective: every rank; blocks.
     """
 
-    _own = frozenset({"optimizer", "_variables", "_group", "_reducer"})
-    _op: ops.ReduceOp
+    _own = cells.WrapCell._own | {"_variables"}
+    _plain, _plain_name = keras.optimizers.Optimizer, "Keras 3 optimizer"
+    _reducing = DistributedGradReducer
 
     def __init__(
         self,
@@ -120,33 +120,35 @@ class WrapCell(Forwarding):
         relaxed: bool = False,
         context: ParallelContext | None = None,
         model: Any = None,
-        gradient_group: Any = None,
+        gradient_group: ProcessSet | None = None,
         allow_modes: Collection[str] = (),
     ):
         if context is None:
             mode = "stand_alone" if mpi_ops.size() == 1 else "data_parallel"
             context = ParallelContext(mode, mpi_ops.size())
-        check_job(context, tf_ops.settings(), relaxed, gradient_group is not None)
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise TypeError(
-                f"{type(self).__name__}: required a Keras 3 optimizer, got "
-                f"{type(optimizer).__name__}"
-            )
-        if variables is None and model is not None:
-            variables = model.trainable_variables
-        found = allgather_object(detect(variables or ()))
-        refuse(found, allow_modes, mpi_ops.rank())
-        self.optimizer = DistributedOptimizer(
-            optimizer, op=self._op, allow_modes=allow_modes
-        )
-        self._variables = None if variables is None else list(variables)
-        self._group = None
-        if gradient_group is not None:
-            self._group = (context.gradients_mean, gradient_group)
-        self._reducer: Any = None
 
-    def _stepped(self) -> list[Any]:
-        """Return the variables that gradients are for."""
+        def distribute() -> Any:
+            known = variables
+            if known is None and model is not None:
+                known = model.trainable_variables
+            self._variables = None if known is None else tuple(known)
+            found = allgather_object(detect(self._variables or ()))
+            refuse(found, allow_modes, mpi_ops.rank())
+            return DistributedOptimizer(optimizer, op=self._op, allow_modes=allow_modes)
+
+        super().__init__(
+            optimizer, context, tf_ops.settings(), relaxed, gradient_group, distribute
+        )
+
+    __call__ = tf.autograph.experimental.do_not_convert(cells.WrapCell.__call__)
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The variables that gradients are for, in the gradients' order.
+
+        Raises:
+            ValueError: neither they nor a model were given, and the optimizer is not built.
+        """
         if self._variables is not None:
             return self._variables
         if not self.optimizer.built:
@@ -154,38 +156,18 @@ class WrapCell(Forwarding):
                 f"{type(self).__name__}: required variables, got neither them nor a model, "
                 "and an optimizer that is not built; pass variables= or model="
             )
-        return list(self.optimizer._trainable_variables)
+        return tuple(self.optimizer._trainable_variables)
 
-    @tf.autograph.experimental.do_not_convert
-    def __call__(self, gradients: Sequence[Any]) -> Any:
-        """Step with `gradients`, one per variable, and return what the optimizer returns.
+    def _fits(self, gradient: Any, parameter: Any) -> bool:
+        return hasattr(gradient, "shape") and tf.TensorShape(
+            gradient.shape
+        ).is_compatible_with(parameter.shape)
 
-        Raises:
-            ValueError: another number of gradients than of variables, None among them, or a
-                gradient of another shape than its variable's; before anything is sent.
-
-        Collective: every rank; blocks.
-        """
-        gradients, variables = list(gradients), self._stepped()
-        required = [shape_of(variable) for variable in variables]
-        pairs = itertools.zip_longest(gradients, required[: len(gradients)])
-        check_gradients(
-            type(self).__name__,
-            [name_of(variable) for variable in variables],
-            required,
-            ["None" if g is None else _shape(g, wanted) for g, wanted in pairs],
-        )
-        if self._group is not None:
-            if self._reducer is None:
-                mean, group = self._group
-                self._reducer = DistributedGradReducer(variables, mean, group=group)
-            gradients = self._reducer(gradients)
+    def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
         return self.optimizer.apply(gradients, self._variables)
 
-
-def _shape(gradient: Any, unless_known: Any) -> Any:
-    unknown = tf.TensorShape(gradient.shape).rank is None
-    return unless_known if unknown else shape_of(gradient)
+    def _name_of(self, index: int, parameter: Any) -> str:
+        return name_of(parameter)
 
 
 class AdaSumByGradWrapCell(WrapCell):
@@ -198,8 +180,3 @@ class AdaSumByDeltaWeightWrapCell(WrapCell):
     """Takes the optimizer's step, reduces the weights' change; returns the variables."""
 
     _op = ops.AdasumDelta
-
-    def __call__(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """Step with `gradients` and return the updated variables; errors as the base's."""
-        super().__call__(gradients)
-        return tuple(self._stepped())

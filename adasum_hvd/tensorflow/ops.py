@@ -20,6 +20,7 @@ from tensorflow.python.ops import control_flow_util
 
 from adasum_hvd import binding, ops, topology
 from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 
@@ -67,7 +68,9 @@ def counters() -> binding.Counters:
     return binding.counters(LIBRARY)
 
 
-def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
+def _reduction(
+    op: ops.ReduceOp | int | str | None, average: bool | None
+) -> ops.ReduceOp:
     if isinstance(op, str):
         op = ops.parse(op)
     return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
@@ -120,11 +123,11 @@ def allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: Any = None,
+    op: ops.ReduceOp | int | str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
     """Return `tensor` reduced over the ranks; differentiable, eagerly and in `tf.function`.
@@ -182,10 +185,10 @@ def grouped_allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: Any = None,
+    op: ops.ReduceOp | int | str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:

@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import horovod.tensorflow as horovods
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
 from adasum_hvd.marks import is_marked_local
-from adasum_hvd.options import Options, check, groups_of
-from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.horovod_arguments import by_name, warn_without_effect
-from adasum_hvd.tensorflow.reduction import SPARSE_OPS, Reduction, is_alone
-from adasum_hvd.tensorflow.reduction.lists import name_of
+from adasum_hvd.options import Options, ProcessSet, check, groups_of
+from adasum_hvd.rewrap import rewrapped
+from adasum_hvd.tensorflow.horovod_arguments import (
+    by_name,
+    warn_without_effect,
+    weights_of,
+)
+from adasum_hvd.tensorflow.reduction import Reduction, is_alone
+from adasum_hvd.tensorflow.reduction.buckets import prepared
 
-_classes: dict[type, type] = {}
 # A tape lives for one step: what the ranks have compared must outlive it.
 _reductions: dict[Hashable, Reduction] = {}
-_PARTIAL_ORDER = (
-    "device_dense",
-    "device_sparse",
-    "compression",
-    "sparse_as_dense",
-    "op",
-    "gradient_predivide_factor",
-    "num_groups",
-    "groups",
-    "process_set",
-    "local_layers",
-    "scale_local_gradients",
-)
-
-
-def prepared(
-    gradients: Sequence[Any], variables: Sequence[Any], options: Options
-) -> list[Any]:
-    """Return the gradients as they are reduced: `tf.IndexedSlices` made dense on demand.
-
-    Raises:
-        ValueError: a sparse gradient that the reduction does not take, and
-            `sparse_as_dense` was not given.
-    """
-    result = []
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if isinstance(gradient, tf.IndexedSlices) and not is_marked_local(variable):
-            if options.sparse_as_dense:
-                gradient = tf.convert_to_tensor(gradient)
-            elif options.op not in SPARSE_OPS:
-                tf_ops.refuse_sparse(gradient, f"gradient of {name_of(variable)}")
-        result.append(gradient)
-    return result
 
 
 def _reduction_of(options: Options) -> Reduction:
@@ -100,16 +72,15 @@ class _Tape(tf.GradientTape):
         options = self._adasum_options
         if is_alone(options.process_set):
             return gradients
-        flat = tf.nest.flatten(gradients)
-        pairs = zip(flat, tf.nest.flatten(sources), strict=True)
-        kept = [
-            (index, gradient, source)
-            for index, (gradient, source) in enumerate(pairs)
+        flat, sources = tf.nest.flatten(gradients), tf.nest.flatten(sources)
+        # Those without a gradient, too: another rank may have one.
+        places = [
+            place
+            for place, source in enumerate(sources)
             if id(source) not in self._adasum_local and not is_marked_local(source)
         ]
-        # Those without a gradient, too: another rank may have one.
-        places, found, variables = zip(*kept, strict=True) if kept else ((), (), ())
-        ready = prepared(found, variables, options)
+        variables = [sources[place] for place in places]
+        ready = prepared([flat[place] for place in places], variables, options)
         results = _reduction_of(options).gradients(ready, variables, places)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
@@ -126,7 +97,7 @@ def DistributedGradientTape(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
     scale_local_gradients: bool = False,
 ) -> Any:
     """Return a tape whose `gradient()` is reduced over the ranks.
@@ -180,16 +151,14 @@ def DistributedGradientTape(
         sparse_as_dense=sparse_as_dense,
     )
     check(options, (Compression.none, Compression.fp16))
-    base = type(gradtape)
-    if base not in _classes:
-        _classes[base] = type(base.__name__, (_Tape, base), {"__doc__": base.__doc__})
-    tape: Any = object.__new__(_classes[base])
-    tape.__dict__.update(gradtape.__dict__)
+    tape = rewrapped(gradtape, _Tape, type(gradtape).__name__)
     tape._adasum_options = options
     tape._adasum_local = set()
     return tape
 
 
+# Horovod's signature, not its text.
+@functools.wraps(horovods.PartialDistributedGradientTape, assigned=())
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 ) -> Any:
@@ -205,10 +174,9 @@ def PartialDistributedGradientTape(
         TypeError: too many arguments.
         ValueError: as :func:`DistributedGradientTape`.
     """
-    given = by_name("PartialDistributedGradientTape", _PARTIAL_ORDER, args, kwargs)
-    local = given.pop("local_layers", None) or ()
+    given = by_name(horovods.PartialDistributedGradientTape, args, kwargs)
+    local = weights_of(given.pop("local_layers", None))
     tape = DistributedGradientTape(gradtape, **given)
-    for layer in local if isinstance(local, Iterable) else [local]:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in local:
+        tape.register_local_source(variable)
     return tape

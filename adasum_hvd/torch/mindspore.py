@@ -14,8 +14,9 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import size
 
 from adasum_hvd import ops
-from adasum_hvd.mindspore.cells import Forwarding, check_gradients, check_job
+from adasum_hvd.mindspore import cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
 from adasum_hvd.torch import marks
@@ -105,13 +106,7 @@ class DistributedGradReducer(GradReducer):
             parameter.grad = reduced
 
 
-def _described(gradient: Any) -> tuple[int, ...] | str:
-    if isinstance(gradient, torch.Tensor):
-        return tuple(gradient.shape)
-    return "None" if gradient is None else type(gradient).__name__
-
-
-class WrapCell(Forwarding):
+class WrapCell(cells.WrapCell):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
     Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
@@ -144,8 +139,8 @@ class WrapCell(Forwarding):
         >>> optim(torch.autograd.grad(loss, optim.parameters))          # doctest: +SKIP
     """
 
-    _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
-    _op: ops.ReduceOp
+    _plain, _plain_name = torch.optim.Optimizer, "torch.optim.Optimizer"
+    _reducing = DistributedGradReducer
 
     def __init__(
         self,
@@ -154,23 +149,21 @@ class WrapCell(Forwarding):
         named_parameters: Iterable[NamedParameter] | None = None,
         context: ParallelContext | None = None,
         model: Any = None,
-        gradient_group: Any = None,
+        gradient_group: ProcessSet | None = None,
     ):
         found = find_modes(optimizer, model)
         if context is None:
             context = context_of([f for of_rank in found for f in of_rank], size())
-        check_job(context, torch_ops.settings(), relaxed, gradient_group is not None)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"{type(self).__name__}: required a torch.optim.Optimizer, got "
-                f"{type(optimizer).__name__}"
-            )
-        self.optimizer = DistributedOptimizer(
-            optimizer, named_parameters, op=self._op, model=model
+        super().__init__(
+            optimizer,
+            context,
+            torch_ops.settings(),
+            relaxed,
+            gradient_group,
+            lambda: DistributedOptimizer(
+                optimizer, named_parameters, op=self._op, model=model
+            ),
         )
-        self._group = gradient_group
-        self._mean = context.gradients_mean
-        self._reducer: DistributedGradReducer | None = None
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
@@ -179,23 +172,15 @@ class WrapCell(Forwarding):
         everything = (parameter for group in groups for parameter in group["params"])
         return tuple(parameter for parameter in everything if parameter.requires_grad)
 
-    def __call__(self, gradients: Sequence[torch.Tensor]) -> Any:
-        """Step with `gradients`, one per parameter, and return what the optimizer returns.
+    def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:
+        tensor = isinstance(gradient, torch.Tensor)
+        return tensor and gradient.shape == parameter.shape
 
-        Raises:
-            ValueError: other shapes or another number of gradients than of parameters, or None
-                among them.
-
-        Collective: every rank; blocks.
-        """
-        parameters, gradients = self.parameters, tuple(gradients)
-        check_gradients(
-            type(self).__name__,
-            [f"parameter {index}" for index in range(len(parameters))],
-            [tuple(parameter.shape) for parameter in parameters],
-            [_described(gradient) for gradient in gradients],
-        )
-        gradients = self._reduced_in_group(parameters, gradients)
+    def _step(
+        self,
+        parameters: tuple[torch.Tensor, ...],
+        gradients: Sequence[torch.Tensor],
+    ) -> Any:
         # Drops what a backward pass by torch has left in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -204,19 +189,6 @@ class WrapCell(Forwarding):
             return self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
-
-    def _reduced_in_group(
-        self, parameters: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        if self._group is None:
-            return gradients
-        known = self._reducer.parameters if self._reducer else ()
-        if [*map(id, known)] != [*map(id, parameters)]:  # some were (un)frozen since
-            self._reducer = DistributedGradReducer(
-                parameters, self._mean, group=self._group
-            )
-        assert self._reducer is not None
-        return self._reducer(tuple(gradients))
 
 
 class AdaSumByGradWrapCell(WrapCell):
@@ -229,8 +201,3 @@ class AdaSumByDeltaWeightWrapCell(WrapCell):
     """Takes the optimizer's step, reduces the weights' change; returns the parameters."""
 
     _op = ops.AdasumDelta
-
-    def __call__(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Step with `gradients` and return the updated parameters; errors as the base's."""
-        super().__call__(gradients)
-        return self.parameters

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adasum_hvd.agreement import difference
+from adasum_hvd.agreement import compare_parameters
 
 Ranks = tuple[int, ...]
+_REMEDY = (
+    "build the model alike: a stage of a pipeline or a shard on each rank cannot be reduced. "
+    "What differs can be marked with mark_worker_local(), or mark_replicated_over() the ranks "
+    "that hold it"
+)
 
 
 def compare_parameter_lists(
@@ -25,30 +30,14 @@ def compare_parameter_lists(
         ValueError: names the first difference and the ranks.
     """
     for ranks in sorted({ranks for lists in by_rank.values() for ranks in lists}):
-        first = ranks[0]
-        for other in ranks:
-            if other not in by_rank:
-                raise ValueError(
-                    "DistributedOptimizer: required marked process sets inside the "
-                    f"optimizer's own, got {list(ranks)} with rank {other} outside of "
-                    f"{list(by_rank)} (this is rank {rank})"
-                )
-            expected, found = (
-                by_rank[first].get(ranks, ()),
-                by_rank[other].get(ranks, ()),
+        outside = [holder for holder in ranks if holder not in by_rank]
+        if outside:
+            raise ValueError(
+                "DistributedOptimizer: required marked process sets inside the optimizer's own, "
+                f"got {list(ranks)} with rank {outside[0]} outside of {list(by_rank)} (this is "
+                f"rank {rank})"
             )
-            what_differs = difference(
-                expected,
-                found,
-                f"rank {first}",
-                f"rank {other}",
-                f"ranks {first} and {other}",
-            )
-            if what_differs:
-                raise ValueError(
-                    "DistributedOptimizer: required the same parameters in the same order on "
-                    f"all ranks of {list(ranks)}, got {what_differs} "
-                    f"(this is rank {rank}); build the model alike: a stage of a pipeline or a "
-                    "shard on each rank cannot be reduced. What differs can be marked with "
-                    "mark_worker_local(), or mark_replicated_over() the ranks that hold it"
-                )
+        theirs = [by_rank[holder].get(ranks, ()) for holder in ranks]
+        compare_parameters(
+            "DistributedOptimizer", theirs, rank, ranks=ranks, remedy=_REMEDY
+        )

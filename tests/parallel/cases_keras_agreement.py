@@ -12,11 +12,13 @@ import tensorflow as tf
 from cases_keras_optimizer import (
     OPTIMIZERS,
     STEPS,
+    VARIANTS,
     check_same_everywhere,
     compiled,
     digest_of,
     fit,
     model_of,
+    momentum,
 )
 from cases_keras_optimizer import align as align
 from cases_keras_optimizer import start as start
@@ -25,12 +27,6 @@ import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction
-
-VARIANTS = ("adasum-grad", "adasum-delta")
-
-
-def momentum(**kwargs: object) -> keras.optimizers.Optimizer:
-    return OPTIMIZERS["momentum"][0](**kwargs)
 
 
 def values_of(rank: int, seed: int) -> np.ndarray:
@@ -231,6 +227,23 @@ def case_keras_process_set() -> None:
         digests = hvd.allgather_object(digest_of(model))
         assert len(set(digests[1:])) == 1
         assert digests[0] != digests[1]
+    hvd.remove_process_set(together)
+
+
+def case_keras_options_that_differ_in_a_process_set() -> None:
+    """The message counts ranks as the job does, not as the set."""
+    members = list(range(1, hvd.size()))
+    together = hvd.add_process_set(members)
+    last = hvd.size() - 1
+    if hvd.rank() in members:
+        local_steps = 2 + (hvd.rank() == last)
+        optimizer = hvd.DistributedOptimizer(
+            momentum(), op="adasum-delta", local_steps=local_steps, process_set=together
+        )
+        got = f"got local_steps=3 on rank {last} and 2 on rank 1 .this is rank {hvd.rank()}"
+        with pytest.raises(ValueError, match=got):
+            optimizer.apply([tf.ones(3)], [tf.Variable(tf.ones(3))])
+    align()
     hvd.remove_process_set(together)
 
 

@@ -15,6 +15,7 @@ import adasum_hvd.tensorflow.keras as hvd
 
 STEPS = 4
 OPS = ("average", "sum", "adasum", "adasum-grad", "adasum-delta")
+VARIANTS = ("adasum-grad", "adasum-delta")
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
     "sgd": (lambda **k: keras.optimizers.SGD(0.1, **k), lambda: numerics.Sgd(0.1)),
     "momentum": (
@@ -33,6 +34,14 @@ def start() -> None:
 
 def align() -> None:
     hvd.allgather_object(None)
+
+
+def momentum(**kwargs: object) -> keras.optimizers.Optimizer:
+    return OPTIMIZERS["momentum"][0](**kwargs)
+
+
+def trained(op: str, steps: int = STEPS, **kwargs: object) -> numerics.Weights:
+    return numerics.train(OPTIMIZERS["momentum"][1], op, hvd.size(), steps, **kwargs)
 
 
 def model_of(**dense: object) -> keras.Model:

@@ -16,9 +16,10 @@ from launch import (
     run_launcher,
 )
 
-OPS = "cases_tensorflow_ops"
+OPS = "cases_tensorflow_ops+cases_tensorflow_reducer+cases_tensorflow_legacy"
 OPTIMIZER = "cases_keras_optimizer"
-MODES = "cases_keras_modes+cases_keras_wrap_cells"
+MODES = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks"
+CELLS = "cases_keras_wrap_cells"
 AGREEMENT = "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing"
 
 
@@ -26,7 +27,7 @@ def tensorflow(backend: str, ranks: int, *cases: str) -> Configuration:
     return Configuration("+".join((OPS, *cases)), backend, ranks, label="tensorflow")
 
 
-GLOO_2 = tensorflow("gloo", 2, OPTIMIZER, MODES)
+GLOO_2 = tensorflow("gloo", 2, OPTIMIZER, MODES, CELLS)
 GLOO_3 = tensorflow("gloo", 3, AGREEMENT)  # the optimizer in make soak
 MPI_2 = tensorflow("mpi", 2, OPTIMIZER)
 STRICT_CELLS = Configuration("cases_keras_strict_cells", "gloo", 2)

@@ -62,6 +62,11 @@ def test_lists_of_parameters():
             agreement.compare_parameters("x", [mine, other], 1)
     with pytest.raises(ValueError, match="got 2 and 1 parameters"):
         agreement.compare_parameters("x", [mine, mine[:1]], 1, names=False)
+    # The first place where any list differs, by the ranks in the job.
+    with pytest.raises(
+        ValueError, match=r"of \[2, 3, 5\], got \('kernel'.* on rank 2 and .*ank 5"
+    ):
+        agreement.compare_parameters("x", [mine, mine[:1], renamed], 3, ranks=[2, 3, 5])
 
 
 def test_optimizer_options():

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 from pathlib import Path
 
+import horovod.keras
 import horovod.tensorflow
 import horovod.tensorflow.keras
 import keras
@@ -18,8 +19,7 @@ import adasum_hvd.tensorflow.keras as hvd_keras
 from adasum_hvd import binding
 from adasum_hvd.install import prerequisites, sources
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow import tape
-from adasum_hvd.tensorflow.keras import collectives
+from adasum_hvd.tensorflow.horovod_arguments import by_name
 
 
 def test_the_op_answers():
@@ -59,6 +59,7 @@ def test_arguments_have_horovods_order():
     for name in (
         "DistributedOptimizer",
         "DistributedGradientTape",
+        "PartialDistributedGradientTape",
         "allreduce",
         "broadcast_variables",
     ):
@@ -67,10 +68,26 @@ def test_arguments_have_horovods_order():
     for name in ("allreduce", "allgather", "broadcast", "reducescatter", "load_model"):
         theirs = by_position(getattr(horovod.tensorflow.keras, name))
         assert by_position(getattr(hvd_keras, name)) == theirs
-    theirs = by_position(horovod.tensorflow.keras.DistributedOptimizer)
-    assert theirs == ["optimizer", *collectives.OPTIMIZER_ORDER]
-    theirs = by_position(horovod.tensorflow.PartialDistributedGradientTape)
-    assert theirs == ["gradtape", *tape._PARTIAL_ORDER]
+    for name in ("BroadcastGlobalVariablesCallback", "MetricAverageCallback"):
+        theirs = by_position(getattr(horovod.tensorflow.keras.callbacks, name))
+        assert by_position(getattr(hvd_keras.callbacks, name)) == theirs
+
+
+def test_arguments_in_horovods_order_become_named_ones():
+    for function, args in (
+        (horovod.tensorflow.keras.DistributedOptimizer, ("n", "d", "s", "c", True)),
+        (horovod.keras.PartialDistributedOptimizer, ("n", "d", "s", "c", True)),
+        (horovod.tensorflow.PartialDistributedGradientTape, ("d", "s", "c", True)),
+    ):
+        _, *order = by_position(function)
+        named = by_name(function, args, {"local_steps": 2})
+        assert named == dict(zip(order, args, strict=False), local_steps=2)
+        assert named["sparse_as_dense"] is True
+        count = len(order)
+        with pytest.raises(TypeError, match=rf"{function.__name__}: .* most {count} "):
+            by_name(function, range(count + 1), {})
+        with pytest.raises(TypeError, match=f"required {order[1]} once, got it twice"):
+            by_name(function, args, {order[1]: "again"})
 
 
 def test_the_order_of_a_keras_step():

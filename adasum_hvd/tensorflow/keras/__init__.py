@@ -4,13 +4,17 @@ from adasum_hvd.tensorflow import *
 from adasum_hvd.tensorflow.adam_offload import AdamOffload
 from adasum_hvd.tensorflow.keras import callbacks
 from adasum_hvd.tensorflow.keras.collectives import (
-    DistributedOptimizer,
     allgather,
     allreduce,
     broadcast,
     reducescatter,
 )
-from adasum_hvd.tensorflow.keras.models import compile, load_model
+from adasum_hvd.tensorflow.keras.models import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    compile,
+    load_model,
+)
 from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,

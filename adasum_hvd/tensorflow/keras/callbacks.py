@@ -9,16 +9,18 @@ import keras
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.marks import is_marked_local
+from adasum_hvd.marks import is_marked_local, mark_worker_local
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
+from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
-from adasum_hvd.tensorflow.optimizer.wrap import is_distributed
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -31,13 +33,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: the rank whose values count.
+        device: without effect, for Horovod's scripts: setting it warns and says why.
+        local_variables: a variable or several that each rank keeps and updates by itself; they
+            are marked as by `mark_worker_local`.
         process_set: the ranks that train together.
+
+    Raises:
+        TypeError: `local_variables` holds something else.
     """
 
     def __init__(
-        self, root_rank: int = 0, process_set: Any = mpi_ops.global_process_set
+        self,
+        root_rank: int = 0,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        process_set: ProcessSet = mpi_ops.global_process_set,
     ):
+        warn_without_effect("BroadcastGlobalVariablesCallback", device=device)
         super().__init__()
+        if local_variables is not None:
+            one = hasattr(local_variables, "shape")  # TensorFlow's are iterable, too
+            mark_worker_local(*([local_variables] if one else local_variables))
         self._root_rank, self._process_set = root_rank, process_set
         self._of: Any = None
         self._begin_anew()
@@ -145,10 +162,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
     A metric with a value per class (`F1Score()`) is averaged element by element.
 
     Args:
+        device: without effect, for Horovod's scripts: setting it warns and says why.
         process_set: the ranks that train together.
     """
 
-    def __init__(self, process_set: Any = mpi_ops.global_process_set):
+    def __init__(
+        self,
+        device: str = "",
+        *,
+        process_set: ProcessSet = mpi_ops.global_process_set,
+    ):
+        warn_without_effect("MetricAverageCallback", device=device)
         super().__init__()
         self._process_set = process_set
 

@@ -1,7 +1,4 @@
-"""`DistributedOptimizer` and collectives with the arguments of `horovod.tensorflow.keras`.
-
-Their order is another one than `horovod.tensorflow`'s, and the collectives take any value.
-"""
+"""Collectives with the arguments of `horovod.tensorflow.keras`, which take any value."""
 
 from __future__ import annotations
 
@@ -13,43 +10,6 @@ from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow import optimizer as tf_optimizer
-from adasum_hvd.tensorflow.horovod_arguments import by_name
-
-OPTIMIZER_ORDER = (
-    "name",
-    "device_dense",
-    "device_sparse",
-    "compression",
-    "sparse_as_dense",
-    "gradient_predivide_factor",
-    "op",
-    "backward_passes_per_step",
-    "average_aggregated_gradients",
-    "num_groups",
-    "groups",
-    "process_set",
-    "scale_local_gradients",
-)
-
-
-def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
-
-    Args:
-        optimizer: a Keras 3 optimizer.
-        *args: by position in the order of `horovod.tensorflow.keras`, `OPTIMIZER_ORDER`.
-        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, which
-            explains all of them.
-
-    Raises:
-        TypeError: too many arguments, or as that function's.
-        ValueError: as that function's.
-        RuntimeError: as that function's.
-        NotImplementedError: as that function's.
-    """
-    given = by_name("DistributedOptimizer", OPTIMIZER_ORDER, args, kwargs)
-    return tf_optimizer.DistributedOptimizer(optimizer, **given)
 
 
 def _tensor(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiling and loading Keras models for a distributed optimizer."""
+"""Optimizers with the arguments of Horovod's Keras functions, and models compiled for them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,61 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.keras
+import horovod.tensorflow.keras
 import keras
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.optimizer import DistributedOptimizer
-from adasum_hvd.tensorflow.optimizer.wrap import is_distributed, wrap
+from adasum_hvd.marks import mark_worker_local
+from adasum_hvd.tensorflow import optimizer as tf_optimizer
+from adasum_hvd.tensorflow.horovod_arguments import (
+    by_name,
+    warn_without_effect,
+    weights_of,
+)
+from adasum_hvd.tensorflow.optimizer import is_distributed, wrap
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+
+    Args:
+        optimizer: a Keras 3 optimizer.
+        *args: by position in the order of `horovod.tensorflow.keras`, which is another one
+            than `horovod.tensorflow`'s.
+        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, which
+            explains all of them.
+
+    Raises:
+        TypeError: too many arguments, or as that function's.
+        ValueError: as that function's.
+        RuntimeError: as that function's.
+        NotImplementedError: as that function's.
+    """
+    given = by_name(horovod.tensorflow.keras.DistributedOptimizer, args, kwargs)
+    return tf_optimizer.DistributedOptimizer(optimizer, **given)
+
+
+def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return an optimizer that reduces for all variables but those of `local_layers`.
+
+    Their variables are marked as by `mark_worker_local`: each rank updates its own.
+
+    Args:
+        optimizer: a Keras 3 optimizer.
+        *args: by position in the order of `horovod.keras.PartialDistributedOptimizer`.
+        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, and
+            `local_layers`: a built Keras layer or several.
+
+    Raises:
+        ValueError: `local_layers` holds something else, or a layer that has no variables yet;
+            or as that function's, with its other errors.
+    """
+    given = by_name(horovod.keras.PartialDistributedOptimizer, args, kwargs)
+    local = weights_of(given.pop("local_layers", None), built=True)
+    distributed = tf_optimizer.DistributedOptimizer(optimizer, **given)
+    mark_worker_local(*local)
+    return distributed
 
 
 def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +152,7 @@ def load_model(
                 stacklevel=2,
             )
         if not is_distributed(model.optimizer):
-            model.optimizer = DistributedOptimizer(
+            model.optimizer = tf_optimizer.DistributedOptimizer(
                 model.optimizer, compression=compression, **options
             )
         model.jit_compile = False

@@ -9,6 +9,7 @@ References:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,13 +19,18 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import binding, ops, parallel
-from adasum_hvd.options import Options, check, groups_of, optimizer_op
+from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
+from adasum_hvd.rewrap import rewrapped
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.optimizer.wrap import is_distributed, wrap
+from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
+from adasum_hvd.tensorflow.optimizer.delta import DeltaOptimizer
+from adasum_hvd.tensorflow.optimizer.gradient import GradientOptimizer
+from adasum_hvd.tensorflow.optimizer.loss_scale import DistributedLossScale
+from adasum_hvd.tensorflow.optimizer.saving import CLASS_NAME, restored_options
 
 
 def DistributedOptimizer(
@@ -41,7 +47,7 @@ def DistributedOptimizer(
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
     scale_local_gradients: bool = False,
     *,
     local_steps: int = 1,
@@ -164,3 +170,75 @@ def banner(optimizer: Any) -> str:
         sorted(wire),
         optimizer.extra_bytes(),
     )
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether `optimizer` came from `DistributedOptimizer`."""
+    return isinstance(optimizer, KerasDistributed | DistributedLossScale)
+
+
+def wrap(optimizer: Any, options: Options) -> Any:
+    """Return `optimizer`'s variables and settings in an instance of the variant of the op.
+
+    Raises:
+        ValueError: it is distributed already, or its settings would part the replicas.
+        NotImplementedError: a `MultiOptimizer`, which takes no step of its own.
+    """
+    if is_distributed(optimizer):
+        raise ValueError(
+            "DistributedOptimizer: required a plain optimizer, got one that is distributed "
+            "already"
+        )
+    multi = getattr(keras.optimizers, "MultiOptimizer", ())  # not in every Keras 3
+    if isinstance(optimizer, multi):
+        raise NotImplementedError(
+            "DistributedOptimizer: required an optimizer that takes the step, got Keras's "
+            "MultiOptimizer, which lets others take it; reduce the gradients with "
+            "DistributedGradientTape and give them to the plain MultiOptimizer"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scaled = _taken_over(optimizer, DistributedLossScale)
+        scaled.inner_optimizer = wrap(optimizer.inner_optimizer, options)
+        scaled.inner_optimizer._adasum.watch_overflow()
+        return scaled
+    if options.local_steps > 1 and optimizer.use_ema:
+        raise ValueError(
+            "use_ema: required local_steps=1, got more; the average would be of weights that "
+            "differ between the ranks"
+        )
+    variant = DeltaOptimizer if options.is_delta else GradientOptimizer
+    distributed = _taken_over(optimizer, variant)
+    distributed._configure(options)
+    return distributed
+
+
+def _taken_over(optimizer: Any, mixin: type) -> Any:
+    from_config = staticmethod(SavedOptimizer.from_config)
+    return rewrapped(optimizer, mixin, CLASS_NAME, from_config=from_config)
+
+
+class SavedOptimizer:
+    """What Keras finds when a saved model names the class of a distributed optimizer."""
+
+    @staticmethod
+    def from_config(config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Return the distributed optimizer that `get_config` described.
+
+        Without an initialized Horovod, or when it was of some ranks only, a plain one with a
+        warning: wrap it again.
+        """
+        plain = keras.saving.deserialize_keras_object(
+            config["optimizer"], custom_objects=custom_objects
+        )
+        if not mpi_ops.is_initialized() or not config["all_ranks"]:
+            warnings.warn(
+                f"{type(plain).__name__}: Horovod is not initialized or the process set was not "
+                "the global one, so what was loaded is a plain optimizer, which reduces "
+                "nothing; wrap it again",
+                stacklevel=2,
+            )
+            return plain
+        return wrap(plain, restored_options(config))
+
+
+keras.saving.get_custom_objects()[CLASS_NAME] = SavedOptimizer

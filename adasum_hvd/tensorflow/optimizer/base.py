@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
+from adasum_hvd.rewrap import as_class
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.optimizer.window import SAVED, Window
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
@@ -32,9 +33,8 @@ class State:
         # What one method that Keras calls in a step leaves to the next.
         self.step_variables: list[Any] = []
         self.start_values: dict[int, Any] = {}  # by the variable's index
-        self.present: frozenset[int] = (
-            frozenset()
-        )  # indices with a gradient on this rank
+        # Indices with a gradient on this rank.
+        self.present: frozenset[int] = frozenset()
         self.used: dict[int, Any] = {}  # of the others, whether any rank has one
         self.did_reduce = False
         # Whether what the last step reduced is finite; only where a loss scale asks.
@@ -267,7 +267,6 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     def _plain(self) -> Any:
         """Return an optimizer of the user's class with this one's variables and settings."""
-        plain: Any = object.__new__(self._base)
-        plain.__dict__.update(self.__dict__)
+        plain = as_class(self, self._base)
         del plain.__dict__["_adasum"]
         return plain

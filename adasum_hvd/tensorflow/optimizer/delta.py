@@ -10,7 +10,7 @@ import tensorflow as tf
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
-from adasum_hvd.tensorflow.reduction.changes import bounded, wide
+from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
 
 
 class DeltaOptimizer(KerasDistributed):
@@ -87,23 +87,13 @@ class DeltaOptimizer(KerasDistributed):
         changed = state.reduced(self._trainable_variables)
         starts = [self._start_of(variable) for variable in changed]
         state.start_values = {}
-        changes = [
-            None if start is None else wide(variable) - start
-            for variable, start in zip(changed, starts, strict=True)
-        ]
-        reduced, _ = state.reduction(changes, changed)
-        reduced = bounded(reduced, state.options.clip_delta_norm)
-        starts = [
-            wide(variable) if start is None else start
-            for variable, start in zip(changed, starts, strict=True)
-        ]
-        finite = self._note_finite(reduced)
-        for variable, start, change in zip(changed, starts, reduced, strict=True):
-            new = (
-                start + change
-                if finite is None
-                else tf.where(finite, start + change, start)
-            )
+        limit = state.options.clip_delta_norm
+        starts, changes = reduce_changes(state.reduction, changed, starts, limit)
+        finite = self._note_finite(changes)
+        for variable, start, change in zip(changed, starts, changes, strict=True):
+            new = start + change
+            if finite is not None:
+                new = tf.where(finite, new, start)
             variable.assign(tf.cast(new, variable.dtype))
 
     def _copy_of_weights(self) -> str:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.window import returning
-from adasum_hvd.tensorflow.tape import prepared
+from adasum_hvd.tensorflow.reduction.buckets import prepared
 
 
 class GradientOptimizer(KerasDistributed):

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from adasum_hvd.options import Options
+from adasum_hvd.rewrap import as_class
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.reduction import is_alone
 
@@ -90,7 +91,6 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         return self._adasum.options
 
     def _plain(self) -> Any:
-        plain: Any = object.__new__(self._base)
-        plain.__dict__.update(self.__dict__)
+        plain = as_class(self, self._base)
         plain.__dict__["inner_optimizer"] = self.inner_optimizer._plain()
         return plain

@@ -9,18 +9,10 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
-from adasum_hvd.options import Options
+from adasum_hvd.options import SHARED, Options
 
 CLASS_NAME = "DistributedOptimizer"
-_KEPT = (
-    "backward_passes_per_step",
-    "local_steps",
-    "gradient_predivide_factor",
-    "sparse_as_dense",
-    "average_aggregated_gradients",
-    "clip_delta_norm",
-    "bucket_bytes",
-)
+_KEPT = ("sparse_as_dense", *SHARED)
 
 
 def saved_config(plain: Any, options: Options) -> dict[str, Any]:

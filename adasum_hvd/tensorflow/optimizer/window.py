@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.tensorflow.broadcasting import native
+from adasum_hvd.parallel.tensorflow_modes import native
 
 SAVED = "adasum_"  # begins the names of what is saved inside a window only
 
@@ -26,9 +26,8 @@ class Window:
         self._label, self.length = label, length
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
-        self._filled: frozenset[int] | None = (
-            None  # by id, what this window's steps fill
-        )
+        # By id, what this window's steps fill.
+        self._filled: frozenset[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make room for one tensor per variable."""

@@ -12,10 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from adasum_hvd import ops
-from adasum_hvd.options import Options
+from adasum_hvd.agreement import is_elastic
+from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.reduction import named
-from adasum_hvd.tensorflow.reduction.buckets import is_elastic, reduce_list
+from adasum_hvd.tensorflow.reduction.buckets import reduce_list
 from adasum_hvd.tensorflow.reduction.lists import (
     Agreed,
     Entry,
@@ -24,12 +25,10 @@ from adasum_hvd.tensorflow.reduction.lists import (
     in_kind,
 )
 
-# What can be computed from all ranks' rows, for `tf.IndexedSlices`.
-SPARSE_OPS = (ops.Average, ops.Sum)
 _MANY = 1 << 29  # more lists than there are
 
 
-def is_alone(process_set: Any) -> bool:
+def is_alone(process_set: ProcessSet) -> bool:
     """Return whether this rank has nobody to reduce with; never in an elastic job."""
     if not process_set.included():
         return True
@@ -80,7 +79,7 @@ class Reduction:
 
         Args:
             tensors: one per variable, or None where this rank has none; `tf.IndexedSlices` for
-                `SPARSE_OPS`, which come back as such, each row once.
+                `Average` and `Sum`, which come back as such, each row once.
             variables: what they belong to; shapes and dtypes in the same order on all ranks.
             places: as :meth:`agree`.
             refuses: make it an error that another rank has a tensor where this one has none.
@@ -178,21 +177,18 @@ class Reduction:
     def _largest(self, values: Sequence[int], name: str) -> Any:
         """Return the largest of all ranks' values, elementwise."""
         with tf.device("CPU:0"):
+            mine = tf.constant(values, tf.int32, [len(values)]) + named.zero(tf.int32)
             try:
-                (result,) = named.reduce_named(
-                    [
-                        tf.constant(values, tf.int32, [len(values)])
-                        + named.zero(tf.int32)
-                    ],
-                    name,
-                    ops.Max,
-                    (1.0, 1.0),
-                    self._options.process_set.process_set_id,
-                )
+                return self._reduce_max(mine, name)
             except tf.errors.OpError as error:
                 if "Mismatched" not in str(error):
                     raise
                 raise ValueError(self._other_lists()) from error
+
+    def _reduce_max(self, tensor: Any, name: str) -> Any:
+        (result,) = named.reduce_named(
+            [tensor], name, ops.Max, self._options.process_set
+        )
         return result
 
     # ---- agreeing ----
@@ -265,14 +261,7 @@ class Reduction:
         # A rank that has joined counts as zero: the largest, of what is not so.
         missing = 1 - tf.cast(flag, tf.int32)
         number = self.agree([missing], [missing]).number
-        (missing,) = named.reduce_named(
-            [missing],
-            f"{self._what}.{number}",
-            ops.Max,
-            (1.0, 1.0),
-            self._options.process_set.process_set_id,
-        )
-        return tf.equal(missing, 0)
+        return tf.equal(self._reduce_max(missing, f"{self._what}.{number}"), 0)
 
 
 def _require(condition: Any, message: str) -> Any:

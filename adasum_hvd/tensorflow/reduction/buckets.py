@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +9,36 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.agreement import is_elastic
+from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.partition import partition
-from adasum_hvd.tensorflow.ops import wire_dtype
+from adasum_hvd.tensorflow.ops import refuse_sparse, wire_dtype
 from adasum_hvd.tensorflow.reduction import named
-from adasum_hvd.tensorflow.reduction.lists import is_sparse
+from adasum_hvd.tensorflow.reduction.lists import is_sparse, name_of
+
+# What can be computed from all ranks' rows, for `tf.IndexedSlices`.
+_SPARSE_OPS = (ops.Average, ops.Sum)
 
 
-def is_elastic() -> bool:
-    """Return whether the number of ranks may change."""
-    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
+def prepared(
+    gradients: Sequence[Any], variables: Sequence[Any], options: Options
+) -> list[Any]:
+    """Return the gradients as they are reduced: `tf.IndexedSlices` made dense on demand.
+
+    Raises:
+        ValueError: a sparse gradient that the reduction does not take, and
+            `sparse_as_dense` was not given.
+    """
+    result = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if is_sparse(gradient) and not is_marked_local(variable):
+            if options.sparse_as_dense:
+                gradient = tf.convert_to_tensor(gradient)
+            elif options.op not in _SPARSE_OPS:
+                refuse_sparse(gradient, f"gradient of {name_of(variable)}")
+        result.append(gradient)
+    return result
 
 
 def reduce_list(
@@ -59,8 +78,8 @@ def reduce_list(
             [tf.cast(tensors[index], wire) for index in indices],
             f"{label}.{number}",
             options.op,
+            options.process_set,
             options.factors,
-            options.process_set.process_set_id,
         )
         for index, tensor in zip(indices, reduced, strict=True):
             results[index] = tf.cast(tensor, tensors[index].dtype)
@@ -78,7 +97,7 @@ def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
     dtype = slices.values.dtype
     wire = wire_dtype(dtype, options.compression)
     values, indices = (
-        named.gather_named(tensor, f"{name}.{what}", process_set.process_set_id)
+        named.gather_named(tensor, f"{name}.{what}", process_set)
         for tensor, what in (
             (tf.cast(slices.values, wire), "values"),
             (slices.indices, "indices"),

@@ -1,4 +1,4 @@
-"""Changes of weights, which the delta variants reduce: their dtype and their bound."""
+"""Changes of weights, which the delta variants reduce: their dtype, their bound, their sum."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from adasum_hvd.tensorflow.reduction import Reduction
+
 
 def wide(variable: Any) -> Any:
     """Return the value in the dtype in which changes are computed: bfloat16 is too coarse."""
@@ -14,8 +16,37 @@ def wide(variable: Any) -> Any:
     return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
 
 
-def bounded(changes: Sequence[Any], limit: float | None) -> list[Any]:
-    """Return the changes scaled so that the 2-norm of all is at most `limit`."""
+def reduce_changes(
+    reduction: Reduction,
+    variables: Sequence[Any],
+    starts: Sequence[Any],
+    limit: float | None,
+) -> tuple[list[Any], list[Any]]:
+    """Return where `variables` started and by how much the ranks together change them.
+
+    Args:
+        reduction: the optimizer's.
+        variables: those that are reduced, with this rank's own steps in them.
+        starts: what each held before, in the dtype of :func:`wide`; None where this rank has
+            left it alone.
+        limit: largest 2-norm of all changes; None: any.
+
+    Collective: every rank of the process set; blocks (eagerly).
+    """
+    pairs = list(zip(starts, variables, strict=True))
+    mine = [None if start is None else _now(v) - start for start, v in pairs]
+    changes, _ = reduction(mine, variables)
+    starts = [_now(v) if start is None else start for start, v in pairs]
+    return starts, _bounded(changes, limit)
+
+
+def _now(variable: Any) -> Any:
+    # The value of a TF1 reference variable might be read before the step.
+    read = getattr(variable, "read_value", None)  # a Keras variable has none
+    return wide(variable if read is None else read())
+
+
+def _bounded(changes: Sequence[Any], limit: float | None) -> list[Any]:
     if limit is None:
         return list(changes)
     norm = tf.linalg.global_norm([tf.cast(change, tf.float32) for change in changes])

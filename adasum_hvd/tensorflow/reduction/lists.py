@@ -137,17 +137,18 @@ def compare(
     """
     process_set = options.process_set
     said = comparable(tf_ops.settings()), options.shared, mine, has_local, note
-    everyone = [said]
+    everyone, rank, ranks = [said], mpi_ops.rank(), []
     if together:
+        ranks = process_set.ranks or []
         everyone = allgather_object(
             said, name="adasum.compare", process_set=process_set
         )
     settings, shared, lists, local, notes = zip(*everyone, strict=True)
-    compare_settings(settings, mpi_ops.rank())
-    compare_settings(shared, mpi_ops.rank(), *OPTIONS)
+    compare_settings(settings, rank, ranks=ranks)
+    compare_settings(shared, rank, *OPTIONS, ranks=ranks)
     kinds = [_merged(entries) for entries in zip(*lists, strict=False)]
     described = [_described(entries, kinds) for entries in lists]
-    compare_parameters(what, described, mpi_ops.rank(), names=False)
+    compare_parameters(what, described, rank, names=False)
     number = next(_numbers.setdefault(process_set, itertools.count()))
     any_tensor = any(entry.kind for entries in lists for entry in entries)
     noted = next(filter(None, notes), "")

@@ -20,6 +20,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 
 _turns: dict[str, tf.Variable] = {}  # by name
 _uses: WeakKeyDictionary = WeakKeyDictionary()  # by TF1 graph
@@ -29,8 +30,8 @@ def reduce_named(
     tensors: Sequence[Any],
     name: str,
     op: ops.ReduceOp,
-    factors: tuple[float, float],
-    process_set_id: int,
+    process_set: ProcessSet,
+    factors: tuple[float, float] = (1.0, 1.0),
 ) -> list[Any]:
     """Return tensors of one dtype reduced under exactly this name.
 
@@ -40,8 +41,8 @@ def reduce_named(
         tensors: of one dtype that Horovod knows.
         name: what Horovod calls the tensors, with "_1of2" and so on behind it.
         op: the reduction.
+        process_set: the ranks that reduce.
         factors: prescale and postscale factor.
-        process_set_id: the ranks that reduce.
 
     Raises:
         tf.errors.OpError: the ranks' tensors of this name differ; on every rank.
@@ -50,17 +51,18 @@ def reduce_named(
     """
     specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
     name, ordered = _in_graph(name)
-    function = _reducing(name, ordered, op, factors, process_set_id, specs)
+    number = process_set.process_set_id
+    function = _reducing(name, ordered, op, factors, number, specs)
     return list(function(*tensors))
 
 
-def gather_named(tensor: Any, name: str, process_set_id: int) -> tf.Tensor:
+def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     """Return all ranks' tensors, one behind the other, gathered under exactly this name.
 
     Args:
         tensor: ranks may differ in the first dimension.
         name: what Horovod calls it.
-        process_set_id: the ranks that take part.
+        process_set: the ranks that take part.
 
     Raises:
         tf.errors.OpError: the ranks' dtypes or other dimensions differ; on every rank.
@@ -69,7 +71,7 @@ def gather_named(tensor: Any, name: str, process_set_id: int) -> tf.Tensor:
     """
     spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     name, ordered = _in_graph(name)
-    return _gathering(name, ordered, process_set_id, spec)(tensor)
+    return _gathering(name, ordered, process_set.process_set_id, spec)(tensor)
 
 
 def zero(dtype: tf.DType) -> Any:
@@ -132,7 +134,9 @@ def _reducing(
 
 
 @functools.lru_cache(1024)
-def _gathering(name: str, ordered: bool, process_set_id: int, spec: Any) -> Any:
+def _gathering(
+    name: str, ordered: bool, process_set_id: int, spec: tf.TensorSpec
+) -> Any:
     def gather(tensor: Any) -> Any:
         return mpi_ops.MPI_LIB.horovod_allgather(
             tensor, name=name, ignore_name_scope=True, process_set_id=process_set_id
