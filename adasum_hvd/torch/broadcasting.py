@@ -17,6 +17,7 @@ from horovod.torch import mpi_ops
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adasum_hvd.agreement import compare_parameters
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.objects import Failure, allgather_object, check_root, ranks_of
 from adasum_hvd.torch.wire import write_back
@@ -35,7 +36,7 @@ Named = tuple[Any, torch.Tensor]
 
 
 def _start(
-    tensor: torch.Tensor, root_rank: int, name: str, process_set: Any
+    tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet
 ) -> Callable[[], None]:
     """Begin to broadcast a tensor, in place where it can; the result waits until it is there."""
     here = tensor.detach()
@@ -118,7 +119,9 @@ def _described(params: Any) -> tuple[list[Named], Any]:
 
 
 def broadcast_parameters(
-    params: Any, root_rank: int = 0, process_set: Any = mpi_ops.global_process_set
+    params: Any,
+    root_rank: int = 0,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> None:
     """Give every rank the root's parameters.
 
@@ -150,7 +153,7 @@ def broadcast_parameters(
         finish()
 
 
-def _refuse(what: str, theirs: Iterable[Any], process_set: Any) -> None:
+def _refuse(what: str, theirs: Iterable[Any], process_set: ProcessSet) -> None:
     """Raise ValueError for the first rank that has failed."""
     for rank, found in zip(ranks_of(process_set), theirs, strict=True):
         if isinstance(found, Failure):
@@ -206,7 +209,7 @@ def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
     model: Any = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state and hyperparameters.
 

@@ -17,7 +17,7 @@ from adasum_hvd.marks import check_tensors, is_marked_local, mark
 _HOLDERS = "_adasum_holders"
 
 
-def mark_replicated_over(process_set: Any, *tensors: torch.Tensor) -> None:
+def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> None:
     """Reduce parameters over the ranks that hold them, never with other ranks' parameters.
 
     For experts, tensor-parallel shards or pipeline stages with replicas on some ranks only.

@@ -6,6 +6,7 @@ from typing import Any
 
 from horovod.torch.mpi_ops import global_process_set, size
 
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.parallel import Finding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
@@ -13,7 +14,7 @@ from adasum_hvd.torch.objects import allgather_object, ranks_of
 
 
 def find_modes(
-    optimizer: Any, model: Any = None, process_set: Any = global_process_set
+    optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> list[list[Finding]]:
     """Return what every rank of `process_set` was found to use, by its number in the job.
 

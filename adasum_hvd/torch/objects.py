@@ -10,6 +10,8 @@ import cloudpickle
 import torch
 from horovod.torch import mpi_ops
 
+from adasum_hvd.options import ProcessSet
+
 
 class Failure:
     """What went wrong on one rank, sent in place of what the others wait for."""
@@ -24,12 +26,12 @@ class _Unpicklable(Failure):
     """In place of an object that did not pickle."""
 
 
-def ranks_of(process_set: Any) -> Sequence[int]:
+def ranks_of(process_set: ProcessSet) -> Sequence[int]:
     """Return the ranks of a process set, by their numbers in the job."""
     return process_set.ranks or range(mpi_ops.size())
 
 
-def check_root(what: str, root_rank: int, process_set: Any) -> None:
+def check_root(what: str, root_rank: int, process_set: ProcessSet) -> None:
     """Raise ValueError where no rank of `process_set` is the root."""
     ranks = list(ranks_of(process_set))
     if isinstance(root_rank, bool) or root_rank not in ranks:
@@ -59,7 +61,9 @@ def _refusal(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: Any = mpi_ops.global_process_set
+    obj: Any,
+    name: str | None = None,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order; Horovod's knows the global process set only.
 
@@ -94,7 +98,7 @@ def broadcast_object(
     obj: Any,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Any:
     """Return the root's `obj`.
 

@@ -11,6 +11,8 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import binding, options
+from adasum_hvd.agreement import first_difference
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -62,7 +64,7 @@ def check_replicas(
     model: torch.nn.Module,
     optimizer: Any = None,
     every: int = 1,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> bool:
     """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
 
@@ -99,19 +101,17 @@ def check_replicas(
 
 
 def _compare(ranks: Ranks, digests: Sequence[list[tuple[str, str]]]) -> None:
-    longest = max(digests, key=lambda of_rank: len(of_rank))
-    for position, expected in enumerate(longest):
-        found = [of_rank[position : position + 1] for of_rank in digests]
-        different = [
-            r for r, entry in zip(ranks, found, strict=True) if entry != found[0]
-        ]
-        if different:
-            raise ReplicaMismatch(
-                f"replicas: required equal tensors on all {len(ranks)} ranks, got another "
-                f"{expected[0]} on ranks {different} than on rank {ranks[0]} (this is rank "
-                f"{mpi_ops.rank()}); broadcast the parameters from rank {ranks[0]}, and look for "
-                "data or random numbers that differ where they must not"
-            )
+    differs = first_difference(digests)
+    if differs is None:
+        return
+    position, others = differs
+    name, _ = next(d[position] for d in digests if len(d) > position)
+    raise ReplicaMismatch(
+        f"replicas: required equal tensors on all {len(ranks)} ranks, got another {name} on ranks "
+        f"{[ranks[index] for index in others]} than on rank {ranks[0]} (this is rank "
+        f"{mpi_ops.rank()}); broadcast the parameters from rank {ranks[0]}, and look for data or "
+        "random numbers that differ where they must not"
+    )
 
 
 def banner(optimizer: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import wire
 
 
@@ -38,7 +39,7 @@ def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: Any = ops.Average,
-    process_set: Any = mpi_ops.global_process_set,
+    process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Start adding up or averaging a sparse tensor over the ranks of `process_set`.
 

@@ -18,6 +18,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import binding, ops
+from adasum_hvd.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 NOTHING = -1  # the handle of an empty group
@@ -55,7 +56,7 @@ def name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
     return ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
 
 
-def nameless(process_set: Any) -> str:
+def nameless(process_set: ProcessSet) -> str:
     """Return a name for what has none, the same on all ranks of the process set."""
     count = _nameless.setdefault(process_set, itertools.count())
     return f"adasum.noname.{process_set.process_set_id}.{next(count)}"
@@ -108,7 +109,7 @@ def enqueue(
     op: ops.ReduceOp,
     prescale_factor: float,
     postscale_factor: float,
-    process_set: Any,
+    process_set: ProcessSet,
     grouped: bool,
 ) -> int:
     """Hand tensors to Horovod's background thread for AdaSum and return the handle.

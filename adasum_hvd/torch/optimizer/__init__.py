@@ -22,7 +22,8 @@ import torch
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import ops, parallel
-from adasum_hvd.options import Options, check, groups_of, optimizer_op
+from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
+from adasum_hvd.rewrap import rewrapped
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
@@ -30,8 +31,6 @@ from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaOptimizer
 from adasum_hvd.torch.optimizer.gradient import GradientOptimizer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaOptimizer
-
-_classes: dict[tuple[type, type], type] = {}
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -94,15 +93,10 @@ def wrap(
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
-    key = (variant, type(optimizer))
-    if key not in _classes:
-        name = f"Distributed{type(optimizer).__name__}"
-        _classes[key] = type(name, key, {"__doc__": type(optimizer).__doc__})
-    distributed: Any = object.__new__(_classes[key])
-    distributed.__dict__.update(optimizer.__dict__)
+    name = f"Distributed{type(optimizer).__name__}"
+    distributed = rewrapped(optimizer, variant, name)
     # A scheduler made before this call has wrapped the old object's step().
     distributed.__dict__.pop("step", None)
-    distributed._plain_class = type(optimizer)
     distributed._configure(optimizer, names, options)
     distributed._wrapper_attributes = vars(distributed).keys() - vars(optimizer).keys()
     return distributed
@@ -118,7 +112,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: Any = global_process_set,
+    process_set: ProcessSet = global_process_set,
     *,
     start_copy: str = "device",
     local_steps: int = 1,

@@ -15,7 +15,7 @@ from horovod.torch.mpi_ops import rank, size
 
 from adasum_hvd.agreement import OPTIONS, compare_settings
 from adasum_hvd.marks import generation
-from adasum_hvd.options import Options, check_count
+from adasum_hvd.options import Options, ProcessSet, check_count
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression
@@ -41,7 +41,7 @@ class DistributedBase(torch.optim.Optimizer):
     """Buckets, names and copies; mixed in front of the user's optimizer class."""
 
     _reduces_gradients: bool  # else changes of weights; wrap cells pass it on
-    _plain_class: type  # the user's
+    _base: type  # the user's class
     _wrapper_attributes: Set[str]  # those that the user's optimizer does not have
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
@@ -155,7 +155,7 @@ class DistributedBase(torch.optim.Optimizer):
         return self._names[id(parameter)]
 
     def _make_bucket(
-        self, label: str, members: Sequence[NamedParameter], process_set: Any
+        self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> Bucket:
         raise NotImplementedError
 
@@ -345,7 +345,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a plain optimizer of the user's class; not collective."""
-        return _plain_copy, (self._plain_class, self.__getstate__())
+        return _plain_copy, (self._base, self.__getstate__())
 
 
 def _plain_copy(base: type, state: dict[str, Any]) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from adasum_hvd import binding, ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 
@@ -41,7 +41,7 @@ class Bucket:
         wire_dtype: torch.dtype,
         op: ops.ReduceOp,
         factors: tuple[float, float],
-        process_set: Any,
+        process_set: ProcessSet,
         with_flags: bool = False,
     ):
         self.params = [parameter for _, parameter in named]

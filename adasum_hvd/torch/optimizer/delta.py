@@ -9,6 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.broadcasting import broadcast_parameters
@@ -48,7 +49,7 @@ class DeltaOptimizer(DistributedBase):
         super()._configure(plain, names, options)
 
     def _make_bucket(
-        self, label: str, members: Sequence[NamedParameter], process_set: Any
+        self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> ChangeBucket:
         self._members.append([parameter for _, parameter in members])
         return change_bucket(
@@ -246,7 +247,7 @@ class DeltaOptimizer(DistributedBase):
             where = places[0] if places else "on another rank"
             raise RuntimeError(
                 "delta variant: required an optimizer whose weights are the parameters alone, got "
-                f"a {self._plain_class.__name__} that keeps them a second time ({where}), where "
+                f"a {self._base.__name__} that keeps them a second time ({where}), where "
                 "no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload for "
                 "float32 master weights"
             )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from adasum_hvd import binding, ops
-from adasum_hvd.options import Options
+from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
@@ -34,7 +33,7 @@ class ChangeBucket(Bucket):
         named: Sequence[NamedParameter],
         wire_dtype: torch.dtype,
         options: Options,
-        process_set: Any,
+        process_set: ProcessSet,
     ):
         super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
         self._make_start(options.start_copy == "host")
@@ -185,7 +184,7 @@ def change_bucket(
     named: Sequence[NamedParameter],
     wire_dtype: torch.dtype,
     options: Options,
-    process_set: Any,
+    process_set: ProcessSet,
 ) -> ChangeBucket:
     """Return the bucket that does the least work for these weights."""
     weights = [weight for _, weight in named]

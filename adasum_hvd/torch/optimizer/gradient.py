@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import amp, marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -41,7 +42,7 @@ class GradientOptimizer(DistributedBase):
         super()._configure(plain, names, options)
 
     def _make_bucket(
-        self, label: str, members: Sequence[NamedParameter], process_set: Any
+        self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> Bucket:
         return Bucket(
             f"grad.{label}",

@@ -16,6 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 
 EVERY = 10  # rounds; a question is one small message that all wait for
@@ -59,7 +60,7 @@ class Rounds:
         process_set: the ranks that reduce.
     """
 
-    def __init__(self, name: str, process_set: Any):
+    def __init__(self, name: str, process_set: ProcessSet):
         self._name, self._process_set = name, process_set
         self._round = self._steps = 0
         self._epoch = epoch()

@@ -8,11 +8,11 @@ tell each other (see rounds.py), and from the next round on they travel in here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from adasum_hvd import ops
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
@@ -32,7 +32,7 @@ class SparseBucket:
         label: str,
         named: Sequence[NamedParameter],
         op: ops.ReduceOp,
-        process_set: Any,
+        process_set: ProcessSet,
     ):
         self.params = [parameter for _, parameter in named]
         self._names = [f"{label}/{name}" for name, _ in named]
