@@ -23,7 +23,6 @@ import numpy as np
 Schedule = Callable[[int], Any] | tuple[float, ...]
 UNDECAYED = ("beta", "gamma")  # ungrouped parameters with these in their names
 
-
 _NUMBER = int | float
 
 
