@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
+from adasum_hvd.messages import logger
 from adasum_hvd.tensorflow.optimizer.slots import inner
 
 
@@ -138,6 +139,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Log the learning rate, and say when warm-up is over."""
         super().on_epoch_end(epoch, logs)
-        if self._verbose and epoch + 1 == self._end and mpi_ops.rank() == 0:
+        if self._verbose and epoch + 1 == self._end:
             rate = float(inner(self.model.optimizer).learning_rate)
-            print(f"\nepoch {epoch + 1}: warm-up finished at learning rate {rate:g}")
+            logger.info("epoch %d: warm-up ends at learning rate %g", epoch + 1, rate)

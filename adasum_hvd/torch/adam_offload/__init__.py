@@ -18,6 +18,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import adam
+from adasum_hvd.messages import logger
 from adasum_hvd.torch.adam_offload import settings
 from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, threads
 from adasum_hvd.torch.adam_offload.settings import Group, Settings
@@ -61,7 +62,7 @@ class AdamOffload(HostStateOptimizer):
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
         num_threads: threads of this rank's step; by default its share of the host's cores, and
             no more than torch uses.
-        verbose: let rank 0 print :meth:`plan`.
+        verbose: let rank 0 log :meth:`plan`, at INFO.
 
     Raises:
         TypeError: an argument of a wrong type, or elements of `params` that are not all
@@ -131,9 +132,8 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        speaks = not mpi_ops.is_initialized() or mpi_ops.rank() == 0
-        if adam.check("verbose", verbose) and speaks:
-            print(self.plan(), flush=True)
+        if adam.check("verbose", verbose):
+            logger.info("%s", self.plan())
 
     def _begin(self) -> None:
         super()._begin()

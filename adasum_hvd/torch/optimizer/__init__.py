@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: AdaSum, Average or Sum around any torch optimizer.
 
-Two variants, one file each over a shared base (`distributed.py`):
+Two variants, one file each over a shared base (`base.py`):
 
 - `gradient.py`: gradients are reduced, then every rank takes the same step;
 - `delta.py`: every rank takes its own step, the weight changes are reduced, and
