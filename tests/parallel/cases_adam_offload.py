@@ -8,9 +8,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from cases_torch_optimizer import batch_of, check_same_everywhere
 from torch import nn
 from torch.nn import functional
+from torch_training import batch_of, check_same_everywhere
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import adam, reference

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases_torch_optimizer import distributed, loss_of, model_of
 from torch import nn
+from torch_training import VARIANTS, distributed, loss_of, model_of
 
 import adasum_hvd.torch as hvd
-
-VARIANTS = ("average", "adasum-grad", "adasum-delta")
 
 
 def backward(model: nn.Module, step: int = 0, **options) -> None:

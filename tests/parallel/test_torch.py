@@ -6,12 +6,14 @@ import pytest
 from launch import Configuration, Outcome, every_case
 
 OPS = "cases_torch_ops"
-OPTIMIZER = "cases_torch_optimizer+cases_torch_delta"
+OPTIMIZER = (
+    "cases_torch_optimizer+cases_torch_parameters+cases_torch_scaler+cases_torch_delta"
+)
 TOOLS = "cases_torch_tools+cases_torch_functions"
 OFFLOAD = "cases_adam_offload"
 CELLS = "cases_wrap_cells"
 MODES = "cases_parallel_modes"
-DRIFT = "cases_torch_drift+cases_torch_misuse"
+DRIFT = "cases_torch_drift+cases_torch_weights+cases_torch_misuse"
 
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_torch
 from launch import Configuration, case_names, launch
 
 
@@ -17,7 +18,7 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
 @pytest.mark.parametrize(
     ("cases", "backend", "ranks"),
     [
-        ("cases_torch_optimizer+cases_torch_delta", "gloo", 4),
+        (test_torch.OPTIMIZER, "gloo", 4),
         ("cases_adam_offload", "mpi", 2),
         ("cases_keras_optimizer", "gloo", 3),
         ("cases_torch_ops", "mpi", 8),
