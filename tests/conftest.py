@@ -21,6 +21,17 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 from launch import Configuration, Outcome, launch  # noqa: E402
 
+LAUNCHED: dict[Configuration, Outcome] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long the launches took, which --durations counts in their first tests."""
+    if LAUNCHED:
+        terminalreporter.section("launches, in seconds")
+    for configuration, outcome in LAUNCHED.items():
+        line = f"{outcome.seconds:6.1f} {configuration}: {outcome.slowest(4)}"
+        terminalreporter.write_line(line)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -52,8 +63,8 @@ def outcome_of(request: pytest.FixtureRequest) -> Callable[[Configuration], Outc
 
     @functools.cache
     def get(configuration: Configuration) -> Outcome:
-        return launch(
-            configuration, only=_selected(request.session.items, configuration)
-        )
+        only = _selected(request.session.items, configuration)
+        outcome = LAUNCHED[configuration] = launch(configuration, only=only)
+        return outcome
 
     return get

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,16 @@ class Outcome:
     verdicts: dict[str, dict[int, dict]] = field(default_factory=dict)
     output: str = ""
     returncode: int = 0
+    seconds: float = 0.0
+
+    def slowest(self, count: int) -> str:
+        """Say which cases took longest, on whatever rank."""
+        seconds = {
+            case: max(verdict["seconds"] for verdict in of_case.values())
+            for case, of_case in self.verdicts.items()
+        }
+        longest = sorted(seconds, key=lambda case: -seconds[case])[:count]
+        return ", ".join(f"{case} {seconds[case]:.1f}" for case in longest)
 
     def check(self, case: str, ranks: int) -> None:
         """Raise AssertionError with every failed or missing rank's traceback.
@@ -170,8 +181,9 @@ def launch(
     words = [*words, sys.executable, str(WORKER), configuration.cases]
     words += [str(directory), *only]
     variables = environment(configuration.environment)
-    outcome = Outcome()
+    outcome, began = Outcome(), time.monotonic()
     outcome.returncode, outcome.output = run_launcher(words, variables, TIMEOUT_SECONDS)
+    outcome.seconds = time.monotonic() - began
     for report in directory.glob("rank-*.jsonl"):
         rank = int(report.stem.removeprefix("rank-"))
         for line in report.read_text().splitlines():

@@ -9,6 +9,7 @@ import faulthandler
 import importlib
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def main() -> None:
     for name, case in cases.items():
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         error, skipped, result = "", "", None
+        began = time.monotonic()
         try:
             result = case()
         except pytest.skip.Exception as skip:
@@ -47,7 +49,8 @@ def main() -> None:
             error = traceback.format_exc()
         with report.open("a") as file:
             verdict = {"case": name, "error": error, "skipped": skipped}
-            file.write(json.dumps({**verdict, "result": result}) + "\n")
+            verdict |= {"result": result, "seconds": time.monotonic() - began}
+            file.write(json.dumps(verdict) + "\n")
         align()
     hvd.shutdown()
 
