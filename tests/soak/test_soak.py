@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_tensorflow
 import test_torch
 from launch import Configuration, case_names, launch
 
@@ -19,8 +20,9 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
     ("cases", "backend", "ranks"),
     [
         (test_torch.OPTIMIZER, "gloo", 4),
-        ("cases_adam_offload", "mpi", 2),
-        ("cases_keras_optimizer", "gloo", 3),
+        (test_torch.OFFLOAD, "gloo", 3),
+        (test_torch.MODES, "gloo", 4),
+        (f"{test_tensorflow.OPTIMIZER}+{test_tensorflow.AGREEMENT}", "gloo", 3),
         ("cases_torch_ops", "mpi", 8),
         ("cases_convergence", "gloo", 8),
         ("cases_sixteen", "mpi", 16),  # MindSpore's least
