@@ -15,7 +15,7 @@ Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a paramete
 
 
 def is_elastic() -> bool:
-    """Return whether the job's ranks may come and go."""
+    """Return whether ranks may come and go in this job (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adasum_hvd import learning_rate, ops
-from adasum_hvd.agreement import refuse_elastic
 
 # What must be the same on all ranks, and what a saved Keras optimizer keeps.
 SHARED = (
@@ -119,9 +118,8 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
 
     Raises:
         ValueError: an argument, or a combination, that has no meaning.
-        NotImplementedError: a compression that is not one of `compressions`; an elastic job.
+        NotImplementedError: a compression that is not one of `compressions`.
     """
-    refuse_elastic("DistributedOptimizer")
     only_delta = {
         "local_steps": options.local_steps != 1,
         "clip_delta_norm": options.clip_delta_norm is not None,

@@ -7,6 +7,7 @@ _installed.require_horovod("torch")
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
+import adasum_hvd.torch.elastic as elastic  # not Horovod's, which the star has brought
 from adasum_hvd.learning_rate import adasum_lr
 from adasum_hvd.marks import mark_worker_local
 from adasum_hvd.ops import (

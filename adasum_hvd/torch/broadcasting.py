@@ -210,6 +210,8 @@ def broadcast_optimizer_state(
     root_rank: int = 0,
     model: Any = None,
     process_set: ProcessSet = mpi_ops.global_process_set,
+    *,
+    keep: bool = False,
 ) -> None:
     """Give every rank the root's optimizer state and hyperparameters.
 
@@ -224,6 +226,7 @@ def broadcast_optimizer_state(
         root_rank: the rank, in the job, whose state counts.
         model: not needed; Horovod finds sparse embeddings in it, for the step it takes.
         process_set: the ranks that take part.
+        keep: take part, and keep the own state on this rank.
 
     Raises:
         ValueError: `root_rank` is not in `process_set`, the root's state does not pickle, or
@@ -245,7 +248,7 @@ def broadcast_optimizer_state(
         name = f"adasum.optimizer_state.{index}"
         _start(copy, root_rank, name, process_set)()
         received.append(copy)
-    failure = None if is_root else _load(optimizer, outline, received)
+    failure = None if is_root or keep else _load(optimizer, outline, received)
     theirs = allgather_object(failure, "adasum.optimizer_state.loaded", process_set)
     _refuse(what, theirs, process_set)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from horovod.torch.mpi_ops import global_process_set, size
+from horovod.torch.mpi_ops import rank as mpi_rank
 
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.parallel import Finding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.objects import allgather_object, ranks_of
+from adasum_hvd.torch.wire import ranks_meet
 
 
 def find_modes(
@@ -35,6 +37,8 @@ def find_modes(
         if not marks.is_worker_local(parameter)
     ]
     mine = detect(parameters, optimizer, model)
+    if not ranks_meet():
+        return [mine if rank == mpi_rank() else [] for rank in range(size())]
     theirs = allgather_object(mine, "adasum.parallel_modes", process_set)
     by_rank = dict(zip(ranks_of(process_set), theirs, strict=True))
     return [by_rank.get(rank, []) for rank in range(size())]

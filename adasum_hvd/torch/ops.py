@@ -12,7 +12,14 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd import agreement, binding, messages, ops, topology
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.wire import LIBRARY, enqueue, forget, synchronize
+from adasum_hvd.torch.wire import (
+    LIBRARY,
+    enqueue,
+    forget,
+    note_agreement,
+    ranks_meet,
+    synchronize,
+)
 
 _DTYPES = frozenset(
     (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -39,11 +46,9 @@ def init(
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
         ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
-        NotImplementedError: the job is elastic.
 
     Collective: every rank calls it; blocks until all have.
     """
-    agreement.refuse_elastic("init()")
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
@@ -52,11 +57,22 @@ def init(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )
     forget()
+    if ranks_meet():
+        agree()
+
+
+def agree() -> None:
+    """Check that all ranks work with the same settings, and connect them. Collective; blocks.
+
+    Raises:
+        ValueError: the settings differ; on every rank.
+    """
     theirs = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(theirs, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
         # Connects the ranks now, when an error is easy to understand, not in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
+    note_agreement()
 
 
 def settings() -> dict[str, object]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import binding, ops
+from adasum_hvd import agreement, binding, ops
 from adasum_hvd.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -30,11 +30,37 @@ _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 _nameless: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+_generation = 0  # how often Horovod has started
+_agreed = 0  # the generation in which all ranks have agreed on the settings
+
+
 def forget() -> None:
     """Begin anew, as Horovod does at `init`."""
+    global _generation
+    _generation += 1
     _carried.clear()
     _nameless.clear()
     _op_is_on.cache_clear()
+
+
+def generation() -> int:
+    """Return how often Horovod has started: what ranks agreed on holds for one time."""
+    return _generation
+
+
+def note_agreement() -> None:
+    """Note that all ranks are here, and work with the same settings."""
+    global _agreed
+    _agreed = _generation
+
+
+def ranks_meet() -> bool:
+    """Return whether all ranks come through here together.
+
+    In an elastic job they do so from the first synchronization on: before that some have just
+    been started and others go on where they were.
+    """
+    return not agreement.is_elastic() or _agreed == _generation
 
 
 @functools.cache

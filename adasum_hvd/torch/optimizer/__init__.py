@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set, rank
 
-from adasum_hvd import ops, parallel
+from adasum_hvd import agreement, ops, parallel
 from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.rewrap import rewrapped
 from adasum_hvd.torch.adam_offload import AdamOffload
@@ -155,7 +155,8 @@ def DistributedOptimizer(
         TypeError: `optimizer` is no torch optimizer.
         ValueError: bad arguments, or parameters that differ between the ranks; on all ranks.
         RuntimeError: a parallel mode that AdaSum cannot mix with, on any rank; on all ranks.
-        NotImplementedError: a compression that is not one of these; an elastic job.
+        NotImplementedError: a compression that is not one of these; a process set in an
+            elastic job.
 
     Collective: every rank of `process_set`; blocks until the parameter lists are compared.
 
@@ -183,6 +184,11 @@ def DistributedOptimizer(
             "that is distributed already; wrap the one inside, once"
         )
     check(options, compressions(options.op))
+    if agreement.is_elastic() and process_set is not global_process_set:
+        raise NotImplementedError(
+            "process_set: required all ranks in an elastic job, got "
+            f"{process_set}, which ends when ranks come or go; leave it out"
+        )
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import rank, size
 
+from adasum_hvd import agreement
 from adasum_hvd.agreement import OPTIONS, compare_settings
 from adasum_hvd.marks import generation
 from adasum_hvd.options import Options, ProcessSet, check_count
 from adasum_hvd.partition import partition
-from adasum_hvd.torch import marks
+from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
@@ -58,18 +59,43 @@ class DistributedBase(torch.optim.Optimizer):
         self._any_partial = False  # some rank has parameters that not all ranks reduce
         self._dropping = Dropping()
         self._in_step = False  # a closure's zero_grad() drops nothing
+        self._buckets: list[Bucket] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        """Set up what depends on the ranks that there are. Collective where they meet."""
+        options, self._generation = self._options, wire.generation()
         included = options.process_set.included()
         self._alone = not included or options.process_set.size() == 1
         # A single rank goes through the buckets only where they do more than reduce.
         self._reducing = included and (
             not self._alone or options.clip_delta_norm is not None
         )
-        self._buckets: list[Bucket] = []
         self._rounds: Rounds | None = None
         self._build_buckets()
+        self._has_met = wire.ranks_meet()
         if self._reducing and not self._alone:
             name = f"adasum.rounds.{self._instance}"
             self._rounds = Rounds(name, options.process_set)
+
+    def restart(self) -> None:
+        """Begin anew with the ranks that there are now, as an elastic job does. Collective.
+
+        Reductions that were under way are dropped. The optimizer's own state stays.
+        """
+        for carrier in self._carriers:
+            carrier.drop()
+        self._dropping = Dropping()
+        self._connect()
+
+    def _check_ranks(self) -> None:
+        """Raise where the ranks are not those that this optimizer has met."""
+        met_before = self._generation != wire.generation() or not self._has_met
+        if agreement.is_elastic() and met_before:
+            raise RuntimeError(
+                "DistributedOptimizer: required an optimizer that has met the ranks of the job, "
+                "got one from before they changed; in an elastic job pass it to TorchState"
+            )
 
     # ---- parameters and buckets ----
 
@@ -108,7 +134,8 @@ class DistributedBase(torch.optim.Optimizer):
                     "Horovod does not carry; keep it as torch.view_as_real(...), or mark it with "
                     "mark_worker_local()"
                 )
-        self._compare_with_other_ranks(named)
+        if wire.ranks_meet():
+            self._compare_with_other_ranks(named)
         self._in_buckets = {id(p): _kind(p) for _, p in named}
         options = self._options
         for process_set, of_set in self._by_process_set(self._bucketed(named)):
@@ -198,6 +225,7 @@ class DistributedBase(torch.optim.Optimizer):
         Raises:
             RuntimeError: there is nothing to reduce on several ranks.
         """
+        self._check_ranks()
         if not self._reducing:
             return
         places = self._current_places()

@@ -106,6 +106,10 @@ class Bucket:
         assert handle is not None
         wire.synchronize(handle)
 
+    def drop(self) -> None:
+        """Forget a reduction that ended with Horovod."""
+        self._handle = None
+
     def close(self) -> None:
         """Wait for a reduction that is under way, and forget the weights in the op."""
         if self.in_flight:

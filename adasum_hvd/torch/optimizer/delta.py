@@ -259,14 +259,34 @@ class DeltaOptimizer(DistributedBase):
 
     # ---- resume inside a window of local steps ----
 
+    def window(self) -> dict[str, Any] | None:
+        """Return the steps and the start of an unfinished window of local steps."""
+        if not self._local_step:
+            return None
+        starts = [bucket.start_weights.clone() for bucket in self._buckets]
+        return {"local_step": self._local_step, "starts": starts}
+
+    def load_window(self, window: dict[str, Any] | None) -> None:
+        """Go on in a window of local steps; None begins a new one."""
+        self._local_step = window["local_step"] if window else 0
+        if window:
+            for bucket, saved in zip(self._buckets, window["starts"], strict=True):
+                bucket.start_weights.copy_(saved)
+
+    def restart(self) -> None:
+        """As the base's; a window of local steps goes on."""
+        window, self._local_step = self.window(), 0
+        self._scaled = self._replaced = self.change_overflowed = False
+        self._stepped_here = self._looked_for_copies = False
+        self._epoch = None
+        super().restart()
+        self.load_window(window)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus the start of an unfinished window of local steps."""
         state = super().state_dict()
-        if self._local_step:
-            state[_STATE_KEY] = {
-                "local_step": self._local_step,
-                "starts": [b.start_weights.clone() for b in self._buckets],
-            }
+        if window := self.window():
+            state[_STATE_KEY] = window
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -274,10 +294,7 @@ class DeltaOptimizer(DistributedBase):
         state_dict = dict(state_dict)
         window = state_dict.pop(_STATE_KEY, None)
         super().load_state_dict(state_dict)
-        self._local_step = window["local_step"] if window else 0
-        if window:
-            for bucket, saved in zip(self._buckets, window["starts"], strict=True):
-                bucket.start_weights.copy_(saved)
+        self.load_window(window)
 
 
 # torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.

@@ -169,6 +169,11 @@ class ChangeInOpBucket(ChangeBucket):
             _in_flight.discard(self)
         _note_change(self.params)
 
+    def drop(self) -> None:
+        """As the base's; nothing writes to the weights any more."""
+        super().drop()
+        _in_flight.discard(self)
+
     def largest(self) -> torch.Tensor:
         """As the base's, of the new weights, which is all there is."""
         return _largest(self.params)

@@ -106,6 +106,12 @@ class GradientOptimizer(DistributedBase):
         if self._countdown:
             self._countdown.reset()
 
+    def restart(self) -> None:
+        """As the base's; gradients have to be computed anew."""
+        self._sparse_names, self._sparse_due = set(), False
+        self._reset(synchronized=False)
+        super().restart()
+
     # ---- a round: all buckets, on all ranks ----
 
     def _on_complete(self, index: int) -> None:

@@ -70,6 +70,10 @@ class SparseBucket:
                 parameter.grad = reduced
         self.reduced = []
 
+    def drop(self) -> None:
+        """Forget rows whose exchange ended with Horovod."""
+        self._finishers, self._sources = [], []
+
     def close(self) -> None:
         """Wait for rows that are under way."""
         if self.in_flight:
