@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import process_sets
 import pytest
 import torch
 from torch import nn
@@ -274,10 +275,10 @@ def case_an_earlier_optimizer_of_the_same_parameters() -> None:
     train(model, optimizer, 0)
 
 
-def case_elastic_jobs_are_refused() -> None:
+def case_process_sets_are_refused_in_elastic_jobs() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_ELASTIC", "1")
-        with pytest.raises(NotImplementedError, match="got an elastic one"):
-            distributed(model_of(), "average")
-        with pytest.raises(NotImplementedError, match=r"init\(\).*an elastic one"):
-            hvd.init()
+        with pytest.raises(
+            NotImplementedError, match="process_set: required all ranks"
+        ):
+            distributed(model_of(), "average", process_set=process_sets.of(0))
