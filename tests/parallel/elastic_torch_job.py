@@ -4,11 +4,12 @@
 
 The plan: `op`, `local_steps`, `epochs`, `commit` (steps between commits); `log`, a file of JSON
 lines; `hosts`, what the discovery script shows from a step on, and its `file`; `faults`, by step:
-which worker (its first rank in the job) does what. A fault happens once.
+what the rank on a host does. A fault happens once.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -23,11 +24,12 @@ from torch.nn import functional
 import adasum_hvd.torch as hvd
 
 SAMPLES, BATCH = 96, 4
+STUCK_SECONDS = 60
 PLAN = json.loads(Path(sys.argv[1]).read_text())
 LOG = Path(PLAN["log"])
 
 hvd.init()
-FIRST_RANK = int(os.environ["HOROVOD_RANK"])
+HOST = os.environ["HOROVOD_HOSTNAME"]
 torch.manual_seed(hvd.rank())  # the first synchronization makes replicas equal
 images = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 labels = torch.arange(SAMPLES) % 3
@@ -65,6 +67,7 @@ def once(name: str) -> bool:
 
 
 def come_upon_faults(step: int, phase: str) -> None:
+    faulthandler.dump_traceback_later(STUCK_SECONDS)  # shows where a rank stands
     hosts = PLAN.get("hosts", {}).get(str(step))
     if hosts and phase == "forward" and hvd.rank() == 0 and once(f"hosts-{step}"):
         Path(PLAN["file"]).write_text(hosts)
@@ -73,7 +76,7 @@ def come_upon_faults(step: int, phase: str) -> None:
             assert time.monotonic() < told_by, "the driver does not tell of new hosts"
             time.sleep(0.05)
     fault = PLAN.get("faults", {}).get(str(step))
-    if fault and fault["worker"] == FIRST_RANK and fault["phase"] == phase:
+    if fault and fault["host"] == HOST and fault["phase"] == phase:
         if not once(f"fault-{step}"):
             return
         if fault["kind"] == "exception":

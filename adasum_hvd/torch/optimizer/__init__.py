@@ -134,7 +134,8 @@ def DistributedOptimizer(
             other one reduces gradients.
         gradient_predivide_factor: as Horovod's, with `Average` only.
         num_groups: deprecated name of `groups`.
-        groups: a number of buckets, or lists of parameters that share one.
+        groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
+            of parameters that share one.
         sparse_as_dense: reduce sparse gradients densely (the delta variant needs no such
             thing: its sparse gradients stay local).
         process_set: the ranks that reduce; others step locally.
