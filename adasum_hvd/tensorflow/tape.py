@@ -113,7 +113,8 @@ def DistributedGradientTape(
         op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
         gradient_predivide_factor: as Horovod's, with `Average` only.
         num_groups: deprecated form of `groups`.
-        groups: a number of buckets, or lists of sources that share one.
+        groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
+            of sources that share one.
         process_set: the ranks that reduce; others keep their own gradients.
         scale_local_gradients: see `device_dense`; Horovod divides worker-local gradients by
             the number of ranks unless told not to, here they stay as they are.

@@ -76,7 +76,8 @@ def DistributedOptimizer(
         average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
             by their number; not with AdaSum.
         num_groups: deprecated form of `groups`.
-        groups: a number of buckets, or lists of variables that share one.
+        groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
+            of variables that share one.
         process_set: the ranks that reduce; others step locally.
         scale_local_gradients: see `name`; Horovod divides worker-local gradients by the number
             of ranks unless told not to, here they stay as they are.
