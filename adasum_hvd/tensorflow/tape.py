@@ -13,6 +13,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
+from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, ProcessSet, check, groups_of
 from adasum_hvd.rewrap import rewrapped
@@ -151,6 +152,7 @@ def DistributedGradientTape(
         groups=groups_of("DistributedGradientTape", num_groups, groups),
         sparse_as_dense=sparse_as_dense,
     )
+    refuse_elastic("DistributedGradientTape")
     check(options, (Compression.none, Compression.fp16))
     tape = rewrapped(gradtape, _Tape, type(gradtape).__name__)
     tape._adasum_options = options

@@ -19,6 +19,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import binding, ops, parallel
+from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
@@ -123,6 +124,7 @@ def DistributedOptimizer(
         clip_delta_norm=clip_delta_norm,
         bucket_bytes=bucket_bytes,
     )
+    refuse_elastic("DistributedOptimizer")
     check(options, (Compression.none, Compression.fp16))
     # Every rank runs the same program and so sees the same; nothing is sent, because models
     # are also loaded on one rank alone.
