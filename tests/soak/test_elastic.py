@@ -53,9 +53,12 @@ def run_job(tmp_path: Path, first_hosts: str, slots: int, **plan: object) -> Sto
 
 
 def check(story: Story, epochs: int = 2, replicas: bool = True) -> None:
-    """Check that replicas are equal, and every sample of every epoch is trained on."""
+    """Check that replicas are equal, and every sample of every epoch is trained on.
+
+    Without `replicas` not after every step: inside a window of local steps they are not.
+    """
     ends = story.by("end")
-    assert ends and len({line["weights"] for line in ends}) == 1
+    assert ends and (len({line["weights"] for line in ends}) == 1 or not replicas)
     starts: dict[tuple, set] = defaultdict(set)
     steps: dict[tuple, set] = defaultdict(set)
     last: dict[
