@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _LOCAL = "_adasum_worker_local"
-_generation = 0
+_times_marked = 0
 
 
 def mark_worker_local(*tensors: Any) -> None:
@@ -28,15 +28,15 @@ def mark_worker_local(*tensors: Any) -> None:
 
 def mark(tensors: Iterable[Any], name: str, value: Any) -> None:
     """Set an attribute that says how tensors are reduced."""
-    global _generation
-    _generation += 1
+    global _times_marked
+    _times_marked += 1
     for tensor in tensors:
         setattr(tensor, name, value)
 
 
-def generation() -> int:
+def times_marked() -> int:
     """Return how often tensors were marked: no mark is new where the number is not."""
-    return _generation
+    return _times_marked
 
 
 def check_tensors(what: str, tensors: Iterable[Any]) -> None:

@@ -48,8 +48,11 @@ class _Model(horovod_state.ModelStateHandler):
             if marks.is_marked(tensor)
         }
         state = module.state_dict()
-        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-        shared = {name: v for name, v in tensors.items() if name not in own}
+        shared = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name not in own
+        }
         broadcast_parameters(shared, root)
         rest = {name: v for name, v in state.items() if name not in shared}
         theirs = broadcast_object(rest, root, "adasum.elastic.model")
@@ -191,8 +194,8 @@ def _restart() -> None:
     for attempt in range(1, RENDEZVOUS_TRIES + 1):
         mpi_ops.shutdown()
         try:
-            return ops.init()
+            ops.init()
+            return
         except (HorovodInternalError, ValueError):
             if attempt == RENDEZVOUS_TRIES:
                 raise
-    return None

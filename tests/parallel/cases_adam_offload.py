@@ -21,13 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
     HOSTS[:] = ["one"] * hvd.size()
-
-
-def align() -> None:
-    hvd.barrier()
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Module:

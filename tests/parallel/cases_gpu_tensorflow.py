@@ -20,7 +20,6 @@ TOLERANCE = {"float16": 2**-10, "float32": 1e-6, "float64": 1e-9}
 
 
 def start() -> None:
-    hvd.init()
     devices = tf.config.list_physical_devices("GPU")
     for device in devices:
         tf.config.experimental.set_memory_growth(device, True)

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import numpy_training as numerics
 import pytest
-import tensorflow as tf
+from cases_tensorflow_ops import align as align
+from cases_tensorflow_ops import start as start
 
 import adasum_hvd.tensorflow.keras as hvd
 
@@ -24,16 +25,6 @@ OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
     ),
     "adam": (lambda **k: keras.optimizers.Adam(0.02, **k), lambda: numerics.Adam(0.02)),
 }
-
-
-def start() -> None:
-    hvd.init()
-    # Runs no operation: the usual lines that choose devices by rank still work.
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-
-
-def align() -> None:
-    hvd.allgather_object(None)
 
 
 def momentum(**kwargs: object) -> keras.optimizers.Optimizer:

@@ -19,7 +19,7 @@ CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
 SIXTEEN = ParallelContext("data_parallel", 16)
 
 
-def start() -> None:
+def init() -> None:
     hvd.init(group_op="average", group_size=8)
 
 

@@ -22,7 +22,6 @@ CELLS = (AdaSumByGradWrapCell, AdaSumByDeltaWeightWrapCell)
 
 
 def start() -> None:
-    hvd.init()
     warnings.filterwarnings("ignore", message="AdaSum: in parallel mode")
 
 

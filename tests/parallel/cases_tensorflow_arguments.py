@@ -15,10 +15,6 @@ import adasum_hvd.tensorflow as hvd
 import adasum_hvd.tensorflow.keras as hvd_keras
 
 
-def start() -> None:
-    hvd.init()
-
-
 def align() -> None:
     hvd.allgather_object(None)
 

@@ -19,7 +19,6 @@ SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)
 
 
 def start() -> None:
-    hvd.init()
     # Runs no operation: the usual lines that choose devices by rank still work.
     tf.config.threading.set_intra_op_parallelism_threads(1)
 

@@ -20,13 +20,7 @@ AUTO = "auto_parallel"
 
 
 def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="AdaSum: in parallel mode")
-
-
-def align() -> None:
-    hvd.barrier()
 
 
 def case_order_of_checks() -> None:

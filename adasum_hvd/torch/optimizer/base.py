@@ -15,7 +15,7 @@ from horovod.torch.mpi_ops import rank, size
 
 from adasum_hvd import agreement
 from adasum_hvd.agreement import OPTIONS, compare_settings
-from adasum_hvd.marks import generation
+from adasum_hvd.marks import times_marked
 from adasum_hvd.options import Options, ProcessSet, check_count
 from adasum_hvd.partition import partition
 from adasum_hvd.torch import marks, wire
@@ -57,23 +57,24 @@ class DistributedBase(torch.optim.Optimizer):
         self._options = options
         self._instance = next(_instances)
         self._any_partial = False  # some rank has parameters that not all ranks reduce
-        self._dropping = Dropping()
         self._in_step = False  # a closure's zero_grad() drops nothing
         self._buckets: list[Bucket] = []
         self._connect()
 
     def _connect(self) -> None:
         """Set up what depends on the ranks that there are. Collective where they meet."""
-        options, self._generation = self._options, wire.generation()
+        options = self._options
         included = options.process_set.included()
         self._alone = not included or options.process_set.size() == 1
         # A single rank goes through the buckets only where they do more than reduce.
         self._reducing = included and (
             not self._alone or options.clip_delta_norm is not None
         )
+        self._dropping = Dropping()
         self._rounds: Rounds | None = None
         self._build_buckets()
-        self._has_met = wire.ranks_meet()
+        # When it met the ranks that there are, by the count of Horovod's starts.
+        self._met = wire.generation() if wire.ranks_meet() else 0
         if self._reducing and not self._alone:
             name = f"adasum.rounds.{self._instance}"
             self._rounds = Rounds(name, options.process_set)
@@ -85,13 +86,11 @@ class DistributedBase(torch.optim.Optimizer):
         """
         for carrier in self._carriers:
             carrier.drop()
-        self._dropping = Dropping()
         self._connect()
 
     def _check_ranks(self) -> None:
         """Raise where the ranks are not those that this optimizer has met."""
-        met_before = self._generation != wire.generation() or not self._has_met
-        if agreement.is_elastic() and met_before:
+        if self._met != wire.generation() and agreement.is_elastic():
             raise RuntimeError(
                 "DistributedOptimizer: required an optimizer that has met the ranks of the job, "
                 "got one from before they changed; in an elastic job pass it to TorchState"
@@ -122,6 +121,8 @@ class DistributedBase(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
+        # All that reductions travel in.
+        self._carriers: Sequence[Any] = self._buckets
         self._in_buckets: dict[int, tuple] = {}  # kinds of parameters, by id
         self._places = self._current_places()
         if not self._reducing:
@@ -166,11 +167,6 @@ class DistributedBase(torch.optim.Optimizer):
         """Those that all ranks of the optimizer's process set reduce."""
         process_set = self._options.process_set
         return [b for b in self._buckets if b.process_set is process_set]
-
-    @property
-    def _carriers(self) -> Sequence[Any]:
-        """All that reductions travel in."""
-        return self._buckets
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -230,9 +226,10 @@ class DistributedBase(torch.optim.Optimizer):
             return
         places = self._current_places()
         if places != self._places:
-            self._places = places
             kinds = {id(p): _kind(p) for p in self._reduced_parameters()}
-            if kinds != self._in_buckets:
+            if kinds == self._in_buckets:
+                self._places = places
+            else:
                 self._name_new_parameters()
                 self._build_buckets()
         if not self._in_buckets:
@@ -252,7 +249,7 @@ class DistributedBase(torch.optim.Optimizer):
             for group in self.param_groups
             for p in group["params"]
         ]
-        return [*places, generation()]
+        return [*places, times_marked()]
 
     def _name_new_parameters(self) -> None:
         for index, group in enumerate(self.param_groups):

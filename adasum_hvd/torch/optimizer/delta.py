@@ -41,12 +41,15 @@ class DeltaOptimizer(DistributedBase):
         self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
     ) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
+        super()._configure(plain, names, options)
+
+    def _connect(self) -> None:
         self._scaled = False  # a gradient scaler called this step()
         self._replaced = False  # weights took the place of those that all agreed on
         self._epoch: int | None = None  # in which all ranks have agreed on a start
         self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False  # read and cleared by hvd.GradScaler
-        super()._configure(plain, names, options)
+        super()._connect()
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -276,9 +279,6 @@ class DeltaOptimizer(DistributedBase):
     def restart(self) -> None:
         """As the base's; a window of local steps goes on."""
         window, self._local_step = self.window(), 0
-        self._scaled = self._replaced = self.change_overflowed = False
-        self._stepped_here = self._looked_for_copies = False
-        self._epoch = None
         super().restart()
         self.load_window(window)
 

@@ -33,13 +33,15 @@ class GradientOptimizer(DistributedBase):
         self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
     ) -> None:
         self._countdown: GradientCountdown | None = None
-        self._was_synchronized = False
         self._skip_synchronize = False
-        self._handed_out: list[torch.Tensor | None] = []  # gradients of synchronize()
         self._sparse: list[SparseBucket] = []
+        super()._configure(plain, names, options)
+
+    def _connect(self) -> None:
         self._sparse_names: set[str] = set()
         self._sparse_due = False  # some rank has found one more
-        super()._configure(plain, names, options)
+        self._reset(synchronized=False)
+        super()._connect()
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -69,11 +71,8 @@ class GradientOptimizer(DistributedBase):
         if self._countdown:
             self._countdown.close()
         super()._build_buckets()
+        self._carriers = [*self._buckets, *self._sparse]
         self._count()
-
-    @property
-    def _carriers(self) -> Sequence[Any]:
-        return [*self._buckets, *self._sparse]
 
     def _count(self) -> None:
         self._countdown = GradientCountdown(
@@ -102,15 +101,9 @@ class GradientOptimizer(DistributedBase):
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
-        self._handed_out = []
+        self._handed_out: list[torch.Tensor | None] = []  # gradients of synchronize()
         if self._countdown:
             self._countdown.reset()
-
-    def restart(self) -> None:
-        """As the base's; gradients have to be computed anew."""
-        self._sparse_names, self._sparse_due = set(), False
-        self._reset(synchronized=False)
-        super().restart()
 
     # ---- a round: all buckets, on all ranks ----
 
