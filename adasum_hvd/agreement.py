@@ -36,7 +36,7 @@ def refuse_elastic(what: str) -> None:
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the settings of the op that must agree: all but those that are a rank's own."""
     # As native/op/settings.cc's fingerprint.
-    free = ("kernels", "threads", "timeout_seconds")
+    free = ("kernels", "threads", "timeout_seconds", "stall_seconds")
     return {name: value for name, value in settings.items() if name not in free}
 
 

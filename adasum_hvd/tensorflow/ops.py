@@ -18,7 +18,7 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd import binding, messages, ops, topology
+from adasum_hvd import binding, departure, messages, ops, topology
 from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.options import ProcessSet
 
@@ -54,6 +54,7 @@ def init(
     binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
     messages.speak_on(mpi_ops.rank())
+    departure.tell_why(LIBRARY)
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, binding, messages, ops, topology
+from adasum_hvd import agreement, binding, departure, messages, ops, topology
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -53,6 +53,7 @@ def init(
     binding.require_op(LIBRARY)
     mpi_ops.init(*args, **kwargs)
     messages.speak_on(mpi_ops.rank())
+    departure.tell_why(LIBRARY)
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )

@@ -140,10 +140,10 @@ void FailedPeerIsNamed() {
   InThreads(2, [&](int rank) {
     auto transport = Connect(board, rank, 2, LocalSettings());
     if (rank == 0) {
-      CheckNames(ErrorOf(*transport, 100), "a reduction failed there");
+      CheckNames(ErrorOf(*transport, 100), "a reduction failed there: out of memory");
       done = true;
     } else {
-      transport->Break("out of memory");
+      transport->Break(rank, "out of memory");
     }
     while (!done) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -305,7 +305,7 @@ void WaitUntil(const std::function<bool()>& holds, const std::string& what) {
 void AWatchEndsWhatIsStuck() {
   for (const bool turns : {false, true}) {
     Loop loop;
-    Watch watch(loop.Watched(), std::chrono::seconds(1));
+    Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
     watch.NoteFailure("rank 1 is silent");
     if (turns) {
       for (int k = 0; k < 250; ++k) {
@@ -320,6 +320,15 @@ void AWatchEndsWhatIsStuck() {
   }
 }
 
+void AWatchEndsWhatIsStuckForNoKnownReason() {
+  Loop loop;
+  const auto started = std::chrono::steady_clock::now();
+  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(3));
+  WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
+  Check(std::chrono::steady_clock::now() - started > std::chrono::seconds(3), "it was ended too soon");
+  Check(loop.Said().find("ADASUM_HVD_STALL_SECONDS") != std::string::npos, loop.Said());
+}
+
 // Without a failed reduction, too: where Horovod itself waits for a rank that does not run.
 void AWatchNamesARankThatDoesNotRun() {
   Board board(3);
@@ -329,7 +338,8 @@ void AWatchNamesARankThatDoesNotRun() {
     std::string why_not;
     std::shared_ptr<LocalGroup> group = Join(board, rank, 3, LocalSettings(), why_not);
     Check(group != nullptr, why_not);
-    auto watch = std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1));
+    auto watch =
+        std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
     watch->Include(group);
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     if (rank == 1) {
@@ -350,19 +360,21 @@ void AWatchNamesARankThatDoesNotRun() {
 } // namespace
 
 int main(int argc, char** argv) {
-  return RunTests(argc, argv,
-                  {
-                      {"messages arrive", MessagesArrive},
-                      {"an ended peer is named", EndedPeerIsNamed},
-                      {"a silent peer is named", SilentPeerIsNamed},
-                      {"a failed peer is named", FailedPeerIsNamed},
-                      {"a silent peer that wakes others is named", SilentPeerThatWakesOthersIsNamed},
-                      {"the end of a chain is named", EndOfAChainIsNamed},
-                      {"other reductions are noticed", OtherReductionsAreNoticed},
+  return RunTests(
+      argc, argv,
+      {
+          {"messages arrive", MessagesArrive},
+          {"an ended peer is named", EndedPeerIsNamed},
+          {"a silent peer is named", SilentPeerIsNamed},
+          {"a failed peer is named", FailedPeerIsNamed},
+          {"a silent peer that wakes others is named", SilentPeerThatWakesOthersIsNamed},
+          {"the end of a chain is named", EndOfAChainIsNamed},
+          {"other reductions are noticed", OtherReductionsAreNoticed},
 #if !defined(__SANITIZE_THREAD__)
-                      {"a killed peer is named", KilledPeerIsNamed},
+          {"a killed peer is named", KilledPeerIsNamed},
 #endif
-                      {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
-                      {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},
-                  });
+          {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
+          {"a watch ends what is stuck for no known reason", AWatchEndsWhatIsStuckForNoKnownReason},
+          {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},
+      });
 }

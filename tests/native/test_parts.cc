@@ -14,6 +14,7 @@
 #include "reduce/layout.h"
 #include "reduce/placement.h"
 #include "reducing.h"
+#include "transport/last_words.h"
 
 using namespace adasum_hvd;
 
@@ -40,6 +41,53 @@ void BytesAndRounds() {
     Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
   });
 }
+
+// Of the Gram matrices of tensors that cross slice borders, a rank sends each to those that share the tensor.
+void SumsGoWhereTheyAreNeeded() {
+  constexpr int kRanks = 40;
+  const std::vector<int64_t> sizes(3 * kRanks, 700); // so a border tensor has two owners
+  const std::vector<Tensors> tensors = MakeTensors(kRanks, sizes, kFloat32, Random(26));
+  const Tree tree = BuildTree(std::vector<int>(kRanks, 0), GroupOp::kAdasum, 0);
+  RunRanks(kRanks, [&](ThreadTransport& transport) {
+    Scratch scratch;
+    Workers workers(1);
+    ReduceSettings settings;
+    settings.replicate_bytes = 0;
+    std::vector<std::vector<char>> output = tensors[transport.rank()].bytes;
+    std::vector<TensorView> views;
+    int64_t bytes = 0;
+    for (std::vector<char>& one : output) {
+      views.push_back({one.data(), one.data(), static_cast<int64_t>(one.size() / sizeof(float))});
+      bytes += static_cast<int64_t>(one.size());
+    }
+    Reduce(views, kFloat32, {{&transport, &tree}}, 1.0, settings, Portable(), workers, scratch,
+           [](Phase, int) {});
+    const int64_t gram = kRanks * (kRanks + 1) / 2 * static_cast<int64_t>(2 * sizeof(double));
+    const auto payload = static_cast<int64_t>(1.1 * 2 * bytes * (kRanks - 1) / kRanks);
+    Check(transport.sent_bytes() <= payload + 2 * gram,
+          "sent " + std::to_string(transport.sent_bytes()) + " bytes, more than " + std::to_string(payload) +
+              " of elements and two Gram matrices of " + std::to_string(gram));
+  });
+}
+
+void BlameIsFollowed() {
+  using Ranks = std::vector<int>;
+  const auto named = [](const Heard& heard, const Ranks& awaited) {
+    const Verdict verdict = FindBlame(heard, 0, awaited, "silence");
+    return std::to_string(verdict.rank) + (verdict.certain ? " surely: " : ": ") + verdict.why;
+  };
+  Check(named({}, {2, 3}) == "2: silence", "one that says nothing");
+  Check(named({{1, {{1}, "no memory"}}}, {1}) == "1 surely: a reduction failed there: no memory", "itself");
+  Check(named({{1, {{2}, "closed"}}}, {1}) == "2: rank 1 says: closed", "the next");
+  Check(named({{1, {{2, 3}, "late"}}, {2, {{3}, "late"}}, {3, {{3}, "no memory"}}}, {1}) ==
+            "3 surely: a reduction failed there: no memory",
+        "the end of a chain");
+  Check(named({{1, {{}, "it left"}}}, {1}) == "1 surely: it left", "one that blames nobody");
+  Check(named({{1, {{0}, "late"}}}, {1}) == "1 surely: the ranks wait for one another", "a circle");
+  const LastWords long_words(Ranks(100, 7), std::string(1000, 'x'));
+  Check(long_words.Blamed().size() < 100 && std::string(long_words.why).size() < 1000, "words have an end");
+}
+
 // What a rank sends to other hosts in two levels: 2 (n / L) (H - 1) / H.
 void LevelsKeepBytesInsideTheHost() {
   const std::vector<Tensors> tensors = MakeTensors(4, {1 << 20}, kFloat32, Random(25));
@@ -312,6 +360,8 @@ int main(int argc, char** argv) {
   return RunTests(argc, argv,
                   {
                       {"bytes and rounds", BytesAndRounds},
+                      {"sums go where they are needed", SumsGoWhereTheyAreNeeded},
+                      {"blame is followed", BlameIsFollowed},
                       {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
                       {"plans follow hosts and costs", PlansFollowHostsAndCosts},
                       {"workers do every job once", WorkersDoEveryJobOnce},

@@ -62,7 +62,7 @@ _DEFINES = [
 ]  # fmt: skip
 _DTYPES = {"float16": 6, "float32": 7, "float64": 8, "int32": 4}  # Horovod's DataType
 # Per file of Horovod's, the header that the injected CMake puts in front of it.
-_FORCED = {"operations": "registry.h", "controller": "join_fix.h"}
+_FORCED = {"operations": "registry.h", "controller": "controller_hooks.h"}
 
 
 def _gloo_sources(gloo: Path) -> list[Path]:

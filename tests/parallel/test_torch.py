@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import Configuration, Outcome, every_case
 
-OPS = "cases_torch_ops"
+OPS = "cases_torch_ops+cases_torch_fuzz"
 OPTIMIZER = (
     "cases_torch_optimizer+cases_torch_parameters+cases_torch_scaler+cases_torch_delta"
 )

@@ -46,7 +46,7 @@ _ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
 PROGRAMS = {
     "test_reduce": Program("test_reduce.cc", ARITHMETIC),
     "test_trees": Program("test_trees.cc", ARITHMETIC),
-    "test_parts": Program("test_parts.cc", ARITHMETIC),
+    "test_parts": Program("test_parts.cc", (*ARITHMETIC, "transport/last_words.cc")),
     "test_local": Program("test_local.cc", LOCAL),
     "test_local_connect": Program("test_local_connect.cc", LOCAL),
     "test_local_processors": Program("test_local_processors.cc", LOCAL),

@@ -30,9 +30,11 @@ if(TARGET tensorflow)
 endif()
 
 set(ADASUM_SOURCES
-  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/settings.cc op/statistics.cc
+  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/settings.cc op/shut_down.cc
+  op/statistics.cc
   reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
   kernels/kernels.cc kernels/portable.cc
+  transport/last_words.cc
   transport/local/bootstrap.cc transport/local/processor_quota.cc transport/local/processors.cc
   transport/local/read_permission.cc
   transport/local/segment.cc transport/local/silence.cc transport/local/transport.cc transport/local/watch.cc)
@@ -63,8 +65,9 @@ foreach(target IN ITEMS pytorch tensorflow)
     COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
-  # registry.h puts our op in front of Horovod's where the list of ops is made; join_fix.h mends join().
-  foreach(pair IN ITEMS operations:registry controller:join_fix)
+  # registry.h puts our op in front of Horovod's where the list of ops is made; controller_hooks.h mends join() and
+  # the search for stalled tensors.
+  foreach(pair IN ITEMS operations:registry controller:controller_hooks)
     string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
     set(header "${ADASUM_NATIVE_DIR}/op/${CMAKE_MATCH_2}.h")
     set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}

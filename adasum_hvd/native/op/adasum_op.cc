@@ -18,6 +18,7 @@
 #include "op/network.h"
 #include "op/registry.h"
 #include "op/release.h"
+#include "op/shut_down.h"
 #include "op/statistics.h"
 
 #if HAVE_MPI
@@ -34,10 +35,6 @@ constexpr int kMostThreads = 8; // that a rank takes without being told; memory 
 
 // Read by the threads that enqueue.
 std::atomic<bool> left_to_horovod{false};
-
-bool HasLevelOnHost(const std::vector<GroupPlan>& levels) {
-  return std::any_of(levels.begin(), levels.end(), [](const GroupPlan& level) { return level.on_one_host; });
-}
 
 double ProcessorsOfThisProcess() {
   cpu_set_t allowed;
@@ -100,8 +97,56 @@ int ThreadsFor(const std::vector<int>& host, const LocalTransport* local) {
 
 } // namespace
 
+// What a reduction does at the moment: in the timeline, the counters and what is said of an error.
+class AdasumOp::PhaseClock {
+public:
+  PhaseClock(hvd::Timeline& timeline, const std::vector<hvd::TensorTableEntry>& entries)
+      : timeline_(timeline), entries_(entries) {}
+
+  void Begin(Phase phase, std::string name) {
+    End();
+    timeline_.ActivityStartAll(entries_, name);
+    phase_ = phase;
+    name_ = std::move(name);
+    started_ = std::chrono::steady_clock::now();
+  }
+
+  void End() {
+    if (phase_) {
+      timeline_.ActivityEndAll(entries_);
+      const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - started_;
+      CountNanoseconds(*phase_, taken.count());
+      phase_.reset();
+    }
+  }
+
+  std::string Where() const {
+    const size_t others = entries_.size() - 1;
+    return " (" + (phase_ ? "in " + name_ : std::string("before the first phase")) + " of tensor \"" +
+           entries_.front().tensor_name + "\"" +
+           (others > 0 ? " and " + std::to_string(others) + " more" : "") + ")";
+  }
+
+private:
+  hvd::Timeline& timeline_;
+  const std::vector<hvd::TensorTableEntry>& entries_;
+  std::optional<Phase> phase_;
+  std::string name_;
+  std::chrono::steady_clock::time_point started_;
+};
+
 AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
     : AllreduceOp(global_state), settings_(Settings::FromEnvironment()) {}
+
+// Before anything is reduced, so that ranks that never come to it hear of the others.
+void AdasumOp::PrepareForFailure() const {
+  ForgetFailures();
+  hvd::ProcessSet& everyone = global_state_->process_set_table.Get(0);
+  if (everyone.controller->GetSize() > 1) {
+    NetworkOf(*global_state_, everyone, settings_);
+    BoundStalls(*everyone.controller, settings_.stall_seconds);
+  }
+}
 
 bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
                        const hvd::Response&) const {
@@ -113,29 +158,32 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
 }
 
 AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
+  if (watch_ == nullptr && global_state_->global_controller->GetSize() > 1) {
+    watch_ =
+        std::make_unique<Watch>(LoopOf(*global_state_), std::chrono::seconds(settings_.local.timeout_seconds),
+                                std::chrono::seconds(settings_.stall_seconds));
+    SetWitness([this] { return watch_->RankThatDoesNotRun(); });
+  }
   return agreements_.Of(
       process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
         hvd::Controller& controller = *state.controller.lock();
-        std::string path = state.one_host ? "one rank" : "network";
-        if (controller.GetSize() > 1 && HasLevelOnHost(state.levels)) {
+        std::string path = controller.GetSize() == 1 ? "one rank" : "network";
+        if (state.have_neighbours) {
           path = ConnectLocally(state, controller, allgather);
         }
         if (controller.GetSize() > 1) {
           WatchOver(process_set_id, state);
         }
         state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
-        return state.levels.size() > 1
-                   ? "levels of " + Describe(state.levels) + " ranks; inside a host " + path
-                   : path;
+        const std::string inside = state.one_host || !state.have_neighbours ? path : "inside a host " + path;
+        return state.levels.size() > 1 ? "levels of " + Describe(state.levels) + " ranks; " + inside : inside;
       });
 }
 
 // Only the ranks of process set 0 watch each other: it lives as long as Horovod does.
 void AdasumOp::WatchOver(int process_set_id, const ProcessSetState& state) const {
-  if (watch_ == nullptr) {
-    watch_ = std::make_unique<Watch>(LoopOf(*global_state_),
-                                     std::chrono::seconds(settings_.local.timeout_seconds));
-  }
+  watch_->Oversee(state.network);
+  BoundStalls(*state.controller.lock(), settings_.stall_seconds);
   if (process_set_id == 0 && state.local != nullptr) {
     watch_->Include(state.local->group());
   }
@@ -160,6 +208,8 @@ std::string AdasumOp::ConnectLocally(ProcessSetState& state, hvd::Controller& co
     return "network (no shared memory: " + why_not + ")";
   }
   state.local = std::make_unique<LocalTransport>(std::move(group));
+  state.hybrid = std::make_unique<HybridTransport>(*state.local, *state.network, state.host);
+  state.network->ShowAwaitedIn(&state.local->group()->mine->header().awaits_elsewhere);
   return state.local->direct() ? "shared memory, direct" : "shared memory, staged";
 }
 
@@ -182,63 +232,52 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (state.local != nullptr) {
     state.local->BeginOperation();
   }
+  state.network->BeginOperation();
+  PhaseClock clock(global_state_->timeline, entries);
   try {
-    return ReduceEntries(entries, response, state, process_set);
+    return ReduceEntries(entries, response, state, clock);
+  } catch (const SilentRank& error) {
+    return GiveUp(state, error.what() + clock.Where(), error.rank);
   } catch (const std::exception& error) {
-    GiveUp(state, process_set, error);
-    throw;
+    return GiveUp(state, error.what() + clock.Where(), global_state_->global_controller->GetRank());
   }
 }
 
 // After an error on one rank its messages and those of others would no longer fit together.
-void AdasumOp::GiveUp(ProcessSetState& state, hvd::ProcessSet& process_set, const std::exception& error) {
-  state.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int blamed) {
+  state.failure = "AdaSum: an earlier reduction failed on this rank: " + why;
+  NoteFailure(why);
   if (watch_ != nullptr) {
-    watch_->NoteFailure(error.what());
+    watch_->NoteFailure(why);
   }
   if (state.local != nullptr) {
-    state.local->Break(state.failure);
+    state.local->Break(blamed, why);
   }
-  const auto* silent = dynamic_cast<const SilentRank*>(&error);
-  const int here = global_state_->global_controller->GetRank();
-  MakeNetwork(*global_state_, process_set, settings_)->GiveUp(silent != nullptr ? silent->rank : here);
+  if (!state.one_host || state.local == nullptr) {
+    state.network->GiveUp({{blamed}, why});
+  }
+  return hvd::Status::UnknownError(why);
 }
 
 hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
                                     const hvd::Response& response, ProcessSetState& state,
-                                    hvd::ProcessSet& process_set) {
+                                    PhaseClock& clock) {
   std::vector<FusedTensors> by_type;
   if (const hvd::Status status = ReadFusedTensors(entries, response, by_type); !status.ok()) {
     return status;
   }
   WaitForData(entries);
-  hvd::Timeline& timeline = global_state_->timeline;
-  std::optional<Phase> current;
-  std::chrono::steady_clock::time_point started;
-  auto end_phase = [&] {
-    if (current) {
-      timeline.ActivityEndAll(entries);
-      const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - started;
-      CountNanoseconds(*current, taken.count());
-      current.reset();
-    }
-  };
   for (const FusedTensors& fused : by_type) {
-    auto observer = [&](Phase phase, int level) {
-      end_phase();
-      timeline.ActivityStartAll(entries, fused.PhaseName(phase, level));
-      current = phase;
-      started = std::chrono::steady_clock::now();
-    };
-    const ReduceResult result = ReduceInLevels(fused, state, process_set, observer);
-    end_phase();
+    const ReduceResult result = ReduceInLevels(
+        fused, state, [&](Phase phase, int level) { clock.Begin(phase, fused.PhaseName(phase, level)); });
+    clock.End();
     Count(kExplicitTensors, result.explicit_tensors);
   }
   return hvd::Status::OK();
 }
 
 ReduceResult AdasumOp::ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
-                                      hvd::ProcessSet& process_set, const PhaseObserver& observer) {
+                                      const PhaseObserver& observer) {
   if (workers_ == nullptr || workers_->threads() != state.threads) {
     workers_ = std::make_unique<Workers>(state.threads);
     if (workers_->threads() != state.threads) {
@@ -249,30 +288,35 @@ ReduceResult AdasumOp::ReduceInLevels(const FusedTensors& fused, ProcessSetState
       state.threads = workers_->threads();
     }
   }
-  std::atomic<int32_t>* awaits =
-      state.local != nullptr ? &state.local->group()->mine->header().awaits_elsewhere : nullptr;
-  std::unique_ptr<Transport> network;
   std::vector<std::unique_ptr<Transport>> groups;
   std::vector<ReduceLevel> levels;
   for (const GroupPlan& level : state.levels) {
-    if (level.on_one_host && state.local != nullptr) {
-      std::vector<int> places;
-      for (int rank : level.group) {
-        places.push_back(
-            static_cast<int>(std::find(state.host.begin(), state.host.end(), rank) - state.host.begin()));
-      }
-      groups.push_back(std::make_unique<GroupTransport>(*state.local, std::move(places)));
-    } else {
-      network = network ? std::move(network) : MakeNetwork(*global_state_, process_set, settings_, awaits);
-      groups.push_back(std::make_unique<GroupTransport>(*network, level.group));
-    }
+    groups.push_back(TransportOf(level, state));
     levels.push_back({groups.back().get(), &level.tree});
   }
   return Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce, *settings_.kernels, *workers_,
                 scratch_, observer);
 }
 
+std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, ProcessSetState& state) {
+  std::vector<int> places; // on this host, of the group's ranks that are there
+  for (int rank : level.group) {
+    const auto found = std::find(state.host.begin(), state.host.end(), rank);
+    if (found != state.host.end()) {
+      places.push_back(static_cast<int>(found - state.host.begin()));
+    }
+  }
+  if (state.local != nullptr && places.size() == level.group.size()) {
+    return std::make_unique<GroupTransport>(*state.local, std::move(places));
+  }
+  if (state.local != nullptr && places.size() > 1) {
+    return std::make_unique<GroupTransport>(*state.hybrid, level.group);
+  }
+  return std::make_unique<GroupTransport>(*state.network, level.group);
+}
+
 void AdasumOp::Release() {
+  SetWitness(nullptr);
   watch_.reset();
   agreements_.Clear();
   workers_.reset();
@@ -282,6 +326,7 @@ void AdasumOp::Release() {
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumOp>(state);
   left_to_horovod = op->is_off();
+  op->PrepareForFailure();
   ReleaseWithThisThread(op);
   return op;
 }

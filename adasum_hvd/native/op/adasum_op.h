@@ -11,6 +11,7 @@
 #include "op/fused_tensors.h"
 #include "op/settings.h"
 #include "reduce/reduce.h"
+#include "transport/hybrid.h"
 #include "transport/local/transport.h"
 #include "transport/local/watch.h"
 
@@ -31,27 +32,33 @@ public:
 
   bool is_off() const { return settings_.off; }
 
+  void PrepareForFailure() const;
+
   // Lets go of memory, threads and descriptors; no reduction may follow.
   void Release();
 
 private:
   // What is kept for a process set: the agreement, and what its ranks on this host share.
   struct ProcessSetState : Agreement {
-    std::unique_ptr<LocalTransport> local; // among the ranks of this host, where they share memory
+    std::unique_ptr<LocalTransport> local;   // among the ranks of this host, where they share memory
+    std::unique_ptr<HybridTransport> hybrid; // then, among all
     int threads = 1;
     std::string failure; // why nothing can be reduced any more, or empty
   };
 
+  class PhaseClock;
+
   horovod::common::Status ReduceEntries(std::vector<horovod::common::TensorTableEntry>& entries,
                                         const horovod::common::Response& response, ProcessSetState& state,
-                                        horovod::common::ProcessSet& process_set);
+                                        PhaseClock& clock);
   ProcessSetState& StateOf(int process_set_id) const;
   std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
   void WatchOver(int process_set_id, const ProcessSetState& state) const;
-  void GiveUp(ProcessSetState& state, horovod::common::ProcessSet& process_set, const std::exception& error);
+  horovod::common::Status GiveUp(ProcessSetState& state, const std::string& why, int blamed);
   ReduceResult ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
-                              horovod::common::ProcessSet& process_set, const PhaseObserver& observer);
+                              const PhaseObserver& observer);
+  static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
 
   Settings settings_;
   Scratch scratch_;

@@ -1,6 +1,7 @@
 #include "op/agreement.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 
 namespace adasum_hvd {
@@ -54,6 +55,7 @@ Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const
     }
   }
   agreement.one_host = static_cast<int>(agreement.host.size()) == size;
+  agreement.have_neighbours = static_cast<int>(std::set<int>(hosts.begin(), hosts.end()).size()) < size;
   try {
     agreement.levels = PlanLevels(hosts, settings.group_op, settings.group_size, controller.GetRank(),
                                   WantedRadices(settings.radices, size));

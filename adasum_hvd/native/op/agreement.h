@@ -20,11 +20,13 @@ struct Agreement {
   // Horovod recycles the ids of process sets and rebuilds controllers at every init, so the controller is
   // what identifies one.
   std::weak_ptr<horovod::common::Controller> controller;
+  std::shared_ptr<NetworkTransport> network;
   std::vector<GroupPlan> levels;
   ReduceSettings reduce;
-  std::string disagreement; // why nothing can be reduced, or empty
-  std::vector<int> host;    // the ranks of this host
-  bool one_host = false;    // they are all there are
+  std::string disagreement;     // why nothing can be reduced, or empty
+  std::vector<int> host;        // the ranks of this host
+  bool one_host = false;        // they are all there are
+  bool have_neighbours = false; // some host has several ranks
 
   bool IsOf(const std::shared_ptr<horovod::common::Controller>& other) const {
     return controller.lock() == other;
@@ -51,9 +53,11 @@ public:
       state = State();
       state.controller = process_set.controller;
       try {
-        const std::unique_ptr<Transport> network = MakeNetwork(global_state, process_set, settings);
+        const auto network = NetworkOf(global_state, process_set, settings);
+        network->BeginOperation();
         const AllgatherTwo allgather = GatherOver(*network);
         static_cast<Agreement&>(state) = Agree(process_set.controller, settings, allgather);
+        state.network = network;
         if (state.disagreement.empty()) {
           SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(state, allgather));
         }

@@ -3,6 +3,7 @@
 
 #include "op/fused_tensors.h"
 #include "op/settings.h"
+#include "op/shut_down.h"
 #include "op/statistics.h"
 
 extern "C" {
@@ -28,6 +29,9 @@ __attribute__((visibility("default"))) const char* horovod_adasum_settings_error
 __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* values) {
   adasum_hvd::ReadCounters(values);
 }
+
+// Says why this process is about to shut down, for the errors of the other ranks.
+__attribute__((visibility("default"))) void horovod_adasum_leave(const char* why) { adasum_hvd::Leave(why); }
 
 // How the ranks of a process set reach each other; empty before the first reduction in it. Valid until the
 // next call on the same thread.

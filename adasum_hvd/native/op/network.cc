@@ -1,5 +1,6 @@
 #include "op/network.h"
 
+#include <map>
 #include <stdexcept>
 #include <vector>
 
@@ -13,32 +14,60 @@
 #endif
 
 namespace adasum_hvd {
+namespace {
 
 namespace hvd = horovod::common;
 
-std::unique_ptr<Transport> MakeNetwork(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
-                                       const Settings& settings, std::atomic<int32_t>* awaits) {
-  // Horovod's Gloo controller fills memory that it has only reserved: to a copy, its vector is empty.
-  const hvd::Controller& controller = *process_set.controller;
-  const int* first = controller.GetGlobalRanks().data();
-  const std::vector<int> ranks(first, first + controller.GetSize());
+std::shared_ptr<NetworkTransport> MakeNetwork(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
+                                              const Settings& settings) {
+  NetworkSettings network = {settings.max_message_bytes, std::chrono::seconds(settings.local.timeout_seconds),
+                             GlobalRanks(*process_set.controller)};
 #if HAVE_MPI
   if (state.control_operation == hvd::LibType::MPI) {
-    return std::make_unique<MpiTransport>(
-        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL),
-        MpiSettings{settings.max_message_bytes, std::chrono::seconds(settings.local.timeout_seconds), ranks,
-                    awaits});
+    return std::make_shared<MpiTransport>(
+        process_set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), std::move(network));
   }
 #endif
   (void)state;
-  (void)settings;
-  (void)awaits;
 #if HAVE_GLOO
-  return std::make_unique<GlooTransport>(process_set.gloo_context.GetGlooContext(hvd::Communicator::GLOBAL),
-                                         ranks);
+  return std::make_shared<GlooTransport>(process_set.gloo_context.GetGlooContext(hvd::Communicator::GLOBAL),
+                                         std::move(network));
 #else
   throw std::logic_error("AdaSum: required a Horovod with Gloo or MPI, got neither");
 #endif
+}
+
+struct Known {
+  std::weak_ptr<hvd::Controller> controller; // what identifies a process set
+  std::shared_ptr<NetworkTransport> network;
+};
+thread_local std::map<hvd::Controller*, Known> networks;
+
+} // namespace
+
+std::vector<int> GlobalRanks(const hvd::Controller& controller) {
+  const int* first = controller.GetGlobalRanks().data();
+  return {first, first + controller.GetSize()};
+}
+
+std::map<hvd::Controller*, std::shared_ptr<NetworkTransport>> KnownNetworks() {
+  std::map<hvd::Controller*, std::shared_ptr<NetworkTransport>> known;
+  for (const auto& [controller, one] : networks) {
+    known[controller] = one.network;
+  }
+  return known;
+}
+
+std::shared_ptr<NetworkTransport> NetworkOf(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
+                                            const Settings& settings) {
+  for (auto known = networks.begin(); known != networks.end();) {
+    known = known->second.controller.expired() ? networks.erase(known) : std::next(known);
+  }
+  Known& known = networks[process_set.controller.get()];
+  if (known.network == nullptr) {
+    known = {process_set.controller, MakeNetwork(state, process_set, settings)};
+  }
+  return known.network;
 }
 
 AllgatherTwo GatherOver(Transport& network) {

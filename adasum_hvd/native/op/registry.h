@@ -11,6 +11,7 @@
 
 #include "horovod/common/ops/operation_manager.h"
 #include "op/settings.h"
+#include "op/shut_down.h"
 #if ADASUM_ON_DEVICES
 #include "horovod/common/ops/nccl_operations.h"
 #endif
@@ -113,3 +114,6 @@ using AdasumOperationManager = ::adasum_hvd::OperationManagerWithAdasum;
   set_reduce_op((op) == ::horovod::common::ReduceOp::ADASUM ? ::horovod::common::ReduceOp::SUM : (op))
 
 #define GetLocalSize() GetLocalSize() + ::adasum_hvd::AsLocalSize()
+
+// Horovod's words for a shutdown name no cause.
+#define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)

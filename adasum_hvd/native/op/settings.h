@@ -27,8 +27,9 @@ struct Settings {
   int threads = 0;                     // ADASUM_HVD_NUM_THREADS; 0: the processors that are this rank's
   LocalSettings local;                 // ADASUM_HVD_LOCAL, ADASUM_HVD_LOCAL_RING_BYTES,
                                        // ADASUM_HVD_TIMEOUT_SECONDS
-  const Kernels* kernels = nullptr;    // ADASUM_HVD_KERNELS: portable, avx2 or avx512
-  std::string error;                   // the first variable that holds no valid value, and why
+  int stall_seconds = 600;          // ADASUM_HVD_STALL_SECONDS: how long ranks wait for a tensor; 0: for ever
+  const Kernels* kernels = nullptr; // ADASUM_HVD_KERNELS: portable, avx2 or avx512
+  std::string error;                // the first variable that holds no valid value, and why
 
   static Settings FromEnvironment();
   int Fingerprint() const; // equal on ranks whose settings fit together

@@ -1,11 +1,16 @@
 #include "reduce/group_reduction.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace adasum_hvd {
 namespace {
 
 constexpr size_t kBlocksAtOnce = 256; // whose sums are kept until they are added
+
+bool Holds(const std::vector<int>& tensors, int one) {
+  return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
+}
 
 } // namespace
 
@@ -122,43 +127,62 @@ void GroupReduction::FindScales() {
 
 // ---- tensors that cross slice borders ----
 
-// Exchanges `entries` sums of each partial run in the group and folds them in rank order; every rank gets
-// every tensor's total, from the same bytes in the same order. `only` restricts it to some tensors, null to
-// none; the group's ranks agree on those that concern them, having seen the same totals before.
-void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts = level_.shares.shared;
-  bool any = false;
-  for (std::vector<int>& part : parts) {
-    if (only != nullptr) {
-      part.erase(
-          std::remove_if(part.begin(), part.end(), [&](int tensor) { return only->count(tensor) == 0; }),
-          part.end());
+// The tensors that a rank of the group holds a part of, or only those of them in `only`.
+std::vector<int> GroupReduction::PartsOf(int rank, const std::set<int>* only) const {
+  std::vector<int> parts;
+  for (int tensor : level_.shares.shared[rank]) {
+    if (only == nullptr || only->count(tensor) != 0) {
+      parts.push_back(tensor);
     }
-    any = any || !part.empty();
+  }
+  return parts;
+}
+
+// Whether all ranks of the group need a tensor's total, also those that hold no part of it: on the level
+// below they hold one, in slices that lie side by side, and tell the others there.
+bool GroupReduction::IsPassedOn(int tensor) const {
+  return below_ != nullptr && Holds(below_->level_.shares.shared[below_->rank_], tensor);
+}
+
+// Exchanges `entries` sums of each partial run in the group and folds them in rank order; every rank that
+// needs a tensor's total gets it, from the same bytes in the same order. `only` restricts it to some tensors,
+// null to none; the group's ranks agree on those that concern them, having seen the same totals before.
+void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
+  std::vector<std::vector<int>> parts;
+  for (int rank = 0; rank < size_; ++rank) {
+    parts.push_back(PartsOf(rank, only));
+  }
+  const auto wanted = [&](int from, int by) { // of the parts of one rank
+    std::vector<int> tensors;
+    std::copy_if(parts[from].begin(), parts[from].end(), std::back_inserter(tensors),
+                 [&](int tensor) { return Holds(parts[by], tensor) || IsPassedOn(tensor); });
+    return tensors;
+  };
+  std::vector<Sums> out(size_), in(size_);
+  std::vector<Message> messages(size_);
+  bool any = false;
+  for (int rank = 0; rank < size_; ++rank) {
+    for (int tensor : wanted(rank_, rank)) {
+      out[rank].insert(out[rank].end(), sums.at(tensor).begin(), sums.at(tensor).end());
+    }
+    if (rank == rank_) {
+      in[rank] = out[rank];
+      continue;
+    }
+    in[rank].resize(wanted(rank, rank_).size() * entries);
+    const auto bytes = [](const Sums& some) { return static_cast<int64_t>(some.size() * sizeof some[0]); };
+    messages[rank] = {out[rank].data(), bytes(out[rank]), in[rank].data(), bytes(in[rank])};
+    any = any || !out[rank].empty() || !in[rank].empty();
   }
   if (!any) {
     return;
   }
-  std::vector<Sums> payloads(size_);
-  std::vector<Message> messages(size_);
-  for (int tensor : parts[rank_]) {
-    const Sums& part = sums.at(tensor);
-    payloads[rank_].insert(payloads[rank_].end(), part.begin(), part.end());
-  }
-  for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_) {
-      payloads[rank].resize(parts[rank].size() * entries);
-      messages[rank] = {
-          payloads[rank_].data(), static_cast<int64_t>(payloads[rank_].size() * sizeof(DoubleDouble)),
-          payloads[rank].data(), static_cast<int64_t>(payloads[rank].size() * sizeof(DoubleDouble))};
-    }
-  }
   level_.transport->Exchange(messages);
   SumsByTensor totals;
   for (int rank = 0; rank < size_; ++rank) {
-    for (size_t part = 0; part < parts[rank].size(); ++part) {
-      const DoubleDouble* values = &payloads[rank][part * entries];
-      Sums& total = totals[parts[rank][part]];
+    const DoubleDouble* values = in[rank].data();
+    for (int tensor : wanted(rank, rank_)) {
+      Sums& total = totals[tensor];
       total.resize(entries);
       if (fold == Fold::kAdd) {
         Add(values, total);
@@ -166,6 +190,7 @@ void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only
         std::transform(total.begin(), total.end(), values, total.begin(),
                        [](const DoubleDouble& a, const DoubleDouble& b) { return a.high < b.high ? b : a; });
       }
+      values += entries;
     }
   }
   for (auto& [tensor, total] : totals) {

@@ -78,6 +78,8 @@ private:
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
+  std::vector<int> PartsOf(int rank, const std::set<int>* only) const;
+  bool IsPassedOn(int tensor) const;
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
   void FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold = Fold::kAdd);
   void WalkTrees(const std::set<int>& tensors, bool shared);

@@ -1,13 +1,49 @@
 #include "transport/gloo.h"
 
+#include <algorithm>
+#include <string>
+#include <thread>
+
 namespace adasum_hvd {
 namespace {
 
 // Gloo keeps messages between two ranks apart by a 64-bit slot whose top byte names the collective; none of
-// Gloo's own uses this one.
+// Gloo's own uses these.
 constexpr uint64_t kSlotPrefix = uint64_t{0xad} << 56;
+constexpr uint64_t kLastWordsSlot = uint64_t{0xae} << 56;
+constexpr int32_t kNothingSaid = -2;
+constexpr std::chrono::seconds kShow{1};        // after so long others are shown who is awaited
+constexpr std::chrono::seconds kGloosOwnEnd{5}; // behind ours
+
+bool HasSpoken(const LastWords& words) {
+  return __atomic_load_n(&words.blamed[0], __ATOMIC_ACQUIRE) != kNothingSaid; // written by Gloo's thread
+}
+
+// Gloo's errors begin with "[file:line] ".
+std::string WithoutPlace(const std::string& error) {
+  const size_t end = error.rfind('[', 0) == 0 ? error.find("] ") : std::string::npos;
+  return end == std::string::npos ? error : error.substr(end + 2);
+}
 
 } // namespace
+
+GlooTransport::GlooTransport(std::shared_ptr<gloo::Context> context, NetworkSettings settings)
+    : NetworkTransport(std::move(settings)), context_(std::move(context)), sent_(size()), received_(size()),
+      mailboxes_(size()) {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      Mailbox& mailbox = mailboxes_[peer];
+      mailbox.words.blamed[0] = kNothingSaid;
+      mailbox.buffer = context_->createUnboundBuffer(&mailbox.words, sizeof mailbox.words);
+      mailbox.buffer->recv(peer, kLastWordsSlot);
+    }
+  }
+}
+
+void GlooTransport::BeginOperation() {
+  std::fill(sent_.begin(), sent_.end(), 0);
+  std::fill(received_.begin(), received_.end(), 0);
+}
 
 void GlooTransport::Start(const std::vector<Message>& messages) {
   Started started;
@@ -16,12 +52,13 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
     const int from = (rank() + size() - step) % size();
     if (messages[from].receive_bytes > 0) {
       started.receives.push_back(
-          {from, context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes)});
+          {from, context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes), true});
       started.receives.back().buffer->recv(from, kSlotPrefix | received_[from]++);
     }
     if (messages[to].send_bytes > 0) {
       started.sends.push_back(
-          {to, context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes)});
+          {to, context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes),
+           false});
       started.sends.back().buffer->send(to, kSlotPrefix | sent_[to]++);
     }
   }
@@ -29,26 +66,113 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
 }
 
 void GlooTransport::Wait() {
-  Started oldest = std::move(started_.front());
+  const Started oldest = std::move(started_.front());
   started_.pop_front();
   for (const Pending& pending : oldest.receives) {
-    WaitFor(pending, true);
+    WaitFor(pending);
   }
   for (const Pending& pending : oldest.sends) {
-    WaitFor(pending, false);
+    WaitFor(pending);
+  }
+  ShowNoneAwaited();
+}
+
+void GlooTransport::WaitFor(const Pending& pending) {
+  const auto await = [this](const Pending* one) {
+    std::lock_guard<std::mutex> guard(waiting_);
+    awaited_ = one;
+    idle_.Moved();
+  };
+  const std::chrono::milliseconds limit = settings_.timeout + kGloosOwnEnd;
+  bool done = false;
+  std::string why = Silence();
+  await(&pending);
+  try {
+    done = pending.receives ? pending.buffer->waitRecv(limit) : pending.buffer->waitSend(limit);
+  } catch (const std::exception& error) {
+    why = WithoutPlace(error.what());
+  }
+  await(nullptr);
+  if (!done) {
+    Fail(pending.peer, why);
   }
 }
 
-void GlooTransport::WaitFor(const Pending& pending, bool receives) {
-  try {
-    if (receives) {
-      pending.buffer->waitRecv(context_->getTimeout());
-    } else {
-      pending.buffer->waitSend(context_->getTimeout());
-    }
-  } catch (const std::exception& error) {
-    throw SilentRank(global_ranks_[pending.peer], global_ranks_[rank()], error.what());
+void GlooTransport::Look() {
+  std::lock_guard<std::mutex> guard(waiting_);
+  if (awaited_ == nullptr) {
+    return;
   }
+  const auto elapsed = idle_.Elapsed();
+  if (elapsed >= kShow) {
+    ShowAwaited(awaited_->peer);
+  }
+  const bool told = std::any_of(mailboxes_.begin(), mailboxes_.end(), [](const Mailbox& mailbox) {
+    return mailbox.buffer != nullptr && HasSpoken(mailbox.words);
+  });
+  if (told || elapsed >= settings_.timeout) {
+    awaited_->receives ? awaited_->buffer->abortWaitRecv() : awaited_->buffer->abortWaitSend();
+  }
+}
+
+const Heard& GlooTransport::Listen() {
+  for (int peer = 0; peer < size(); ++peer) {
+    Mailbox& mailbox = mailboxes_[peer];
+    if (mailbox.buffer == nullptr || !HasSpoken(mailbox.words)) {
+      continue;
+    }
+    try {
+      mailbox.buffer->waitRecv(kToHear); // for the rest of it
+      heard_[settings_.global_ranks[peer]] = mailbox.words;
+    } catch (const std::exception&) { // cut off in the middle
+    }
+    mailbox.buffer.reset();
+  }
+  return heard_;
+}
+
+void GlooTransport::Fail(int peer, const std::string& why) {
+  const std::vector<int> awaited{settings_.global_ranks[peer]};
+  GiveUp({awaited, why});
+  const Verdict blame = FindBlame(heard_, here(), awaited, why);
+  throw SilentRank(blame.rank, here(), blame.why);
+}
+
+std::vector<int> GlooTransport::Tell(const LastWords& words) {
+  std::vector<int> unreachable;
+  if (!saying_.empty()) {
+    return unreachable;
+  }
+  said_ = words;
+  for (int peer = 0; peer < size(); ++peer) {
+    saying_.push_back(context_->createUnboundBuffer(&said_, sizeof said_));
+    if (peer != rank()) {
+      try {
+        saying_.back()->send(peer, kLastWordsSlot);
+      } catch (const std::exception& error) {
+        // Where Gloo has waited for one rank for too long, it closes the connections to all.
+        if (std::string(error.what()).find("timeout") == std::string::npos) {
+          unreachable.push_back(settings_.global_ranks[peer]);
+        }
+      }
+    }
+  }
+  return unreachable;
+}
+
+void GlooTransport::GiveUp(const LastWords& words) {
+  if (gave_up_) {
+    return;
+  }
+  gave_up_ = true;
+  Tell(words);
+  // Closing takes back what has not been read: until then every rank that lives has heard, and says so.
+  for (IdleClock listening;
+       static_cast<int>(Listen().size()) < size() - 1 && listening.Elapsed() < kToHear;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  context_->closeConnections();
+  started_.clear();
 }
 
 } // namespace adasum_hvd

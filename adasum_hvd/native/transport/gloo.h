@@ -2,44 +2,71 @@
 
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "gloo/context.h"
 #include "gloo/transport/unbound_buffer.h"
-#include "transport/transport.h"
+#include "transport/network.h"
 
 namespace adasum_hvd {
 
-// Point-to-point messages over a Gloo context; Gloo's own timeout bounds every wait.
-class GlooTransport : public Transport {
+// Point-to-point messages over a Gloo context, of which there may be one such transport at a time.
+//
+// A wait that Gloo itself ends for its length closes all connections, and nobody can be told any more. So
+// Look ends it, a little earlier than Gloo would. Memory that messages are under way to or from cannot be
+// taken back: a rank that gives up closes the connections when it has told the others, and with that
+// Horovod's own loop ends.
+class GlooTransport : public NetworkTransport {
 public:
-  GlooTransport(std::shared_ptr<gloo::Context> context, std::vector<int> global_ranks)
-      : context_(std::move(context)), global_ranks_(std::move(global_ranks)), sent_(context_->size),
-        received_(context_->size) {}
+  GlooTransport(std::shared_ptr<gloo::Context> context, NetworkSettings settings);
 
   int rank() const override { return context_->rank; }
   int size() const override { return context_->size; }
+  void BeginOperation() override;
   void Start(const std::vector<Message>& messages) override;
+
+  // Throws SilentRank.
   void Wait() override;
 
+  std::vector<int> Tell(const LastWords& words) override;
+  void GiveUp(const LastWords& words) override;
+  const Heard& Listen() override;
+  void Look() override;
+
 private:
+  using Buffer = gloo::transport::UnboundBuffer;
   struct Pending {
     int peer;
-    std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
+    std::unique_ptr<Buffer> buffer;
+    bool receives;
   };
-  using Buffers = std::vector<Pending>;
   struct Started {
-    Buffers sends;
-    Buffers receives;
+    std::vector<Pending> sends;
+    std::vector<Pending> receives;
+  };
+  // What a peer says when it gives up: a receive that is open from the beginning.
+  struct Mailbox {
+    LastWords words;
+    std::unique_ptr<Buffer> buffer;
   };
 
-  void WaitFor(const Pending& pending, bool receives);
+  void WaitFor(const Pending& pending);
+  [[noreturn]] void Fail(int peer, const std::string& why);
 
   std::shared_ptr<gloo::Context> context_;
-  std::vector<int> global_ranks_; // by rank, as errors name them
   std::deque<Started> started_;
-  std::vector<uint64_t> sent_;     // per peer: how many messages so far
+  std::vector<uint64_t> sent_;     // per peer: how many messages so far in this reduction
   std::vector<uint64_t> received_; // per peer
+  std::vector<Mailbox> mailboxes_; // per peer
+  Heard heard_;
+  LastWords said_;
+  std::vector<std::unique_ptr<Buffer>> saying_; // to each peer, once something is said
+  bool gave_up_ = false;
+
+  std::mutex waiting_; // guards what Look reads
+  const Pending* awaited_ = nullptr;
+  IdleClock idle_;
 };
 
 } // namespace adasum_hvd

@@ -14,11 +14,10 @@ namespace adasum_hvd {
 namespace {
 
 constexpr int kTag = 0xada;
-constexpr int kGaveUpTag = 0xadb;
-constexpr int kSpins = 2000;                           // looks, each of which moves what is under way
-constexpr std::chrono::milliseconds kAwake{20};        // then turns for other ranks, for so long
-constexpr std::chrono::microseconds kNap{100};         // then naps: the peer is late, not the message
-constexpr std::chrono::milliseconds kHearOthers{1000}; // who give up at about the same time
+constexpr int kLastWordsTag = 0xadb;
+constexpr int kSpins = 2000;                    // looks, each of which moves what is under way
+constexpr std::chrono::milliseconds kAwake{20}; // then turns for other ranks, for so long
+constexpr std::chrono::microseconds kNap{100};  // then naps: the peer is late, not the message
 
 void Check(int result, const char* what) {
   if (result != MPI_SUCCESS) {
@@ -47,8 +46,8 @@ std::vector<int> MpiTransport::Exchange::Pending() const {
   return pending;
 }
 
-MpiTransport::MpiTransport(MPI_Comm communicator, MpiSettings settings)
-    : communicator_(communicator), settings_(std::move(settings)) {
+MpiTransport::MpiTransport(MPI_Comm communicator, NetworkSettings settings)
+    : NetworkTransport(std::move(settings)), communicator_(communicator) {
   Check(MPI_Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
   Check(MPI_Comm_size(communicator_, &size_), "MPI_Comm_size");
 }
@@ -109,37 +108,33 @@ void MpiTransport::WaitPatiently(Exchange& exchange) {
       sched_yield();
       continue;
     }
-    if (settings_.awaits != nullptr) {
-      const int peer = exchange.Pending().front();
-      settings_.awaits->store(1 + settings_.global_ranks[peer], std::memory_order_relaxed);
-    }
-    if (elapsed >= settings_.timeout || HearOthersGiveUp()) {
+    ShowAwaited(exchange.Pending().front());
+    if (elapsed >= settings_.timeout || !Listen().empty()) {
       started_.push_front(std::move(exchange));
       Fail();
     }
     std::this_thread::sleep_for(kNap);
   }
-  if (settings_.awaits != nullptr) {
-    settings_.awaits->store(0, std::memory_order_relaxed);
-  }
+  ShowNoneAwaited();
 }
 
-// Takes what ranks that gave up have said; true when one has.
-bool MpiTransport::HearOthersGiveUp() {
+void MpiTransport::Progress() {
+  int flag = 0;
+  MPI_Iprobe(MPI_ANY_SOURCE, kLastWordsTag, communicator_, &flag, MPI_STATUS_IGNORE);
+}
+
+const Heard& MpiTransport::Listen() {
   for (;;) {
     int there = 0;
     MPI_Status status;
-    Check(MPI_Iprobe(MPI_ANY_SOURCE, kGaveUpTag, communicator_, &there, &status), "MPI_Iprobe");
+    Check(MPI_Iprobe(MPI_ANY_SOURCE, kLastWordsTag, communicator_, &there, &status), "MPI_Iprobe");
     if (there == 0) {
-      return !gave_up_.empty();
+      return heard_;
     }
-    int count = 0;
-    Check(MPI_Get_count(&status, MPI_INT, &count), "MPI_Get_count");
-    std::vector<int> words(count);
-    Check(MPI_Recv(words.data(), count, MPI_INT, status.MPI_SOURCE, kGaveUpTag, communicator_,
+    LastWords& words = heard_[settings_.global_ranks[status.MPI_SOURCE]];
+    Check(MPI_Recv(&words, sizeof words, MPI_BYTE, status.MPI_SOURCE, kLastWordsTag, communicator_,
                    MPI_STATUS_IGNORE),
           "MPI_Recv");
-    gave_up_[settings_.global_ranks[status.MPI_SOURCE]] = std::move(words);
   }
 }
 
@@ -157,48 +152,35 @@ void MpiTransport::Cancel() {
 }
 
 void MpiTransport::Fail() {
-  std::vector<int> chain;
+  std::vector<int> awaited;
   for (int peer : started_.front().Pending()) {
-    chain.push_back(settings_.global_ranks[peer]);
+    awaited.push_back(settings_.global_ranks[peer]);
   }
-  Tell(chain);
+  Tell({awaited, Silence()});
   Cancel();
-  for (IdleClock listening; listening.Elapsed() < kHearOthers;) {
-    HearOthersGiveUp();
+  const auto find = [&] { return FindBlame(Listen(), here(), awaited, Silence()); };
+  for (IdleClock listening; !find().certain && listening.Elapsed() < kToHear;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const int mine = settings_.global_ranks[rank_];
-  for (size_t k = 0; k < chain.size(); ++k) { // which grows
-    const auto words = gave_up_.find(chain[k]);
-    if (words == gave_up_.end()) {
-      throw SilentRank(chain[k], mine,
-                       "nothing came from it for " + std::to_string(settings_.timeout.count()) +
-                           " s (ADASUM_HVD_TIMEOUT_SECONDS); see what it does");
-    }
-    for (int next : words->second) {
-      if (next == chain[k]) {
-        throw SilentRank(next, mine, "a reduction failed there");
-      }
-      if (next != mine && std::find(chain.begin(), chain.end(), next) == chain.end()) {
-        chain.push_back(next);
-      }
-    }
-  }
-  throw SilentRank(chain.front(), mine, "the ranks wait for one another");
+  const Verdict blame = find();
+  throw SilentRank(blame.rank, here(), blame.why);
 }
 
-void MpiTransport::GiveUp(int blamed) { Tell({blamed}); }
-
-void MpiTransport::Tell(const std::vector<int>& global_ranks) {
+std::vector<int> MpiTransport::Tell(const LastWords& words) {
+  if (told_) {
+    return {};
+  }
+  told_ = true;
   // Neither waited for nor freed: a rank that is gone takes nothing. So few bytes do not block.
-  const auto* words = new std::vector<int>(global_ranks);
+  const auto* lasting = new LastWords(words);
   for (int peer = 0; peer < size_; ++peer) {
     MPI_Request request = MPI_REQUEST_NULL;
-    if (peer != rank_ && MPI_Isend(words->data(), static_cast<int>(words->size()), MPI_INT, peer, kGaveUpTag,
-                                   communicator_, &request) == MPI_SUCCESS) {
+    if (peer != rank_ && MPI_Isend(lasting, sizeof *lasting, MPI_BYTE, peer, kLastWordsTag, communicator_,
+                                   &request) == MPI_SUCCESS) {
       MPI_Request_free(&request);
     }
   }
+  return {}; // MPI ends a job that loses a rank
 }
 
 } // namespace adasum_hvd

@@ -47,10 +47,6 @@ public:
     Start(messages);
     Wait();
   }
-
-  // Tells the others that this rank takes part no more, for the sake of a global rank (which may be its own).
-  // Does not block.
-  virtual void GiveUp(int /*blamed*/) {}
 };
 
 // Some ranks of a transport, numbered anew in the order of `members`; this rank is one of them. The exchanges

@@ -21,7 +21,7 @@ enum class LocalMode {
 struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
   int64_t ring_bytes = 256 << 10; // shared memory per ordered pair of ranks; a multiple of 64
-  int timeout_seconds = 60;       // without any progress, before a wait ends in an error
+  int timeout_seconds = 30;       // without any progress, before a wait ends in an error
   int handshake_seconds = 10;     // for connecting
 };
 

@@ -58,6 +58,7 @@ private:
 struct SegmentHeader {
   Bell bell;
   std::atomic<int32_t> gave_up{0};          // 1 + the global rank for whose sake the owner has stopped
+  char why[256] = {};                       // it has; written before that
   std::atomic<int32_t> awaits_elsewhere{0}; // 1 + a global rank that the owner waits for over the network
   std::atomic<uint32_t> beats{0};           // grows as long as the owner's process runs, where it is watched
   std::atomic<int32_t> processor{-1};       // that the owner last ran on, inside a reduction

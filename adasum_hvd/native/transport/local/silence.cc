@@ -1,5 +1,6 @@
 // When nothing moves: which rank is to blame, and how the others learn that this one has stopped.
 #include <algorithm>
+#include <cstring>
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -9,12 +10,13 @@
 namespace adasum_hvd {
 
 void LocalTransport::CheckStopped(int peer) {
-  const int stopped = group_->peers[peer].segment->header().gave_up.load();
+  const SegmentHeader& header = group_->peers[peer].segment->header();
+  const int stopped = header.gave_up.load();
   if (stopped != 0) {
-    FailForRank(stopped - 1,
-                stopped - 1 == group_->global_ranks[peer]
-                    ? "a reduction failed there"
-                    : "rank " + std::to_string(group_->global_ranks[peer]) + " has given up on it");
+    const std::string why(header.why, strnlen(header.why, sizeof header.why));
+    FailForRank(stopped - 1, stopped - 1 == group_->global_ranks[peer]
+                                 ? "a reduction failed there: " + why
+                                 : "rank " + std::to_string(group_->global_ranks[peer]) + " says: " + why);
   }
 }
 
@@ -102,19 +104,21 @@ void LocalTransport::Fail(int peer, const std::string& what) {
 
 void LocalTransport::FailForRank(int global_rank, const std::string& what) {
   const SilentRank error(global_rank, group_->global_ranks[rank()], what);
-  Stop(error.what(), global_rank);
+  Stop(error, what);
   throw error;
 }
 
-void LocalTransport::Break(const std::string& why) { Stop(why, group_->global_ranks[rank()]); }
+void LocalTransport::Break(int blamed, const std::string& why) { Stop({blamed, why}, why); }
 
-void LocalTransport::Stop(const std::string& why, int blamed) {
+void LocalTransport::Stop(const SilentRank& error, const std::string& reason) {
   if (!broken_.empty()) {
     return;
   }
-  broken_ = why;
-  blamed_ = blamed;
-  group_->mine->header().gave_up.store(1 + blamed, std::memory_order_seq_cst);
+  broken_ = error.what();
+  blamed_ = error.rank;
+  SegmentHeader& mine = group_->mine->header();
+  std::strncpy(mine.why, reason.c_str(), sizeof mine.why - 1);
+  mine.gave_up.store(1 + error.rank, std::memory_order_seq_cst);
   lanes_.assign(lanes_.size(), Lane()); // no address outlives the caller's buffers
   open_parts_.clear();
   for (LocalPeer& one : group_->peers) { // the others learn of it at once

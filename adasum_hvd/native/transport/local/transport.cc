@@ -15,8 +15,9 @@ namespace {
 constexpr int64_t kDirectBytes = 16 << 10;     // longer messages are read from the sender's memory
 constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
 constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
-constexpr int kSpins = 2000;                   // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;                    // then as many turns for other ranks before it sleeps
+constexpr std::chrono::milliseconds kBreather{1}; // where something else is to be done meanwhile
+constexpr int kSpins = 2000;                      // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                       // then as many turns for other ranks before it sleeps
 
 } // namespace
 
@@ -50,7 +51,7 @@ void LocalTransport::Start(const std::vector<Message>& messages) {
   }
 }
 
-void LocalTransport::Wait() {
+void LocalTransport::WaitAnd(const std::function<void()>& meanwhile) {
   if (!broken_.empty()) {
     throw SilentRank(blamed_, broken_);
   }
@@ -66,7 +67,10 @@ void LocalTransport::Wait() {
       ++yields;
       sched_yield();
     } else {
-      Sleep();
+      Sleep(meanwhile ? kBreather : kLook);
+      if (meanwhile) {
+        meanwhile();
+      }
     }
   }
   ShowWhomIAwait(false);
@@ -224,13 +228,13 @@ void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) 
   CheckStopped(peer);
 }
 
-void LocalTransport::Sleep() {
+void LocalTransport::Sleep(std::chrono::milliseconds most) {
   Bell& bell = group_->mine->header().bell;
   const uint32_t seen = bell.wakes.load(std::memory_order_seq_cst);
   bell.asleep.store(1, std::memory_order_seq_cst);
   const bool moved = AdvanceAll();
   if (!moved) {
-    bell.SleepUnlessWoken(seen, kLook);
+    bell.SleepUnlessWoken(seen, most);
   }
   bell.asleep.store(0, std::memory_order_relaxed);
   KeepApart();

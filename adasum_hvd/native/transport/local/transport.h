@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -34,14 +35,18 @@ public:
   // which do not agree on where they are find out.
   void BeginOperation() { ++operation_; }
 
-  // Ends the transport after an error on this rank: its peers learn of it at once, every later call throws.
-  void Break(const std::string& why);
+  // Ends the transport after an error, for which a global rank is to blame, which may be this one: its peers
+  // learn of it at once, every later call throws.
+  void Break(int blamed, const std::string& why);
 
   void Start(const std::vector<Message>& messages) override;
 
   // Throws SilentRank when a peer has ended, or nothing has moved for LocalSettings::timeout_seconds; every
   // later call throws the same. Of ranks that wait for one another it names the one that waits for nobody.
-  void Wait() override;
+  void Wait() override { WaitAnd(nullptr); }
+
+  // The same, and calls `meanwhile` at least every few milliseconds, where it is not null.
+  void WaitAnd(const std::function<void()>& meanwhile);
 
 private:
   // In front of every message.
@@ -80,7 +85,7 @@ private:
   bool AdvanceAll();
   void Moved();
   void KeepApart();
-  void Sleep();
+  void Sleep(std::chrono::milliseconds most);
   void CheckPeers();
   void CheckStopped(int peer);
   bool IsDue(int peer) const;
@@ -88,7 +93,7 @@ private:
   [[noreturn]] void FailForSilence();
   [[noreturn]] void Fail(int peer, const std::string& what);
   [[noreturn]] void FailForRank(int global_rank, const std::string& what);
-  void Stop(const std::string& why, int blamed);
+  void Stop(const SilentRank& error, const std::string& reason);
 
   std::shared_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;

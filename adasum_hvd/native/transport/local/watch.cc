@@ -13,8 +13,8 @@ constexpr std::chrono::seconds kToBeRead{2};   // between what is said and the e
 
 } // namespace
 
-Watch::Watch(WatchedLoop loop, std::chrono::seconds timeout)
-    : loop_(std::move(loop)), timeout_(timeout), thread_([this] { Run(); }) {}
+Watch::Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall)
+    : loop_(std::move(loop)), timeout_(timeout), stall_(stall), thread_([this] { Run(); }) {}
 
 Watch::~Watch() {
   {
@@ -31,6 +31,11 @@ void Watch::Include(std::shared_ptr<LocalGroup> group) {
   group_ = std::move(group);
 }
 
+void Watch::Oversee(std::weak_ptr<NetworkTransport> network) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  networks_.push_back(std::move(network));
+}
+
 void Watch::NoteFailure(const std::string& why) {
   std::lock_guard<std::mutex> guard(mutex_);
   failure_ = why;
@@ -42,6 +47,7 @@ void Watch::Run() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (bool said = false; !wake_.wait_for(lock, kBeat, stopped);) {
     Beat();
+    Look();
     const std::string reason = LoopIsStuck() && !said ? Reason() : "";
     if (reason.empty()) {
       continue;
@@ -73,6 +79,16 @@ void Watch::Beat() {
   }
 }
 
+void Watch::Look() {
+  for (auto one = networks_.begin(); one != networks_.end();) {
+    const std::shared_ptr<NetworkTransport> network = one->lock();
+    if (network != nullptr) {
+      network->Look();
+    }
+    one = network == nullptr ? networks_.erase(one) : one + 1;
+  }
+}
+
 bool Watch::LoopIsStuck() {
   if (const int64_t turns = loop_.turns(); turns != turns_) {
     turns_ = turns;
@@ -81,7 +97,21 @@ bool Watch::LoopIsStuck() {
   return without_turn_.Elapsed() >= (loop_.leaving() ? std::min(timeout_, kToShutDown) : timeout_);
 }
 
-std::string Watch::Reason() const {
+std::string Watch::Reason() {
+  const std::string silent = SilentHeart();
+  if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || without_turn_.Elapsed() < stall_) {
+    return silent.empty() ? failure_ : silent;
+  }
+  return "required Horovod's ranks to go on, got nothing of some rank for " + std::to_string(stall_.count()) +
+         " s (ADASUM_HVD_STALL_SECONDS)";
+}
+
+std::string Watch::RankThatDoesNotRun() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return SilentHeart();
+}
+
+std::string Watch::SilentHeart() const {
   for (size_t rank = 0; rank < hearts_.size(); ++rank) {
     if (hearts_[rank].silent >= timeout_) {
       return "required every rank of this host to run, got none of rank " +
@@ -90,7 +120,7 @@ std::string Watch::Reason() const {
              std::to_string(timeout_.count()) + " s (ADASUM_HVD_TIMEOUT_SECONDS)";
     }
   }
-  return failure_;
+  return "";
 }
 
 } // namespace adasum_hvd

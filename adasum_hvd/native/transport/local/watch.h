@@ -12,6 +12,7 @@
 
 #include "transport/idle_clock.h"
 #include "transport/local/bootstrap.h"
+#include "transport/network.h"
 
 namespace adasum_hvd {
 
@@ -23,12 +24,14 @@ struct WatchedLoop {
   std::function<void()> end; // the process
 };
 
-// A thread that shows the other ranks of the host that this process runs, and looks whether theirs do. Ends
+// A thread that shows the other ranks of the host that this process runs, and looks whether theirs do, and
+// after waits over the network. Ends
 // the process when the loop has not turned for the timeout, or for some seconds where this rank is to shut
 // down, and there is a reason: a reduction has failed, or a rank of the host does not run.
 class Watch {
 public:
-  Watch(WatchedLoop loop, std::chrono::seconds timeout);
+  // `stall` ends what has no other end, for whatever reason; 0 does not.
+  Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
@@ -36,6 +39,8 @@ public:
   // The ranks of the host, which must all include one another, until the end.
   void Include(std::shared_ptr<LocalGroup> group);
   void NoteFailure(const std::string& why);
+  std::string RankThatDoesNotRun();                      // on this host, and for how long; or empty
+  void Oversee(std::weak_ptr<NetworkTransport> network); // calls its Look
 
 private:
   // Of a rank, as this one sees it.
@@ -47,17 +52,21 @@ private:
 
   void Run();
   void Beat();
-  std::string Reason() const;
+  void Look();
+  std::string Reason();
+  std::string SilentHeart() const;
   bool LoopIsStuck();
 
   const WatchedLoop loop_;
   const std::chrono::seconds timeout_;
+  const std::chrono::seconds stall_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;
   std::shared_ptr<LocalGroup> group_;
   std::vector<Heart> hearts_; // by rank on the host
   std::string failure_;
+  std::vector<std::weak_ptr<NetworkTransport>> networks_;
   int64_t turns_ = 0;
   IdleClock without_turn_;
   std::thread thread_;

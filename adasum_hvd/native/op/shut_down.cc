@@ -1,0 +1,183 @@
+#include "op/shut_down.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace adasum_hvd {
+namespace {
+
+namespace hvd = horovod::common;
+
+constexpr size_t kMostNames = 5;      // in one message
+constexpr int kUsualLookSeconds = 60; // Horovod's
+
+// What this rank knows of the cause, as it is told to callers; they ask on their own threads.
+std::mutex cause_mutex;
+std::string cause;
+std::string leave;                    // why this process is about to shut down
+std::function<std::string()> witness; // of the background thread
+
+thread_local bool asked_to_leave = false; // this process, by its own script
+
+// Protected members of Horovod's, named through derived classes.
+struct InspectorTables : hvd::StallInspector {
+  static const auto& Waiting(const hvd::StallInspector& inspector) {
+    return inspector.*(&InspectorTables::uncached_tensor_table);
+  }
+  static int ShutDownSeconds(const hvd::StallInspector& inspector) {
+    return inspector.*(&InspectorTables::stall_shutdown_time_seconds);
+  }
+};
+struct QueueTables : hvd::TensorQueue {
+  static std::vector<std::string> Pending(hvd::TensorQueue& queue) {
+    std::lock_guard<std::mutex> guard(queue.*(&QueueTables::mutex_));
+    std::vector<std::string> names;
+    for (const auto& one : queue.*(&QueueTables::tensor_table_)) {
+      names.push_back(one.first);
+    }
+    return names;
+  }
+};
+
+std::string List(std::vector<std::string> names) {
+  std::sort(names.begin(), names.end());
+  std::string text;
+  for (size_t k = 0; k < std::min(names.size(), kMostNames); ++k) {
+    text += (k == 0 ? "" : ", ") + names[k];
+  }
+  return names.size() > kMostNames ? text + " and " + std::to_string(names.size() - kMostNames) + " more"
+                                   : text;
+}
+
+std::string List(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t k = 0; k < ranks.size(); ++k) {
+    text += (k == 0 ? "" : ", ") + std::to_string(ranks[k]);
+  }
+  return text;
+}
+
+std::string PendingNames(hvd::HorovodGlobalState& state) {
+  std::vector<std::string> names;
+  for (const int id : state.process_set_table.Ids()) {
+    const std::vector<std::string> more = QueueTables::Pending(state.process_set_table.Get(id).tensor_queue);
+    names.insert(names.end(), more.begin(), more.end());
+  }
+  return List(names);
+}
+
+void AddCause(const std::string& text) {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  if (cause.find(text) == std::string::npos) {
+    cause += (cause.empty() ? "" : "; ") + text;
+  }
+}
+
+} // namespace
+
+void BoundStalls(hvd::Controller& controller, int seconds) {
+  if (seconds == 0 || std::getenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") != nullptr ||
+      std::getenv("HOROVOD_STALL_CHECK_TIME_SECONDS") != nullptr) {
+    return;
+  }
+  // A tensor that was reduced before takes up to two looks to be seen as one that waits, and a last one to be
+  // found too late.
+  const int look = std::max(1, std::min(kUsualLookSeconds, seconds / 6));
+  controller.GetStallInspector().SetStallWarningTimeSeconds(look);
+  controller.GetStallInspector().SetStallShutdownTimeSeconds(std::max(look, seconds - 3 * look));
+}
+
+bool NoteStalled(hvd::Controller& controller) {
+  const hvd::StallInspector& inspector = controller.GetStallInspector();
+  const std::chrono::seconds limit(InspectorTables::ShutDownSeconds(inspector));
+  const std::vector<int> ranks = GlobalRanks(controller);
+  std::vector<int> blamed;
+  std::vector<std::string> tensors;
+  for (const auto& [name, waiting] : InspectorTables::Waiting(inspector)) {
+    const auto& [ready, since] = waiting;
+    if (std::chrono::steady_clock::now() - since <= limit) {
+      continue;
+    }
+    std::vector<int> there, missing;
+    for (int rank = 0; rank < controller.GetSize(); ++rank) {
+      const bool has = std::find(ready.begin(), ready.end(), rank) != ready.end();
+      (has ? there : missing).push_back(ranks[rank]);
+    }
+    tensors.push_back("tensor \"" + name + "\" (of ranks " + List(there) + ", not of ranks " + List(missing) +
+                      ")");
+    blamed.insert(blamed.end(), missing.begin(), missing.end());
+  }
+  std::sort(blamed.begin(), blamed.end());
+  blamed.erase(std::unique(blamed.begin(), blamed.end()), blamed.end());
+  const std::string why = "required every rank to submit the same tensors, got for more than " +
+                          std::to_string(limit.count()) + " s " + List(tensors) +
+                          "; call the same operations on all ranks, or raise ADASUM_HVD_STALL_SECONDS";
+  AddCause(why);
+  const auto networks = KnownNetworks();
+  if (const auto found = networks.find(&controller); found != networks.end()) {
+    found->second->Tell({blamed, why});
+  }
+  return true;
+}
+
+void Leave(const std::string& why) {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  leave = why;
+}
+
+bool NoteLeaving(hvd::Controller& controller, bool leaving) {
+  asked_to_leave = leaving;
+  if (leaving) {
+    std::lock_guard<std::mutex> guard(cause_mutex);
+    const auto networks = KnownNetworks();
+    if (const auto found = networks.find(&controller); !leave.empty() && found != networks.end()) {
+      found->second->Tell({{GlobalRanks(controller)[controller.GetRank()]}, leave});
+    }
+  }
+  return true;
+}
+
+hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& horovods) {
+  const auto networks = KnownNetworks(); // of Horovod's background thread alone
+  const std::string pending = networks.empty() ? "" : PendingNames(state);
+  if (const std::string seen = networks.empty() || !witness ? "" : witness(); !seen.empty()) {
+    AddCause(seen);
+  }
+  for (const auto& [controller, network] : networks) {
+    std::vector<int> gone;
+    if (!asked_to_leave) {
+      gone = network->Tell({{}, "it waited for " + (pending.empty() ? "nothing" : pending)});
+    }
+    for (const auto& [rank, words] : network->Listen()) {
+      if (!words.Blamed().empty()) {
+        AddCause("rank " + std::to_string(rank) + " says: " + words.why);
+      }
+      gone.erase(std::remove(gone.begin(), gone.end(), rank), gone.end());
+    }
+    if (!gone.empty()) {
+      AddCause("ranks " + List(gone) + " have gone");
+    }
+  }
+  if (!pending.empty()) {
+    AddCause("rank " + std::to_string(state.global_controller->GetRank()) + " waited for " + pending);
+  }
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
+}
+
+void NoteFailure(const std::string& why) { AddCause(why); }
+
+void SetWitness(std::function<std::string()> one) { witness = std::move(one); }
+
+void ForgetFailures() {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  cause.clear();
+  leave.clear();
+  witness = nullptr;
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,42 @@
+// Why Horovod shuts down, in the errors that its callers get.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "horovod/common/common.h"
+#include "horovod/common/controller.h"
+#include "horovod/common/global_state.h"
+#include "op/network.h"
+
+namespace adasum_hvd {
+
+// Bounds how long ranks wait for one another before a tensor is reduced, gathered or broadcast, where Horovod
+// would for ever: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, when that is not set. Horovod looks now and then;
+// after `seconds` it has found any tensor that some rank has not submitted. 0 leaves it as it is.
+void BoundStalls(horovod::common::Controller& controller, int seconds);
+
+// On the coordinator, when Horovod is to shut down for tensors that some ranks have not submitted: keeps and
+// tells the other ranks which, and who. True.
+bool NoteStalled(horovod::common::Controller& controller);
+
+// Why this process is about to shut down; the others hear it when it does.
+void Leave(const std::string& why);
+
+// In every turn of Horovod's loop; `leaving` when this process is to shut down. True.
+bool NoteLeaving(horovod::common::Controller& controller, bool leaving);
+
+// Horovod's own error, and what this rank knows of the cause.
+horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
+                                      const horovod::common::Status& horovods);
+
+// A reduction of this rank has failed.
+void NoteFailure(const std::string& why);
+
+// Asked when Horovod shuts down: what is wrong with a rank, or an empty string.
+void SetWitness(std::function<std::string()> witness);
+
+// Horovod starts anew.
+void ForgetFailures();
+
+} // namespace adasum_hvd

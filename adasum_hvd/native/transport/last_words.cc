@@ -1,0 +1,51 @@
+#include "transport/last_words.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
+namespace adasum_hvd {
+
+LastWords::LastWords(const std::vector<int>& ranks, const std::string& reason) {
+  const size_t count = std::min(ranks.size(), std::size(blamed) - 1);
+  std::copy_n(ranks.begin(), count, blamed);
+  blamed[count] = -1;
+  std::strncpy(why, reason.c_str(), sizeof why - 1);
+}
+
+std::vector<int> LastWords::Blamed() const {
+  return {blamed, std::find(std::begin(blamed), std::end(blamed), -1)};
+}
+
+Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited, const std::string& why) {
+  struct Link {
+    int rank;
+    std::string why;
+  };
+  std::vector<Link> chain;
+  for (int rank : awaited) {
+    chain.push_back({rank, why});
+  }
+  for (size_t k = 0; k < chain.size(); ++k) { // which grows
+    const auto words = heard.find(chain[k].rank);
+    if (words == heard.end()) {
+      return {chain[k].rank, chain[k].why, false};
+    }
+    if (words->second.Blamed().empty()) {
+      return {chain[k].rank, words->second.why, true};
+    }
+    for (int next : words->second.Blamed()) {
+      if (next == chain[k].rank) {
+        return {next, std::string("a reduction failed there: ") + words->second.why, true};
+      }
+      const bool known =
+          std::any_of(chain.begin(), chain.end(), [&](const Link& link) { return link.rank == next; });
+      if (next != here && !known) {
+        chain.push_back({next, "rank " + std::to_string(chain[k].rank) + " says: " + words->second.why});
+      }
+    }
+  }
+  return {chain.front().rank, "the ranks wait for one another", true};
+}
+
+} // namespace adasum_hvd

@@ -1,0 +1,142 @@
+"""What happens to one rank of a job, by phase and transport, and how soon the others know.
+
+`python tests/parallel/faults.py` goes through all of it and prints the table of
+docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import command, environment, run_launcher
+
+JOB = Path(__file__).with_name("faults_job.py")
+RANKS = 3
+VICTIM = 1
+SILENCE_SECONDS = 3  # ADASUM_HVD_TIMEOUT_SECONDS, 30 unless set
+STALL_SECONDS = 12  # ADASUM_HVD_STALL_SECONDS, 600 unless set
+GLOO_SECONDS = 5  # HOROVOD_GLOO_TIMEOUT_SECONDS, of Horovod's own negotiation
+
+TRANSPORTS = {
+    "shared memory, Gloo": ("gloo", "auto"),
+    "shared memory, MPI": ("mpi", "auto"),
+    "Gloo": ("gloo", "off"),
+    "MPI": ("mpi", "off"),
+}
+FAULTS = {
+    "memory": "its memory runs out",
+    "raise": "its script raises",
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP",
+    "missing": "it never submits the tensor",
+}
+PHASES = {
+    "memory": ("exchange",),
+    "raise": ("negotiation",),
+    "kill": ("negotiation", "exchange", "gather"),
+    "stop": ("negotiation", "exchange", "gather"),
+    "missing": ("negotiation",),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to rank 1, where it is then, and how the ranks reach each other."""
+
+    transport: str
+    fault: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.transport}-{self.fault}-{self.phase}".replace(",", "").replace(" ", "-").lower()
+
+
+@dataclass(frozen=True)
+class Consequence:
+    """What the other ranks learned.
+
+    Attributes:
+        status: the launcher's.
+        errors: by rank, of those that lived to see one.
+        seconds: by rank, from the fault to the error.
+        job_seconds: from the fault to the end of the job, the victim's process included.
+        output: what the launcher and the ranks said.
+        victim_left: whether the victim's process was there at the end.
+    """
+
+    status: int
+    errors: dict[int, str]
+    seconds: dict[int, float]
+    job_seconds: float
+    output: str
+    victim_left: bool
+
+
+EVERY = [
+    Fault(transport, fault, phase)
+    for fault, phases in PHASES.items()
+    for phase in phases
+    for transport in TRANSPORTS
+]
+
+
+def run(fault: Fault) -> Consequence:
+    """Start a job of three ranks, let it happen, and return what came of it."""
+    backend, local = TRANSPORTS[fault.transport]
+    variables = environment(
+        (
+            ("ADASUM_HVD_LOCAL", local),
+            ("ADASUM_HVD_TIMEOUT_SECONDS", str(SILENCE_SECONDS)),
+            ("ADASUM_HVD_STALL_SECONDS", str(STALL_SECONDS)),
+            ("HOROVOD_GLOO_TIMEOUT_SECONDS", str(GLOO_SECONDS)),
+        )
+    )
+    with tempfile.TemporaryDirectory(prefix="adasum-fault-") as name:
+        folder = Path(name)
+        words = [*command(backend, RANKS), sys.executable, str(JOB)]
+        words += [fault.fault, fault.phase, str(folder)]
+        status, output = run_launcher(words, variables, 120)
+        struck, victim = (folder / "fault").read_text().split()
+        gone_by = time.monotonic() + 20  # the launchers ask first, and kill later
+        while runs := Path("/proc", victim).exists():
+            if time.monotonic() > gone_by:
+                break
+            time.sleep(0.05)
+        ended = time.clock_gettime(time.CLOCK_MONOTONIC)
+        reports = {
+            int(path.stem.removeprefix("rank-")): json.loads(path.read_text())
+            for path in folder.glob("rank-*.json")
+        }
+    return Consequence(
+        status,
+        {rank: report["error"] for rank, report in reports.items()},
+        {rank: report["seconds_at"] - float(struck) for rank, report in reports.items()},
+        ended - float(struck),
+        output,
+        runs,
+    )
+
+
+def row(fault: Fault, consequence: Consequence) -> str:
+    """Return a line of the table: fault, phase, transport, seconds to error and end, words."""
+    seconds = [v for k, v in consequence.seconds.items() if k != VICTIM]
+    known = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "ended first"
+    words = next((e for k, e in sorted(consequence.errors.items()) if k != VICTIM), "")
+    return (
+        f"| {FAULTS[fault.fault]} | {fault.phase} | {fault.transport} | {known} | "
+        f"{consequence.job_seconds:.1f} | {words} |"
+    )
+
+
+if __name__ == "__main__":
+    print("| rank 1 | in | transport | error after, s | job ended, s | error |")
+    print("|---|---|---|---|---|---|")
+    wanted = sys.argv[1:]
+    for one in EVERY:
+        if not wanted or str(one) in wanted:
+            print(row(one, run(one)), flush=True)

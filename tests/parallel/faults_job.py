@@ -1,0 +1,100 @@
+"""A rank of a job in which something happens to one rank; the others write what they learn, and when.
+
+faults_job.py FAULT PHASE FOLDER: what happens to rank 1, and where it is then. The victim writes the
+time to FOLDER/fault, every other rank its error and the time to FOLDER/rank-R.json.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+import adasum_hvd.torch as hvd
+
+VICTIM = 1
+FAULT, PHASE, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+# What the op holds must be more than malloc may have in reserve.
+ELEMENTS = 50_000_000 if FAULT == "memory" else 20_000_000
+
+
+def now() -> float:
+    """Return seconds on a clock that all processes of this machine share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def strike() -> None:
+    """Let it happen to this process."""
+    (FOLDER / "fault").write_text(f"{now()} {os.getpid()}")
+    if FAULT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif FAULT == "raise":
+        raise RuntimeError("the training step of rank 1 failed")
+
+
+def strike_in_phase(begun: threading.Event) -> None:
+    """Strike when this rank's op is in a phase of a reduction; read from its counters."""
+    before = hvd.counters()
+    begun.set()
+    while True:
+        counters = hvd.counters()
+        inside = counters.calls > before.calls
+        if PHASE == "gather":
+            inside = counters.exchange_nanoseconds > before.exchange_nanoseconds
+        if inside:
+            strike()
+            return
+
+
+def limit_memory() -> None:
+    """Let the op's next allocation of many bytes fail."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 20_000_000
+    (FOLDER / "fault").write_text(f"{now()} {os.getpid()}")
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
+def reduce() -> None:
+    """Reduce what the ranks have in common, with the fault on one of them."""
+    tensor = torch.full((ELEMENTS,), 1.0 + hvd.rank())
+    if hvd.rank() != VICTIM:
+        hvd.allreduce_(tensor, op=hvd.Adasum, name="gradient")
+        return
+    if PHASE == "negotiation":
+        strike()
+        if FAULT == "missing":
+            time.sleep(3600)
+    elif FAULT == "memory":
+        limit_memory()
+    else:
+        begun = threading.Event()
+        threading.Thread(target=strike_in_phase, args=(begun,), daemon=True).start()
+        begun.wait()
+    hvd.allreduce_(tensor, op=hvd.Adasum, name="gradient")
+
+
+def main() -> None:
+    """Run until there is an error, and write it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers end the others early
+    hvd.init()
+    hvd.allreduce(torch.ones(1000), op=hvd.Adasum, name="small")
+    hvd.barrier()
+    try:
+        reduce()
+    except HorovodInternalError as error:
+        report = {"seconds_at": now(), "error": str(error)}
+        (FOLDER / f"rank-{hvd.rank()}.json").write_text(json.dumps(report))
+        os._exit(1)
+    print("DONE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Whatever happens to one rank, the others learn of it in time, and of which rank; the job ends.
+
+The whole table is in tests/soak/test_faults.py; here is a row of each kind.
+"""
+
+import pytest
+from faults import Fault
+from faults_told import check
+
+CHOSEN = [
+    Fault("shared memory, Gloo", "memory", "exchange"),
+    Fault("Gloo", "memory", "exchange"),
+    Fault("MPI", "memory", "exchange"),
+    Fault("Gloo", "kill", "gather"),
+    Fault("Gloo", "missing", "negotiation"),
+    Fault("MPI", "missing", "negotiation"),
+]
+
+
+@pytest.mark.parametrize("fault", CHOSEN, ids=str)
+def test_the_others_know(fault: Fault) -> None:
+    check(fault)
