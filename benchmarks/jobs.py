@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ LIMIT_SECONDS = 1800
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "horovod", "adasum-hvd")
 
 
-def launcher(backend: str, ranks: int, hosts: Hosts | None = None) -> list[str]:
-    """Return the words in front of the program's; with `hosts`, ranks are spread evenly."""
+def launcher(
+    backend: str, ranks: int, hosts: Hosts | None = None, slots: Sequence[int] = ()
+) -> list[str]:
+    """Return the words in front of the program's.
+
+    With `hosts`, ranks are spread evenly, or `slots` says how many each host has.
+    """
     words = {
         "gloo": [str(BIN / "horovodrun"), "--gloo"],
         "mpi": [str(BIN / "mpirun")],
@@ -31,8 +37,9 @@ def launcher(backend: str, ranks: int, hosts: Hosts | None = None) -> list[str]:
     words += ["-np", str(ranks)]
     if not hosts:
         return words if backend == "gloo" else [*words, "--oversubscribe"]
-    each = ranks // len(hosts.names)
-    words += ["-H", ",".join(f"{name}:{each}" for name in hosts.names)]
+    slots = slots or [ranks // len(hosts.names)] * len(hosts.names)
+    places = zip(hosts.names, slots, strict=True)
+    words += ["-H", ",".join(f"{name}:{each}" for name, each in places)]
     if backend == "gloo":
         words += ["--network-interfaces", INTERFACE]
     else:

@@ -49,6 +49,28 @@ def test_ranks_know_their_hosts(two_by_two: Outcome) -> None:
         assert path.startswith("levels of 2 x 2 ranks; inside a host shared memory")
 
 
+UNEVEN = ["case_every_dtype_and_size", "case_process_set", "case_path"]
+
+
+@pytest.fixture(scope="module", params=["gloo", "mpi"])
+def three_and_one(request: pytest.FixtureRequest, two_hosts: Hosts) -> Outcome:
+    two_hosts.offload(True)
+    path = (("PATH", jobs.search_path(two_hosts)),)
+    launcher = jobs.launcher(request.param, 4, two_hosts, slots=(3, 1))
+    configuration = Configuration(CASES, request.param, 4, path)
+    return launch(configuration, launcher, only=UNEVEN)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_case_on_uneven_hosts(three_and_one: Outcome, name: str) -> None:
+    three_and_one.check(name, 4)
+
+
+def test_uneven_hosts_share_memory(three_and_one: Outcome) -> None:
+    for path in three_and_one.results("case_path").values():
+        assert path.startswith("inside a host shared memory")
+
+
 @pytest.mark.parametrize(
     ("radices", "times"), [("auto", 1), ("flat", 2)], ids=["levels", "flat"]
 )

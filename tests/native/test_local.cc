@@ -151,6 +151,27 @@ void FailedPeerIsNamed() {
   });
 }
 
+// A peer that writes nonsense over its positions does not get others to read or write elsewhere.
+void NonsenseInPositionsIsRefused() {
+  std::vector<char> memory(64);
+  RingPositions positions;
+  Ring ring(memory.data(), 64, positions);
+  ring.Write(memory.data(), 40);
+  Check(ring.Space() == 24 && ring.Unread() == 40, "a ring in order");
+  for (const uint64_t read : {uint64_t{41}, ~uint64_t{0}}) {
+    positions.read = read;
+    for (const auto ask : {&Ring::Space, &Ring::Unread}) {
+      bool refused = false;
+      try {
+        (ring.*ask)();
+      } catch (const std::runtime_error&) {
+        refused = true;
+      }
+      Check(refused, "read up to " + std::to_string(read));
+    }
+  }
+}
+
 // Being woken is no progress: what counts is the time.
 void SilentPeerThatWakesOthersIsNamed() {
   Board board(2);

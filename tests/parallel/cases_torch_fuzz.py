@@ -102,7 +102,7 @@ def _check(got: torch.Tensor, inputs: list[torch.Tensor], factor: float, members
     assert error <= TOLERANCE[got.dtype] * scale + smallest, f"error {error / scale}"
 
 
-def _round(number: int) -> list[torch.Tensor]:
+def reduce_round(number: int) -> list[torch.Tensor]:
     """Reduce what round `number` draws; return the results, none outside the process set."""
     draw = np.random.default_rng([2026, number])
     process_set = SETS[draw.integers(len(SETS))]
@@ -144,7 +144,7 @@ def _round(number: int) -> list[torch.Tensor]:
 def case_drawn_at_random() -> None:
     results = []
     for number in range(FIRST, FIRST + ROUNDS):
-        results += _round(number)
+        results += reduce_round(number)
     check_same_everywhere(results)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 
 import numpy as np
 import process_sets
@@ -30,7 +31,9 @@ def start() -> None:
     global EVENS
     if hvd.size() > 1:
         EVENS = process_sets.of(*range(0, hvd.size(), 2))
-    HOSTS[:] = hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one"))
+    HOSTS[:] = hvd.allgather_object(
+        os.environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+    )
 
 
 def tensor_of(

@@ -53,7 +53,11 @@ class Fault:
     phase: str
 
     def __str__(self) -> str:
-        return f"{self.transport}-{self.fault}-{self.phase}".replace(",", "").replace(" ", "-").lower()
+        return (
+            f"{self.transport}-{self.fault}-{self.phase}".replace(",", "")
+            .replace(" ", "-")
+            .lower()
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def run(fault: Fault) -> Consequence:
         folder = Path(name)
         words = [*command(backend, RANKS), sys.executable, str(JOB)]
         words += [fault.fault, fault.phase, str(folder)]
-        status, output = run_launcher(words, variables, 120)
+        status, output = run_launcher(words, variables, 180)
         struck, victim = (folder / "fault").read_text().split()
         gone_by = time.monotonic() + 20  # the launchers ask first, and kill later
         while runs := Path("/proc", victim).exists():
@@ -115,11 +119,67 @@ def run(fault: Fault) -> Consequence:
     return Consequence(
         status,
         {rank: report["error"] for rank, report in reports.items()},
-        {rank: report["seconds_at"] - float(struck) for rank, report in reports.items()},
+        {
+            rank: report["seconds_at"] - float(struck)
+            for rank, report in reports.items()
+        },
         ended - float(struck),
         output,
         runs,
     )
+
+
+def seconds_allowed(fault: Fault) -> float:
+    """Return how long the others may wait, by docs/reliability.md, on a machine of our own."""
+    if fault.fault == "missing":
+        return STALL_SECONDS
+    if fault.fault != "stop":
+        return 2.0
+    if fault.phase != "negotiation":
+        return SILENCE_SECONDS + 2.0
+    backend, local = TRANSPORTS[fault.transport]
+    if backend == "gloo":
+        return GLOO_SECONDS + 2.0
+    return (SILENCE_SECONDS if local != "off" else STALL_SECONDS) + 4.0
+
+
+def is_named(fault: Fault) -> bool:
+    """Return whether the others can know which rank it was."""
+    # Gloo closes its connections to all ranks where one is silent; Horovod's wait over MPI, all.
+    silent = fault.fault == "stop" and fault.phase == "negotiation"
+    return not silent or TRANSPORTS[fault.transport][1] != "off"
+
+
+def check(fault: Fault, consequence: Consequence) -> None:
+    """Check that the others learned of it in time, and of which rank; and that all ended.
+
+    Raises:
+        AssertionError: with what was said.
+    """
+    said = f"{consequence.errors}\n{consequence.output[-3000:]}"
+    assert consequence.status != 0, said
+    assert "DONE" not in consequence.output, said
+    assert "killed after" not in consequence.output, said
+    assert not consequence.victim_left, "the victim's process stays"
+    others = {r: e for r, e in consequence.errors.items() if r != VICTIM}
+    backend, _ = TRANSPORTS[fault.transport]
+    # mpirun ends a job that loses a process; a wait of Horovod's over MPI ends with the process.
+    ends_first = backend == "mpi" and (
+        fault.fault == "kill" or (fault.fault, fault.phase) == ("stop", "negotiation")
+    )
+    words = list(others.values())
+    if ends_first:
+        words.append(consequence.output)
+    else:
+        assert sorted(others) == [r for r in range(RANKS) if r != VICTIM], said
+    if is_named(fault):
+        assert any("rank 1" in text or "ranks 1" in text for text in words), said
+        assert ends_first or all("1" in text for text in words), said
+    # Shared machines are slow at times: what is checked is that there is an end, not its tenths.
+    slack = 3 * seconds_allowed(fault) + 10
+    for rank in others:
+        assert consequence.seconds[rank] <= slack, (rank, consequence.seconds)
+    assert consequence.job_seconds <= slack + 30, consequence.job_seconds
 
 
 def row(fault: Fault, consequence: Consequence) -> str:

@@ -1,7 +1,7 @@
-"""A rank of a job in which something happens to one rank; the others write what they learn, and when.
+"""A rank of a job in which something happens to rank 1; the others write what they learn, and when.
 
-faults_job.py FAULT PHASE FOLDER: what happens to rank 1, and where it is then. The victim writes the
-time to FOLDER/fault, every other rank its error and the time to FOLDER/rank-R.json.
+faults_job.py FAULT PHASE FOLDER: what happens, and where rank 1 is then. It writes the time to
+FOLDER/fault, every rank its error and the time to FOLDER/rank-R.json.
 """
 
 import json

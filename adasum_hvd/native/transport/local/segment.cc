@@ -41,7 +41,15 @@ void Bell::SleepUnlessWoken(uint32_t seen, std::chrono::milliseconds limit) {
   syscall(SYS_futex, &wakes, FUTEX_WAIT, seen, &longest, nullptr, 0);
 }
 
-int64_t Ring::Space() const { return capacity_ - static_cast<int64_t>(written() - read()); }
+// What a peer has written into its own positions is not trusted to stay inside the ring.
+int64_t Ring::Filled(uint64_t written, uint64_t read) const {
+  if (written - read > static_cast<uint64_t>(capacity_)) {
+    throw std::runtime_error("AdaSum: shared memory holds positions that no rank has written");
+  }
+  return static_cast<int64_t>(written - read);
+}
+
+int64_t Ring::Space() const { return capacity_ - Filled(written(), read()); }
 
 void Ring::Write(const void* from, int64_t bytes) {
   const int64_t offset = static_cast<int64_t>(written() % capacity_);
@@ -51,9 +59,7 @@ void Ring::Write(const void* from, int64_t bytes) {
   positions_.written.store(written() + bytes, std::memory_order_release);
 }
 
-int64_t Ring::Unread() const {
-  return static_cast<int64_t>(positions_.written.load(std::memory_order_acquire) - read());
-}
+int64_t Ring::Unread() const { return Filled(positions_.written.load(std::memory_order_acquire), read()); }
 
 void Ring::Peek(void* to, int64_t bytes) const {
   const int64_t offset = static_cast<int64_t>(read() % capacity_);

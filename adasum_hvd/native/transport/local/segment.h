@@ -40,6 +40,7 @@ public:
   Ring(char* memory, int64_t capacity, RingPositions& positions)
       : memory_(memory), capacity_(capacity), positions_(positions) {}
 
+  // Throws, as Unread, where the positions make no sense.
   int64_t Space() const; // for the writer
   void Write(const void* from, int64_t bytes);
   uint64_t written() const { return positions_.written.load(std::memory_order_relaxed); }
@@ -50,6 +51,8 @@ public:
   uint64_t read() const { return positions_.read.load(std::memory_order_acquire); }
 
 private:
+  int64_t Filled(uint64_t written, uint64_t read) const;
+
   char* memory_;
   int64_t capacity_;
   RingPositions& positions_;
