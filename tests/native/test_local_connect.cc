@@ -270,11 +270,22 @@ void MemoryKeepsItsSize() {
   Check(false, "memory that may shrink was mapped");
 }
 
+// The memory of all rings of a host does not grow with the square of its ranks.
+void RingsFitManyRanks() {
+  Check(RingBytes(1) == 256 << 10 && RingBytes(16) == 256 << 10, "few ranks");
+  for (const int64_t ranks : {17, 64, 100, 128}) {
+    const int64_t bytes = RingBytes(static_cast<int>(ranks));
+    Check(bytes % 64 == 0 && bytes * ranks * ranks <= 64 << 20, std::to_string(ranks) + " ranks");
+  }
+  Check(RingBytes(1000) == 4 << 10, "very many ranks");
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
   return RunTests(argc, argv,
                   {
+                      {"rings fit many ranks", RingsFitManyRanks},
                       {"all ranks or none", AllOrNone},
                       {"strangers are refused", StrangersAreRefused},
 #if !defined(__SANITIZE_THREAD__)

@@ -1,5 +1,6 @@
 // The parts of a reduction on the host: what goes over the wire, plans, placement, slices, threads, settings
 // and roundings.
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -107,6 +108,19 @@ void LevelsKeepBytesInsideTheHost() {
           "more bytes than n/2 to another host");
     Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * 1.5 * n, "more bytes than n + n/2");
   });
+}
+
+// Every process plans once; a cluster of tens of thousands must not wait for it.
+void PlansOfManyRanksAreQuick() {
+  std::vector<int> hosts;
+  for (int rank = 0; rank < 32768; ++rank) {
+    hosts.push_back(rank / 8);
+  }
+  const auto started = std::chrono::steady_clock::now();
+  const std::vector<GroupPlan> planned = PlanLevels(hosts, GroupOp::kAdasum, 0, 1234, {});
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - started;
+  Check(planned.size() > 1, "one level over 32768 ranks");
+  Check(seconds.count() < 60, "it took " + std::to_string(seconds.count()) + " s");
 }
 
 void PlansFollowHostsAndCosts() {
@@ -364,6 +378,7 @@ int main(int argc, char** argv) {
                       {"blame is followed", BlameIsFollowed},
                       {"levels keep bytes inside the host", LevelsKeepBytesInsideTheHost},
                       {"plans follow hosts and costs", PlansFollowHostsAndCosts},
+                      {"plans of many ranks are quick", PlansOfManyRanksAreQuick},
                       {"workers do every job once", WorkersDoEveryJobOnce},
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
                       {"workers do with fewer threads", WorkersDoWithFewerThreads},

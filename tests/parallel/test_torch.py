@@ -116,7 +116,7 @@ def test_same_bits(outcome_of, one: Configuration, other: Configuration) -> None
         (TWO_HOSTS, "levels of 2 x 2 ranks; inside a host shared memory"),
         (GLOO_4, "shared memory"),
         (GLOO_3, "network (ADASUM_HVD_LOCAL=off)"),
-        (UNEQUAL_HOSTS, "network"),
+        (UNEQUAL_HOSTS, "inside a host shared memory"),
     ],
     ids=str,
 )

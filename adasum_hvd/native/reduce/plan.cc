@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace adasum_hvd {
 namespace {
@@ -73,24 +74,6 @@ std::vector<int> GroupOf(int place, int stride, int radix) {
   return group;
 }
 
-// The largest share of a rank's peers in a level that are on other hosts.
-double ShareAway(const Order& order, const std::vector<int>& hosts, int stride, int radix) {
-  int most = 0;
-  for (int place = 0; place < static_cast<int>(hosts.size()); ++place) {
-    if (place / stride % radix != 0) {
-      continue; // not the first of its group
-    }
-    std::map<int, int> on_host;
-    for (int member : GroupOf(place, stride, radix)) {
-      ++on_host[hosts[order.ranks[member]]];
-    }
-    for (const auto& [host, count] : on_host) {
-      most = std::max(most, radix - count);
-    }
-  }
-  return static_cast<double>(most) / std::max(radix - 1, 1);
-}
-
 int MostOnOneHost(const std::vector<int>& hosts) {
   std::map<int, int> count;
   int most = 0;
@@ -100,14 +83,54 @@ int MostOnOneHost(const std::vector<int>& hosts) {
   return most;
 }
 
-double Seconds(const std::vector<int>& radices, const Order& order, const std::vector<int>& hosts) {
-  const int sharing = MostOnOneHost(hosts);
+// Where ranks and hosts are in an order; what the costs ask of it again and again is kept.
+class Cluster {
+public:
+  Cluster(const Order& order, const std::vector<int>& hosts)
+      : order_(order), hosts_(hosts), most_on_one_host_(MostOnOneHost(hosts)) {}
+
+  int most_on_one_host() const { return most_on_one_host_; }
+
+  // The largest share of a rank's peers in a level that are on other hosts.
+  double ShareAway(int stride, int radix) {
+    const auto [known, is_new] = shares_.try_emplace({stride, radix}, 0.0);
+    if (is_new) {
+      known->second = static_cast<double>(MostAway(stride, radix)) / std::max(radix - 1, 1);
+    }
+    return known->second;
+  }
+
+private:
+  int MostAway(int stride, int radix) const {
+    int most = 0;
+    for (int place = 0; place < static_cast<int>(hosts_.size()); ++place) {
+      if (place / stride % radix != 0) {
+        continue; // not the first of its group
+      }
+      std::map<int, int> on_host;
+      for (int member : GroupOf(place, stride, radix)) {
+        ++on_host[hosts_[order_.ranks[member]]];
+      }
+      for (const auto& [host, count] : on_host) {
+        most = std::max(most, radix - count);
+      }
+    }
+    return most;
+  }
+
+  const Order& order_;
+  const std::vector<int>& hosts_;
+  const int most_on_one_host_;
+  std::map<std::pair<int, int>, double> shares_; // by stride and radix
+};
+
+double Seconds(const std::vector<int>& radices, Cluster& cluster) {
   double total = 0, n = kBytes;
   int stride = 1;
   for (int radix : radices) {
-    const double away = ShareAway(order, hosts, stride, radix);
+    const double away = cluster.ShareAway(stride, radix);
     stride *= radix;
-    const double speed = away > 0 ? kBandwidth / sharing / away : kLocalBandwidth;
+    const double speed = away > 0 ? kBandwidth / cluster.most_on_one_host() / away : kLocalBandwidth;
     const double messages = 2.0 * (radix - 1) + std::log2(stride);
     const double pairs = n / kElementBytes / radix * (0.5 * radix * (radix + 1) + radix);
     total += messages * (away > 0 ? kLatency : kLocalLatency) + 2 * n * (radix - 1) / radix / speed +
@@ -119,8 +142,9 @@ double Seconds(const std::vector<int>& radices, const Order& order, const std::v
 
 Division Cheapest(const Order& order, const std::vector<int>& hosts) {
   const int size = static_cast<int>(hosts.size());
+  Cluster cluster(order, hosts);
   Division best = {{size}, 1};
-  double lowest = Seconds(best.radices, order, hosts);
+  double lowest = Seconds(best.radices, cluster);
   for (const std::vector<int>& inner : Factors(order.group)) {
     if (inner.size() > 1 && order.group <= kLargestUnsplitOnHost) {
       continue;
@@ -128,7 +152,7 @@ Division Cheapest(const Order& order, const std::vector<int>& hosts) {
     for (const std::vector<int>& outer : Factors(size / order.group)) {
       Division cut = {inner, inner.size()};
       cut.radices.insert(cut.radices.end(), outer.begin(), outer.end());
-      const double seconds = Seconds(cut.radices, order, hosts);
+      const double seconds = Seconds(cut.radices, cluster);
       if (seconds < lowest) {
         lowest = seconds;
         best = std::move(cut);
@@ -189,7 +213,7 @@ std::vector<GroupPlan> PlanLevels(const std::vector<int>& hosts, GroupOp group_o
       planned.group.push_back(order.ranks[member]);
     }
     planned.tree = BuildTree(std::vector<int>(radix, 0), level < cut.inner ? group_op : GroupOp::kAdasum, 0);
-    planned.on_one_host = ShareAway(order, hosts, stride, radix) == 0;
+    planned.on_one_host = Cluster(order, hosts).ShareAway(stride, radix) == 0;
     levels.push_back(std::move(planned));
     stride *= radix;
   }

@@ -287,6 +287,12 @@ void AgreeOnReading(LocalGroup& group, LocalMode mode, const AllgatherTwo& allga
 
 } // namespace
 
+int64_t RingBytes(int ranks) {
+  constexpr int64_t kGranule = 64, kAllRings = 64 << 20;
+  const int64_t share = kAllRings / ranks / ranks / kGranule * kGranule;
+  return std::clamp<int64_t>(share, 4 << 10, 256 << 10);
+}
+
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   std::swap(value_, other.value_);
   return *this;
@@ -333,12 +339,13 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   group->peers.resize(size);
   group->global_ranks = global_ranks;
   group->settings = settings;
+  group->settings.ring_bytes = settings.ring_bytes > 0 ? settings.ring_bytes : RingBytes(size);
 
   int name = kNoName;
   Descriptor listening;
   const int nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
   try {
-    group->mine = std::make_unique<LocalSegment>(size, settings.ring_bytes);
+    group->mine = std::make_unique<LocalSegment>(size, group->settings.ring_bytes);
     listening = Listen(size, name);
   } catch (const std::exception& error) {
     why_not = error.what();

@@ -20,10 +20,13 @@ enum class LocalMode {
 
 struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
-  int64_t ring_bytes = 256 << 10; // shared memory per ordered pair of ranks; a multiple of 64
-  int timeout_seconds = 30;       // without any progress, before a wait ends in an error
-  int handshake_seconds = 10;     // for connecting
+  int64_t ring_bytes = 0;     // shared memory per ordered pair of ranks, a multiple of 64; 0: RingBytes
+  int timeout_seconds = 30;   // without any progress, before a wait ends in an error
+  int handshake_seconds = 10; // for connecting
 };
+
+// What is good for so many ranks of a host: their rings have 64 MiB together at most, up to 128 ranks.
+int64_t RingBytes(int ranks);
 
 // A descriptor that is closed with its owner.
 class Descriptor {
