@@ -18,9 +18,9 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd import binding, messages, ops, topology
-from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd import agreement, binding, messages, ops, topology
 from adasum_hvd.options import ProcessSet
+from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 
@@ -45,18 +45,37 @@ def init(
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
         ValueError: a setting is invalid.
-        NotImplementedError: the job is elastic.
 
     Collective: every rank calls it; blocks until all have.
     """
-    refuse_elastic("init()")
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
+    start(*args, **kwargs)
+
+
+def start(*args: Any, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`, as an elastic job does again.
+
+    Arguments and errors: as :func:`init`.
+
+    Collective: every rank; blocks until all have.
+    """
     mpi_ops.init(*args, **kwargs)
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )
+
+
+def agree() -> None:
+    """Check that all ranks work with the same settings. Collective; blocks.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    mine = agreement.comparable(settings())
+    theirs = allgather_object(mine, name="adasum.settings")
+    agreement.compare_settings(theirs, mpi_ops.rank())
 
 
 def settings() -> dict[str, object]:

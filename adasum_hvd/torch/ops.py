@@ -51,6 +51,16 @@ def init(
     """
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
+    start(*args, **kwargs)
+
+
+def start(*args: Any, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`, as an elastic job does again.
+
+    Arguments and errors: as :func:`init`.
+
+    Collective: every rank; blocks until all have.
+    """
     mpi_ops.init(*args, **kwargs)
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
