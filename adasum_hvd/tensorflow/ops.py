@@ -8,6 +8,7 @@ handles. It relies on `mpi_ops._allreduce`, as it is in Horovod 0.28.1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd import agreement, binding, messages, ops, topology
+from adasum_hvd import agreement, binding, messages, ops, rendezvous, topology
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
@@ -53,14 +54,20 @@ def init(
     start(*args, **kwargs)
 
 
-def start(*args: Any, **kwargs: Any) -> None:
-    """Start Horovod with the groups of the last :func:`init`, as an elastic job does again.
+def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`.
 
-    Arguments and errors: as :func:`init`.
+    Args:
+        *args: as `mpi_ops.init`.
+        again: with the ranks that an elastic job has now.
+        **kwargs: as `mpi_ops.init`.
+
+    Raises:
+        ValueError: as :func:`init`.
 
     Collective: every rank; blocks until all have.
     """
-    mpi_ops.init(*args, **kwargs)
+    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()

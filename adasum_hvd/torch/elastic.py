@@ -144,4 +144,4 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
 def _restart() -> None:
     mpi_ops.shutdown()
-    ops.start()
+    ops.start(again=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, binding, messages, ops, topology
+from adasum_hvd import agreement, binding, messages, ops, rendezvous, topology
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -54,14 +54,20 @@ def init(
     start(*args, **kwargs)
 
 
-def start(*args: Any, **kwargs: Any) -> None:
-    """Start Horovod with the groups of the last :func:`init`, as an elastic job does again.
+def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`.
 
-    Arguments and errors: as :func:`init`.
+    Args:
+        *args: as `mpi_ops.init`.
+        again: with the ranks that an elastic job has now.
+        **kwargs: as `mpi_ops.init`.
+
+    Raises:
+        ValueError: as :func:`init`.
 
     Collective: every rank; blocks until all have.
     """
-    mpi_ops.init(*args, **kwargs)
+    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
