@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ class TensorFlowKerasState(_State):
                 "variables; call model.build(input_shape), or the model once"
             )
         self.model = model
-        self.optimizer = model.optimizer if optimizer is None else optimizer
+        self.optimizer = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise ValueError(
                 f"{what}: required an optimizer, got none; pass optimizer=, or compile the model"
@@ -197,17 +198,23 @@ class TensorFlowState(_State):
         self._write(own, values)
 
 
-_FAILURES = (
-    tf.errors.UnknownError,
-    tf.errors.InternalError,
-    tf.errors.AbortedError,
-    tf.errors.FailedPreconditionError,
+# What Horovod, the op, Gloo and NCCL say; and lines that say where in a program it was.
+_FAILURE = re.compile(
+    r"Horovod has (been shut down|not been init)|AdaSum: |/gloo/|nccl"
 )
+_FRAME = re.compile(r'^\s*File ".*\n?', re.MULTILINE)
 
 
-def _is_failure(error: Exception) -> bool:
-    """Return whether Horovod has failed, as TensorFlow says it."""
-    return isinstance(error, _FAILURES)
+def is_failure(error: Exception) -> bool:
+    """Return whether TensorFlow says that Horovod has failed, and not the program.
+
+    Ranks that disagree are the program's fault: `tf.errors.InvalidArgumentError`.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        return False
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        return False
+    return _FAILURE.search(_FRAME.sub("", error.message)) is not None
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -228,7 +235,7 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
         ...         state.batch += 1
         ...         state.commit()
     """
-    return running(func, _restart, _is_failure)
+    return running(func, _restart, is_failure)
 
 
 def _restart() -> None:

@@ -12,8 +12,9 @@ from elastic_plan import BATCH, SAMPLES, Plan, digest
 
 import adasum_hvd.tensorflow.keras as hvd
 
-hvd.init()
 plan = Plan(hvd)
+plan.arrive()
+hvd.init()
 tf.config.threading.set_intra_op_parallelism_threads(1)
 keras.utils.set_random_seed(
     hvd.rank()
@@ -28,7 +29,7 @@ model = keras.Sequential(
     ]
 )
 optimizer = hvd.DistributedOptimizer(
-    keras.optimizers.SGD(0.1, momentum=0.9), **plan.options
+    keras.optimizers.SGD(0.02, momentum=0.9), **plan.options
 )
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 hvd.compile(model, optimizer, loss_of)

@@ -6,7 +6,8 @@ The plan: `op`, `local_steps`, `epochs`, `commit` (steps between commits), `hidd
 model); `log`, a file of JSON lines; `hosts`, what the discovery script shows from a step on, and
 its `file`; `faults`, by step: what the ranks of a `host` do, an "exception" or a "kill", and in
 which `phase`: "negotiation", before they send anything of the step, or "exchange" or "gather", in
-the middle of a reduction. Each fault happens once.
+the middle of a reduction; `late`: the first rank on a `host` sleeps for some `seconds` before it
+comes to the others, or dies by a "kill". Each fault happens once.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class Plan:
         """Return what all ranks train on: features and classes that they tell."""
         features = np.random.RandomState(1).standard_normal((SAMPLES, 6))
         return features.astype(np.float32), features[:, :3].argmax(1)
+
+    def arrive(self) -> None:
+        """Come late, or not at all, where the plan has that for this host. Before `init`."""
+        late = self.entries.get("late", {})
+        if late.get("host") == self.place[0] and self.once("late"):
+            if late["kind"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(late["seconds"])
 
     def begin(self, step: int, weights: str) -> None:
         """Write down a start, and that what follows belongs to it. Collective."""

@@ -8,8 +8,9 @@ from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 
-hvd.init()
 plan = Plan(hvd)
+plan.arrive()
+hvd.init()
 torch.manual_seed(hvd.rank())  # the first synchronization makes replicas equal
 features, labels = map(torch.from_numpy, plan.data())
 model = torch.nn.Sequential(
@@ -20,7 +21,7 @@ model = torch.nn.Sequential(
     torch.nn.Linear(plan.hidden, 3),
 )
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    torch.optim.SGD(model.parameters(), 0.02, momentum=0.9),
     model.named_parameters(),
     **plan.options,
 )

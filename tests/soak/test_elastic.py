@@ -42,6 +42,19 @@ def test_hosts_come_and_go(tmp_path: Path, script: str, loop: str, op: str) -> N
 
 
 @frameworks
+@pytest.mark.parametrize("kind", ["sleep", "kill"])
+def test_a_rank_comes_late(tmp_path: Path, script: str, loop: str, kind: str) -> None:
+    """Longer than Horovod waits for it, or never: the others go on."""
+    late = {"host": "127.0.0.1", "kind": kind, "seconds": 45}
+    hosts = {"3": HOSTS}
+    story = run_job(
+        tmp_path, script, "localhost:2", op="adasum-grad", loop=loop, hosts=hosts, late=late
+    )  # fmt: skip
+    check(story)
+    assert story.sizes() == ([2, 3] if kind == "sleep" else [2, 2])
+
+
+@frameworks
 @variants
 @pytest.mark.parametrize("phase", ["negotiation", "exchange", "gather"])
 def test_a_rank_is_killed(

@@ -54,11 +54,14 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining -= 1
         last = batch + 1 == (self.params or {}).get("steps")
         if self.batches_remaining <= 0 and not (last or self.model.stop_training):
-            self.batches_remaining = self.batches_per_commit
-            self.state.commit()
+            self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commit."""
+        self._commit()
+
+    def _commit(self) -> None:
+        self.batches_remaining = self.batches_per_commit
         self.state.commit()
 
 
