@@ -98,7 +98,7 @@ class TensorFlowKerasState(_State):
                 "variables; call model.build(input_shape), or the model once"
             )
         self.model = model
-        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise ValueError(
                 f"{what}: required an optimizer, got none; pass optimizer=, or compile the model"
