@@ -21,7 +21,9 @@ from jobs import REPOSITORY, run_launcher
 
 RANK = Path(__file__).with_name("rank.py")
 PROGRAM = Path(__file__).with_name("program.py")
-ELASTIC = ("test_elastic_torch.py",)  # in test/integration; start their ranks by themselves
+ELASTIC = (
+    "test_elastic_torch.py",
+)  # in test/integration; start their ranks by themselves
 LAUNCH_SECONDS = 3600
 TRIES = 2  # for a test that does not end: on a busy machine Gloo's own start may fail
 NO_END = "no end"  # it hung until its limit, or its process died

@@ -1,6 +1,6 @@
 """Runs a program of Horovod's whose imports give ours.
 
-    program.py MODULE,MODULE PROGRAM [ARGUMENT ...]
+program.py MODULE,MODULE PROGRAM [ARGUMENT ...]
 """
 
 from __future__ import annotations

@@ -166,6 +166,21 @@ def case_elastic_lists_have_names_of_their_own() -> None:
             check_same_everywhere(model)
 
 
+def case_elastic_gradients_that_differ() -> None:
+    """Nobody has compared them before the step; it must fail on every rank, and not hang."""
+    with elastic():
+        table = keras.Variable(np.ones((4, 2), np.float32))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Average)
+        rows = tf.IndexedSlices(
+            tf.ones((1, 2)), tf.constant([1], tf.int64), tf.constant([4, 2], tf.int64)
+        )
+        mine = rows if hvd.rank() == 0 else tf.ones((4, 2))
+        with pytest.raises(ValueError, match="required gradients of the same list"):
+            optimizer.apply([mine], [table])
+        optimizer.apply([tf.ones((4, 2))], [table])
+        assert np.allclose(table, 0.9)
+
+
 def case_elastic_refusals() -> None:
     model = model_of()
     with elastic():
