@@ -175,10 +175,9 @@ def case_elastic_gradients_that_differ() -> None:
             tf.ones((1, 2)), tf.constant([1], tf.int64), tf.constant([4, 2], tf.int64)
         )
         mine = rows if hvd.rank() == 0 else tf.ones((4, 2))
-        with pytest.raises(ValueError, match="required gradients of the same list"):
-            optimizer.apply([mine], [table])
-        optimizer.apply([tf.ones((4, 2))], [table])
-        assert np.allclose(table, 0.9)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="gradients of the same list"):
+                optimizer.apply([mine], [table])
 
 
 def case_elastic_refusals() -> None:
