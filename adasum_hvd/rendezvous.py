@@ -92,9 +92,8 @@ def start(init: Callable[[], None], again: bool) -> None:
         _take_place(server)
     while not _all_are_there(server):
         _take_place(server)
-    if (
-        again
-    ):  # Horovod would ask for a place, too, and horovodrun take it for two ranks
+    if again:
+        # Horovod would ask for a place, too, and horovodrun take it for two ranks.
         del os.environ["HOROVOD_ELASTIC"]
     try:
         init()

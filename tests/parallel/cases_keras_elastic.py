@@ -116,6 +116,21 @@ def case_elastic_variables_marked_local() -> None:
     assert (float(common[0]), state.step) == (1.0, 3)
 
 
+def case_elastic_state_of_a_session() -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        start = [1.0 + hvd.rank()]
+        variable = tf.compat.v1.get_variable("v", initializer=start, use_resource=True)
+        session.run(variable.initializer)
+        state = hvd.elastic.TensorFlowState(session=session)
+        state.sync()
+        assert session.run(variable).tolist() == [1.0]
+        variable.load([2.0], session)
+        state.commit()
+        variable.load([3.0], session)
+        state.restore()
+        assert session.run(variable).tolist() == [2.0]
+
+
 def case_elastic_states_that_differ() -> None:
     dense = [keras.Input((3,)), keras.layers.Dense(2 + hvd.rank())]
     model = keras.Sequential(dense)
