@@ -33,6 +33,20 @@ def refuse_elastic(what: str) -> None:
         )
 
 
+def refuse_process_set(process_set: Any, all_ranks: Any) -> None:
+    """Raise NotImplementedError for a process set of its own in an elastic job.
+
+    Args:
+        process_set: the one that was asked for.
+        all_ranks: the framework's global one.
+    """
+    if is_elastic() and process_set is not all_ranks:
+        raise NotImplementedError(
+            "process_set: required all ranks in an elastic job, got "
+            f"{process_set}, which ends when ranks come or go; leave it out"
+        )
+
+
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the settings of the op that must agree: all but those that are a rank's own."""
     # As native/op/settings.cc's fingerprint.

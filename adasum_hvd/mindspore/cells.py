@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adasum_hvd import ops
+from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.mindspore.context import ParallelContext, check
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.options import ProcessSet
@@ -100,6 +101,7 @@ class WrapCell(Forwarding, ABC):
     Raises:
         RuntimeError: as :func:`check_job`; before the type of `optimizer` is looked at.
         TypeError: `optimizer` is none of the framework's.
+        NotImplementedError: the job is elastic: no number of ranks can be checked.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
@@ -117,6 +119,7 @@ class WrapCell(Forwarding, ABC):
         gradient_group: ProcessSet | None,
         distribute: Callable[[], Any],
     ):
+        refuse_elastic(type(self).__name__)
         check_job(context, settings, relaxed, gradient_group is not None)
         if not isinstance(optimizer, self._plain):
             raise TypeError(

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.partition import checked_degree, fusion_groups
@@ -39,6 +40,7 @@ class GradReducer(ABC):
 
     Raises:
         ValueError: `degree` is not an int or not larger than 0.
+        NotImplementedError: the job is elastic, so that there is no such number.
 
     References:
         Seed 001; SEEDS row 1D.
@@ -55,6 +57,7 @@ class GradReducer(ABC):
         group: ProcessSet | None = None,
         split_indices: Sequence[int] | None = None,
     ):
+        refuse_elastic("DistributedGradReducer")
         self.parameters = tuple(parameters)
         self._group = self._all_ranks if group is None else group
         degree = checked_degree(self._group.size() if degree is None else degree)

@@ -7,6 +7,7 @@ _installed.require_horovod("tensorflow")
 from horovod.tensorflow import *
 from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 
+import adasum_hvd.tensorflow.elastic as elastic  # not Horovod's, which the star has brought
 from adasum_hvd.learning_rate import adasum_lr
 from adasum_hvd.marks import mark_worker_local
 from adasum_hvd.ops import (

@@ -41,6 +41,29 @@ def allgather_object(
         return functions.allgather_object(obj, own, name, process_set)
 
 
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str = "adasum.broadcast_object",
+    process_set: ProcessSet = mpi_ops.global_process_set,
+) -> Any:
+    """Return the root's `obj`, whatever TensorFlow is doing at the moment.
+
+    Args:
+        obj: anything that pickles; without meaning on other ranks.
+        root_rank: the rank, in the job, whose object counts.
+        name: base name of the two tensors that travel.
+        process_set: the ranks that take part.
+
+    Collective: every rank of `process_set`; blocks, while a function is traced too.
+    """
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return functions.broadcast_object(obj, root_rank, None, name, process_set)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as own:
+        return functions.broadcast_object(obj, root_rank, own, name, process_set)
+
+
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,

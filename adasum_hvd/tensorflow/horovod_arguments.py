@@ -20,6 +20,7 @@ _REASONS = {
     "device_sparse": "tensors are reduced where they are",
     "scale_local_gradients": "worker-local gradients stay as they are",
     "inplace": "every variable is assigned what was received",
+    "backend": "Keras 3 on TensorFlow has no session to take from it",
     "legacy_opts": "Keras 3 has no legacy optimizers",
 }
 

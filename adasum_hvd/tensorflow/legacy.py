@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from adasum_hvd.agreement import refuse_elastic
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.rewrap import rewrapped
@@ -218,7 +219,8 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     """Return `optimizer`'s slots and settings in an instance of the variant of the op.
 
     Raises:
-        NotImplementedError: local steps, which the Keras optimizers have.
+        NotImplementedError: local steps, which the Keras optimizers have; windows of passes in
+            an elastic job, where newcomers would begin in the middle of one.
     """
     if options.local_steps != 1:
         raise NotImplementedError(
@@ -226,6 +228,8 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
             f"{options.local_steps}; use a Keras optimizer"
         )
     passes = options.backward_passes_per_step
+    if passes > 1:
+        refuse_elastic("backward_passes_per_step of a tf.compat.v1 optimizer")
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     name = f"Distributed{type(optimizer).__name__}"
     distributed = rewrapped(optimizer, mixin, name)

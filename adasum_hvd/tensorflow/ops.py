@@ -8,6 +8,7 @@ handles. It relies on `mpi_ops._allreduce`, as it is in Horovod 0.28.1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,17 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd import binding, departure, messages, ops, topology
-from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd import (
+    agreement,
+    binding,
+    departure,
+    messages,
+    ops,
+    rendezvous,
+    topology,
+)
 from adasum_hvd.options import ProcessSet
+from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 
@@ -45,19 +54,44 @@ def init(
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message holds the command.
         ValueError: a setting is invalid.
-        NotImplementedError: the job is elastic.
 
     Collective: every rank calls it; blocks until all have.
     """
-    refuse_elastic("init()")
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
-    mpi_ops.init(*args, **kwargs)
+    start(*args, **kwargs)
+
+
+def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`.
+
+    Args:
+        *args: as `mpi_ops.init`.
+        again: with the ranks that an elastic job has now.
+        **kwargs: as `mpi_ops.init`.
+
+    Raises:
+        ValueError: as :func:`init`.
+
+    Collective: every rank; blocks until all have.
+    """
+    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     messages.speak_on(mpi_ops.rank())
     departure.tell_why(LIBRARY)
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )
+
+
+def agree() -> None:
+    """Check that all ranks work with the same settings. Collective; blocks.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    mine = agreement.comparable(settings())
+    theirs = allgather_object(mine, name="adasum.settings")
+    agreement.compare_settings(theirs, mpi_ops.rank())
 
 
 def settings() -> dict[str, object]:

@@ -13,7 +13,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import ops
-from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd.agreement import refuse_process_set
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options, ProcessSet, check, groups_of
 from adasum_hvd.rewrap import rewrapped
@@ -125,6 +125,7 @@ def DistributedGradientTape(
 
     Raises:
         ValueError: bad arguments; `AdasumDelta`, because a tape sees no weight changes.
+        NotImplementedError: a process set in an elastic job.
 
     Example:
         >>> with tf.GradientTape() as tape:                              # doctest: +SKIP
@@ -152,8 +153,8 @@ def DistributedGradientTape(
         groups=groups_of("DistributedGradientTape", num_groups, groups),
         sparse_as_dense=sparse_as_dense,
     )
-    refuse_elastic("DistributedGradientTape")
     check(options, (Compression.none, Compression.fp16))
+    refuse_process_set(process_set, mpi_ops.global_process_set)
     tape = rewrapped(gradtape, _Tape, type(gradtape).__name__)
     tape._adasum_options = options
     tape._adasum_local = set()

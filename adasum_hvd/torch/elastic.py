@@ -1,11 +1,7 @@
 """Elastic training: the job goes on with the ranks that are left, or have come.
 
-Horovod's names and calls. What differs, because Horovod's loses work or waits for ever there:
-
-- after a change all ranks synchronize, always, from the lowest rank that was in the job before;
-- a rendezvous that fails (another rank has died in it) is tried again;
-- what was trained when hosts come or go is kept, attributes of the state too;
-- with the delta variant, whose optimizer state is a rank's own, survivors keep theirs.
+Horovod's names and calls; :mod:`adasum_hvd.elastic` says what differs for all frameworks. With
+the delta variant, whose optimizer state is a rank's own, survivors keep theirs.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -13,18 +9,16 @@ References:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from horovod.common.elastic import ObjectState, notification_manager
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import mpi_ops
 from horovod.torch.elastic import ElasticSampler as ElasticSampler
 from horovod.torch.elastic import TorchState as HorovodState
 from horovod.torch.elastic import state as horovod_state
 
+from adasum_hvd.elastic import SharedState, running
 from adasum_hvd.torch import marks, ops
 from adasum_hvd.torch.broadcasting import (
     broadcast_optimizer_state,
@@ -34,7 +28,6 @@ from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.optimizer.base import DistributedBase
 
 Result = TypeVar("Result")
-RENDEZVOUS_TRIES = 5  # in a row
 
 
 class _Model(horovod_state.ModelStateHandler):
@@ -93,7 +86,7 @@ _HANDLERS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-class TorchState(HorovodState):
+class TorchState(SharedState, HorovodState):
     """What is committed, restored and given to newcomers, as Horovod's.
 
     Args:
@@ -103,6 +96,10 @@ class TorchState(HorovodState):
             the state.
     """
 
+    _agree = staticmethod(ops.agree)
+    _gather = staticmethod(allgather_object)
+    _broadcast = staticmethod(broadcast_object)
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -110,34 +107,12 @@ class TorchState(HorovodState):
         **kwargs: Any,
     ):
         super().__init__(model, optimizer, **kwargs)
-        self._bcast_object = functools.partial(
-            broadcast_object, name="adasum.elastic.hosts"
-        )
         for name, handler in self._handlers.items():
             self._handlers[name] = _HANDLERS.get(type(handler), _foreign)(handler.value)
-        self._survived = False  # this rank has been in the job since a synchronization
 
-    def sync(self) -> None:
-        """Give every rank what the lowest surviving one has, and commit it.
-
-        Collective: every rank; blocks.
-
-        Raises:
-            ValueError: models, optimizers or settings differ between ranks; on every rank.
-            HorovodInternalError: a rank has died.
-        """
-        ops.agree()
-        survived = allgather_object(self._survived, "adasum.elastic.survivors")
-        root = survived.index(True) if any(survived) else 0
+    def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
             handler.sync_from(root, self._survived)
-        mine = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state: dict[str, Any] = broadcast_object(
-            mine, root, "adasum.elastic.objects"
-        )
-        self._set_attrs()
-        self._survived = True
-        self.save()
 
 
 def _foreign(value: Any) -> Any:
@@ -164,38 +139,9 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
         ...         state.batch += 1
         ...         state.commit()
     """
-
-    @functools.wraps(func)
-    def wrapper(state: ObjectState, *args: Any, **kwargs: Any) -> Result:
-        notification_manager.init()
-        notification_manager.register_listener(state)
-        is_first = True
-        try:
-            while True:
-                try:
-                    if not is_first:
-                        _restart()
-                        state.on_reset()
-                    state.sync()
-                    return func(state, *args, **kwargs)
-                except HorovodInternalError:
-                    state.restore()
-                except HostsUpdatedInterrupt:
-                    state.save()
-                is_first = False
-        finally:
-            notification_manager.remove_listener(state)
-
-    return wrapper
+    return running(func, _restart, lambda error: False)
 
 
 def _restart() -> None:
-    """Start Horovod again, with the ranks that there are now."""
-    for attempt in range(1, RENDEZVOUS_TRIES + 1):
-        mpi_ops.shutdown()
-        try:
-            ops.init()
-            return
-        except (HorovodInternalError, ValueError):
-            if attempt == RENDEZVOUS_TRIES:
-                raise
+    mpi_ops.shutdown()
+    ops.start(again=True)

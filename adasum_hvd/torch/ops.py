@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, binding, departure, messages, ops, topology
+from adasum_hvd import (
+    agreement,
+    binding,
+    departure,
+    messages,
+    ops,
+    rendezvous,
+    topology,
+)
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -51,7 +59,23 @@ def init(
     """
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
-    mpi_ops.init(*args, **kwargs)
+    start(*args, **kwargs)
+
+
+def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
+    """Start Horovod with the groups of the last :func:`init`.
+
+    Args:
+        *args: as `mpi_ops.init`.
+        again: with the ranks that an elastic job has now.
+        **kwargs: as `mpi_ops.init`.
+
+    Raises:
+        ValueError: as :func:`init`.
+
+    Collective: every rank; blocks until all have.
+    """
+    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     messages.speak_on(mpi_ops.rank())
     departure.tell_why(LIBRARY)
     topology.warn_of_one_group(

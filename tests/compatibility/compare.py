@@ -37,6 +37,7 @@ FILES = {
     "test_process_sets_static.py": ("horovod.tensorflow",),
     "test_process_sets_multi_comm.py": ("horovod.tensorflow",),
     "test_timeline.py": ("horovod.torch",),
+    "test_elastic_torch.py": ("horovod.torch",),
     "test_tensorflow2_keras.py": _KERAS,
     "test_tensorflow2_keras_process_sets.py": _KERAS,
 }

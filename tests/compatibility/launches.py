@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -19,6 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from jobs import REPOSITORY, run_launcher
 
 RANK = Path(__file__).with_name("rank.py")
+PROGRAM = Path(__file__).with_name("program.py")
+ELASTIC = (
+    "test_elastic_torch.py",
+)  # in test/integration; start their ranks by themselves
 LAUNCH_SECONDS = 3600
 TRIES = 2  # for a test that does not end: on a busy machine Gloo's own start may fail
 NO_END = "no end"  # it hung until its limit, or its process died
@@ -41,7 +46,7 @@ def run_file(
 
     Args:
         source: a checkout of Horovod.
-        file: in its test/parallel.
+        file: in its test/parallel, or one of `ELASTIC`.
         backend: "gloo" or "mpi".
         ranks: how many processes.
         limit_seconds: for one test.
@@ -59,12 +64,19 @@ def run_file(
     if not modules:
         more["ADASUM_HVD_OP"] = "off"
     variables = environment(tuple(more.items()))
-    words = [*command(backend, ranks), sys.executable, str(RANK), str(source), file]
+    launcher = command(backend, ranks)
+    if file in ELASTIC:
+        launcher, ranks = [], 1
+        variables |= {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+    words = [*launcher, sys.executable, str(RANK), str(source), file]
     verdicts: Verdicts = {}
     reasons: Reasons = {}
     done: set[str] = set()
     tried: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
+        if file in ELASTIC:
+            variables["PATH"] = f"{python_for(modules, folder)}:{variables['PATH']}"
+            modules = ()
         while True:
             directory = Path(tempfile.mkdtemp(dir=folder))
             Path(directory, DONE).write_text(json.dumps(sorted(done)))
@@ -81,6 +93,16 @@ def run_file(
                 return verdicts, reasons
             if not unfinished and not found:
                 raise RuntimeError(f"{file}, {backend}: a launch ran nothing:\n{said}")
+
+
+def python_for(modules: Sequence[str], folder: str) -> Path:
+    """Return a folder with a `python` whose programs import ours, in place of `modules`."""
+    script = Path(folder, "bin", "python")
+    script.parent.mkdir()
+    words = shlex.join([sys.executable, str(PROGRAM), ",".join(modules)])
+    script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    script.chmod(0o755)
+    return script.parent
 
 
 def close_unfinished(reports: Sequence[Report], said: str) -> list[str]:

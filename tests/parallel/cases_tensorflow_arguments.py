@@ -140,19 +140,6 @@ def case_load_model() -> None:
         hvd_keras.load_model(path, [Mine], legacy_opts=True)
 
 
-def case_elastic_jobs_are_refused() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_ELASTIC", "1")
-        for call in (
-            lambda: hvd_keras.DistributedOptimizer(sgd(), op=hvd.Average),
-            lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Average),
-            lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Adasum),
-            hvd.init,
-        ):
-            with pytest.raises(NotImplementedError, match="got an elastic one"):
-                call()
-
-
 def case_errors_of_horovods_classes_and_empty_lists() -> None:
     rows = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2]))
     for function in (hvd.allreduce, lambda t, op: hvd.grouped_allreduce([t], op=op)):

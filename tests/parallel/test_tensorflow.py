@@ -18,7 +18,7 @@ from launch import (
 
 OPS = "cases_tensorflow_ops+cases_tensorflow_reducer+cases_tensorflow_legacy"
 OPTIMIZER = "cases_keras_optimizer"
-MODES = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks"
+MODES = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks+cases_keras_elastic"
 CELLS = "cases_keras_wrap_cells"
 AGREEMENT = "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing"
 

@@ -19,3 +19,6 @@ from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
 )
+
+# Behind the star, which brings the one without Keras.
+import adasum_hvd.tensorflow.keras.elastic as elastic  # type: ignore[no-redef]  # isort: skip

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
+from adasum_hvd.agreement import is_elastic
 from adasum_hvd.marks import is_marked_local, mark_worker_local
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
@@ -40,6 +41,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Raises:
         TypeError: `local_variables` holds something else.
+        NotImplementedError: the job is elastic, where newcomers only would broadcast.
     """
 
     def __init__(
@@ -51,6 +53,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set: ProcessSet = mpi_ops.global_process_set,
     ):
         warn_without_effect("BroadcastGlobalVariablesCallback", device=device)
+        if is_elastic():
+            raise NotImplementedError(
+                "BroadcastGlobalVariablesCallback: required a job with a fixed number of ranks, "
+                "got an elastic one, where only those that come would broadcast; leave it out, "
+                "the elastic state gives them everything"
+            )
         super().__init__()
         if local_variables is not None:
             one = hasattr(local_variables, "shape")  # TensorFlow's are iterable, too

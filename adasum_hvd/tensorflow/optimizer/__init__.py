@@ -19,7 +19,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import binding, ops, parallel
-from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd.agreement import refuse_process_set
 from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
@@ -96,7 +96,8 @@ def DistributedOptimizer(
         ValueError: bad arguments.
         RuntimeError: inside a tf.distribute strategy or a keras.distribution.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
-            backend than TensorFlow; local steps with a TF1 optimizer.
+            backend than TensorFlow; local steps with a TF1 optimizer; in an elastic job a
+            process set, or `backward_passes_per_step` with a TF1 optimizer.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
@@ -124,8 +125,8 @@ def DistributedOptimizer(
         clip_delta_norm=clip_delta_norm,
         bucket_bytes=bucket_bytes,
     )
-    refuse_elastic("DistributedOptimizer")
     check(options, (Compression.none, Compression.fp16))
+    refuse_process_set(process_set, mpi_ops.global_process_set)
     # Every rank runs the same program and so sees the same; nothing is sent, because models
     # are also loaded on one rank alone.
     parallel.refuse([detect()] * mpi_ops.size(), allow_modes, mpi_ops.rank())

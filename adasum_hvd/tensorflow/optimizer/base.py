@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from adasum_hvd.agreement import is_elastic
 from adasum_hvd.marks import is_marked_local
 from adasum_hvd.options import Options
 from adasum_hvd.rewrap import as_class
@@ -39,6 +40,7 @@ class State:
         self.did_reduce = False
         # Whether what the last step reduced is finite; only where a loss scale asks.
         self.finite: tf.Variable | None = None
+        self.is_kept = False  # in the state of an elastic job
 
     def watch_overflow(self) -> None:
         """Note from now on whether what is reduced comes back finite."""
@@ -109,7 +111,8 @@ class KerasDistributed(keras.optimizers.Optimizer):
                 another number of gradients than of variables; accumulated passes over other
                 variables than the window's; the ranks' variables or options differ.
             NotImplementedError: under XLA or a tf.distribute strategy.
-            RuntimeError: there is nothing to reduce on several ranks.
+            RuntimeError: there is nothing to reduce on several ranks; windows in an elastic job
+                whose state does not hold the optimizer.
         """
         grads = list(grads)
         if trainable_variables is None:
@@ -122,6 +125,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             with keras.name_scope(self.name):
                 self.build(variables)
         self._refuse_overwritten(variables)
+        self._refuse_lost_windows()
         grads = self._prepared(grads, variables)
         window = self._adasum.gradients
         if window.length == 1:
@@ -145,6 +149,15 @@ class KerasDistributed(keras.optimizers.Optimizer):
                     f"DistributedOptimizer: required variables that a step changes, got "
                     f"{name_of(variable)}, which its gradient overwrites (float8 training)"
                 )
+
+    def _refuse_lost_windows(self) -> None:
+        windows = any(window.length > 1 for window in self._adasum.windows)
+        if is_elastic() and windows and not self._adasum.is_kept:
+            raise RuntimeError(
+                "DistributedOptimizer: required to be in a TensorFlowKerasState or KerasState in "
+                "an elastic job with backward_passes_per_step or local_steps, got one that is in "
+                "none: a rank that comes would begin a window while others are inside one"
+            )
 
     def _accumulate(
         self, window: Window, grads: Sequence[Any], variables: Sequence[Any]
@@ -232,6 +245,28 @@ class KerasDistributed(keras.optimizers.Optimizer):
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
         flag.assign(finite)
         return finite
+
+    # ---- elastic jobs ----
+
+    def meet_ranks(self) -> None:
+        """Compare variables and options with the ranks of an elastic job. Collective; blocks.
+
+        Raises:
+            ValueError: they differ; on every rank.
+        """
+        variables = self._trainable_variables
+        kept = [v for v in variables if not is_marked_local(v)]
+        self._adasum.reduction.meet(kept, len(kept) < len(variables))
+
+    def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
+        """Return what ranks have in common of unfinished windows, and what is a rank's own.
+
+        Step counts and starts, and sums of gradients.
+        """
+        sums, starts = (
+            w.variables(self._trainable_variables) for w in self._adasum.windows
+        )
+        return [*sums[:1], *starts], sums[1:]
 
     # ---- memory, saved models ----
 

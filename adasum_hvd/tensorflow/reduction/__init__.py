@@ -54,7 +54,10 @@ class Reduction:
     """
 
     def __init__(self, what: str, options: Options, many_lists: bool = False):
-        self._what, self._options, self._many = what, options, many_lists
+        self._what, self._options = what, options
+        # Whose list is another one shows in the step only, where ranks come and go.
+        self._many = many_lists or is_elastic()
+        self._any_local = False  # some rank has worker-local variables, as `meet` found
         self._known: dict[Hashable, Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
@@ -215,7 +218,8 @@ class Reduction:
             ValueError: the ranks differ; on every rank.
             NotImplementedError: under XLA or a tf.distribute strategy.
 
-        Collective: every rank of the process set, the first time that a list is seen.
+        Collective: every rank of the process set, the first time that a list is seen; in an
+        elastic job never, because ranks see their first lists at different times.
         """
         tf_ops.refuse_xla(self._what)
         if tf.distribute.has_strategy():
@@ -232,15 +236,33 @@ class Reduction:
         ]
         key = tuple(entry.key for entry in mine)
         if key not in self._known:
+            has_local = has_local or self._any_local
             self._known[key] = self._compare(mine, has_local, note())
         return self._known[key]
+
+    def meet(self, variables: Sequence[Any], has_local: bool) -> None:
+        """Compare variables, options and settings with the other ranks of an elastic job.
+
+        Args:
+            variables: those that will be reduced.
+            has_local: as :meth:`agree`.
+
+        Raises:
+            ValueError: the ranks differ; on every rank.
+
+        Collective: every rank; blocks.
+        """
+        is_delta = self._options.is_delta
+        mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
+        agreed = compare(self._what, self._options, mine, has_local)
+        self._any_local = agreed.any_local
 
     def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
         together = not is_elastic() and self._options.process_set.size() > 1
         if together and self._many:
             self._announce()
         agreed = compare(self._what, self._options, mine, has_local, together, note)
-        if self._first is None:
+        if self._first is None and not is_elastic():
             self._first = agreed.number
         return agreed
 

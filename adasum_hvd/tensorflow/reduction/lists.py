@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from adasum_hvd.agreement import (
     comparable,
     compare_parameters,
     compare_settings,
+    is_elastic,
 )
 from adasum_hvd.options import Options
 from adasum_hvd.tensorflow import ops as tf_ops
@@ -149,10 +151,20 @@ def compare(
     kinds = [_merged(entries) for entries in zip(*lists, strict=False)]
     described = [_described(entries, kinds) for entries in lists]
     compare_parameters(what, described, rank, names=False)
-    number = next(_numbers.setdefault(process_set, itertools.count()))
-    any_tensor = any(entry.kind for entries in lists for entry in entries)
+    if is_elastic():
+        number = _fingerprint([options.shared, [e.key for e in mine], kinds])
+    else:
+        number = next(_numbers.setdefault(process_set, itertools.count()))
+    # In an elastic job a step asks this rank alone: others may have one.
+    any_tensor = is_elastic() or any(e.kind for entries in lists for e in entries)
     noted = next(filter(None, notes), "")
     return Agreed(number, any(local), any_tensor, noted, tuple(kinds))
+
+
+def _fingerprint(content: Any) -> int:
+    """Return a number for a list that ranks have in common whenever they came to the job."""
+    digest = hashlib.sha256(repr(content).encode()).digest()
+    return int.from_bytes(digest[:3], "big")
 
 
 def _merged(entries: Sequence[Entry]) -> Kind:

@@ -185,11 +185,7 @@ def DistributedOptimizer(
             "that is distributed already; wrap the one inside, once"
         )
     check(options, compressions(options.op))
-    if agreement.is_elastic() and process_set is not global_process_set:
-        raise NotImplementedError(
-            "process_set: required all ranks in an elastic job, got "
-            f"{process_set}, which ends when ranks come or go; leave it out"
-        )
+    agreement.refuse_process_set(process_set, global_process_set)
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
     return wrap(optimizer, _checked_names(optimizer, named_parameters), options)

@@ -1,0 +1,243 @@
+"""Elastic training: the job goes on with the ranks that are left, or have come.
+
+Horovod's names and calls; :mod:`adasum_hvd.elastic` says what differs for all frameworks.
+Horovod's states do not work with Keras 3, whose `optimizer.variables` is no method, and its `run`
+takes every failure but three for the end of the training.
+
+References:
+    Horovod 0.28.1's elastic API; docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd.elastic import SharedState, running
+from adasum_hvd.marks import is_marked_local
+from adasum_hvd.parallel.tensorflow_modes import native
+from adasum_hvd.tensorflow import ops
+from adasum_hvd.tensorflow.broadcasting import (
+    allgather_object,
+    broadcast_object,
+    broadcast_variables,
+)
+from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
+from adasum_hvd.tensorflow.optimizer import is_distributed
+from adasum_hvd.tensorflow.optimizer.slots import local_slots
+
+Result = TypeVar("Result")
+
+
+class _State(SharedState):
+    """What TensorFlow's states share: objects that travel, and variables that are committed."""
+
+    _agree = staticmethod(ops.agree)
+    _gather = staticmethod(allgather_object)
+    _broadcast = staticmethod(broadcast_object)
+
+    def __init__(self, **kwargs: Any):
+        self._commit()
+        super().__init__(broadcast_object, mpi_ops.rank, **kwargs)
+
+    def _kept(self) -> list[Any]:
+        """Return all variables that a commit holds."""
+        raise NotImplementedError
+
+    def _read(self, variables: Sequence[Any]) -> list[np.ndarray]:
+        return [np.array(native(variable)) for variable in variables]
+
+    def _write(self, variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            native(variable).assign(value)
+
+    def _commit(self) -> None:
+        self._committed = self._read(self._kept())
+
+    def save(self) -> None:
+        """Commit what there is now, without looking for news of hosts."""
+        self._commit()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        self._write(self._kept(), self._committed)
+        super().restore()
+
+
+class TensorFlowKerasState(_State):
+    """What is committed, restored and given to newcomers of a Keras model and its optimizer.
+
+    Newcomers get everything; survivors keep worker-local weights, and with the delta variant the
+    optimizer's variables. Random seeds are committed and stay each rank's own.
+
+    Args:
+        model: a Keras model that is built.
+        optimizer: by default the one that the model is compiled with. It is built here.
+        backend: without effect, for Horovod's scripts: setting it warns and says why.
+        **kwargs: objects that pickle; attributes of the state.
+
+    Raises:
+        ValueError: the model is not built, or there is no optimizer.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ):
+        what = type(self).__name__
+        warn_without_effect(what, backend=backend)
+        if not model.built:
+            raise ValueError(
+                f"{what}: required a model that is built, got {model.name} without its "
+                "variables; call model.build(input_shape), or the model once"
+            )
+        self.model = model
+        self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is None:
+            raise ValueError(
+                f"{what}: required an optimizer, got none; pass optimizer=, or compile the model"
+            )
+        if not self.optimizer.built:
+            with keras.name_scope(self.optimizer.name):
+                self.optimizer.build(model.trainable_variables)
+        if is_distributed(self.optimizer):
+            self.optimizer._adasum.is_kept = True
+        super().__init__(**kwargs)
+
+    def _windows(self) -> tuple[list[Any], list[Any]]:
+        distributed = is_distributed(self.optimizer)
+        return self.optimizer.all_windows() if distributed else ([], [])
+
+    def _given(self) -> list[Any]:
+        """Return what newcomers get."""
+        common, own = self._windows()
+        return [*self.model.weights, *self.optimizer.variables, *common, *own]
+
+    def _kept(self) -> list[Any]:
+        given = self._given()
+        known = set(map(id, given))
+        return [*given, *(v for v in self.model.variables if id(v) not in known)]
+
+    def _own(self) -> list[Any]:
+        """Return what survivors keep of it."""
+        optimizer = self.optimizer
+        slots = local_slots(optimizer)
+        is_delta = is_distributed(optimizer) and optimizer._adasum.options.is_delta
+        own = [v for v in optimizer.variables if is_delta or id(v) in slots]
+        own += [weight for weight in self.model.weights if is_marked_local(weight)]
+        return own + self._windows()[1]
+
+    def _sync_trained(self, root: int) -> None:
+        if is_distributed(self.optimizer):
+            self.optimizer.meet_ranks()
+        own = self._own() if self._survived else []
+        values = self._read(own)
+        broadcast_variables(self._given(), root)
+        self._write(own, values)
+
+
+class TensorFlowState(_State):
+    """What is committed, restored and given to newcomers of a list of variables.
+
+    Survivors keep those that are marked with `mark_worker_local`.
+
+    Args:
+        variables: TensorFlow or Keras variables; by default `tf.compat.v1.global_variables()`.
+        session: in a TF1 graph, where the variables have their values; by default the session
+            in scope.
+        **kwargs: objects that pickle; attributes of the state.
+
+    Raises:
+        ValueError: there are no variables.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+    ):
+        self.variables = list(variables or tf.compat.v1.global_variables())
+        if not self.variables:
+            raise ValueError(
+                "TensorFlowState: required variables, got none; outside TF1 graphs there are no "
+                "global ones, so pass them"
+            )
+        self.session = session
+        super().__init__(**kwargs)
+
+    def _kept(self) -> list[Any]:
+        return self.variables
+
+    def _read(self, variables: Sequence[Any]) -> list[np.ndarray]:
+        if tf.executing_eagerly():
+            return super()._read(variables)
+        return [variable.eval(self.session) for variable in variables]
+
+    def _write(self, variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+        if tf.executing_eagerly():
+            return super()._write(variables, values)
+        for variable, value in zip(variables, values, strict=True):
+            variable.load(value, self.session)
+        return None
+
+    def _sync_trained(self, root: int) -> None:
+        own = [v for v in self.variables if self._survived and is_marked_local(v)]
+        values = self._read(own)
+        if tf.executing_eagerly():
+            broadcast_variables(self.variables, root)
+        else:
+            theirs = [
+                broadcast_object(value, root, f"adasum.elastic.variables.{index}")
+                for index, value in enumerate(self._read(self.variables))
+            ]
+            self._write(self.variables, theirs)
+        self._write(own, values)
+
+
+# What Horovod, the op, Gloo and NCCL say; and lines that say where in a program it was.
+_FAILURE = re.compile(
+    r"Horovod has (been shut down|not been init)|AdaSum: |/gloo/|nccl"
+)
+_FRAME = re.compile(r'^\s*File ".*\n?', re.MULTILINE)
+
+
+def is_failure(error: Exception) -> bool:
+    """Return whether TensorFlow says that Horovod has failed, and not the program.
+
+    Ranks that disagree are the program's fault: `tf.errors.InvalidArgumentError`.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        return False
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        return False
+    return _FAILURE.search(_FRAME.sub("", error.message)) is not None
+
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Return `func` as a function that goes on when ranks die, leave or come, as Horovod's.
+
+    After a failure the last commit is restored; when hosts only come or leave, nothing is
+    lost. Then Horovod starts again, all ranks synchronize the state, and `func` is called anew.
+    Functions that TensorFlow has traced are used again, whatever the number of ranks.
+
+    Args:
+        func: its first argument is the state, such as :class:`TensorFlowKerasState`.
+
+    Example:
+        >>> @hvd.elastic.run                                             # doctest: +SKIP
+        ... def train(state):
+        ...     while state.batch < batches:
+        ...         train_step(...)
+        ...         state.batch += 1
+        ...         state.commit()
+    """
+    return running(func, _restart, is_failure)
+
+
+def _restart() -> None:
+    mpi_ops.shutdown()
+    ops.start(again=True)

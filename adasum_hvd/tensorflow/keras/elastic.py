@@ -1,0 +1,116 @@
+"""Elastic training of Keras models: the state, and callbacks that keep it up to date.
+
+Horovod's names and calls. Its callbacks shorten an epoch by changing what Keras tells them of it,
+which Keras 3 does not look at.
+
+References:
+    Horovod 0.28.1's elastic API; docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from adasum_hvd.elastic import SharedState
+from adasum_hvd.tensorflow.elastic import TensorFlowKerasState
+from adasum_hvd.tensorflow.elastic import TensorFlowState as TensorFlowState
+from adasum_hvd.tensorflow.elastic import run as run
+
+
+class KerasState(TensorFlowKerasState):
+    """As :class:`TensorFlowKerasState`.
+
+    Args:
+        model: a Keras model that is built.
+        optimizer: by default the one that the model is compiled with. It is built here.
+        **kwargs: objects that pickle; attributes of the state.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any):
+        super().__init__(model, optimizer, **kwargs)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits after every so many batches, and at the end of every epoch; put it last.
+
+    Args:
+        state: what is committed.
+        batches_per_commit: how many batches a failure may cost.
+    """
+
+    def __init__(self, state: SharedState, batches_per_commit: int = 1):
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew, as all ranks do that come together here."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit where it is time to. Behind the last batch the epoch's end does."""
+        self.batches_remaining -= 1
+        last = batch + 1 == (self.params or {}).get("steps")
+        if self.batches_remaining <= 0 and not (last or self.model.stop_training):
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self._commit()
+
+    def _commit(self) -> None:
+        self.batches_remaining = self.batches_per_commit
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Counts in `state.batch` the batches of an epoch that are done.
+
+    Where Keras knows how many batches an epoch has, the first epoch of a `fit` is shortened by
+    those that were done before; put it before callbacks that stop the training.
+
+    Args:
+        state: has an attribute `batch`.
+    """
+
+    def __init__(self, state: SharedState):
+        super().__init__()
+        self.state = state
+        self._done_before = 0
+        self._ends_epoch = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note where the epoch goes on."""
+        self._done_before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count, and end a shortened epoch."""
+        self.state.batch = self._done_before + batch + 1
+        steps = (self.params or {}).get("steps")
+        if self._done_before and steps and self.state.batch >= steps:
+            # The one way to end an epoch early; the next one begins as if nothing had been.
+            self.model.stop_training = self._ends_epoch = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Begin anew."""
+        self.state.batch = 0
+        if self._ends_epoch:
+            self.model.stop_training = self._ends_epoch = False
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Counts in `state.epoch` the epochs that are done, in this `fit` and before.
+
+    Args:
+        state: has an attribute `epoch`.
+    """
+
+    def __init__(self, state: SharedState):
+        super().__init__()
+        self.state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count."""
+        self.state.epoch += 1

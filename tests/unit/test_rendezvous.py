@@ -1,0 +1,82 @@
+"""How ranks come together, on horovodrun's real server; elastic jobs are in tests/soak."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from horovod.runner.http.http_server import RendezvousServer
+
+from adasum_hvd import rendezvous
+
+LIMIT_SECONDS = 60
+FORK = multiprocessing.get_context("fork")
+CAME, WENT = 7, 0  # exit statuses
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = RendezvousServer()
+    number = server.start()
+    server.init([])
+    yield number
+    server.stop()
+
+
+def come(rank: int, size: int, port: int, seconds: float) -> None:
+    """Be a rank: its status says whether it was let in."""
+    time.sleep(seconds)
+    place = dict.fromkeys(rendezvous.PLACE, "0") | {"HOROVOD_ELASTIC": "1"}
+    place |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
+    place |= {"HOROVOD_HOSTNAME": "here", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    os.environ.update(place, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+    rendezvous.MISSING_SECONDS = 1.0
+    rendezvous.start(lambda: os._exit(CAME), again=False)
+
+
+def statuses(port: int, size: int, seconds: dict[int, float]) -> list[int | None]:
+    """Return how the ranks in `seconds` ended, which come so many seconds late."""
+    ranks = [
+        FORK.Process(target=come, args=(rank, size, port, late))
+        for rank, late in seconds.items()
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT_SECONDS)
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+def test_ranks_start_when_all_are_there(port: int) -> None:
+    began = time.monotonic()
+    assert statuses(port, 3, {0: 0.0, 1: 0.5, 2: 0.0}) == [CAME] * 3
+    assert time.monotonic() - began > 0.5
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_place_is_asked_for_again_where_one_is_missing(
+    port: int, present: int
+) -> None:
+    # This server gives no places, so that who asks ends.
+    assert statuses(port, 2, {present: 0.0}) == [WENT]
+
+
+def test_without_a_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "here")
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "0")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    with pytest.raises(RuntimeError, match="required an answer from horovodrun at"):
+        rendezvous.start(lambda: None, again=True)
+
+
+def test_other_jobs_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    started: list[int] = []
+    rendezvous.start(lambda: started.append(1), again=False)
+    assert started == [1]
