@@ -20,6 +20,7 @@ from tensorflow.python.ops import control_flow_util
 
 from adasum_hvd import binding, messages, ops, topology
 from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd.launch import start
 from adasum_hvd.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -34,7 +35,9 @@ def init(
     """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
 
     It runs no TensorFlow operation, so that devices can still be chosen by `local_rank()`
-    afterwards. The first AdaSum compares the ranks' settings.
+    afterwards. The first AdaSum compares the ranks' settings. Where horovodrun and MPI have not
+    started the ranks, the variables of torchrun, Slurm, mpirun or a Kubernetes Job say who they
+    are: docs/clusters.md.
 
     Args:
         *args: as `horovod.tensorflow.init`.
@@ -43,7 +46,8 @@ def init(
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
+            variables of a launcher are missing or contradict one another.
         ValueError: a setting is invalid.
         NotImplementedError: the job is elastic.
 
@@ -52,7 +56,9 @@ def init(
     refuse_elastic("init()")
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
+    start.before_init(mpi_ops.mpi_built())
     mpi_ops.init(*args, **kwargs)
+    start.after_init(mpi_ops.size())
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()

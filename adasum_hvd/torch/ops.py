@@ -11,6 +11,8 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import agreement, binding, messages, ops, topology
+from adasum_hvd.launch import start as launch
+from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -37,6 +39,9 @@ def init(
 ) -> None:
     """Start Horovod, as `horovod.torch.init`, and check that AdaSum can run.
 
+    Where horovodrun and MPI have not started the ranks, torch's process group says who they are,
+    or the variables of torchrun, Slurm, mpirun or a Kubernetes Job do: docs/clusters.md.
+
     Args:
         *args: as `horovod.torch.init`.
         group_op: see :func:`adasum_hvd.topology.configure`.
@@ -44,14 +49,17 @@ def init(
         **kwargs: as `horovod.torch.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
+            variables of a launcher are missing or contradict one another.
         ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
 
     Collective: every rank calls it; blocks until all have.
     """
     topology.configure(group_op, group_size)
     binding.require_op(LIBRARY)
+    meeting.before_init()
     mpi_ops.init(*args, **kwargs)
+    launch.after_init(mpi_ops.size())
     messages.speak_on(mpi_ops.rank())
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
