@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, environment, run_launcher
+from launch import REPOSITORY, TORCHRUN, environment, run_launcher
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 EXEC = [sys.executable, "-m", "adasum_hvd", "exec"]
 SECONDS = 240  # for one job, on a machine that others use
 
