@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel hosts compatibility gpu lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo test unit parallel hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -22,6 +22,7 @@ help:
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
+	@echo "make integrations   the examples with Lightning, Accelerate and Hugging Face's Trainer"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make soak      the long tests"
 	@echo "make gpu       the tests that need a CUDA device"
@@ -59,6 +60,12 @@ hosts: setup
 compatibility: setup
 	$(BIN)/python -m pip install --quiet --editable '.[compatibility]'
 	$(BIN)/python tests/compatibility/compare.py
+
+# Other people's training loops, in their current releases; torch stays as it is.
+integrations: setup
+	$(BIN)/python -c "import torch; print(f'torch=={torch.__version__}')" > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable '.[integrations]'
+	$(BIN)/python -m pytest tests/integrations
 
 # Needs a device, and a Horovod of `adasum-hvd build --gpu nccl`; what cannot run is counted as skipped.
 gpu: $(VENV)/ready

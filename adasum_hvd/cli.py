@@ -43,6 +43,24 @@ def _hosts(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _exec(arguments: argparse.Namespace) -> int:
+    from adasum_hvd.launch import command  # needs Horovod, which may be what is missing
+
+    words = arguments.command
+    try:
+        return command.run(words, arguments.nprocs)
+    except (RuntimeError, OSError) as error:
+        print(f"adasum-hvd exec: {error}", file=sys.stderr)
+        return 1
+
+
+def _count(text: str) -> int:
+    """Return a number of processes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"required an integer >= 1, got {text!r}")
+    return int(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; `run` in what it parses is the command."""
     parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
@@ -80,6 +98,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--hostfile", type=Path, metavar="FILE", help="also write a hostfile"
     )
     table.set_defaults(run=_hosts)
+
+    program = commands.add_parser(
+        "exec",
+        help="run a Horovod program as a rank of torchrun, Slurm or Kubernetes, or as --nprocs N",
+    )
+    program.add_argument(
+        "--nprocs", type=_count, metavar="N", help="start N ranks on this host"
+    )
+    program.add_argument("command", nargs="+", help="-- program and its arguments")
+    program.set_defaults(run=_exec)
     return parser
 
 

@@ -33,7 +33,10 @@ def launcher(
     words = {
         "gloo": [str(BIN / "horovodrun"), "--gloo"],
         "mpi": [str(BIN / "mpirun")],
+        "exec": [sys.executable, "-m", "adasum_hvd", "exec"],
     }[backend]
+    if backend == "exec":  # on this machine, in one session
+        return [*words, "--nprocs", str(ranks), "--"]
     words += ["-np", str(ranks)]
     if not hosts:
         return words if backend == "gloo" else [*words, "--oversubscribe"]
@@ -67,7 +70,7 @@ def run(
     """Run `script --rank ARGUMENTS OUTPUT` on every rank; return what rank 0 wrote as JSON.
 
     Args:
-        backend: "gloo" or "mpi".
+        backend: "gloo", "mpi" or "exec".
         ranks: how many processes.
         script: the file to run.
         *arguments: come in front of the path that rank 0 writes to.

@@ -13,7 +13,12 @@ _REDUCED = "gradients are averaged already, so that AdaSum would see equal ones"
 
 # mode -> (why AdaSum cannot mix with it, what to do)
 _REASONS = {
-    "ddp": (_REDUCED, "pass the module inside, ddp.module, to the training loop"),
+    "ddp": (
+        _REDUCED,
+        "keep the plain optimizer and call ddp.register_comm_hook(AdasumState(), adasum_hook), of "
+        "adasum_hvd.torch.ddp, or pass the module inside, ddp.module, to the training loop (with "
+        "op=AdasumDelta: register keep_local_hook)",
+    ),
     "fsdp1": (
         _PARTS + "; FSDP reduces the gradients itself besides",
         "train the unwrapped module",

@@ -69,6 +69,12 @@ def _in_optimizer(optimizer: Any) -> Iterator[Finding]:
         yield Finding("deepspeed", f"DeepSpeed's {type(optimizer).__name__}")
 
 
+def _keeps_local(module: Any) -> bool:
+    """Return whether DDP was told by `adasum_hvd.torch.ddp.keep_local_hook` to reduce nothing."""
+    hooks = getattr(module, "_comm_hooks", ())
+    return any(getattr(hook, "keeps_local", False) for hook, _ in hooks)
+
+
 def _in_model(model: Any) -> Iterator[Finding]:
     pipelining = "torch.distributed.pipelining"
     if _is(model, pipelining, "PipelineStage", "Pipe") and model.num_stages > 1:
@@ -84,6 +90,7 @@ def _in_model(model: Any) -> Iterator[Finding]:
         "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
     }
     modules = list(inner.modules()) if hasattr(inner, "modules") else []
+    modules = [module for module in modules if not _keeps_local(module)]
     for mode, (package, name) in wrappers.items():
         if any(_is(module, package, name) for module in modules):
             yield Finding(mode, f"a module of {name}")

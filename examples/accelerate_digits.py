@@ -1,0 +1,62 @@
+"""Train LeNet-5 on handwritten digits with Accelerate and AdaSum's hook.
+
+    torchrun --nproc-per-node 2 examples/accelerate_digits.py      # or accelerate launch
+
+The hook is registered on the model that Accelerate has prepared. Accumulation and clipping stay
+Accelerate's.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch_digits import LeNet5, digits, replicas_identical
+
+import adasum_hvd.torch as hvd
+from adasum_hvd.torch.ddp import AdasumState, adasum_hook
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuda", action="store_true", help="else the CPU")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=0.03, help="for one process")
+    arguments = parser.parse_args()
+    torch.manual_seed(42)
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=not arguments.cuda, gradient_accumulation_steps=2)
+    images, labels, test_images, test_labels = digits()
+    loader = DataLoader(TensorDataset(images, labels), 16, shuffle=True, drop_last=True)
+    net = LeNet5()
+    optimizer = torch.optim.SGD(net.parameters(), arguments.lr, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    hvd.init()  # with the ranks of the process group
+    model.register_comm_hook(AdasumState(), adasum_hook)
+    for _ in range(arguments.epochs):
+        for batch, target in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(functional.cross_entropy(model(batch), target))
+                accelerator.clip_grad_norm_(model.parameters(), 5.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    net = accelerator.unwrap_model(model).cpu().eval()
+    with torch.no_grad():
+        accuracy = (net(test_images).argmax(1) == test_labels).float().mean().item()
+    same, calls = replicas_identical(net), hvd.counters().calls
+    if accelerator.is_main_process:
+        print(
+            f"accelerate: {hvd.size()} ranks, test accuracy {accuracy:.3f}, replicas "
+            f"identical: {'yes' if same else 'NO'}, {calls} reductions by AdaSum",
+            flush=True,
+        )
+    hvd.shutdown()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Train a tiny transformer with Hugging Face's Trainer and AdaSum's hook.
+
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py
+
+The model is made on the spot, of random weights, and so is the text: sums of two digits, which it
+learns to write down. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+from torch_digits import replicas_identical
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import adasum_hvd.torch as hvd
+from adasum_hvd.torch.ddp import AdasumState, adasum_hook
+
+PLUS, EQUALS, VOCABULARY = 19, 20, 21  # behind the numbers 0 to 18
+
+
+class AdasumCallback(TrainerCallback):
+    """Registers the hook on the trainer's DDP model, which is there when training begins."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start Horovod with the ranks of the process group, and register the hook."""
+        hvd.init()
+        self.trainer.model_wrapped.register_comm_hook(AdasumState(), adasum_hook)
+
+
+def sums() -> list[dict[str, torch.Tensor]]:
+    """Return `a + b = c` for all digits; only c is to be learnt."""
+    rows = []
+    for a in range(10):
+        for b in range(10):
+            row = torch.tensor([a, PLUS, b, EQUALS, a + b])
+            labels = torch.full_like(row, -100)
+            labels[-1] = row[-1]
+            rows.append({"input_ids": row, "labels": labels})
+    return rows
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuda", action="store_true", help="else the CPU")
+    parser.add_argument("--epochs", type=int, default=40)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(42)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_positions=8, n_embd=64, n_layer=2, n_head=4, bos_token_id=None,
+            eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=directory,
+                num_train_epochs=arguments.epochs,
+                per_device_train_batch_size=10,
+                learning_rate=3e-3,
+                use_cpu=not arguments.cuda,
+                ddp_backend=None if arguments.cuda else "gloo",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=sums(),
+        )
+        trainer.add_callback(AdasumCallback(trainer))
+        loss = trainer.train().training_loss
+    rows = torch.stack([row["input_ids"] for row in sums()])
+    model = model.cpu().eval()
+    with torch.no_grad():
+        right = model(rows).logits[:, -2].argmax(-1) == rows[:, -1]
+    same, calls = replicas_identical(model), hvd.counters().calls
+    if hvd.rank() == 0:
+        print(
+            f"transformers: {hvd.size()} ranks, mean loss {loss:.2f}, "
+            f"{right.float().mean().item():.0%} of the sums right, replicas identical: "
+            f"{'yes' if same else 'NO'}, {calls} reductions by AdaSum",
+            flush=True,
+        )
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

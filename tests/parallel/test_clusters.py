@@ -1,0 +1,205 @@
+"""Ranks that torchrun, a scheduler's variables or `adasum-hvd exec` have started: no horovodrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, TORCHRUN, environment, run_launcher
+
+EXEC = [sys.executable, "-m", "adasum_hvd", "exec"]
+SECONDS = 240  # for one job, on a machine that others use
+
+
+def write(tmp_path: Path, script: str) -> str:
+    program = tmp_path / "script.py"
+    program.write_text(script)
+    return str(program)
+
+
+def free_port() -> int:
+    """Return a port that is free, and so is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as next_one:
+            one.bind(("", 0))
+            try:
+                next_one.bind(("", one.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return one.getsockname()[1]
+
+
+def start_each(
+    words: list[str], environments: list[dict[str, str]]
+) -> list[tuple[int, str]]:
+    """Start a process with each environment, as schedulers do; return statuses and outputs."""
+    common = environment((("MASTER_PORT", str(free_port())),))
+    ranks = [
+        subprocess.Popen(
+            words, env=common | own, cwd=REPOSITORY, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for own in environments
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+        return [
+            (rank.returncode, output)
+            for rank, output in zip(ranks, outputs, strict=True)
+        ]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def check_done(ranks: list[tuple[int, str]]) -> None:
+    for status, output in ranks:
+        assert status == 0 and "DONE" in output, output[-3000:]
+
+
+REDUCE = """
+import os, time, torch, torch.distributed as dist
+import adasum_hvd.torch as hvd
+from adasum_hvd import reference
+
+def check(hosts):
+    mine = [torch.arange(1.0, 6.0) * 3.0**k - k for k in range(hvd.size())]
+    found = hvd.allreduce(mine[hvd.rank()], op=hvd.Adasum)
+    expected = reference.adasum([tensor.numpy() for tensor in mine], hosts)
+    assert torch.equal(found, torch.from_numpy(expected).float()), (found, expected)
+"""
+AGAIN = """
+hvd.init()
+assert (hvd.rank(), hvd.size()) == (int(os.environ["RANK"]), 3)
+assert hvd.local_rank() == int(os.environ["LOCAL_RANK"])
+check(HOSTS)
+for _ in range(2):
+    hvd.shutdown()
+    hvd.init(process_sets=[hvd.ProcessSet([0, 2])])  # they meet in the rendezvous server, too
+    check(HOSTS)
+dist.init_process_group("gloo")  # by the same MASTER_PORT
+ranks = [None] * 3
+dist.all_gather_object(ranks, hvd.rank())
+assert ranks == [0, 1, 2]
+dist.destroy_process_group()
+hvd.shutdown()
+if hvd_rank := int(os.environ["RANK"]):
+    time.sleep(hvd_rank)  # rank 0, with the servers, ends first
+print("DONE", flush=True)
+"""
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = write(tmp_path, REDUCE + AGAIN.replace("HOSTS", '["a"] * 3'))
+    words = [*TORCHRUN, "--nproc-per-node", "3", "--master-port", str(free_port())]
+    status, output = run_launcher([*words, script], environment(), SECONDS)
+    assert status == 0 and output.count("DONE") == 3, output[-3000:]
+
+
+def test_uneven_hosts(tmp_path: Path) -> None:
+    """One rank on the first host and two on the second; rank 0 holds the store itself."""
+    script = write(tmp_path, REDUCE + AGAIN.replace("HOSTS", '["a", "b", "b"]'))
+    places = [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
+    check_done(
+        start_each(
+            [sys.executable, script],
+            [
+                {
+                    "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                    "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": "2",
+                    "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here),
+                }
+                for rank, (host, local, here) in enumerate(places)
+            ],
+        )
+    )  # fmt: skip
+
+
+PLAIN = """
+import os, sys, time, torch
+import horovod.torch as hvd
+for _ in range(3):
+    hvd.init()
+    assert hvd.size() == int(sys.argv[1]) == int(os.environ["HOROVOD_LOCAL_SIZE"])
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    rank = hvd.rank()
+    hvd.shutdown()
+session = os.getsid(0)
+if len(sys.argv) > 2:
+    if rank == 1:
+        sys.exit(7)
+    time.sleep(600)
+print(f"DONE {session}")
+"""
+
+
+def test_exec_starts_ranks_of_plain_horovod_in_one_session(tmp_path: Path) -> None:
+    words = [*EXEC, "--nprocs", "3", "--", sys.executable, write(tmp_path, PLAIN), "3"]
+    status, output = run_launcher(words, environment(), SECONDS)
+    done = [line for line in output.splitlines() if line.startswith("DONE")]
+    assert status == 0 and len(done) == 3 and len(set(done)) == 1, output[-3000:]
+
+
+def test_exec_ends_all_ranks_when_one_fails(tmp_path: Path) -> None:
+    words = [*EXEC, "--nprocs", "2", "--", sys.executable, write(tmp_path, PLAIN), "2"]
+    status, output = run_launcher([*words, "fail"], environment(), SECONDS)
+    assert status == 7 and "DONE" not in output, (status, output[-3000:])
+
+
+def slurm(rank: int, ranks: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(ranks), "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+
+
+def test_exec_as_a_rank_of_slurms(tmp_path: Path) -> None:
+    words = [*EXEC, "--", sys.executable, write(tmp_path, PLAIN), "2"]
+    check_done(start_each(words, [slurm(rank, 2) for rank in range(2)]))
+
+
+TENSORFLOW = """
+import tensorflow as tf
+import adasum_hvd.tensorflow as hvd
+hvd.init()
+assert hvd.size() == 2
+found = hvd.allreduce(tf.constant([1.0, 2.0]), op=hvd.Adasum)
+assert found.numpy().tolist() == [1.0, 2.0]
+print("DONE")
+"""
+
+
+def test_tensorflow(tmp_path: Path) -> None:
+    words = [sys.executable, write(tmp_path, TENSORFLOW)]
+    check_done(start_each(words, [slurm(rank, 2) for rank in range(2)]))
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    """Those that are there say who is not."""
+    short = {"HOROVOD_START_TIMEOUT": "3"}
+    words = [*EXEC, "--", sys.executable, "-c", "print('DONE')"]
+    for status, output in start_each(words, [slurm(0, 3) | short, slurm(2, 3) | short]):
+        assert status == 1 and "DONE" not in output
+        assert "Slurm: required 3 ranks" in output, output
+        assert "HOROVOD_START_TIMEOUT" in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0"}, "got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"HOROVOD_RANK": "0"}, "leave --nprocs out"),
+    ],
+)
+def test_exec_refuses(variables: dict[str, str], words: str) -> None:
+    variables = {**os.environ, **variables}
+    variables.pop("MASTER_PORT", None)
+    command = [*EXEC, "--nprocs", "2", "--", "true"]
+    status, output = run_launcher(command, variables, SECONDS)
+    assert status == 1 and words in output, output
