@@ -53,16 +53,27 @@ void GlooTransport::Start(const std::vector<Message>& messages) {
     if (messages[from].receive_bytes > 0) {
       started.receives.push_back(
           {from, context_->createUnboundBuffer(messages[from].receive, messages[from].receive_bytes), true});
-      started.receives.back().buffer->recv(from, kSlotPrefix | received_[from]++);
+      Post(started.receives.back(), kSlotPrefix | received_[from]++);
     }
     if (messages[to].send_bytes > 0) {
       started.sends.push_back(
           {to, context_->createUnboundBuffer(const_cast<void*>(messages[to].send), messages[to].send_bytes),
            false});
-      started.sends.back().buffer->send(to, kSlotPrefix | sent_[to]++);
+      Post(started.sends.back(), kSlotPrefix | sent_[to]++);
     }
   }
   started_.push_back(std::move(started));
+}
+
+void GlooTransport::Post(const Pending& pending, uint64_t slot) {
+  std::string why;
+  try {
+    pending.receives ? pending.buffer->recv(pending.peer, slot) : pending.buffer->send(pending.peer, slot);
+    return;
+  } catch (const std::exception& error) {
+    why = WithoutPlace(error.what());
+  }
+  Fail(pending.peer, why);
 }
 
 void GlooTransport::Wait() {

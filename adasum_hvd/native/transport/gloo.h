@@ -24,9 +24,9 @@ public:
   int rank() const override { return context_->rank; }
   int size() const override { return context_->size; }
   void BeginOperation() override;
-  void Start(const std::vector<Message>& messages) override;
 
-  // Throws SilentRank.
+  // Throw SilentRank.
+  void Start(const std::vector<Message>& messages) override;
   void Wait() override;
 
   std::vector<int> Tell(const LastWords& words) override;
@@ -51,6 +51,7 @@ private:
     std::unique_ptr<Buffer> buffer;
   };
 
+  void Post(const Pending& pending, uint64_t slot);
   void WaitFor(const Pending& pending);
   [[noreturn]] void Fail(int peer, const std::string& why);
 
