@@ -19,6 +19,7 @@ from namespaces import INTERFACE, Hosts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+HOROVODRUN = [str(BIN / "horovodrun")]
 LIMIT_SECONDS = 1800
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "horovod", "adasum-hvd")
 
@@ -31,7 +32,7 @@ def launcher(
     With `hosts`, ranks are spread evenly, or `slots` says how many each host has.
     """
     words = {
-        "gloo": [str(BIN / "horovodrun"), "--gloo"],
+        "gloo": [*HOROVODRUN, "--gloo"],
         "mpi": [str(BIN / "mpirun")],
         "exec": [sys.executable, "-m", "adasum_hvd", "exec"],
     }[backend]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,10 @@ FOLDERS = (
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 from launch import Configuration, Outcome, launch  # noqa: E402
+
+# How long an example takes says something of this machine's other work only.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 LAUNCHED: dict[Configuration, Outcome] = {}
 

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hosts as benchmark
 import jobs
 import pytest
-from launch import Configuration, Outcome, case_names, environment, launch, run_launcher
+from launch import (
+    HOROVODRUN,
+    Configuration,
+    Outcome,
+    case_names,
+    environment,
+    launch,
+    run_launcher,
+)
 from namespaces import Hosts, missing
 
 CASES = "cases_torch_ops"
+# Over MPI every case; over Gloo, where test_torch.py has all of them on two hosts by name, what
+# crosses a link in another way than the others, or ends in an error on the other host.
+CHOSEN = {
+    "mpi": case_names(CASES),
+    "gloo": [
+        "case_every_dtype_and_size",
+        "case_cancelling_pairs",
+        "case_process_set",
+        "case_mismatches_are_refused_on_all_ranks",
+        "case_join",
+        "case_path",
+    ],
+}
+jobs.HOROVODRUN = [sys.executable, str(HOROVODRUN)]
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
@@ -30,22 +53,32 @@ def launch_on(hosts: Hosts, backend: str, ranks: int) -> Outcome:
     """Run the op's cases on hosts; their remote shell stands in for ssh."""
     path = (("PATH", jobs.search_path(hosts)),)
     configuration = Configuration(CASES, backend, ranks, path)
-    return launch(configuration, jobs.launcher(backend, ranks, hosts))
+    words = jobs.launcher(backend, ranks, hosts)
+    return launch(configuration, words, CHOSEN[backend])
 
 
-@pytest.fixture(scope="module", params=["gloo", "mpi"])
-def two_by_two(request: pytest.FixtureRequest, two_hosts: Hosts) -> Outcome:
-    two_hosts.offload(True)
-    return launch_on(two_hosts, request.param, 4)
+@pytest.fixture(scope="module")
+def two_by_two(two_hosts: Hosts) -> Callable[[str], Outcome]:
+    """Return a function from "gloo" or "mpi" to the outcome on two hosts of two ranks."""
+
+    @functools.cache
+    def get(backend: str) -> Outcome:
+        two_hosts.offload(True)
+        return launch_on(two_hosts, backend, 4)
+
+    return get
 
 
-@pytest.mark.parametrize("name", case_names(CASES))
-def test_case(two_by_two: Outcome, name: str) -> None:
-    two_by_two.check(name, 4)
+@pytest.mark.parametrize(
+    ("backend", "name"), [(b, name) for b, names in CHOSEN.items() for name in names]
+)
+def test_case(two_by_two, backend: str, name: str) -> None:
+    two_by_two(backend).check(name, 4)
 
 
-def test_ranks_know_their_hosts(two_by_two: Outcome) -> None:
-    for path in two_by_two.results("case_path").values():
+@pytest.mark.parametrize("backend", CHOSEN)
+def test_ranks_know_their_hosts(two_by_two, backend: str) -> None:
+    for path in two_by_two(backend).results("case_path").values():
         assert path.startswith("levels of 2 x 2 ranks; inside a host shared memory")
 
 
@@ -76,7 +109,7 @@ def test_uneven_hosts_share_memory(three_and_one: Outcome) -> None:
 )
 def test_bytes_that_leave_a_host(two_hosts: Hosts, radices: str, times: int) -> None:
     """Two hosts exchange the whole once each way; the flat form twice that, a rank at a time."""
-    elements = 2_500_000
+    elements = 1_000_000
     two_hosts.offload(False)
     result = jobs.run(
         "gloo",

@@ -156,7 +156,7 @@ def case_bits_for_tensorflow() -> dict[str, str]:
 
 
 def case_fused_by_timing() -> None:
-    tensors = [tensor_of(hvd.rank(), 50 + k, torch.float32, k) for k in range(60)]
+    tensors = [tensor_of(hvd.rank(), 50 + k, torch.float32, k) for k in range(24)]
     handles = [
         hvd.allreduce_async(t, op=hvd.Adasum, name=f"timing.{k}")
         for k, t in enumerate(tensors)
@@ -253,7 +253,7 @@ def case_scale_factors() -> None:
         third = hvd.allreduce(
             mine, op=hvd.Adasum, name=f"third.{dtype}", postscale_factor=1 / 3
         )
-        torch.testing.assert_close(third, plain / 3)
+        check_close(third, plain.double().numpy() / 3, dtype)
 
 
 def case_process_set() -> None:
@@ -341,7 +341,7 @@ def case_other_ops_still_work() -> None:
         hvd.allreduce(mine, op="sum", name="sum"), torch.full((4,), float(total))
     )
     mean = hvd.allreduce(mine, op=hvd.Average, name="mean")
-    torch.testing.assert_close(mean, torch.full((4,), total / hvd.size()))
+    np.testing.assert_allclose(mean, np.full(4, total / hvd.size()), rtol=1.3e-6)
     assert torch.equal(
         hvd.allreduce(mine, op=hvd.Max, name="max"), torch.full((4,), float(hvd.size()))
     )

@@ -17,18 +17,23 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cases", "backend", "ranks"),
+    "configuration",
     [
-        (test_torch.OPTIMIZER, "gloo", 4),
-        (test_torch.OFFLOAD, "gloo", 3),
-        (test_torch.MODES, "gloo", 4),
-        (f"{test_tensorflow.OPTIMIZER}+{test_tensorflow.AGREEMENT}", "gloo", 3),
-        ("cases_torch_ops", "mpi", 8),
-        ("cases_convergence", "gloo", 8),
-        ("cases_sixteen", "mpi", 16),  # MindSpore's least
+        Configuration(test_torch.OPTIMIZER, "gloo", 4),
+        Configuration(test_torch.OFFLOAD, "gloo", 3),
+        Configuration(test_torch.MODES, "gloo", 4),
+        Configuration(
+            f"{test_tensorflow.OPTIMIZER}+{test_tensorflow.AGREEMENT}", "gloo", 3
+        ),
+        Configuration(test_torch.OPS, "gloo", 4),
+        Configuration(test_torch.OPS, "gloo", 5, test_torch.NETWORK),
+        Configuration(test_torch.OPS, "mpi", 8),
+        Configuration("cases_convergence", "gloo", 8),
+        Configuration("cases_sixteen", "mpi", 16),  # MindSpore's least
     ],
+    ids=str,
 )
-def test_more_ranks(cases: str, backend: str, ranks: int) -> None:
-    outcome = launch(Configuration(cases, backend, ranks))
-    for name in case_names(cases):
-        assert not outcome.raise_failures(name, ranks)
+def test_more_ranks(configuration: Configuration) -> None:
+    outcome = launch(configuration)
+    for name in case_names(configuration.cases):
+        outcome.raise_failures(name, configuration.ranks)
