@@ -41,7 +41,7 @@ setup: $(VENV)/ready
 	@$(BIN)/adasum-hvd build
 
 demo: setup
-	@$(BIN)/horovodrun -np $(NP) --gloo $(BIN)/python examples/torch_digits.py \
+	@$(BIN)/adasum-hvd exec --nprocs $(NP) -- $(BIN)/python examples/torch_digits.py \
 	  --op sum,average,adasum-grad,adasum-delta --output build
 
 test: lint unit parallel hosts
