@@ -41,7 +41,7 @@ setup: $(VENV)/ready
 	@$(BIN)/adasum-hvd build
 
 demo: setup
-	@$(BIN)/horovodrun -np $(NP) --gloo $(BIN)/python examples/torch_digits.py \
+	@$(BIN)/adasum-hvd exec --nprocs $(NP) -- $(BIN)/python examples/torch_digits.py \
 	  --op sum,average,adasum-grad,adasum-delta --output build
 
 # Side by side, for each of them waits now and then: half an hour's work in half the time.

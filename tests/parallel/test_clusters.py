@@ -121,19 +121,14 @@ def test_uneven_hosts(tmp_path: Path) -> None:
 
 
 PLAIN = """
-import os, sys, time, torch
+import os, sys, torch
 import horovod.torch as hvd
 for _ in range(3):
     hvd.init()
     assert hvd.size() == int(sys.argv[1]) == int(os.environ["HOROVOD_LOCAL_SIZE"])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
-    rank = hvd.rank()
     hvd.shutdown()
 session = os.getsid(0)
-if len(sys.argv) > 2:
-    if rank == 1:
-        sys.exit(7)
-    time.sleep(600)
 print(f"DONE {session}")
 """
 
@@ -145,10 +140,32 @@ def test_exec_starts_ranks_of_plain_horovod_in_one_session(tmp_path: Path) -> No
     assert status == 0 and len(done) == 3 and len(set(done)) == 1, output[-3000:]
 
 
-def test_exec_ends_all_ranks_when_one_fails(tmp_path: Path) -> None:
-    words = [*EXEC, "--nprocs", "2", "--", sys.executable, write(tmp_path, PLAIN), "2"]
-    status, output = run_launcher([*words, "fail"], environment(), SECONDS)
-    assert status == 7 and "DONE" not in output, (status, output[-3000:])
+FAILING = """
+import os, signal, sys, time
+rank = os.environ["HOROVOD_RANK"]
+if rank == "0" and len(sys.argv) > 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("BEGUN", flush=True)
+time.sleep(1 if rank == "1" else 600)
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "deaf", "expected"),
+    [
+        ("sys.exit(7)", [], 7),
+        # Those too that do not want to.
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["deaf"], 137),
+    ],
+)
+def test_exec_ends_all_ranks_when_one_fails(
+    tmp_path: Path, end: str, deaf: list[str], expected: int
+) -> None:
+    script = write(tmp_path, FAILING.replace("END", end))
+    words = [*EXEC, "--nprocs", "3", "--", sys.executable, script, *deaf]
+    status, output = run_launcher(words, environment(), SECONDS)
+    assert status == expected and output.count("BEGUN") == 3, (status, output[-3000:])
 
 
 def slurm(rank: int, ranks: int) -> dict[str, str]:
