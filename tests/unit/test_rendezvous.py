@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.elastic.rendezvous import GET_RANK_AND_SIZE
 from horovod.runner.http.http_server import RendezvousServer
 
 from adasum_hvd import rendezvous
@@ -15,6 +17,14 @@ from adasum_hvd import rendezvous
 LIMIT_SECONDS = 60
 FORK = multiprocessing.get_context("fork")
 CAME, WENT = 7, 0  # exit statuses
+
+
+def test_what_horovodrun_says_of_a_place() -> None:
+    slot = SlotInfo("here", 0, 1, 2, 3, 4, 5)
+    values = map(int, slot.to_response_string().split(","))
+    told = dict(zip(rendezvous.PLACE, values, strict=True))
+    assert told == {n: getattr(slot, n[8:].lower()) for n in rendezvous.PLACE}
+    assert GET_RANK_AND_SIZE == "rank_and_size"
 
 
 @pytest.fixture
