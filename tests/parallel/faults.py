@@ -105,6 +105,7 @@ def run(fault: Fault) -> Consequence:
         words = [*command(backend, RANKS), sys.executable, str(JOB)]
         words += [fault.fault, fault.phase, str(folder)]
         status, output = run_launcher(words, variables, 180)
+        assert (folder / "fault").exists(), f"{fault}: not as far\n{output[-3000:]}"
         struck, victim = (folder / "fault").read_text().split()
         gone_by = time.monotonic() + 20  # the launchers ask first, and kill later
         while runs := Path("/proc", victim).exists():

@@ -11,12 +11,17 @@ import pytest
 from faults import Consequence, Fault, check, run
 
 CHOSEN = [
+    Fault("Gloo", "missing", "negotiation"),
+    Fault("MPI", "missing", "negotiation"),
+    Fault("Gloo", "stop", "exchange"),
+    Fault("MPI", "stop", "gather"),
+    Fault("shared memory, MPI", "stop", "negotiation"),
+    Fault("shared memory, Gloo", "stop", "exchange"),
     Fault("shared memory, Gloo", "memory", "exchange"),
     Fault("Gloo", "memory", "exchange"),
     Fault("Gloo", "raise", "negotiation"),
     Fault("Gloo", "kill", "gather"),
-    Fault("Gloo", "missing", "negotiation"),
-    Fault("MPI", "missing", "negotiation"),
+    Fault("MPI", "kill", "exchange"),
 ]
 
 
