@@ -35,11 +35,11 @@ def check_trained(output: str, ranks: int, accuracy: float, reductions: int) -> 
 
 
 def test_plain_ddp() -> None:
-    output = run([*UNDER_TORCHRUN, "3"], "torch_ddp.py", "--epochs", "6")
+    output = run([*UNDER_TORCHRUN, "3"], "torch_ddp.py")
     rows = re.findall(r"^(\S+) +(0\.\d+) +[\d.]+  (yes|NO)$", output, re.M)
     assert [row[0] for row in rows] == ["average", "adasum-grad", "adasum-delta"]
     assert all(same == "yes" for *_, same in rows)
-    assert float(rows[1][1]) > 0.93
+    assert float(rows[1][1]) > 0.97
 
 
 @pytest.mark.parametrize(
