@@ -19,7 +19,7 @@ JOB = Path(__file__).with_name("faults_job.py")
 RANKS = 3
 VICTIM = 1
 SILENCE_SECONDS = 3  # ADASUM_HVD_TIMEOUT_SECONDS, 30 unless set
-STALL_SECONDS = 12  # ADASUM_HVD_STALL_SECONDS, 600 unless set
+STALL_SECONDS = 9  # ADASUM_HVD_STALL_SECONDS, 600 unless set
 GLOO_SECONDS = 5  # HOROVOD_GLOO_TIMEOUT_SECONDS, of Horovod's own negotiation
 
 TRANSPORTS = {
