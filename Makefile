@@ -41,8 +41,7 @@ setup: $(VENV)/ready
 	@$(BIN)/adasum-hvd build
 
 demo: setup
-	@$(BIN)/horovodrun -np $(NP) --gloo $(BIN)/python examples/torch_digits.py \
-	  --op sum,average,adasum-grad,adasum-delta --output build
+	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
 
 test: lint unit parallel hosts
 
