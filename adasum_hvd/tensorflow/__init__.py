@@ -31,6 +31,7 @@ from adasum_hvd.tensorflow.ops import (
     settings,
 )
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer, banner
+from adasum_hvd.tensorflow.replicas import ReplicaMismatch, check_replicas
 from adasum_hvd.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def events(file: TextIO, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
+def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:
     """Yield the events of a timeline; a last one that was cut off is left out.
 
     Horovod writes few line ends or none, so the file is read in pieces.
