@@ -16,6 +16,7 @@ from typing import Any
 
 from adasum_hvd.install import environment, findings
 from adasum_hvd.install.findings import BUILD, Finding, State
+from adasum_hvd.installed import library_path
 from adasum_hvd.tools import jobs, machine
 
 RANKS = 2
@@ -84,7 +85,7 @@ def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
 
 def _built_with(frameworks: Sequence[str]) -> set[str]:
     """Return the backends in the libraries' symbols; both frameworks are built with the same."""
-    path = findings.library_path(frameworks[0])
+    path = library_path(frameworks[0])
     return {"mpi"} if path and b"MPI_Init_thread" in path.read_bytes() else set()
 
 
@@ -96,7 +97,7 @@ def _try(backend: str, frameworks: Sequence[str]) -> _Results:
     """
     module, names = "adasum_hvd.tools.trial", ",".join(frameworks)
     try:
-        return jobs.run(backend, RANKS, module, [names], _SECONDS)  # type: ignore[no-any-return]
+        return jobs.run(backend, RANKS, module, [names], _SECONDS)
     except jobs.JobError as error:
         if len(frameworks) == 1:
             return {frameworks[0]: {"error": str(error)}}

@@ -128,7 +128,7 @@ def _parsed(text: str, read: int) -> list[dict[str, Any]]:
         ) from None
     if not all(isinstance(event, dict) for event in found):
         raise TimelineError(f"required events in JSON behind character {read}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:

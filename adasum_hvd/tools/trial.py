@@ -12,14 +12,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adasum_hvd import binding, reference
 
-Array = NDArray[np.floating[Any]]
+Array: TypeAlias = NDArray[Any]
 SIZES = (1, 1000, 70_000)  # one block, several, and more than one exchange
 DTYPES = (np.float32, np.float64)
 

@@ -177,7 +177,7 @@ class _Allreduce(torch.autograd.Function):
     """AdaSum of `tensors`, whose gradient is the AdaSum of the gradients (as Horovod's)."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
         ctx.options = options
         return synchronize(enqueue(tensors, _outputs_for(tensors), *options))
 

@@ -24,6 +24,16 @@ from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 from adasum_hvd.tensorflow.replicas import check_replicas
 
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "CheckReplicasCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ProgressCallback",
+]
+
 
 def _has_windows(optimizer: Any) -> bool:
     """Return whether several local steps go between two reductions."""
