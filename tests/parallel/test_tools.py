@@ -44,7 +44,7 @@ def test_bench_and_its_timeline(tmp_path: Path) -> None:
     assert all(len(row["seconds"]) >= 5 and not row["wrong"] for row in rows)
     assert output.with_suffix(".png").stat().st_size > 5000
     phases = json.loads(command("timeline", str(record), "--json").stdout)["phases"]
-    assert "NEGOTIATE_ALLREDUCE" in {phase["phase"] for phase in phases}
+    assert any(phase["phase"].startswith("NEGOTIATE_") for phase in phases)
     assert all(phase["microseconds"] >= 0 for phase in phases)
 
 
