@@ -41,8 +41,7 @@ setup: $(VENV)/ready
 	@$(BIN)/adasum-hvd build
 
 demo: setup
-	@$(BIN)/adasum-hvd exec --nprocs $(NP) -- $(BIN)/python examples/torch_digits.py \
-	  --op sum,average,adasum-grad,adasum-delta --output build
+	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
 
 # Side by side, for each of them waits now and then: half an hour's work in half the time.
 test: lint setup

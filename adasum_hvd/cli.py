@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from adasum_hvd import __version__
 from adasum_hvd.install import build as builder
-from adasum_hvd.install import doctor
 from adasum_hvd.install.environment import BuildError
-from adasum_hvd.mindspore import rank_table as hosts
+from adasum_hvd.tools import bench, demo, doctor, hosts, timeline
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -24,22 +23,6 @@ def _build(arguments: argparse.Namespace) -> int:
         print(f"adasum-hvd build: {error}", file=sys.stderr)
         return 1
     print(f"{'built' if arguments.no_install else 'installed'}: {wheel}")
-    return 0
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    return doctor.run()
-
-
-def _hosts(arguments: argparse.Namespace) -> int:
-    try:
-        found = hosts.read(arguments.rank_table)
-        if arguments.hostfile:
-            arguments.hostfile.write_text(hosts.hostfile(found))
-    except (hosts.RankTableError, OSError) as error:
-        print(f"adasum-hvd hosts: {error}", file=sys.stderr)
-        return 1
-    print(hosts.arguments(found))
     return 0
 
 
@@ -64,6 +47,9 @@ def _count(text: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; `run` in what it parses is the command."""
     parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"adasum-hvd {__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = commands.add_parser(
@@ -85,20 +71,6 @@ def make_parser() -> argparse.ArgumentParser:
     build.add_argument("--force", action="store_true", help="do not use a cached wheel")
     build.set_defaults(run=_build)
 
-    check = commands.add_parser(
-        "doctor", help="explain this installation and what it lacks"
-    )
-    check.set_defaults(run=_doctor)
-
-    table = commands.add_parser(
-        "hosts", help="turn an Ascend rank table into horovodrun's -np and -H"
-    )
-    table.add_argument("rank_table", type=Path, help="JSON, version 1.0")
-    table.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="also write a hostfile"
-    )
-    table.set_defaults(run=_hosts)
-
     program = commands.add_parser(
         "exec",
         help="run a Horovod program as a rank of torchrun, Slurm or Kubernetes, or as --nprocs N",
@@ -108,6 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     program.add_argument("command", nargs="+", help="-- program and its arguments")
     program.set_defaults(run=_exec)
+    for tool in (doctor, bench, demo, timeline, hosts):
+        tool.add_to(commands)
     return parser
 
 

@@ -12,6 +12,15 @@ from typing import NamedTuple
 
 from adasum_hvd import ops
 
+__all__ = [
+    "MEASURED",
+    "WORKLOAD",
+    "LearningRate",
+    "Measured",
+    "adasum_lr",
+    "variant_advice",
+]
+
 WORKLOAD = (
     "LeNet-5 on 1437 digits, 30 epochs, 8 images per worker and step, SGD with momentum "
     "0.9, 5 seeds, rates a factor of 3 apart"

@@ -7,11 +7,17 @@ the messages its own way; without that the first rank's go to the standard error
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, TextIO
 
 logger = logging.getLogger("adasum_hvd")
+# Python 3.10's class takes no argument at run time.
+if TYPE_CHECKING:
+    Console = logging.StreamHandler[TextIO]
+else:
+    Console = logging.StreamHandler
 
 
-class _Console(logging.StreamHandler):
+class _Console(Console):
     """Writes where nobody else would."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -8,6 +8,22 @@ from __future__ import annotations
 
 import enum
 
+__all__ = [
+    "Adasum",
+    "AdasumDelta",
+    "AdasumGrad",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "SparseAdasumError",
+    "Sum",
+    "is_adasum",
+    "names",
+    "parse",
+]
+
 
 class SparseAdasumError(NotImplementedError, ValueError):
     """AdaSum of sparse tensors: to Horovod not implemented, to us a wrong argument."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from adasum_hvd import learning_rate, ops
+from adasum_hvd import __version__, learning_rate, ops
 
 # What must be the same on all ranks, and what a saved Keras optimizer keeps.
 SHARED = (
@@ -192,16 +192,12 @@ def banner(
         wire: the dtypes that travel.
         extra: bytes beside the optimizer's own, "device" and "host".
     """
-    groups = "AdaSum all the way"
-    if settings["group_op"] != "adasum":
-        size = settings["group_size"] or "a host's"
-        groups = f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
     parts = [
         f"adasum_hvd: {options.op.name} "
         f"({'delta' if options.is_delta else 'gradient'} variant)",
         f"{options.process_set.size()} ranks on {backend}",
         f"exchange over {path or 'what the first reduction finds'}",
-        groups if ops.is_adasum(options.op) else "no groups",
+        _groups(settings) if ops.is_adasum(options.op) else "no groups",
         *_advice(options.op, options.process_set.size(), settings),
         f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
         "steps per reduction",
@@ -209,6 +205,40 @@ def banner(
         f"{settings['kernels']} kernels",
         f"extra memory {extra['device'] / 2**20:.1f} MiB device, "
         f"{extra['host'] / 2**20:.1f} MiB host",
+    ]
+    return "; ".join(parts)
+
+
+def _groups(settings: Mapping[str, object]) -> str:
+    if settings["group_op"] == "adasum":
+        return "AdaSum all the way"
+    size = settings["group_size"] or "a host's"
+    return f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
+
+
+def started(
+    settings: Mapping[str, object], backend: str, ranks: int, hosts: int, path: str
+) -> str:
+    """Return what `init` says on rank 0: version, ranks, hosts, path, groups, variant.
+
+    Args:
+        settings: the op's, as `binding.settings` gives them.
+        backend: "MPI" or "Gloo".
+        ranks: of the job.
+        hosts: of the job.
+        path: as `binding.path` says it, "" before the first reduction.
+
+    Example:
+        >>> started({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")
+        '0.2.0: 2 ranks on 1 host over Gloo; exchange over shared memory; AdaSum all the way'
+    """
+    host = "host" if hosts == 1 else "hosts"
+    against = learning_rate.variant_advice(ops.AdasumDelta, ranks)
+    parts = [
+        f"{__version__}: {ranks} ranks on {hosts} {host} over {backend}",
+        *([f"exchange over {path}"] if path else []),
+        _groups(settings),
+        *([f"op=AdasumGrad: AdasumDelta is {against}"] if against else []),
     ]
     return "; ".join(parts)
 

@@ -11,11 +11,11 @@ Named = tuple[Name, Any]
 
 
 def partition(
-    named: Iterable[Named],
+    named: Iterable[Named[Name]],
     describe: Callable[[Any], tuple[Hashable, int]],
     bucket_bytes: int,
     groups: int | Sequence[Sequence[Any]] | None = None,
-) -> list[list[Named]]:
+) -> list[list[Named[Name]]]:
     """Divide parameters into lists that can share a bucket, the last used in forward first.
 
     Args:
@@ -29,9 +29,9 @@ def partition(
         Lists of (name, parameter).
     """
     chosen = _chosen_groups(list(named), groups)
-    result: list[list[Named]] = []
+    result: list[list[Named[Name]]] = []
     for members, limit in chosen:
-        open_lists: dict[Hashable, tuple[list[Named], int]] = {}
+        open_lists: dict[Hashable, tuple[list[Named[Name]], int]] = {}
         for name, parameter in reversed(members):
             kind, size = describe(parameter)
             current, filled = open_lists.get(kind, ([], 0))
@@ -45,8 +45,8 @@ def partition(
 
 
 def _chosen_groups(
-    named: list[Named], groups: int | Sequence[Sequence[Any]] | None
-) -> list[tuple[list[Named], bool]]:
+    named: list[Named[Name]], groups: int | Sequence[Sequence[Any]] | None
+) -> list[tuple[list[Named[Name]], bool]]:
     """Return (parameters, whether the byte limit holds) for each of the caller's groups."""
     if groups is None:
         return [(named, True)]
@@ -55,8 +55,8 @@ def _chosen_groups(
         cuts = range(0, len(named), max(per_group, 1))
         return [(named[cut : cut + per_group], groups == 0) for cut in cuts]
     group_of = {id(p): index for index, group in enumerate(groups) for p in group}
-    members: list[list[Named]] = [[] for _ in groups]
-    rest: list[Named] = []
+    members: list[list[Named[Name]]] = [[] for _ in groups]
+    rest: list[Named[Name]] = []
     for name, parameter in named:
         index = group_of.get(id(parameter))
         (rest if index is None else members[index]).append((name, parameter))

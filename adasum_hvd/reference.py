@@ -12,6 +12,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+__all__ = [
+    "adasum",
+    "coefficient",
+    "groups_of",
+    "pair",
+    "tree",
+]
+
 Vector: TypeAlias = NDArray[np.float64]
 Merge: TypeAlias = tuple[
     int, int, bool

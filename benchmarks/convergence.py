@@ -35,9 +35,9 @@ from quadratic import quadratic
 from torch.nn import functional
 
 from adasum_hvd import reference
+from adasum_hvd.tools.torch_digits import LeNet5, digits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from torch_digits import LeNet5, digits
 
 EPOCHS, MOMENTUM, WARM_UP = 30, 0.9, 0.17
 GRIDS = {

@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import digits
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
-from torch_digits import digits
 
 LR, MOMENTUM, BATCH, SEED = 0.01, 0.5, 64, 42
 FORMS = {  # name: (op, whether the rate is multiplied by the ranks)

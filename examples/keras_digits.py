@@ -10,9 +10,6 @@ adasum-grad, adasum-delta.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import sys
 from pathlib import Path
 
 import keras
@@ -46,12 +43,6 @@ def network() -> keras.Model:
             keras.layers.Dense(10),
         ]
     )
-
-
-def replicas_identical(model: keras.Model) -> bool:
-    """Return whether every rank holds the same bits."""
-    digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights()))
-    return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
 
 
 def main() -> None:
@@ -97,19 +88,14 @@ def main() -> None:
             hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
             hvd.callbacks.MetricAverageCallback(),
             hvd.callbacks.BestModelCheckpoint(str(best), monitor="val_accuracy"),
+            hvd.callbacks.CheckReplicasCallback(every=50),
             hvd.callbacks.ProgressCallback(),
         ],
     )
     _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
-    identical = replicas_identical(model)
     if hvd.rank() == 0:
         print(hvd.banner(optimizer))
-        result = {"op": arguments.op, "accuracy": accuracy, "identical": identical}
-        (arguments.output / "keras_digits.json").write_text(json.dumps(result))
-        print(f"test accuracy {accuracy:.3f}, replicas identical: {identical}")
-        print(f"best model: {best}")
-    if not identical:
-        sys.exit("replicas differ")
+        print(f"test accuracy {accuracy:.3f}; best model: {best}")
     hvd.shutdown()
 
 

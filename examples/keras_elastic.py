@@ -14,7 +14,7 @@ import argparse
 
 import keras
 import numpy as np
-from keras_digits import digits, network, replicas_identical
+from keras_digits import digits, network
 
 import adasum_hvd.tensorflow.keras as hvd
 
@@ -74,7 +74,7 @@ def main() -> None:
 
     train(state)
     _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
-    identical = replicas_identical(model)
+    identical = hvd.check_replicas(model)
     if hvd.rank() == 0:
         print(
             f"{hvd.size()} ranks: accuracy {100 * accuracy:.1f} %, replicas identical: {identical}"

@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torch_digits import LeNet5, digits, replicas_identical
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import LeNet5, digits, replicas_identical
 from adasum_hvd.torch.ddp import AdasumState, adasum_hook
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torch_digits import LeNet5, device_of, digits, replicas_identical
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import LeNet5, device_of, digits, replicas_identical
 from adasum_hvd.torch.ddp import AdasumState, adasum_hook, keep_local_hook
 
 REDUCTIONS = ("average", "adasum-grad", "adasum-delta")

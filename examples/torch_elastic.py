@@ -14,9 +14,9 @@ import argparse
 
 import torch
 from torch.nn import functional
-from torch_digits import LeNet5, digits, replicas_identical
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import LeNet5, digits, replicas_identical
 
 
 def parse() -> argparse.Namespace:

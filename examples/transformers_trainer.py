@@ -13,7 +13,6 @@ import tempfile
 from typing import Any
 
 import torch
-from torch_digits import replicas_identical
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import replicas_identical
 from adasum_hvd.torch.ddp import AdasumState, adasum_hook
 
 PLUS, EQUALS, VOCABULARY = 19, 20, 21  # behind the numbers 0 to 18

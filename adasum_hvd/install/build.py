@@ -243,7 +243,7 @@ def install(wheel: Path) -> None:
         str(wheel),
     )
     # In a process of its own, which loads the frameworks and what was just installed.
-    check = "import sys; from adasum_hvd.install import doctor; sys.exit(doctor.load_built())"
+    check = "import sys; from adasum_hvd.install import findings; sys.exit(findings.load_built())"
     loaded = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, check=False
     )

@@ -75,7 +75,7 @@ class _Ranks:
     def __init__(self, command: list[str], environments: Sequence[Mapping[str, str]]):
         self._status = 0
         self._kill_at = float("inf")
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         for environment in environments:

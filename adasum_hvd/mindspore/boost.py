@@ -17,6 +17,16 @@ from typing import Any
 
 from adasum_hvd import ops
 
+__all__ = [
+    "ELSEWHERE",
+    "FLAGS",
+    "LEVELS",
+    "MODES",
+    "SEED_DEVICE_NUMBER",
+    "Boost",
+    "switch",
+]
+
 # In the order in which MindSpore lets one exclude those behind it.
 FLAGS = ("dim_reduce", "grad_freeze", "less_bn", "adasum", "grad_accumulation")
 ELSEWHERE = ("dim_reduce", "grad_freeze", "less_bn")

@@ -21,7 +21,7 @@ from adasum_hvd.options import ProcessSet
 from adasum_hvd.partition import checked_degree, fusion_groups
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
-_reducers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class GradReducer(ABC):

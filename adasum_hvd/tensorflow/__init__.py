@@ -1,6 +1,10 @@
 """`horovod.tensorflow` with an AdaSum that works: `import adasum_hvd.tensorflow as hvd`."""
 
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
+
 from adasum_hvd import installed as _installed
+from adasum_hvd import names as _names
 
 _installed.require_horovod("tensorflow")
 
@@ -31,7 +35,43 @@ from adasum_hvd.tensorflow.ops import (
     settings,
 )
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer, banner
+from adasum_hvd.tensorflow.replicas import ReplicaMismatch, check_replicas
 from adasum_hvd.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,
 )
+
+__all__ = [
+    "Adasum",
+    "AdasumDelta",
+    "AdasumGrad",
+    "Average",
+    "DistributedGradReducer",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "Product",
+    "ReduceOp",
+    "ReplicaMismatch",
+    "Sum",
+    "adasum_lr",
+    "allgather_object",
+    "allreduce",
+    "banner",
+    "broadcast_variables",
+    "check_replicas",
+    "counters",
+    "elastic",
+    "grouped_allreduce",
+    "init",
+    "mark_worker_local",
+    "settings",
+]
+__all__ += _names.public(globals())  # Horovod's, which are not listed
+
+if _CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        """Horovod's names have no types."""

@@ -32,6 +32,12 @@ from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import local_slots
 
+__all__ = [
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "run",
+]
+
 Result = TypeVar("Result")
 
 

@@ -29,7 +29,7 @@ from adasum_hvd import (
     topology,
 )
 from adasum_hvd.launch import start as launch
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.options import ProcessSet, started
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -87,6 +87,10 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     topology.warn_of_one_group(
         settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     )
+    if mpi_ops.rank() == 0:
+        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
+        where = mpi_ops.size(), mpi_ops.cross_size(), ""  # no reduction yet: no path
+        messages.logger.info(started(settings(), backend, *where))
 
 
 def agree() -> None:

@@ -1,6 +1,10 @@
 """`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
 
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
+
 from adasum_hvd import installed as _installed
+from adasum_hvd import names as _names
 
 _installed.require_horovod("torch")
 
@@ -53,3 +57,54 @@ from adasum_hvd.torch.optimizer.rounds import join
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 from adasum_hvd.torch.wire import poll, synchronize
+
+__all__ = [
+    "AdaSumByDeltaWeightWrapCell",
+    "AdaSumByGradWrapCell",
+    "AdamOffload",
+    "Adasum",
+    "AdasumDelta",
+    "AdasumGrad",
+    "Average",
+    "Compression",
+    "DistributedGradReducer",
+    "DistributedOptimizer",
+    "GradScaler",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "ReplicaMismatch",
+    "Sum",
+    "adasum_lr",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "banner",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "check_replicas",
+    "counters",
+    "elastic",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "join",
+    "mark_replicated_over",
+    "mark_worker_local",
+    "poll",
+    "settings",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+__all__ += _names.public(globals())  # Horovod's, which are not listed
+
+if _CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        """Horovod's names have no types."""

@@ -26,8 +26,16 @@ from adasum_hvd.torch import wire
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.objects import allgather_object, ranks_of
 
+__all__ = [
+    "AdasumState",
+    "adasum_hook",
+    "keep_local_hook",
+]
+
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-_instances: dict[int, itertools.count] = {}  # by process set, whose ranks count alike
+_instances: dict[
+    int, itertools.count[int]
+] = {}  # by process set, whose ranks count alike
 
 
 class _Started(NamedTuple):

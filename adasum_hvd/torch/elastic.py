@@ -27,6 +27,12 @@ from adasum_hvd.torch.broadcasting import (
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.optimizer.base import DistributedBase
 
+__all__ = [
+    "ElasticSampler",
+    "TorchState",
+    "run",
+]
+
 Result = TypeVar("Result")
 
 

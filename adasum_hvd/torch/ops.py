@@ -20,6 +20,7 @@ from adasum_hvd import (
     topology,
 )
 from adasum_hvd.launch import start as launch
+from adasum_hvd.options import started
 from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -92,6 +93,10 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     forget()
     if ranks_meet():
         agree()
+    if mpi_ops.rank() == 0:
+        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
+        where = mpi_ops.size(), mpi_ops.cross_size(), binding.path(LIBRARY)
+        messages.logger.info(started(settings(), backend, *where))
 
 
 def agree() -> None:
@@ -172,7 +177,7 @@ class _Allreduce(torch.autograd.Function):
     """AdaSum of `tensors`, whose gradient is the AdaSum of the gradients (as Horovod's)."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
         ctx.options = options
         return synchronize(enqueue(tensors, _outputs_for(tensors), *options))
 

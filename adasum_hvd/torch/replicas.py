@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import binding, options
-from adasum_hvd.agreement import first_difference
 from adasum_hvd.options import ProcessSet
+from adasum_hvd.replicas import Digests, compare, is_due
+from adasum_hvd.replicas import ReplicaMismatch as ReplicaMismatch
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.parameter_lists import Ranks
 from adasum_hvd.torch.wire import LIBRARY
-
-_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model
-
-
-class ReplicaMismatch(RuntimeError):
-    """Replicas hold different values; the message names the first tensor and the ranks."""
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -49,9 +43,9 @@ def _tensors(
 
 def _digests(
     model: torch.nn.Module, optimizer: Any, everyone: Ranks
-) -> dict[Ranks, list[tuple[str, str]]]:
+) -> dict[Ranks, Digests]:
     """Return, for every set of ranks that share tensors, their names and digests."""
-    digests: dict[Ranks, list[tuple[str, str]]] = {everyone: []}
+    digests: dict[Ranks, Digests] = {everyone: []}
     for name, tensor, marked in _tensors(model, optimizer):
         if not marks.is_worker_local(marked):
             process_set = marks.holders(marked)
@@ -87,31 +81,16 @@ def check_replicas(
 
     Collective: every rank of `process_set`; blocks when it compares.
     """
-    options.check_count("check_replicas: every", every)
-    calls = _calls[model] = _calls.get(model, 0) + 1
-    if (calls - 1) % every:
+    if not is_due(model, every):
         return False
     everyone: Ranks = tuple(process_set.ranks)
     mine = _digests(model, optimizer, everyone)
     gathered = allgather_object(mine, "adasum.check_replicas", process_set)
     by_rank = dict(zip(everyone, gathered, strict=True))
     for ranks in sorted({ranks for digests in gathered for ranks in digests}):
-        _compare(ranks, [by_rank.get(rank, {}).get(ranks, []) for rank in ranks])
+        digests = [by_rank.get(rank, {}).get(ranks, []) for rank in ranks]
+        compare(ranks, digests, mpi_ops.rank())
     return True
-
-
-def _compare(ranks: Ranks, digests: Sequence[list[tuple[str, str]]]) -> None:
-    differs = first_difference(digests)
-    if differs is None:
-        return
-    position, others = differs
-    name, _ = next(d[position] for d in digests if len(d) > position)
-    raise ReplicaMismatch(
-        f"replicas: required equal tensors on all {len(ranks)} ranks, got another {name} on ranks "
-        f"{[ranks[index] for index in others]} than on rank {ranks[0]} (this is rank "
-        f"{mpi_ops.rank()}); broadcast the parameters from rank {ranks[0]}, and look for data or "
-        "random numbers that differ where they must not"
-    )
 
 
 def banner(optimizer: Any) -> str:

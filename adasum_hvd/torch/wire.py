@@ -29,7 +29,7 @@ _PAUSE_SECONDS = 1e-4
 _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
 # leaves a rank out; these counts are per process set.
-_nameless: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_nameless: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
 _agreed = 0  # the generation in which all ranks have agreed on the settings
 

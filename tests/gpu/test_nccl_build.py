@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install import doctor, environment, nccl
+from adasum_hvd.install import environment, nccl
+from adasum_hvd.installed import library_path
 
-LIBRARIES = {
-    name: doctor.library_path(name) for name in environment.installed_frameworks()
-}
+LIBRARIES = {name: library_path(name) for name in environment.installed_frameworks()}
 
 
 def nccl_version_inside(framework: str) -> int:

@@ -11,7 +11,8 @@ import pytest
 from launch import Configuration, Outcome, case_names, launch
 
 from adasum_hvd import binding
-from adasum_hvd.install import doctor, environment
+from adasum_hvd.install import environment
+from adasum_hvd.installed import library_path
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 def library_of(framework: str) -> ctypes.CDLL:
     """Return Horovod's library, or skip where it does not reduce on devices."""
     path = (
-        doctor.library_path(framework)
+        library_path(framework)
         if framework in environment.installed_frameworks()
         else None
     )

@@ -197,3 +197,37 @@ def case_keras_metrics_with_a_value_per_class() -> None:
     (found,) = history["f1_score"]
     assert found.shape == (numerics.OUTPUTS,)
     assert len({value.tobytes() for value in hvd.allgather_object(found)}) == 1
+
+
+def case_keras_check_replicas() -> None:
+    model = compiled(hvd.DistributedOptimizer(momentum(), op="adasum-grad"))
+    callback = hvd.callbacks.CheckReplicasCallback(every=2)
+    fit(model, callbacks=[callback])
+    assert hvd.check_replicas(model, model.optimizer)
+    calls = [hvd.check_replicas(model, every=3) for _ in range(4)]
+    assert calls == [
+        False,
+        True,
+        False,
+        False,
+    ]  # the third of six calls, the callback's too
+    delta = compiled(hvd.DistributedOptimizer(momentum(), op="adasum-delta"))
+    fit(delta, callbacks=[callback])
+    assert hvd.check_replicas(
+        delta, delta.optimizer
+    )  # its state differs and is left out
+    last = hvd.size() - 1
+    bias = model.layers[0].bias
+    if hvd.rank() == last:
+        bias.assign_add(np.full(bias.shape, 1e-7, "float32"))
+    if last:
+        with pytest.raises(hvd.ReplicaMismatch, match=rf"/bias on ranks \[{last}\]"):
+            hvd.check_replicas(model)
+        with pytest.raises(hvd.ReplicaMismatch, match="broadcast the parameters"):
+            fit(model, callbacks=[hvd.callbacks.CheckReplicasCallback(every=1)])
+    with pytest.raises(TypeError, match="required a model, got list"):
+        hvd.check_replicas([bias])
+    with pytest.raises(
+        ValueError, match="CheckReplicasCallback: every: required an integer"
+    ):
+        hvd.callbacks.CheckReplicasCallback(every=0)

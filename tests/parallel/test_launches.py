@@ -155,14 +155,10 @@ print("DONE")
     assert status == 0 and output.count("DONE") == 2, output[-2000:]
 
 
-def test_example(tmp_path):
+def test_example():
     program = str(REPOSITORY / "examples/torch_digits.py")
     words = [*command("mpi", 3), sys.executable, program, "--epochs", "5"]
-    words += ["--op", "adasum-grad,adasum-delta", "--output", str(tmp_path)]
     status, output = run_launcher(words, environment(), 200)
     assert status == 0, output[-2000:]
-    results = json.loads((tmp_path / "torch_digits.json").read_text())
-    assert [r["op"] for r in results] == ["adasum-grad", "adasum-delta"]
-    assert all(r["identical"] for r in results)
-    assert all(r["accuracy"] > 0.5 for r in results)
-    assert (tmp_path / "torch_digits.png").stat().st_size > 10_000
+    (accuracy,) = re.findall(r"test accuracy (\S+)", output)
+    assert float(accuracy) > 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 
 import pytest
@@ -60,9 +60,8 @@ def test_keras_example(tmp_path) -> None:
     words += ["--op", "adasum-delta", "--epochs", "2", "--output", str(tmp_path)]
     status, output = run_launcher(words, environment(), 150)
     assert status == 0, output[-3000:]
-    result = json.loads((tmp_path / "keras_digits.json").read_text())
-    assert result["identical"]
-    assert result["accuracy"] > 0.6
+    (accuracy,) = re.findall(r"test accuracy (\S+);", output)
+    assert float(accuracy) > 0.6
     assert (tmp_path / "keras_digits.keras").exists()
 
 
@@ -73,4 +72,4 @@ def test_custom_loop_example() -> None:
         [*words, "--op", "adasum-grad", "--tape"], environment(), 150
     )
     assert status == 0, output[-3000:]
-    assert "replicas identical: True" in output
+    assert "replicas are identical" in output

@@ -11,7 +11,7 @@ from markdown_it.token import Token
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "docker/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "docker/*.md", "examples/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -71,3 +72,57 @@ def test_extras_allow_what_ci_tests_and_nothing_older() -> None:
         tested = re.search(rf"^{framework}(?:-cpu)?==(\S+)", oldest, re.M)[1]
         assert minimum.operator == ">="
         assert tested.split(".")[:2] == minimum.version.split(".")[:2]
+
+
+NAMES = """
+import importlib, json, sys
+print(json.dumps({
+    name: [sorted(importlib.import_module(name).__all__), dir(importlib.import_module(name))]
+    for name in sys.argv[1:]
+}))
+"""
+PUBLIC = [
+    f"adasum_hvd.{name}"
+    for name in (
+        "boost", "learning_rate", "ops", "parallel", "reference", "torch", "torch.ddp",
+        "torch.elastic", "tensorflow", "tensorflow.elastic", "tensorflow.keras",
+        "tensorflow.keras.callbacks", "tensorflow.keras.elastic",
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, tuple[list[str], list[str]]]:
+    """Return `__all__` and `dir()` of every public module."""
+    words = [sys.executable, "-c", NAMES, *PUBLIC]
+    shown = subprocess.run(
+        words, capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return json.loads(shown.stdout.splitlines()[-1])
+
+
+def test_public_names_are_listed_and_are_no_others(names) -> None:
+    for module, (listed, there) in names.items():
+        assert set(listed) <= set(there) and len(listed) == len(set(listed)), module
+        assert not {"os", "tf", "torch", "keras", "warnings", "version"} & set(listed)
+    for module in ("torch", "tensorflow", "tensorflow.keras"):
+        listed, there = names[f"adasum_hvd.{module}"]
+        assert not {"os", "tf", "warnings", "version"} & set(there), module
+        assert {"init", "rank", "DistributedOptimizer", "check_replicas"} <= set(listed)
+
+
+def test_what_horovod_has_is_there(names) -> None:
+    """Its functions and classes; `__all__` holds what its modules define or import of its own."""
+    for framework in ("torch", "tensorflow"):
+        listed = set(names[f"adasum_hvd.{framework}"][0])
+        wanted = {
+            "allgather",
+            "alltoall",
+            "broadcast_object",
+            "ProcessSet",
+            "add_process_set",
+        }
+        assert (
+            wanted | {"SyncBatchNorm" if framework == "torch" else "Compression"}
+            <= listed
+        )

@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "mindspore": set(),
     "parallel": {"mindspore"},
     "launch": set(),
+    "tools": {"install", "mindspore", "torch", "tensorflow"},
     "torch": {"parallel", "mindspore", "launch"},
     "tensorflow": {"parallel", "mindspore", "launch"},
 }
@@ -26,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
 DOORS = {"adasum_hvd.cli", "adasum_hvd.boost"}
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 # A file that tells the two frameworks' findings apart by its name.
-PER_FRAMEWORK = re.compile(r"parallel/(torch|tensorflow)_modes\.py")
+PER_FRAMEWORK = re.compile(r"(?:parallel|tools)/(torch|tensorflow)_\w+\.py")
 # What native rooms include of others: a room, or one file of it. The arithmetic knows the
 # interface of a transport and no transport; Horovod, MPI, Gloo and NCCL are known where named.
 INCLUDED: dict[str, set[str]] = {

@@ -15,7 +15,7 @@
 
 namespace adasum_hvd {
 
-constexpr char kVersion[] = "0.1.0";
+constexpr char kVersion[] = "0.2.0";
 
 struct Settings {
   bool off = false;                    // ADASUM_HVD_OP=off: hand every call to Horovod's own op

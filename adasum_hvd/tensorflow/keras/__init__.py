@@ -1,5 +1,9 @@
 """`horovod.tensorflow.keras` that reduces: `import adasum_hvd.tensorflow.keras as hvd`."""
 
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
+
+from adasum_hvd import names as _names
 from adasum_hvd.tensorflow import *
 from adasum_hvd.tensorflow.adam_offload import AdamOffload
 from adasum_hvd.tensorflow.keras import callbacks
@@ -22,3 +26,25 @@ from adasum_hvd.tensorflow.mindspore import (
 
 # Behind the star, which brings the one without Keras.
 import adasum_hvd.tensorflow.keras.elastic as elastic  # type: ignore[no-redef]  # isort: skip
+
+__all__ = [
+    "AdaSumByDeltaWeightWrapCell",
+    "AdaSumByGradWrapCell",
+    "AdamOffload",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "callbacks",
+    "compile",
+    "elastic",
+    "load_model",
+    "reducescatter",
+]
+__all__ += _names.public(globals())  # Horovod's, which are not listed
+
+if _CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        """Horovod's names have no types."""

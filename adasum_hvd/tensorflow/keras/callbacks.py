@@ -11,7 +11,7 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.agreement import is_elastic
 from adasum_hvd.marks import is_marked_local, mark_worker_local
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.options import ProcessSet, check_count
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras.learning_rate import (
@@ -22,6 +22,23 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 )
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+from adasum_hvd.tensorflow.replicas import check_replicas
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "CheckReplicasCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ProgressCallback",
+]
+
+
+def _has_windows(optimizer: Any) -> bool:
+    """Return whether several local steps go between two reductions."""
+    optimizer = inner(optimizer)
+    return is_distributed(optimizer) and optimizer._adasum.starts.length > 1
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -143,8 +160,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         broadcast_variables(shared, self._root_rank, self._process_set)
 
     def _check_replicas(self) -> None:
-        optimizer = inner(self.model.optimizer)
-        if is_distributed(optimizer) and optimizer._adasum.starts.length > 1:
+        if _has_windows(self.model.optimizer):
             return  # replicas may differ inside a window of local steps
         digest = hashlib.sha256()
         for variable in self.model.trainable_weights:
@@ -162,6 +178,54 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark what "
                 "must differ with mark_worker_local()"
             )
+
+
+class CheckReplicasCallback(keras.callbacks.Callback):
+    """Compares the ranks' models every k batches, and at the end of training.
+
+    It compares what :func:`adasum_hvd.tensorflow.check_replicas` does, optimizer included. With
+    local steps, between whose reductions the ranks' weights differ, it compares nothing.
+
+    Args:
+        every: batches from one comparison to the next.
+        process_set: the ranks that train together.
+
+    Raises:
+        ValueError: `every` is no integer of at least 1.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        process_set: ProcessSet = mpi_ops.global_process_set,
+    ):
+        super().__init__()
+        check_count("CheckReplicasCallback: every", every)
+        self._every, self._process_set, self._batches = every, process_set, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Compare if it is time to. Collective.
+
+        Raises:
+            ReplicaMismatch: the replicas differ; on every rank.
+        """
+        self._batches += 1
+        if self._batches % self._every == 0:
+            self._check()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare. Collective.
+
+        Raises:
+            ReplicaMismatch: the replicas differ; on every rank.
+        """
+        self._check()
+
+    def _check(self) -> None:
+        optimizer = self.model.optimizer
+        if self._process_set.included() and not _has_windows(optimizer):
+            check_replicas(self.model, optimizer, process_set=self._process_set)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

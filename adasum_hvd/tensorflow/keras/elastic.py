@@ -18,6 +18,15 @@ from adasum_hvd.tensorflow.elastic import TensorFlowKerasState
 from adasum_hvd.tensorflow.elastic import TensorFlowState as TensorFlowState
 from adasum_hvd.tensorflow.elastic import run as run
 
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
 
 class KerasState(TensorFlowKerasState):
     """As :class:`TensorFlowKerasState`.

@@ -26,7 +26,9 @@ from adasum_hvd.tensorflow.reduction import named
 
 # Numbers of lists that the ranks have compared. All ranks of a process set count alike, since
 # comparing is collective.
-_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process set
+_numbers: weakref.WeakKeyDictionary[Any, Any] = (
+    weakref.WeakKeyDictionary()
+)  # by process set
 
 
 @dataclass(frozen=True)

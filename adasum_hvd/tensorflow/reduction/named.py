@@ -23,7 +23,7 @@ from adasum_hvd import ops
 from adasum_hvd.options import ProcessSet
 
 _turns: dict[str, tf.Variable] = {}  # by name
-_uses: WeakKeyDictionary = WeakKeyDictionary()  # by TF1 graph
+_uses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by TF1 graph
 
 
 def reduce_named(

@@ -113,7 +113,7 @@ class DistributedBase(torch.optim.Optimizer):
             return torch.bfloat16
         return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
-    def _describe(self, parameter: torch.Tensor) -> tuple[tuple, int]:
+    def _describe(self, parameter: torch.Tensor) -> tuple[tuple[Any, ...], int]:
         dtype = self._wire_dtype(parameter)
         return (dtype, parameter.device), parameter.numel() * dtype.itemsize
 
@@ -123,7 +123,7 @@ class DistributedBase(torch.optim.Optimizer):
         self._buckets = []
         # All that reductions travel in.
         self._carriers: Sequence[Any] = self._buckets
-        self._in_buckets: dict[int, tuple] = {}  # kinds of parameters, by id
+        self._in_buckets: dict[int, tuple[Any, ...]] = {}  # kinds of parameters, by id
         self._places = self._current_places()
         if not self._reducing:
             return
@@ -286,7 +286,7 @@ class DistributedBase(torch.optim.Optimizer):
     def _own_tensors(self) -> Iterable[torch.Tensor]:
         return [bucket.flat for bucket in self._buckets]
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are reduced too. Collective."""
         if "_names" in self.__dict__:
             self._check_may_change()

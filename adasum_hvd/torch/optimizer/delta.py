@@ -9,12 +9,12 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd import ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.broadcasting import broadcast_parameters
 from adasum_hvd.torch.optimizer import weight_copies
-from adasum_hvd.torch.optimizer.base import DistributedBase, Options, StepClosure
+from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta_buckets import (
     ChangeBucket,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from adasum_hvd import ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.torch import amp, marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.optimizer.base import DistributedBase, Options, StepClosure
+from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.countdown import GradientCountdown
 from adasum_hvd.torch.optimizer.rounds import Fact, checksum, group_options

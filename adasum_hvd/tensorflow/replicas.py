@@ -1,0 +1,86 @@
+"""Are all ranks still the same model?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd.marks import is_marked_local
+from adasum_hvd.options import ProcessSet
+from adasum_hvd.replicas import ReplicaMismatch as ReplicaMismatch
+from adasum_hvd.replicas import compare, is_due
+from adasum_hvd.tensorflow.broadcasting import allgather_object
+from adasum_hvd.tensorflow.optimizer import is_distributed
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+
+
+def _digest(variable: Any) -> str:
+    return hashlib.sha256(np.asarray(variable).tobytes()).hexdigest()
+
+
+def _state(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizer's variables that all ranks share."""
+    plain = inner(optimizer)
+    if optimizer is None or (is_distributed(plain) and plain._adasum.options.is_delta):
+        return  # the delta variant's optimizer state is local by design
+    local = local_slots(optimizer)
+    yield from (v for v in optimizer.variables if id(v) not in local)
+
+
+def check_replicas(
+    model: Any,
+    optimizer: Any = None,
+    every: int = 1,
+    process_set: ProcessSet = mpi_ops.global_process_set,
+) -> bool:
+    """Compare weights and optimizer state over the ranks, bit for bit. Not in `tf.function`.
+
+    Statistics of batch normalization are weights that each rank has by its own data: mark
+    them with `mark_worker_local`, or average them first.
+
+    Args:
+        model: a Keras model or layer, or any `tf.Module`. Worker-local variables are left out.
+        optimizer: a Keras optimizer; its variables too, except for the delta variant, where
+            they differ.
+        every: do it on every k-th call for this model only, and return at once otherwise.
+        process_set: the ranks to compare.
+
+    Returns:
+        True when a comparison was made, False when this call was left out.
+
+    Raises:
+        ValueError: `every` is no integer of at least 1.
+        TypeError: `model` holds no variables by either name.
+        ReplicaMismatch: on every rank; names the first variable that differs and the ranks.
+
+    Collective: every rank of `process_set`; blocks when it compares.
+
+    Example:
+        >>> hvd.check_replicas(model, optimizer, every=100)     # doctest: +SKIP
+    """
+    weights = getattr(model, "weights", getattr(model, "variables", None))
+    if weights is None:
+        raise TypeError(
+            f"check_replicas: required a model, got {type(model).__name__}; pass a Keras model "
+            "or a tf.Module"
+        )
+    if not is_due(model, every):
+        return False
+    variables = [*weights, *_state(optimizer)]
+    shared = [variable for variable in variables if not is_marked_local(variable)]
+    mine = [(getattr(v, "path", v.name), _digest(v)) for v in shared]
+    theirs = allgather_object(
+        mine, name="adasum.check_replicas", process_set=process_set
+    )
+    # Keras counts up the names of models: two ranks' may differ where their values do not.
+    named = [
+        [(mine[index][0] if index < len(mine) else name, digest)
+         for index, (name, digest) in enumerate(digests)]
+        for digests in theirs
+    ]  # fmt: skip
+    compare(list(process_set.ranks), named, mpi_ops.rank())
+    return True

@@ -1,0 +1,191 @@
+"""Our reductions against Horovod's, torch DDP's and a plain copy, on this machine, in a minute.
+
+    adasum-hvd bench --output here.json
+    adasum-hvd bench compare here.json there.json
+
+Every reduction runs in turn inside one job, and the slowest rank's time counts; ratios of medians
+between operations of one job are what to trust. `#wrong` counts tensors whose result is further
+than one rounding from `adasum_hvd.reference`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from adasum_hvd import __version__
+from adasum_hvd.install import environment
+from adasum_hvd.tools import jobs, machine
+
+CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
+    "4 KB": [1000],
+    "1 MB": [250_000],
+    "25 MB": [6_250_000],
+    "100 x 0.25 MB": [62_500] * 100,
+}
+OURS = "AdaSum"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "bench", help="measure reductions on this machine, or compare two measurements"
+    )
+    parser.add_argument(
+        "compare",
+        nargs="*",
+        metavar="compare A.json B.json",
+        help="print how B differs",
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="for all of it, starts not counted"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write JSON, and FILE.png"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure or compare, print, and return the exit status."""
+    try:
+        if arguments.compare:
+            print(_comparison(arguments.compare))
+            return 0
+        if arguments.ranks < 1 or arguments.seconds <= 0:
+            raise ValueError("required --ranks and --seconds above 0")
+        measured = measure(arguments.ranks, arguments.seconds)
+    except (jobs.JobError, OSError, ValueError, KeyError) as error:
+        print(f"adasum-hvd bench: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(measured, indent=1)
+    print(text if arguments.json else table(measured))
+    if arguments.output:
+        arguments.output.write_text(text)
+        if picture := draw(measured, arguments.output.with_suffix(".png")):
+            print(f"picture: {picture}", file=sys.stderr)
+    return 3 if any(row["wrong"] for row in measured["rows"]) else 0
+
+
+def measure(ranks: int, seconds: float) -> dict[str, Any]:
+    """Return the times of all operations, of Gloo and, where it is built, MPI.
+
+    Horovod's own AdaSum answers to the same name as ours, so it is measured in a job of its own
+    with `ADASUM_HVD_OP=off`; it needs MPI and a power of two ranks.
+    """
+    module = "adasum_hvd.tools.torch_bench"
+    plans = [("gloo", "on")]
+    if environment.detect_mpi():
+        plans.append(("mpi", "on"))
+        if ranks & (ranks - 1) == 0:
+            plans.append(("mpi", "off"))
+    each = seconds / len(plans) / len(CASES)
+    rows: list[dict[str, Any]] = []
+    for backend, ours in plans:
+        given = [json.dumps(CASES), each, ours]
+        variables = {"ADASUM_HVD_OP": ours}
+        rows += jobs.run(backend, ranks, module, given, seconds + 300, variables)
+    return {
+        "version": __version__,
+        "machine": machine.description(),
+        "packages": environment.installed_frameworks(),
+        "ranks": ranks,
+        "rows": rows,
+    }
+
+
+def medians(measured: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+    """Return median seconds by case, backend and operation."""
+    return {
+        (row["case"], row["backend"], row["operation"]): statistics.median(
+            row["seconds"]
+        )
+        for row in measured["rows"]
+    }
+
+
+def table(measured: dict[str, Any]) -> str:
+    """Return a table: case, backend, operation, times, bytes per second, AdaSum's over it."""
+    middle = medians(measured)
+    lines = [
+        f"{measured['ranks']} ranks on {measured['machine']}",
+        f"{'float32':14s} {'':5s} {'operation':18s} {'min ms':>9s} {'p50 ms':>9s} {'max ms':>9s} "
+        f"{'GB/s':>7s} {'#wrong':>7s}  AdaSum / it",
+    ]
+    for row in sorted(measured["rows"], key=_place):
+        times = row["seconds"]
+        p50, total = statistics.median(times), 4 * sum(CASES[row["case"]])
+        ours = middle.get((row["case"], row["backend"], OURS))
+        ratio = f"{ours / p50:.2f}x" if ours and row["operation"] != OURS else ""
+        wrong = str(row["wrong"]) if row["operation"] == OURS else ""
+        lines.append(
+            f"{row['case']:14s} {row['backend']:5s} {row['operation']:18s} "
+            f"{min(times) * 1e3:9.3f} {p50 * 1e3:9.3f} {max(times) * 1e3:9.3f} "
+            f"{total / p50 / 1e9:7.2f} {wrong:>7s}  {ratio}"
+        )
+    return "\n".join(lines)
+
+
+def _place(row: dict[str, Any]) -> tuple[int, str]:
+    return list(CASES).index(row["case"]), row["backend"]
+
+
+def _comparison(words: list[str]) -> str:
+    if len(words) != 3 or words[0] != "compare":
+        raise ValueError(f"required compare A.json B.json, got {' '.join(words)}")
+    before, after = (json.loads(Path(word).read_text()) for word in words[1:])
+    return compare(before, after)
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return a line per operation that both measured: medians, and the second over the first."""
+    old, new = medians(before), medians(after)
+    if not (both := [key for key in old if key in new]):
+        raise ValueError(
+            "required measurements of the same operations, got none in both"
+        )
+    return "\n".join(
+        f"{case:14s} {backend:5s} {operation:18s} {old[key] * 1e3:9.3f} -> {new[key] * 1e3:9.3f} ms"
+        f"  {new[key] / old[key]:5.2f}x"
+        for key in both
+        for case, backend, operation in [key]
+    )
+
+
+def draw(measured: dict[str, Any], target: Path) -> Path | None:
+    """Draw the medians, a bar for each operation; None where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    middle = medians(measured)
+    series = list(dict.fromkeys((backend, name) for _, backend, name in middle))
+    figure, axes = pyplot.subplots(figsize=(9, 4))
+    for index, where in enumerate(_bars(len(series))):
+        heights = [1e3 * middle.get((case, *series[index]), 0) for case in CASES]
+        places = [place + where for place in range(len(CASES))]
+        axes.bar(
+            places, heights, 0.8 / len(series), label=" ".join(series[index][::-1])
+        )
+    axes.set_xticks(range(len(CASES)), list(CASES))
+    axes.set(ylabel="ms (median)", yscale="log")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    return target
+
+
+def _bars(count: int) -> Iterator[float]:
+    """Yield where bars stand beside the middle of their group."""
+    for index in range(count):
+        yield (index - (count - 1) / 2) * 0.8 / count

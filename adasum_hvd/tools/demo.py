@@ -1,0 +1,45 @@
+"""Train a small network on real digits with four reductions, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from adasum_hvd.tools import jobs
+
+_NEEDED = {"torch": "torch", "sklearn": "scikit-learn"}
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "demo",
+        help="train LeNet-5 on digits with Sum, Average and both AdaSum variants",
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument(
+        "--output", type=Path, default=Path(), help="folder of demo.json and demo.png"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the ranks, which print as they go, and return the exit status."""
+    for module, package in _NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            print(
+                f"adasum-hvd demo: required {package}, got none; pip install 'adasum-hvd[demo]'",
+                file=sys.stderr,
+            )
+            return 1
+    words = jobs.launcher("gloo", max(1, arguments.ranks))
+    words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits"]
+    words += ["--epochs", str(arguments.epochs), "--output", str(arguments.output)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(words, env=environment, check=False).returncode

@@ -1,0 +1,169 @@
+"""Explain an installation, and reduce with it: what is there, what is missing, what mends it.
+
+Exit status: 0 all is well, 1 something is not built or not installed, 2 it does not load or
+start, 3 it gives wrong numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from adasum_hvd.install import environment, findings
+from adasum_hvd.install.findings import BUILD, Finding, State
+from adasum_hvd.installed import library_path
+from adasum_hvd.tools import jobs, machine
+
+RANKS = 2
+_SECONDS = 300  # a job that hangs; one that is well takes a few
+_WORDS = {
+    State.FINE: "ok",
+    State.MISSING: "MISSING",
+    State.BROKEN: "BROKEN",
+    State.WRONG: "WRONG",
+}
+_Results = dict[str, dict[str, Any]]
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "doctor", help="explain this installation and what it lacks, and reduce with it"
+    )
+    parser.add_argument(
+        "--hosts", default="", metavar="A,B", help="others of the job, tried over ssh"
+    )
+    parser.add_argument(
+        "--no-reduce", action="store_true", help="only look, start no ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found and return the exit status."""
+    hosts = [host for host in arguments.hosts.split(",") if host]
+    found = examine(hosts, not arguments.no_reduce)
+    columns = shutil.get_terminal_size().columns
+    print(as_json(found) if arguments.json else table(found, columns))
+    return int(status(found))
+
+
+def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[Finding]:
+    """Return all that was found.
+
+    Args:
+        hosts: others of the job, for ssh.
+        reduce: start ranks and compare what they reduce with the reference.
+    """
+    found = [*findings.installed(), *machine.findings(hosts)]
+    if reduce and (frameworks := findings.with_op()):
+        found += reductions(frameworks)
+    return found
+
+
+def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
+    """Yield, by framework and backend, whether ranks of this host reduce to the right numbers."""
+    backends = ["gloo"]
+    if "mpi" in (environment.detect_mpi() and _built_with(frameworks)):
+        backends.append("mpi")
+    seen: _Results = {}
+    for backend in backends:
+        results = _try(backend, frameworks)
+        for framework, result in results.items():
+            yield _judged(backend, framework, result)
+            if "error" not in result:
+                seen.setdefault(framework, result)
+    for framework, result in seen.items():
+        yield from _paths(framework, result)
+
+
+def _built_with(frameworks: Sequence[str]) -> set[str]:
+    """Return the backends in the libraries' symbols; both frameworks are built with the same."""
+    path = library_path(frameworks[0])
+    return {"mpi"} if path and b"MPI_Init_thread" in path.read_bytes() else set()
+
+
+def _try(backend: str, frameworks: Sequence[str]) -> _Results:
+    """Return what each framework's ranks found, or {"error": ...}.
+
+    All frameworks run in one job, which saves half of the time; where that gives nothing, each
+    is tried by itself.
+    """
+    module, names = "adasum_hvd.tools.trial", ",".join(frameworks)
+    try:
+        return jobs.run(backend, RANKS, module, [names], _SECONDS)
+    except jobs.JobError as error:
+        if len(frameworks) == 1:
+            return {frameworks[0]: {"error": str(error)}}
+    found: _Results = {}
+    for framework in frameworks:
+        found |= _try(backend, [framework])
+    return found
+
+
+def _judged(backend: str, framework: str, result: dict[str, Any]) -> Finding:
+    subject = f"AdaSum, {framework} on {backend}"
+    rebuild = f"{BUILD} --frameworks {framework}"
+    if "error" in result:
+        return Finding(subject, result["error"], State.BROKEN, rebuild)
+    if result["wrong"]:
+        found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
+        fix = "report this with the output of `adasum-hvd doctor --json`"
+        return Finding(subject, found, State.WRONG, fix)
+    return Finding(
+        subject,
+        f"{result['tried']} tensors over {result['ranks']} ranks as the reference has them",
+    )
+
+
+def _paths(framework: str, result: dict[str, Any]) -> Iterator[Finding]:
+    settings = result["settings"]
+    yield Finding(
+        f"op for {framework}",
+        f"version {result['version']} on {' and '.join(result['built'])}; between ranks of "
+        f"this host: {result['path']}; groups by {settings['group_op']}; "
+        f"{settings['kernels']} kernels",
+    )
+    if any(Path("/dev").glob("nvidia[0-9]*")) and "nccl" not in result["built"]:
+        found = "devices are here, and this Horovod is without NCCL: tensors go through the host"
+        yield Finding(f"CUDA for {framework}", found, State.FINE, f"{BUILD} --gpu nccl")
+
+
+def status(found: Sequence[Finding]) -> State:
+    """Return the worst state."""
+    return max((finding.state for finding in found), default=State.FINE)
+
+
+def table(found: Sequence[Finding], columns: int) -> str:
+    """Return the findings as lines of at most so many columns."""
+    width = max(len(finding.subject) for finding in found)
+    lines = []
+    for finding in found:
+        head = f"{_WORDS[finding.state]:8s}{finding.subject:{width}s}  "
+        indent = " " * len(head)
+        lines += textwrap.wrap(
+            head + finding.found,
+            columns,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
+        if finding.fix:
+            lines += textwrap.wrap(
+                f"{indent}-> {finding.fix}", columns, subsequent_indent=indent + "   ",
+                break_on_hyphens=False,
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    """Return the findings as JSON: status, and a list of what was found."""
+    listed = [
+        {**finding._asdict(), "state": finding.state.name.lower()} for finding in found
+    ]
+    return json.dumps({"status": int(status(found)), "findings": listed}, indent=1)

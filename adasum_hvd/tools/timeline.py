@@ -1,0 +1,201 @@
+"""Sum up a timeline of Horovod's (`HOROVOD_TIMELINE`), of any length.
+
+Tensors that are reduced together show the same phase at the same time, so the time of a phase
+is that in which at least one tensor was in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+_BYTES = {
+    "uint8": 1, "int8": 1, "bool": 1, "uint16": 2, "int16": 2, "float16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+
+
+class TimelineError(ValueError):
+    """A file that is no timeline; the message says where."""
+
+
+@dataclass
+class Phase:
+    """What is known of a phase.
+
+    Attributes:
+        name: as in the timeline.
+        count: how many tensors went through it.
+        microseconds: in which at least one was in it.
+        bytes: of those tensors, as far as the file says how large they are.
+    """
+
+    name: str
+    count: int = 0
+    microseconds: int = 0
+    bytes: int = 0
+    _inside: int = 0
+    _since: int = 0
+
+    def begin(self, at: int) -> None:
+        """A tensor enters it."""
+        if not self._inside:
+            self._since = at
+        self._inside += 1
+        self.count += 1
+
+    def end(self, at: int) -> None:
+        """A tensor leaves it."""
+        self._inside -= 1
+        if not self._inside:
+            self.microseconds += at - self._since
+
+
+@dataclass
+class _Tensor:
+    """The phases that a tensor is in, the outermost first, and those since that began."""
+
+    open: list[Phase] = field(default_factory=list)
+    passed: list[Phase] = field(default_factory=list)
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "timeline", help="sum up a timeline of Horovod's by phase"
+    )
+    parser.add_argument("file", type=Path, help="what HOROVOD_TIMELINE named")
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and return the exit status."""
+    try:
+        with arguments.file.open(encoding="utf-8", errors="replace") as file:
+            phases, microseconds = summed(events(file))
+    except (OSError, TimelineError) as error:
+        print(f"adasum-hvd timeline: {arguments.file}: {error}", file=sys.stderr)
+        return 1
+    print(
+        as_json(phases, microseconds) if arguments.json else table(phases, microseconds)
+    )
+    return 0
+
+
+def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:
+    """Yield the events of a timeline; a last one that was cut off is left out.
+
+    Horovod writes few line ends or none, so the file is read in pieces.
+
+    Args:
+        file: the timeline.
+        chunk: characters read at once.
+
+    Raises:
+        TimelineError: it holds something else.
+    """
+    rest, read = "", 0
+    while piece := file.read(chunk):
+        text = rest + piece if rest else piece.lstrip().removeprefix("[")
+        end = text.rfind("},") + 1
+        if end:
+            yield from _parsed(text[:end], read)
+            text = text[end + 1 :]
+        elif len(text) > 2 * chunk:
+            raise TimelineError(f"required events in JSON, got {text[:60]!r}")
+        rest, read = text or " ", read + len(piece)
+    last = rest.strip().removesuffix("]").strip()
+    if last.endswith("}"):
+        yield from _parsed(last, read)
+    elif last and not last.startswith("{"):
+        raise TimelineError(f"required events in JSON, got {last[:60]!r}")
+
+
+def _parsed(text: str, read: int) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(f"[{text}]")
+    except ValueError as error:
+        raise TimelineError(
+            f"required events in JSON behind character {read}, got {error}"
+        ) from None
+    if not all(isinstance(event, dict) for event in found):
+        raise TimelineError(f"required events in JSON behind character {read}")
+    return found
+
+
+def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:
+    """Return the phases, longest first, and the microseconds from the first event to the last."""
+    phases: dict[str, Phase] = {}
+    tensors: dict[int, _Tensor] = {}
+    first = last = None
+    for event in found:
+        if event.get("ph") not in ("B", "E"):
+            continue
+        try:
+            at, tensor = int(event["ts"]), tensors.setdefault(event["pid"], _Tensor())
+        except (KeyError, TypeError, ValueError):
+            raise TimelineError(f"required ts and pid in {event!s:.80}") from None
+        first, last = at if first is None else first, at
+        if event["ph"] == "B":
+            name = str(event.get("name"))
+            phase = phases.setdefault(name, Phase(name))
+            phase.begin(at)
+            tensor.open.append(phase)
+            tensor.passed.append(phase)
+        elif tensor.open:
+            tensor.open.pop().end(at)
+            if not tensor.open:
+                _measure(tensor, event.get("args", {}))
+    ordered = sorted(phases.values(), key=lambda phase: -phase.microseconds)
+    return ordered, (last or 0) - (first or 0)
+
+
+def _measure(tensor: _Tensor, said: dict[str, str]) -> None:
+    """Give the size of a tensor, which its outermost phase tells at its end, to all of them."""
+    if "shape" in said:
+        shape = map(int, re.findall(r"\d+", said["shape"]))
+        total = math.prod(shape) * _BYTES.get(str(said.get("dtype")), 0)
+        for phase in tensor.passed:
+            phase.bytes += total
+    tensor.passed.clear()
+
+
+def table(phases: list[Phase], microseconds: int) -> str:
+    """Return a table: phase, how often, time, share of the whole time, bytes per second."""
+    lines = [f"{'phase':32s} {'count':>9s} {'total s':>10s} {'share':>7s} {'GB/s':>8s}"]
+    for phase in phases:
+        share = phase.microseconds / max(1, microseconds)
+        rate = (
+            f"{phase.bytes / phase.microseconds / 1e3:8.2f}"
+            if phase.bytes and phase.microseconds
+            else ""
+        )
+        lines.append(
+            f"{phase.name:32s} {phase.count:9d} {phase.microseconds / 1e6:10.3f} "
+            f"{share:7.1%} {rate:>8s}"
+        )
+    return "\n".join(
+        [*lines, f"{'first to last event':32s} {'':9s} {microseconds / 1e6:10.3f}"]
+    )
+
+
+def as_json(phases: list[Phase], microseconds: int) -> str:
+    """Return the same as JSON, times in microseconds."""
+    listed = [
+        {
+            "phase": p.name,
+            "count": p.count,
+            "microseconds": p.microseconds,
+            "bytes": p.bytes,
+        }
+        for p in phases
+    ]
+    return json.dumps({"microseconds": microseconds, "phases": listed}, indent=1)

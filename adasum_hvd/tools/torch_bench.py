@@ -1,0 +1,148 @@
+"""What a rank of `adasum-hvd bench` does: every reduction in turn, until the time is over.
+
+python -m adasum_hvd.tools.torch_bench CASES SECONDS on|off OUTPUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as horovods
+import torch
+import torch.distributed as dist
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import reference
+from adasum_hvd.tools.bench import OURS
+
+FEWEST, MOST = 5, 1000
+_CHECKED = 50_000  # elements of a tensor that are compared with the reference
+Operation = Callable[[], object]
+
+
+def _reduce_all(module: Any, op: Any, name: str, tensors: list[torch.Tensor]) -> None:
+    handles = [
+        module.allreduce_async_(tensor, op=op, name=f"{name}.{index}")
+        for index, tensor in enumerate(tensors)
+    ]
+    for handle in handles:
+        module.synchronize(handle)
+
+
+def _ddp_all(tensors: list[torch.Tensor]) -> None:
+    """Average as DistributedDataParallel does: one flat bucket, divided, then summed."""
+    flat = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    dist.all_reduce(flat.div_(dist.get_world_size()))
+
+
+def operations(
+    case: str, tensors: list[torch.Tensor], ours: bool
+) -> dict[str, Operation]:
+    """Return what to measure, by name; each reduces `tensors` in place."""
+    if not ours:
+        return {
+            "Horovod AdaSum": lambda: _reduce_all(
+                horovods, horovods.Adasum, f"{case}.horovods", tensors
+            )
+        }
+    source = torch.randn(sum(tensor.numel() for tensor in tensors))
+    target = torch.empty_like(source)
+    found: dict[str, Operation] = {
+        OURS: lambda: _reduce_all(hvd, hvd.Adasum, f"{case}.adasum", tensors),
+        "Horovod Average": lambda: _reduce_all(
+            horovods, horovods.Average, f"{case}.average", tensors
+        ),
+        "copy": lambda: target.copy_(source),
+    }
+    if dist.is_initialized():
+        found["torch DDP, Gloo"] = lambda: _ddp_all(tensors)
+    return found
+
+
+def wrong(case: str, sizes: list[int]) -> int:
+    """Return how many of the first tensors are further than a rounding from the reference."""
+    count = 0
+    for index, size in enumerate(sizes[:5]):
+        inputs = [
+            _inputs(rank, index, min(size, _CHECKED)) for rank in range(hvd.size())
+        ]
+        name = f"{case}.wrong.{index}"
+        got = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum, name=name).numpy()
+        wanted = reference.adasum([tensor.numpy() for tensor in inputs])
+        count += bool((abs(got - wanted) > 2.0**-23 * abs(wanted).max()).any())
+    return count
+
+
+def _inputs(rank: int, index: int, size: int) -> torch.Tensor:
+    return torch.randn(
+        size, generator=torch.Generator().manual_seed(1000 * rank + index)
+    )
+
+
+def measure(
+    case: str, sizes: list[int], seconds: float, ours: bool
+) -> dict[str, list[float]]:
+    """Return the seconds of every operation on this rank, the same number on all ranks."""
+    fresh = [_inputs(hvd.rank(), index, size) for index, size in enumerate(sizes)]
+    tensors = [tensor.clone() for tensor in fresh]
+    todo = operations(case, tensors, ours)
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    rounds, done = 1, 0  # the first one is warm-up, and says how many fit
+    while done < rounds:
+        began = time.perf_counter()
+        for name, operation in todo.items():
+            for tensor, start in zip(tensors, fresh, strict=True):
+                tensor.copy_(start)
+            horovods.barrier()
+            started = time.perf_counter()
+            operation()
+            times[name].append(time.perf_counter() - started)
+        done += 1
+        if done == 1:
+            fit = int(seconds / (time.perf_counter() - began))
+            rounds = 1 + hvd.broadcast_object(min(MOST, max(FEWEST, fit)), 0)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def _join_process_group() -> None:
+    """Start torch's own Gloo beside Horovod, on rank 0's free port."""
+    store = None
+    if hvd.rank() == 0:
+        store = dist.TCPStore("127.0.0.1", 0, hvd.size(), True, wait_for_workers=False)
+    port = hvd.broadcast_object(store.port if store else None, 0)
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, hvd.size(), False)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def main() -> None:
+    """Measure all cases; rank 0 writes the slowest rank's times."""
+    cases, seconds = json.loads(sys.argv[1]), float(sys.argv[2])
+    ours, output = sys.argv[3] == "on", Path(sys.argv[4])
+    hvd.init()
+    torch.set_num_threads(1)
+    backend = "mpi" if horovods.mpi_enabled() else "gloo"
+    if backend == "gloo" and dist.is_gloo_available():
+        _join_process_group()
+    rows = []
+    for case, sizes in cases.items():
+        off = wrong(case, sizes) if ours else 0
+        everyone = hvd.allgather_object(measure(case, sizes, seconds, ours))
+        for name in everyone[0]:
+            slowest = map(max, zip(*(theirs[name] for theirs in everyone), strict=True))
+            row = {"case": case, "backend": backend, "operation": name}
+            rows.append({**row, "seconds": list(slowest), "wrong": off})
+    if hvd.rank() == 0:
+        partial = output.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(rows))
+        partial.rename(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`adasum-hvd doctor`, `bench`, `demo` and `timeline` with the ranks that they start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import environment
+
+
+def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `adasum-hvd WORDS`."""
+    return subprocess.run(
+        [sys.executable, "-m", "adasum_hvd", *words],
+        env=environment() | variables, capture_output=True, text=True, timeout=500,
+        check=False,
+    )  # fmt: skip
+
+
+def test_doctor_reduces_with_every_framework_and_backend() -> None:
+    shown = command("doctor", "--json")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert not shown.stderr
+    found = {one["subject"]: one for one in json.loads(shown.stdout)["findings"]}
+    for framework in ("torch", "tensorflow"):
+        for backend in ("gloo", "mpi"):
+            said = found[f"AdaSum, {framework} on {backend}"]["found"]
+            assert said == "6 tensors over 2 ranks as the reference has them"
+        assert "shared memory" in found[f"op for {framework}"]["found"]
+
+
+def test_bench_and_its_timeline(tmp_path: Path) -> None:
+    output, record = tmp_path / "bench.json", tmp_path / "timeline.json"
+    shown = command(
+        "bench", "--seconds", "1", "--output", str(output), HOROVOD_TIMELINE=str(record)
+    )
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "Horovod AdaSum" in shown.stdout and "torch DDP, Gloo" in shown.stdout
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 4 * (4 + 3 + 1)  # Gloo, MPI, MPI with Horovod's own op
+    assert all(len(row["seconds"]) >= 5 and not row["wrong"] for row in rows)
+    assert output.with_suffix(".png").stat().st_size > 5000
+    phases = json.loads(command("timeline", str(record), "--json").stdout)["phases"]
+    assert any(phase["phase"].startswith("NEGOTIATE_") for phase in phases)
+    assert all(phase["microseconds"] >= 0 for phase in phases)
+
+
+@pytest.mark.parametrize("ranks", ["3"])
+def test_demo(tmp_path: Path, ranks: str) -> None:
+    words = ["demo", "--ranks", ranks, "--epochs", "3", "--output", str(tmp_path)]
+    shown = command(*words)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert [r["op"] for r in results] == [
+        "sum",
+        "average",
+        "adasum-grad",
+        "adasum-delta",
+    ]
+    assert all(r["identical"] for r in results)
+    assert max(r["accuracy"] for r in results) > 0.5
+    assert (tmp_path / "demo.png").stat().st_size > 10_000

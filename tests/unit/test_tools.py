@@ -1,0 +1,294 @@
+"""The commands of `adasum-hvd` without ranks: what they read, print and return."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import adasum_hvd
+from adasum_hvd import cli
+from adasum_hvd.install.findings import Finding, State
+from adasum_hvd.mindspore.rank_table import Host
+from adasum_hvd.tools import bench, doctor, hosts, jobs, machine, timeline, trial
+
+# ---- doctor ----
+
+
+def test_the_worst_finding_is_the_status() -> None:
+    found = [Finding("a", "fine"), Finding("b", "x", State.BROKEN), Finding("c", "y")]
+    assert doctor.status(found) == 2 and doctor.status([]) == 0
+    assert json.loads(doctor.as_json(found))["status"] == 2
+    assert json.loads(doctor.as_json(found))["findings"][1]["state"] == "broken"
+
+
+def test_the_table_is_as_wide_as_it_may() -> None:
+    long = Finding("subject", "word " * 40, State.MISSING, "do something " * 10)
+    lines = doctor.table([Finding("a", "b"), long], 60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0].split() == ["ok", "a", "b"]
+    assert lines[1].startswith("MISSING subject  word")
+    assert any("-> do something" in line for line in lines)
+
+
+def test_a_result_beyond_a_rounding_is_wrong() -> None:
+    for tensors in trial.inputs(2).values():
+        right = trial.reference.adasum(tensors).astype(tensors[0].dtype)
+        assert trial.is_right(right, tensors)
+        off = right * (1 + 8 * np.finfo(right.dtype).eps)
+        assert not trial.is_right(off, tensors)
+        if right.size > 1:
+            assert not trial.is_right((tensors[0] + tensors[1]) / 2, tensors)
+
+
+def test_wrong_numbers_and_errors_are_told_apart() -> None:
+    wrong = {"wrong": ["float32 of 1"], "tried": 6, "ranks": 2}
+    found = doctor._judged("gloo", "torch", wrong)
+    assert found.state is State.WRONG and "1 of 6 wrong: float32 of 1" in found.found
+    assert doctor._judged("mpi", "torch", {"error": "x"}).state is State.BROKEN
+    assert doctor._judged("mpi", "torch", wrong | {"wrong": []}).state is State.FINE
+
+
+def test_a_framework_that_does_not_load_says_why() -> None:
+    result = jobs.run("gloo", 1, "adasum_hvd.tools.trial", ["nosuch"], 100)
+    assert re.match("ModuleNotFoundError: .*nosuch_trial", result["nosuch"]["error"])
+
+
+def test_a_job_that_hangs_is_ended() -> None:
+    words = [
+        sys.executable,
+        "-c",
+        "import time; print('on', flush=True); time.sleep(99)",
+    ]
+    assert jobs.said_by(words, os.environ, 3).split() == [
+        "on",
+        "ended",
+        "after",
+        "3",
+        "seconds",
+    ]
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path) -> None:
+    assert machine.quota(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert machine.quota(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000\n")
+    assert machine.quota(tmp_path) == 0.5
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "150000 100000\n")
+    assert machine.quota(tmp_path) == 1.5
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
+    assert machine.quota(tmp_path) is None
+
+
+def test_what_the_kernel_decides_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "10000 100000\n")
+    write(tmp_path, "proc/sys/kernel/sched_autogroup_enabled", "1\n")
+    write(tmp_path, "proc/sys/kernel/yama/ptrace_scope", "2\n")
+    found = {one.subject: one for one in machine.findings(root=tmp_path)}
+    assert "grants 0.1" in found["processors"].found
+    assert found["processors"].fix.startswith("start at most 1 ranks")
+    assert "mpirun" in found["autogroup scheduling"].fix
+    assert (
+        found["Yama"].found
+        == "ptrace_scope 2: ranks cannot read one another, and copy twice"
+    )
+
+
+SSH = """#!/bin/sh
+while [ "$1" = -o ]; do shift 2; done
+case $1 in
+same) shift; exec "$@" ;;
+old) echo adasum-hvd 0.0.1 ;;
+*) echo "ssh: no route" >&2; exit 255 ;;
+esac
+"""
+
+
+def test_hosts_are_asked_over_ssh(tmp_path: Path, monkeypatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_SSH_SECONDS", 100)
+    assert machine.over_ssh("same").state is State.FINE
+    assert machine.over_ssh("old").state is State.MISSING
+    assert machine.over_ssh("gone") == Finding(
+        "ssh gone",
+        "ssh: no route",
+        State.BROKEN,
+        "make `ssh gone true` work without a password",
+    )
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"adasum-hvd {adasum_hvd.__version__}\n"
+
+
+# ---- bench ----
+
+
+def measured(seconds: float) -> dict:
+    rows = [
+        {
+            "case": "1 MB",
+            "backend": "gloo",
+            "operation": name,
+            "seconds": [s, s, 9.0],
+            "wrong": 0,
+        }
+        for name, s in ((bench.OURS, seconds), ("copy", 0.001))
+    ]
+    return {"ranks": 2, "machine": "here", "rows": rows}
+
+
+def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
+    assert re.search(r"1 MB +gloo +copy .* 2\.00x", bench.table(measured(0.002)))
+    for name, seconds in (("a", 0.002), ("b", 0.004)):
+        (tmp_path / name).write_text(json.dumps(measured(seconds)))
+    words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"AdaSum +2\.000 -> +4\.000 ms +2\.00x", said)
+    assert re.search(r"copy +1\.000 -> +1\.000 ms +1\.00x", said)
+    picture = bench.draw(measured(0.002), tmp_path / "picture.png")
+    assert picture is not None and picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "words", [["bench", "compare", "a"], ["bench", "a"], ["bench", "--ranks", "0"]]
+)
+def test_bench_refuses(words: list[str], capsys) -> None:
+    assert cli.main(words) == 1
+    assert capsys.readouterr().err.startswith("adasum-hvd bench: required ")
+
+
+# ---- hosts ----
+
+
+@pytest.mark.parametrize(
+    ("text", "slots", "wanted"),
+    [
+        ("node[1-3]", "2(x2),1", [("node1", 2), ("node2", 2), ("node3", 1)]),
+        ("a1,b[09-10]-x,c", "8", [("a1", 8), ("b09-x", 8), ("b10-x", 8), ("c", 8)]),
+        ("10.0.0.1:2,host-2", "4", [("10.0.0.1", 2), ("host-2", 4)]),
+        ("one slots=3\n# none\ntwo slots=1 # last\n", "1", [("one", 3), ("two", 1)]),
+    ],
+)
+def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, wanted: list) -> None:
+    assert hosts.read(text, slots) == [Host(*pair) for pair in wanted]
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert hosts.read(str(path), slots) == [Host(*pair) for pair in wanted]
+
+
+@pytest.mark.parametrize(
+    ("text", "slots", "match"),
+    [
+        ("", "1", "required names of hosts"),
+        ("node[1-", "1", r"required|ranges"),
+        ("node[3-1]", "1", r"ranges such as \[01-12,17\] in node\[3-1\], got '3-1'"),
+        ("node[1-99999999]", "1", "ranges such as"),
+        ("a,b,a", "1", "each host once, got a twice"),
+        ("a:0", "1", "slots as a number behind a:, got '0'"),
+        ("a,b", "2(x3)", "one count for each of 2 hosts"),
+        ("a", "x", r"a number or counts as 2\(x3\),1, got 'x'"),
+        ("no/such_file", "1", "a host name or address, got 'no/such_file'"),
+    ],
+)
+def test_bad_lists_of_hosts(text: str, slots: str, match: str) -> None:
+    with pytest.raises(hosts.HostsError, match=match):
+        hosts.read(text, slots)
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(hosts).failed == 0
+
+
+# ---- timeline ----
+
+
+def event(phase: str, at: int, tensor: int, name: str = "", **args: str) -> str:
+    named = f', "name": "{name}"' if name else ""
+    said = f', "args": {json.dumps(args)}' if args else ""
+    return f'{{"ph": "{phase}"{named}, "ts": {at}, "pid": {tensor}{said}}}'
+
+
+def two_fused_tensors() -> list[str]:
+    """As Horovod writes them: both are in a phase at the same time."""
+    told = {"dtype": "float32", "shape": "[250, 1000]"}
+    return [
+        event("B", 0, 1, "NEGOTIATE"),
+        event("E", 100, 1),
+        event("B", 100, 1, "ALLREDUCE"),
+        event("B", 110, 2, "ALLREDUCE"),
+        event("B", 200, 1, "GRAM"),
+        event("B", 200, 2, "GRAM"),
+        event("E", 700, 1),
+        event("E", 700, 2),
+        event("E", 1100, 1, **told),
+        event("E", 1100, 2, **told),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [60, 97, 1 << 20])
+@pytest.mark.parametrize("end", ["]", "", ',{"ph": "B", "na'])
+def test_phases_of_fused_tensors_count_once_in_time(chunk: int, end: str) -> None:
+    file = io.StringIO('[\n{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "t"}},\n'
+                       + ",".join(two_fused_tensors()) + end)  # fmt: skip
+    phases, whole = timeline.summed(timeline.events(file, chunk))
+    by_name = {phase.name: phase for phase in phases}
+    assert whole == 1100 and phases[0].name == "ALLREDUCE"
+    assert (by_name["ALLREDUCE"].count, by_name["ALLREDUCE"].microseconds) == (2, 1000)
+    assert (by_name["GRAM"].count, by_name["GRAM"].microseconds) == (2, 500)
+    assert by_name["GRAM"].bytes == by_name["ALLREDUCE"].bytes == 2_000_000
+    assert re.search(r"GRAM +2 +0\.001 +45\.5% +4\.00", timeline.table(phases, whole))
+
+
+@pytest.mark.parametrize(
+    "text", ["no timeline", "[1, 2]", '{"a": }, {"b": 1}', "[[{}]]"]
+)
+def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    assert cli.main(["timeline", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(f"adasum-hvd timeline: {path}: required ")
+
+
+def test_a_long_timeline_needs_little_memory(tmp_path: Path) -> None:
+    """All of it is one line, as of Horovod; the limit leaves no room for a third of it."""
+    path, piece = tmp_path / "long.json", ",".join(two_fused_tensors() * 2000)
+    path.write_text("[\n" + ",".join([piece] * 16))
+    script = (
+        "import resource, sys; from adasum_hvd import cli; "
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096; "
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2); "
+        "sys.exit(cli.main(['timeline', sys.argv[1], '--json']))"
+    )
+    assert path.stat().st_size > 12 << 20
+    shown = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(shown.stdout)["phases"][0]["count"] == 64_000
