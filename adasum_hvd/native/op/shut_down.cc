@@ -77,6 +77,11 @@ void AddCause(const std::string& text) {
   }
 }
 
+bool NoCause() {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  return cause.empty();
+}
+
 } // namespace
 
 void BoundStalls(hvd::Controller& controller, int seconds) {
@@ -158,7 +163,7 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
       }
       gone.erase(std::remove(gone.begin(), gone.end(), rank), gone.end());
     }
-    if (!gone.empty()) {
+    if (!gone.empty() && NoCause()) { // others leave, too, once something is known
       AddCause("ranks " + List(gone) + " have gone");
     }
   }
