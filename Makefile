@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit parallel hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo site test unit parallel hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test      lint, unit tests, parallel tests, several hosts; CI also runs docs, demo, wheel, lint-docker"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
+	@echo "make site      the documents as a site, in build/site; strict about links"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
 	@echo "make integrations   the examples with Lightning, Accelerate and Hugging Face's Trainer"
@@ -93,6 +94,11 @@ docker-check:
 
 docs: setup
 	$(BIN)/python -m pytest tests/unit/test_docs.py --doctest-modules adasum_hvd
+
+# Beside the tests' packages, since mkdocstrings asks the modules themselves.
+site: setup
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 TF_ENABLE_ONEDNN_OPTS=0 $(BIN)/mkdocs build --quiet
 
 wheel: setup
 	rm -rf dist build/lib build/bdist.*

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_signature_of(theirs: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Return a decorator that lets a function show the signature of one of Horovod's.
+
+    Unlike `functools.wraps`, which says that the one is the other.
+    """
+
+    def decorate(function: Function) -> Function:
+        function.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def public(namespace: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from horovod.tensorflow.compression import Compression
 from adasum_hvd import ops
 from adasum_hvd.agreement import refuse_process_set
 from adasum_hvd.marks import is_marked_local
+from adasum_hvd.names import with_signature_of
 from adasum_hvd.options import Options, ProcessSet, check, groups_of
 from adasum_hvd.rewrap import rewrapped
 from adasum_hvd.tensorflow.horovod_arguments import (
@@ -161,8 +161,7 @@ def DistributedGradientTape(
     return tape
 
 
-# Horovod's signature, not its text.
-@functools.wraps(horovods.PartialDistributedGradientTape, assigned=())
+@with_signature_of(horovods.PartialDistributedGradientTape)
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 ) -> Any:

@@ -12,7 +12,7 @@ References:
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,7 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-_instances: dict[
-    int, itertools.count[int]
-] = {}  # by process set, whose ranks count alike
+_instances: dict[int, Iterator[int]] = {}  # by process set, whose ranks count alike
 
 
 class _Started(NamedTuple):

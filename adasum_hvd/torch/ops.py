@@ -20,6 +20,7 @@ from adasum_hvd import (
     topology,
 )
 from adasum_hvd.launch import start as launch
+from adasum_hvd.names import with_signature_of
 from adasum_hvd.options import started
 from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
@@ -230,7 +231,7 @@ def _reduction_like(
     first = next(iter(signature.parameters))
     grouped = first == "tensors"
 
-    @functools.wraps(horovods)
+    @with_signature_of(horovods)
     def reduce(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -250,6 +251,7 @@ def _reduction_like(
         return adasum(tensors, name, op, *options, grouped, **extra)
 
     reduce.__doc__, reduce.__module__ = inspect.cleandoc(doc), __name__
+    reduce.__name__ = reduce.__qualname__ = horovods.__name__
     return reduce  # type: ignore[return-value]
 
 

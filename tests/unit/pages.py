@@ -26,7 +26,17 @@ def tokens(page: Path) -> Iterator[Token]:
 def blocks(page: Path, language: str) -> list[str]:
     """Return the code blocks of a language; "" for those that name none, or are indented."""
     found = [t for t in tokens(page) if t.type in ("fence", "code_block")]
-    return [t.content for t in found if t.info == language]
+    return [
+        _after(t.content) if t.info == "diff" else t.content
+        for t in found
+        if t.info == language or (t.info == "diff" and language == "python")
+    ]
+
+
+def _after(diff: str) -> str:
+    """Return what a difference leads to."""
+    kept = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    return "\n".join(kept)
 
 
 def links(page: Path) -> list[str]:

@@ -18,7 +18,7 @@ QUOTING = [REPOSITORY / "README.md", REPOSITORY / "docs/convergence.md"]
 # Where a reader begins: the first optimizer on these pages has the variant of the rule.
 BEGINNINGS = [
     REPOSITORY / name
-    for name in ("README.md", "docs/tensorflow.md", "docs/parallel.md")
+    for name in ("README.md", "docs/index.md", "docs/tensorflow.md", "docs/parallel.md")
 ]
 
 
@@ -51,11 +51,20 @@ def test_tables_are_the_measured_ones(page: Path) -> None:
     assert seen >= {(n, tuned) for n in (16, 32, 64) for tuned in (False, True)}
 
 
+def test_the_claim_is_measured() -> None:
+    claim = (REPOSITORY / "README.md").read_text().split("\n\n")[1]
+    row = {op: next(r for r in MEASURED[op] if r.workers == 32) for op in OPS}
+    for op in (ops.AdasumGrad, ops.Average, ops.Sum):
+        assert f"{row[op].unscaled} %" in claim
+    (alone,) = (r.accuracy for r in MEASURED[ops.AdasumGrad] if r.workers == 1)
+    assert f"One worker reaches {alone} %" in claim
+
+
 def test_both_rates_stand_above_the_first_snippet() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     for tuned in (False, True):
         last = readme.index(" | ".join(cells(64, tuned=tuned)))
-        assert last < readme.index("```python")
+        assert last < readme.index("```diff")
 
 
 def reductions(page: Path) -> list[str]:

@@ -111,6 +111,18 @@ def test_public_names_are_listed_and_are_no_others(names) -> None:
         assert {"init", "rank", "DistributedOptimizer", "check_replicas"} <= set(listed)
 
 
+def test_every_public_name_is_in_the_reference(names) -> None:
+    sections = (REPOSITORY / "docs/api.md").read_text().split("\n## ")
+    by_module = {
+        re.search(r"`(adasum_hvd[\w.]*)`", text)[1]: text for text in sections[1:]
+    }
+    assert by_module.keys() == set(PUBLIC)
+    for module, (listed, _) in names.items():
+        for name in set(listed) - {"elastic", "callbacks"}:
+            found = rf"^::: adasum_hvd[\w.]*\.{name}$|`{name}`"
+            assert re.search(found, by_module[module], re.M), (module, name)
+
+
 def test_what_horovod_has_is_there(names) -> None:
     """Its functions and classes; `__all__` holds what its modules define or import of its own."""
     for framework in ("torch", "tensorflow"):

@@ -1,0 +1,91 @@
+"""List every error message of the code in docs/troubleshooting.md, behind its last heading.
+
+python docs/messages.py
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "adasum_hvd"
+PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+HEADING = "## Every message\n"
+# What is thrown or refused with a text of its own, to the end of the statement.
+_NATIVE = re.compile(
+    r"(?:throw [\w:]+|InvalidArgument|: std::\w+_error|Refuse|return|=)[\s(]+"
+    r"((?:std::string\()?[^;{}]*?\"[^;{}]*)[;{]"
+)
+
+
+def text_of(node: ast.expr) -> str:
+    """Return a message with `...` for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "..."
+            for part in node.values
+        )
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "..."
+
+
+def of_python() -> Iterator[tuple[str, str]]:
+    """Yield (message, file) of every error that is raised with a text of its own."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                for argument in node.exc.args[:1]:
+                    yield text_of(argument), str(path.relative_to(PACKAGE))
+
+
+def of_native() -> Iterator[tuple[str, str]]:
+    """Yield (message, file) of what is thrown with a text of its own."""
+    for path in (PACKAGE / "native").rglob("*"):
+        if path.suffix in (".cc", ".h", ".cu"):
+            for thrown in _NATIVE.findall(path.read_text()):
+                parts = re.findall(r'"((?:[^"\\]|\\.)*)"', thrown)
+                if "required" in thrown or thrown.startswith(("std::string", '"')):
+                    yield (
+                        "...".join(parts).replace('\\"', '"'),
+                        str(path.relative_to(PACKAGE)),
+                    )
+
+
+def rows() -> list[str]:
+    """Return a table's rows: message, what to do, where; sorted by what can be searched for."""
+    found = {}
+    for message, file in (*of_python(), *of_native()):
+        message = (
+            re.sub(r"(\.\.\.)+", "...", " ".join(message.split()))
+            .lstrip(": ")
+            .replace("|", "\\|")
+        )
+        if " " in message and re.search("[a-z]{3} ?[a-z]{2}", message):
+            what, _, remedy = message.partition("; ")
+            remedy = "" if not re.search("[a-z]{3}", remedy) else remedy
+            row = f"| {what.replace('<', '&lt;').replace('*', chr(92) + '*')} "
+            row += f"| {remedy.replace('<', '&lt;').replace('*', chr(92) + '*')} | `{file}` |"
+            found[row] = re.sub(r"\W+", " ", what).strip().lower()
+    return sorted(found, key=lambda row: (found[row], row))
+
+
+def section() -> str:
+    """Return what belongs behind the heading."""
+    head = "| message (`...` is filled in) | what to do | raised in |\n|---|---|---|\n"
+    return "\n" + head + "\n".join(rows()) + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    before, heading, _ = PAGE.read_text().partition(HEADING)
+    PAGE.write_text(before + heading + section())
+
+
+if __name__ == "__main__":
+    main()
