@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site test unit parallel hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo site test unit parallel cases jobs hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -46,14 +46,22 @@ demo: setup
 
 # Side by side, for each of them waits now and then: half an hour's work in half the time.
 test: lint setup
-	@echo "unit, parallel and hosts side by side; each is shown when it is done"
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going unit parallel hosts
+	@echo "cases, unit, jobs and hosts, two at a time; each is shown when it is done"
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going cases unit jobs hosts
 
 unit: setup
 	$(BIN)/python -m pytest tests/unit
 
-parallel: setup
-	$(BIN)/python -m pytest tests/parallel
+parallel: cases jobs
+
+# Files whose tests share launches, which compute; the others' jobs mostly wait.
+SHARING := $(addprefix tests/parallel/,test_torch.py test_tensorflow.py test_device.py)
+
+cases: setup
+	$(BIN)/python -m pytest $(SHARING)
+
+jobs: setup
+	$(BIN)/python -m pytest tests/parallel $(SHARING:%=--ignore=%)
 
 # Network namespaces need root and iproute2; skipped without.
 hosts: setup

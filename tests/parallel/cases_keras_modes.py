@@ -179,6 +179,9 @@ def case_keras_embeddings() -> None:
         hvd.compile(model, hvd.DistributedOptimizer(momentum(), **kwargs), loss="mse")
         return model
 
+    def clipped_adam() -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(0.02, global_clipnorm=1)
+
     words = np.array([[hvd.rank(), 5]] * 4)
     targets = np.full((4, 2, 3), 3.0 + hvd.rank(), np.float32)
     for kwargs in (
@@ -194,24 +197,27 @@ def case_keras_embeddings() -> None:
         rows = [*range(hvd.size()), 5]
         assert (np.abs(table[rows] - 1) > 1e-3).all() and (table[6] == 1).all()
     # Rows that are gathered give the step of dense gradients, repeated rows included.
-    for op in ("average", "sum"):
-        for make in (momentum, lambda: keras.optimizers.Adam(0.02, global_clipnorm=1)):
-            for wrapped in (False, True):
-                tables = []
-                for sparse_as_dense in (False, True):
-                    optimizer = make()
-                    if wrapped:
-                        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-                    model = model_with()
-                    optimizer = hvd.DistributedOptimizer(
-                        optimizer, op=op, sparse_as_dense=sparse_as_dense
-                    )
-                    hvd.compile(model, optimizer, loss="mse")
-                    model.fit(words, targets, batch_size=2, verbose=0)
-                    check_same_everywhere(model)
-                    tables.append(model.get_weights()[0])
-                np.testing.assert_allclose(*tables, atol=1e-6)
-                assert (np.abs(tables[0] - 1) > 1e-3).any()
+    for op, make, scaled in (
+        ("average", momentum, False),
+        ("average", clipped_adam, True),
+        ("sum", momentum, True),
+        ("sum", clipped_adam, False),
+    ):
+        tables = []
+        for sparse_as_dense in (False, True):
+            optimizer = make()
+            if scaled:
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            model = model_with()
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, op=op, sparse_as_dense=sparse_as_dense
+            )
+            hvd.compile(model, optimizer, loss="mse")
+            model.fit(words, targets, batch_size=2, verbose=0)
+            check_same_everywhere(model)
+            tables.append(model.get_weights()[0])
+        np.testing.assert_allclose(*tables, atol=1e-6)
+        assert (np.abs(tables[0] - 1) > 1e-3).any()
     with pytest.raises(ValueError, match=r"gradient of .*sparse_as_dense=True"):
         model_with(op="adasum-grad").fit(words, targets, verbose=0)
     scaled = keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=2.0)

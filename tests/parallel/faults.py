@@ -188,7 +188,9 @@ def row(fault: Fault, consequence: Consequence) -> str:
     seconds = [v for k, v in consequence.seconds.items() if k != VICTIM]
     known = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "ended first"
     words = next((e for k, e in sorted(consequence.errors.items()) if k != VICTIM), "")
-    words = words.partition("AdaSum: ")[2]  # in front of it Horovod's, which are the same
+    words = words.partition("AdaSum: ")[
+        2
+    ]  # in front of it Horovod's, which are the same
     return (
         f"| {FAULTS[fault.fault]} | {fault.phase} | {fault.transport} | {known} | "
         f"{consequence.job_seconds:.1f} | {words} |"
