@@ -34,8 +34,10 @@ $(VENV)/ready: pyproject.toml adasum_hvd/install/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES)
-	@du -sh $(VENV) | sed 's/\t.*/ in .venv/'
+	@$(BIN)/python -m pip install -q -q --no-build-isolation $(PACKAGES) & pip=$$!; \
+	  while kill -0 $$pip 2> /dev/null; do \
+	    printf '\r%s in .venv ' "$$(du -sh $(VENV) 2> /dev/null | cut -f1)"; sleep 3; done; \
+	  echo; wait $$pip
 	@touch $@
 
 setup: $(VENV)/ready
