@@ -17,4 +17,6 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
 
 def on_page_content(html: str, **kwargs: Any) -> str:
     """Return the page without roles, and with formulas as they were typed."""
-    return _FORMULA.sub(r'<pre style="white-space: pre-wrap">\1</pre>', _ROLE.sub("", html))
+    return _FORMULA.sub(
+        r'<pre style="white-space: pre-wrap">\1</pre>', _ROLE.sub("", html)
+    )
