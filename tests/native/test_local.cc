@@ -384,6 +384,7 @@ int main(int argc, char** argv) {
   return RunTests(
       argc, argv,
       {
+          {"nonsense in positions is refused", NonsenseInPositionsIsRefused},
           {"messages arrive", MessagesArrive},
           {"an ended peer is named", EndedPeerIsNamed},
           {"a silent peer is named", SilentPeerIsNamed},
