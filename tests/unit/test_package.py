@@ -63,6 +63,18 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert re.search(r'kVersion\[\] = "(.*)"', native)[1] == adasum_hvd.__version__
 
 
+def test_the_table_of_versions_is_what_ci_installs() -> None:
+    table = (REPOSITORY / "docs/features.md").read_text()
+    rows = [line for line in table.splitlines() if "Open MPI 5" in line]
+    files = [
+        REPOSITORY / f".github/versions/{n}.txt" for n in ("oldest", "middle", "newest")
+    ]
+    for row, path in zip(rows, [REPOSITORY / "pyproject.toml", *files], strict=True):
+        for name in ("torch", "tensorflow-cpu", "keras"):
+            version = re.search(rf'^ *"?{name}==([0-9.]+)', path.read_text(), re.M)[1]
+            assert f"| {version} |" in row, (path.name, name)
+
+
 def test_extras_allow_what_ci_tests_and_nothing_older() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text()
     oldest = (REPOSITORY / ".github/versions/oldest.txt").read_text()
