@@ -158,7 +158,7 @@ void NonsenseInPositionsIsRefused() {
   Ring ring(memory.data(), 64, positions);
   ring.Write(memory.data(), 40);
   Check(ring.Space() == 24 && ring.Unread() == 40, "a ring in order");
-  for (const uint64_t read : {uint64_t{41}, ~uint64_t{0}}) {
+  for (const uint64_t read : {uint64_t{41}, uint64_t{1} << 40}) {
     positions.read = read;
     for (const auto ask : {&Ring::Space, &Ring::Unread}) {
       bool refused = false;
