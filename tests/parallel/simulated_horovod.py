@@ -43,10 +43,11 @@ _GLOO = [
     "transport/unbound_buffer", "common/memory",
 ]  # fmt: skip
 _OURS = [
-    "reduce", "kernels", "transport/local", "transport/gloo.cc", "transport/nccl.cc", "cuda",
+    "reduce", "kernels", "transport/local", "transport/gloo.cc", "transport/last_words.cc",
+    "transport/nccl.cc", "cuda",
     *(f"op/{name}.cc" for name in (
         "adasum_op", "adasum_device_op", "agreement", "exports", "fused_tensors", "network",
-        "settings", "statistics",
+        "settings", "shut_down", "statistics",
     )),
 ]  # fmt: skip
 _BOOST = [
