@@ -156,6 +156,23 @@ print("DONE")
     assert status == 0 and output.count("DONE") == 2, output[-2000:]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_job_that_has_removed_a_process_set_ends_well(tmp_path, backend):
+    script = """
+import torch
+import adasum_hvd.torch as hvd
+hvd.init()
+some = hvd.add_process_set([0, 1])
+if hvd.rank() < 2:
+    hvd.allreduce(torch.ones(5), op=hvd.Adasum, name="some", process_set=some)
+hvd.remove_process_set(some)
+hvd.allreduce(torch.ones(5), op=hvd.Adasum, name="all")
+print("DONE")
+"""
+    status, output = start(tmp_path, backend, 3, script)
+    assert status == 0 and output.count("DONE") == 3, output[-2000:]
+
+
 def test_example():
     program = str(REPOSITORY / "examples/torch_digits.py")
     words = [*command("mpi", 3), sys.executable, program, "--epochs", "5"]

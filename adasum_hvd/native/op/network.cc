@@ -53,7 +53,9 @@ std::vector<int> GlobalRanks(const hvd::Controller& controller) {
 std::map<hvd::Controller*, std::shared_ptr<NetworkTransport>> KnownNetworks() {
   std::map<hvd::Controller*, std::shared_ptr<NetworkTransport>> known;
   for (const auto& [controller, one] : networks) {
-    known[controller] = one.network;
+    if (!one.controller.expired()) { // else its process set was removed, and with it what MPI had for it
+      known[controller] = one.network;
+    }
   }
   return known;
 }
