@@ -22,14 +22,13 @@ from tensorflow.python.ops import control_flow_util
 from adasum_hvd import (
     agreement,
     binding,
-    departure,
-    messages,
     ops,
     rendezvous,
+    starting,
     topology,
 )
 from adasum_hvd.launch import start as launch
-from adasum_hvd.options import ProcessSet, started
+from adasum_hvd.options import ProcessSet
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -82,15 +81,8 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     launch.before_init(mpi_ops.mpi_built())
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
-    messages.speak_on(mpi_ops.rank())
-    departure.tell_why(LIBRARY)
-    topology.warn_of_one_group(
-        settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
-    )
-    if mpi_ops.rank() == 0:
-        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
-        where = mpi_ops.size(), mpi_ops.cross_size(), ""  # no reduction yet: no path
-        messages.logger.info(started(settings(), backend, *where))
+    starting.follow(mpi_ops, LIBRARY)
+    starting.announce(mpi_ops, LIBRARY, "")  # no reduction yet: no path
 
 
 def agree() -> None:

@@ -13,15 +13,13 @@ from horovod.torch import mpi_ops
 from adasum_hvd import (
     agreement,
     binding,
-    departure,
-    messages,
     ops,
     rendezvous,
+    starting,
     topology,
 )
 from adasum_hvd.launch import start as launch
 from adasum_hvd.names import with_signature_of
-from adasum_hvd.options import started
 from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -86,18 +84,11 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     meeting.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
-    messages.speak_on(mpi_ops.rank())
-    departure.tell_why(LIBRARY)
-    topology.warn_of_one_group(
-        settings(), mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
-    )
+    starting.follow(mpi_ops, LIBRARY)
     forget()
     if ranks_meet():
         agree()
-    if mpi_ops.rank() == 0:
-        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
-        where = mpi_ops.size(), mpi_ops.cross_size(), binding.path(LIBRARY)
-        messages.logger.info(started(settings(), backend, *where))
+    starting.announce(mpi_ops, LIBRARY, binding.path(LIBRARY))
 
 
 def agree() -> None:
