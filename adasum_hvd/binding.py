@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,6 +108,34 @@ def counters(library: ctypes.CDLL) -> Counters:
     values = (ctypes.c_int64 * len(Counters._fields))()
     library.horovod_adasum_counters(values)
     return Counters(*values)
+
+
+def shared_memory(
+    library: ctypes.CDLL, size: int
+) -> ctypes.Array[ctypes.c_char] | None:
+    """Return memory of zeros that the other ranks of this host can map.
+
+    Tensors that lie there are reduced where they are; all others are copied there and back.
+
+    Args:
+        library: the framework's Horovod library.
+        size: bytes.
+
+    Returns:
+        A buffer of `size` bytes, given back when nobody holds it any more; None where the
+        system gives none.
+    """
+    allocate = library.horovod_adasum_allocate
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_int64,)
+    address = allocate(size)
+    if not address:
+        return None
+    memory = (ctypes.c_char * size).from_address(address)
+    free = weakref.finalize(
+        memory, library.horovod_adasum_free, ctypes.c_void_p(address)
+    )
+    free.atexit = False  # the op may be at work until the process ends
+    return memory
 
 
 def segmented(name: str, elements: Sequence[int]) -> str:

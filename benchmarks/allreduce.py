@@ -14,7 +14,10 @@ between operations that ran in the same rounds.
 Columns: `algbw` is bytes reduced per second, `busbw` is `algbw * 2 (N - 1) / N`, what each
 rank sends (nccl-tests' definition); `#wrong` counts elements further from the float64
 reference than one rounding. Below AdaSum's row: what its phases took on rank 0 (p50), and the
-reduced bytes per second of each, to be read beside memcpy's.
+reduced bytes per second of each, to be read beside memcpy's. "AdaSum, bucket" reduces the same
+parameters in one flat tensor, as `DistributedOptimizer` lays them: in memory that the ranks of a
+host share. "over copy" is the time over that of a plain copy of the same bytes by every rank at
+the same time.
 """
 
 from __future__ import annotations
@@ -74,6 +77,17 @@ CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced to
 
 
 PHASES = ("exchange", "solve", "gather")
+BUCKET, COPY = "AdaSum, bucket", "memcpy"
+OURS = ("AdaSum", BUCKET)
+
+
+def bucket_of(sizes: list[int]):
+    """Return a flat tensor as `DistributedOptimizer` makes them: in memory that ranks share."""
+    import torch
+
+    from adasum_hvd.torch import wire
+
+    return wire.zeros(sum(sizes), torch.float32, torch.device("cpu"))
 
 
 def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
@@ -82,6 +96,7 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
     import torch
 
     import adasum_hvd.torch as hvd
+    from adasum_hvd import binding
 
     sizes = CASES[case]
     generator = torch.Generator().manual_seed(hvd.rank())
@@ -105,14 +120,20 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
         )
     else:
         operations["AdaSum"] = lambda: reduce_all(hvd, hvd.Adasum, "adasum")
+        bucket, segments = bucket_of(sizes), binding.segmented(f"{case}.bucket", sizes)
+        operations[BUCKET] = lambda: hvd.allreduce_(
+            bucket, op=hvd.Adasum, name=segments
+        )
     source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
-    operations["memcpy"] = lambda: target.copy_(source)
+    operations[COPY] = lambda: target.copy_(source)
     times: dict[str, list[float]] = {name: [] for name in operations}
     times |= {phase: [] for phase in PHASES if not off}
     for repetition in range(-3, repetitions):
         for name, operation in operations.items():
             for tensor, fresh in zip(tensors, inputs, strict=True):
                 tensor.copy_(fresh)
+            if name == BUCKET:
+                bucket.copy_(torch.cat(inputs))
             horovod_torch.barrier()
             before, started = hvd.counters(), time.perf_counter()
             operation()
@@ -223,13 +244,14 @@ def show(row: dict) -> None:
     for name, values in row["times"].items():
         middle = statistics.median(values)
         algbw = total / middle / 1e9
-        ratio = f"{ours / middle:5.2f}x" if name not in ("AdaSum", "memcpy") else ""
+        ratio = f"{ours / middle:5.2f}x" if name not in (*OURS, COPY) else " " * 6
+        over_copy = middle / statistics.median(row["times"][COPY])
         wrong = str(row["wrong"]) if name == "AdaSum" else ""
         print(
             f"{row['backend']:5s}{name:15s} float32 {total:11d} {total // 4:10d} {ranks:3d} |"
             f"{min(values) * 1e3:9.3f}{middle * 1e3:9.3f}{percentile(values, 99) * 1e3:9.3f}"
             f"{max(values) * 1e3:9.3f} |{algbw:7.2f}{algbw * 2 * (ranks - 1) / ranks:7.2f} |"
-            f"{wrong:>6s}  {ratio}",
+            f"{wrong:>6s}  {ratio:>9s} {over_copy:9.2f}x",
             flush=True,
         )
     middles = {name: statistics.median(row["phases"][name]) for name in PHASES}
@@ -249,7 +271,7 @@ def ratios(path: Path) -> dict[tuple[str, int, str, str], float]:
     for row in json.loads(path.read_text())["rows"]:
         ours = statistics.median(row["times"]["AdaSum"])
         for name, values in row["times"].items():
-            if name not in ("AdaSum", "memcpy"):
+            if name not in (*OURS, COPY):
                 key = (row["backend"], row["ranks"], row["case"], name)
                 found[key] = ours / statistics.median(values)
     return found
@@ -316,7 +338,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(
         f"{'operation':20s} dtype         bytes   elements ranks |   min ms   p50 ms   p99 ms"
-        "   max ms | algbw  busbw |#wrong  ours / it"
+        "   max ms | algbw  busbw |#wrong  ours / it  over copy"
     )
     rows = []
     for backend in arguments.backends:

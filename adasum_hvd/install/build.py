@@ -155,18 +155,22 @@ def build(
     """
     env = detect(frameworks, mpi, gpu)
     wheels = cache_dir() / "wheels" / env.key(native_key())
-    with locked(cache_dir()):
+    with locked(_root(env)):
         cached = sorted(wheels.glob("horovod-*.whl"))
         if cached and not force:
             return cached[0]
         return _build_wheel(env, wheels)
 
 
+def _root(env: Environment) -> Path:
+    """Return the folder of this environment's build tree: others build at the same time."""
+    return cache_dir() / "build" / env.key(sys.prefix)
+
+
 def _build_wheel(env: Environment, wheels: Path) -> Path:
-    key = env.key(sys.prefix)
-    root = cache_dir() / "build" / key
-    root.mkdir(parents=True, exist_ok=True)
-    tree = source_tree(root)
+    root = _root(env)
+    with locked(cache_dir()):
+        tree = source_tree(root)
     sync_native(root / "adasum_native")
     wrapper = root / "cmake"
     wrapper.write_text(
@@ -174,7 +178,7 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
             cmake=_cmake(),
             jobs=(os.cpu_count() or 1) + 1,
             inject=root / "adasum_native" / "cmake" / "inject.cmake",
-            key=key,
+            key=root.name,
             extra=f"-DCMAKE_BUILD_RPATH='{nccl.RPATH}'" if env.nccl else "",
         )
     )

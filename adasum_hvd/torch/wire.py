@@ -203,6 +203,16 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     return result
 
 
+def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor that the op reduces without copying it, where there is such memory."""
+    memory = None
+    if device.type == "cpu" and elements:
+        memory = binding.shared_memory(LIBRARY, elements * dtype.itemsize)
+    if memory is None:
+        return torch.zeros(elements, dtype=dtype, device=device)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
 def wait_idly(handle: int) -> None:
     """Wait for an asynchronous operation, and leave the processor to who works for it.
 

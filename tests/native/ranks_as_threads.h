@@ -35,17 +35,26 @@ public:
     box.pop_front();
     return bytes;
   }
+  void Offer(const std::shared_ptr<const SharedRegion>& region) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    regions_[region->number()] = {region->begin(), region->bytes()};
+  }
+  MemorySpan Reach(uint64_t region) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return regions_.at(region);
+  }
 
 private:
   std::mutex mutex_;
   std::condition_variable arrived_;
+  std::map<uint64_t, MemorySpan> regions_; // that some rank has offered
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes_;
 };
 
 class ThreadTransport : public Transport {
 public:
-  ThreadTransport(Mailboxes& mail, int rank, int size)
-      : mail_(mail), rank_(rank), size_(size), sent_bytes_(size) {}
+  ThreadTransport(Mailboxes& mail, int rank, int size, bool shares = false)
+      : mail_(mail), rank_(rank), size_(size), shares_(shares), sent_bytes_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
@@ -75,6 +84,12 @@ public:
     }
   }
 
+  bool shares_memory() const override { return shares_; }
+  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>&) override {
+    mail_.Offer(region);
+  }
+  MemorySpan Reach(int, uint64_t region) override { return mail_.Reach(region); }
+
   int64_t sent_bytes(int peer) const { return sent_bytes_[peer]; }
   int64_t sent_bytes() const { return std::accumulate(sent_bytes_.begin(), sent_bytes_.end(), int64_t{0}); }
   int64_t exchanges() const { return exchanges_; }
@@ -83,16 +98,17 @@ private:
   Mailboxes& mail_;
   int rank_;
   int size_;
+  bool shares_;
   std::deque<std::vector<Message>> started_;
   std::vector<int64_t> sent_bytes_; // per peer
   int64_t exchanges_ = 0;
 };
 
-// Runs body(transport) on `size` threads and rethrows the first exception.
-inline void RunRanks(int size, const std::function<void(ThreadTransport&)>& body) {
+// Runs body(transport) on `size` threads, which may share memory, and rethrows the first exception.
+inline void RunRanks(int size, const std::function<void(ThreadTransport&)>& body, bool share = false) {
   Mailboxes mail;
   InThreads(size, [&](int rank) {
-    ThreadTransport transport(mail, rank, size);
+    ThreadTransport transport(mail, rank, size, share);
     body(transport);
   });
 }

@@ -37,6 +37,8 @@ struct Options {
   ReduceSettings settings;
   const Kernels* kernels = ChooseKernels(nullptr);
   bool in_place = false;
+  bool share = false;    // ranks reduce in memory that they share
+  bool shared_tensors = false; // the tensors lie there
   bool adjacent = false; // every rank has its tensors one behind the other in memory
 };
 
@@ -64,6 +66,7 @@ public:
     hosts_.push_back(&bytes);
     return devices_.emplace_back(bytes, rank_.stream).get();
   }
+  char* Share(std::vector<char>& bytes) { return Put(bytes); }
   void Reduce(const std::vector<TensorView>& views, const std::vector<ReduceLevel>& levels,
               const Options& options) {
     ReduceOnDevice(views, options.type, levels, options.scale, options.settings, rank_.scratch, rank_.stream,
@@ -95,7 +98,8 @@ inline int64_t TotalBytes(const std::vector<Tensors>& ranks) {
 // Calls prepare(rank) for every rank, then reduce(rank), then finish(rank): memory is neither taken nor given
 // back while a reduction is under way.
 template <class Prepare, class Reduce, class Finish>
-void OnEveryRank(const std::vector<Tensors>& ranks, Prepare prepare, Reduce reduce, Finish finish) {
+void OnEveryRank(const std::vector<Tensors>& ranks, const Options&, Prepare prepare, Reduce reduce,
+                 Finish finish) {
   const int size = static_cast<int>(ranks.size());
   auto& job = RanksOnDevice(size, TotalBytes(ranks) * (size + 1));
   std::deque<Rank> all;
@@ -121,6 +125,12 @@ public:
 
   Transport& transport() { return transport_; }
   char* Put(std::vector<char>& bytes) { return bytes.data(); }
+  char* Share(std::vector<char>& bytes) {
+    auto* memory = static_cast<char*>(AllocateShared(static_cast<int64_t>(bytes.size())));
+    std::copy(bytes.begin(), bytes.end(), memory);
+    shared_.emplace_back(&bytes, memory);
+    return memory;
+  }
   void Reduce(const std::vector<TensorView>& views, const std::vector<ReduceLevel>& levels,
               const Options& options) {
     Workers workers(options.threads);
@@ -129,25 +139,47 @@ public:
                                            *options.kernels, workers, scratch, [](Phase, int) {})
                             .explicit_tensors;
   }
-  int64_t Finish() const { // returns how many tensors were walked explicitly
+  int64_t Finish() { // returns how many tensors were walked explicitly
+    for (const auto& [bytes, memory] : shared_) {
+      std::copy(memory, memory + bytes->size(), bytes->begin());
+      FreeShared(memory);
+    }
     return explicit_tensors_;
   }
 
 private:
   Transport& transport_;
   int64_t explicit_tensors_ = 0;
+  std::vector<std::pair<std::vector<char>*, char*>> shared_; // whose bytes are where
 };
 
 template <class Prepare, class Reduce, class Finish>
-void OnEveryRank(const std::vector<Tensors>& ranks, Prepare prepare, Reduce reduce, Finish finish) {
-  RunRanks(static_cast<int>(ranks.size()), [&](ThreadTransport& transport) {
-    Rank rank(transport);
-    prepare(rank);
-    reduce(rank);
-    finish(rank);
-  });
+void OnEveryRank(const std::vector<Tensors>& ranks, const Options& options, Prepare prepare, Reduce reduce,
+                 Finish finish) {
+  RunRanks(
+      static_cast<int>(ranks.size()),
+      [&](ThreadTransport& transport) {
+        Rank rank(transport);
+        prepare(rank);
+        reduce(rank);
+        finish(rank);
+      },
+      options.share);
 }
 #endif
+
+// Ranks that share no memory.
+class OverTheNetwork : public Transport {
+public:
+  explicit OverTheNetwork(Transport& all) : all_(all) {}
+  int rank() const override { return all_.rank(); }
+  int size() const override { return all_.size(); }
+  void Start(const std::vector<Message>& messages) override { all_.Start(messages); }
+  void Wait() override { all_.Wait(); }
+
+private:
+  Transport& all_;
+};
 
 using Bytes = std::vector<std::vector<char>>; // by tensor
 
@@ -184,10 +216,10 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
   auto prepare = [&](Rank& rank) {
     const int me = rank.transport().rank();
     const Bytes& tensors = ranks[me].bytes;
-    auto put = [&](Bytes& memory) { // returns where the tensors are
+    auto put = [&](Bytes& memory, bool shared = false) { // returns where the tensors are
       std::vector<char*> at;
       for (std::vector<char>& bytes : memory) {
-        at.push_back(rank.Put(bytes));
+        at.push_back(shared ? rank.Share(bytes) : rank.Put(bytes));
       }
       for (size_t k = 1; options.adjacent && k < tensors.size(); ++k) {
         at.push_back(at.back() + tensors[k - 1].size());
@@ -199,7 +231,7 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
         std::fill(bytes.begin(), bytes.end(), char(0x5a));
       }
     }
-    const std::vector<char*> output = put(results[me]);
+    const std::vector<char*> output = put(results[me], options.shared_tensors);
     const std::vector<char*> input = options.in_place ? output : put(inputs[me]);
     const std::vector<char*> start =
         options.starts == nullptr ? std::vector<char*>(tensors.size()) : put(starts[me]);
@@ -213,14 +245,16 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     const std::vector<GroupPlan> planned =
         PlanLevels(options.hosts, options.group_op, options.group_size, me, options.radices);
     std::deque<GroupTransport> groups;
+    std::deque<OverTheNetwork> between_hosts;
     std::vector<ReduceLevel> levels;
     for (const GroupPlan& level : planned) {
-      levels.push_back({&groups.emplace_back(rank.transport(), level.group), &level.tree});
+      Transport* group = &groups.emplace_back(rank.transport(), level.group);
+      levels.push_back({level.on_one_host ? group : &between_hosts.emplace_back(*group), &level.tree});
     }
     rank.Reduce(views[me], levels, options);
   };
   auto finish = [&](Rank& rank) { explicit_count += rank.Finish(); };
-  OnEveryRank(ranks, prepare, reduce, finish);
+  OnEveryRank(ranks, options, prepare, reduce, finish);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     Check(inputs[rank] == held(ranks[rank].bytes), "the input was changed");
     Check(options.starts == nullptr || starts[rank] == held(*options.starts),

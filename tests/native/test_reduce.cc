@@ -47,6 +47,17 @@ void SameBitsInEveryForm() {
         chunked.settings.chunk_bytes = chunk_bytes;
         Check(ReduceAll(tensors, chunked) == fused, "another chunk size");
       }
+      Options shared = plain;
+      shared.share = true;
+      Check(ReduceAll(tensors, shared) == fused, "staged in shared memory");
+      shared.in_place = true;
+      Check(ReduceAll(tensors, shared) == fused, "in place, staged in shared memory");
+      shared.shared_tensors = true;
+      Check(ReduceAll(tensors, shared) == fused, "where they lie in shared memory");
+      shared.threads = 3;
+      Check(ReduceAll(tensors, shared) == fused, "several threads, in shared memory");
+      shared.adjacent = true;
+      Check(ReduceAll(tensors, shared) == fused, "one behind the other in shared memory");
       Options threaded = plain;
       threaded.threads = 3;
       Check(ReduceAll(tensors, threaded) == fused, "several threads");
@@ -250,6 +261,8 @@ void ChangesOfWeights() {
         const auto in_levels = ReduceAll(after, options);
         options.settings.replicate_bytes = 0;
         Check(ReduceAll(after, options) == in_levels, "in levels: other bits when replicated");
+        options.share = true;
+        Check(ReduceAll(after, options) == in_levels, "in levels: other bits in shared memory");
         for (size_t k = 0; k < kSizes.size(); ++k) {
           Check(RelativeError(Decode(in_levels[k], type), Decode(wanted[k], type), 0.3) <=
                     4 * kRounding[type],
@@ -282,7 +295,7 @@ void NothingWaitsForTheDevice() {
   bool held = false;
   auto& job = RanksOnDevice(size, TotalBytes(tensors) * (size + 1));
   OnEveryRank(
-      tensors,
+      tensors, options,
       [&](Rank& rank) {
         const int me = rank.transport().rank();
         results[me] = tensors[me].bytes;

@@ -78,6 +78,12 @@ void LevelsWalkTheSameTree() {
       other.threads = 3;
       other.settings.chunk_bytes = 1;
       Check(ReduceAll(tensors, other) == result, which + ": other bits in place, in small chunks");
+      other.share = true;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits staged in shared memory");
+      other.shared_tensors = true;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits in shared memory");
+      other.adjacent = true;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits in one piece of shared memory");
       for (size_t k : {3, 6}) {
         std::vector<Tensors> alone(ranks);
         for (int rank = 0; rank < ranks; ++rank) {

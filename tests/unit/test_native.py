@@ -19,9 +19,9 @@ from adasum_hvd.install.sources import NATIVE
 TESTS = Path(__file__).parents[1] / "native"
 
 SIMULATED = TESTS / "simulated_cuda"
-ARITHMETIC = ("reduce", "kernels", "op/settings.cc")
+ARITHMETIC = ("reduce", "kernels", "op/settings.cc", "transport/shared_memory.cc")
 DEVICE = ("cuda", "transport/nccl.cc")
-LOCAL = ("transport/local",)
+LOCAL = ("transport/local", "transport/shared_memory.cc")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ public:
         placement_(
             tensors, type, levels, scale, settings,
             [&](int64_t bytes) { return scratch.staging.Reserve(bytes, stream); },
+            [](int64_t) -> char* { return nullptr; }, // NCCL's ranks share none
             [&](int64_t bytes) { return scratch.received.Reserve(bytes, stream); }),
         plan_(placement_, type, scratch, stream) {}
   void Enqueue(const PhaseObserver& observer);

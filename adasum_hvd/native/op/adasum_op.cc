@@ -210,7 +210,7 @@ std::string AdasumOp::ConnectLocally(ProcessSetState& state, hvd::Controller& co
   state.local = std::make_unique<LocalTransport>(std::move(group));
   state.hybrid = std::make_unique<HybridTransport>(*state.local, *state.network, state.host);
   state.network->ShowAwaitedIn(&state.local->group()->mine->header().awaits_elsewhere);
-  return state.local->direct() ? "shared memory, direct" : "shared memory, staged";
+  return state.local->shares_memory() ? "shared memory" : "shared memory, staged";
 }
 
 hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {

@@ -1,10 +1,12 @@
 // For ctypes. Horovod's link map exports names that contain "horovod", and nothing else.
+#include <exception>
 #include <string>
 
 #include "op/fused_tensors.h"
 #include "op/settings.h"
 #include "op/shut_down.h"
 #include "op/statistics.h"
+#include "transport/shared_memory.h"
 
 extern "C" {
 
@@ -59,6 +61,20 @@ __attribute__((visibility("default"))) void horovod_adasum_register_weights(cons
                                                                             int count, const void* start,
                                                                             void* const* weights) {
   adasum_hvd::RegisterWeights(name, {elements, elements + count}, start, {weights, weights + count});
+}
+
+// Memory of zeros that the other ranks of this host can map, in which tensors are reduced without being copied;
+// null where there is none to be had.
+__attribute__((visibility("default"))) void* horovod_adasum_allocate(int64_t bytes) {
+  try {
+    return adasum_hvd::AllocateShared(bytes);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+__attribute__((visibility("default"))) void horovod_adasum_free(void* memory) {
+  adasum_hvd::FreeShared(memory);
 }
 
 } // extern "C"

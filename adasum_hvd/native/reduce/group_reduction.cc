@@ -6,7 +6,16 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr size_t kBlocksAtOnce = 256; // whose sums are kept until they are added
+constexpr size_t kBlocksAtOnce = 256;
+// What a tensor's elements take on all ranks, where the result is written while they are still in the caches.
+constexpr int64_t kCachedBytes = 1 << 20;
+// More than so many bytes on all ranks do not stay in the caches.
+constexpr int64_t kPastCachesBytes = 8 << 20;
+
+size_t BlocksInCaches(const Arithmetic& arithmetic, int ranks) {
+  const int64_t bytes = kBlockElements * arithmetic.bytes() * ranks;
+  return std::max<int64_t>(kCachedBytes / bytes, 1) * arithmetic.workers.threads();
+}
 
 bool Holds(const std::vector<int>& tensors, int one) {
   return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
@@ -14,19 +23,34 @@ bool Holds(const std::vector<int>& tensors, int one) {
 
 } // namespace
 
-GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below)
+bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level) {
+  return level.mine().elements * arithmetic.bytes() * level.size() * level.size() > kPastCachesBytes;
+}
+
+GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below,
+                               bool last)
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
-      below_(below), tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree_.merges.size()),
+      below_(below), spreads_(level.shared && last),
+      blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
+      written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree_.merges.size()),
       worker_scratch_(arithmetic.workers.threads()) {
   coefficients_.assign(mine().runs.size() * size_, 1.0); // a rank by itself has no other
   for (WorkerScratch& scratch : worker_scratch_) {
     scratch.vectors.resize(size_);
     scratch.coefficients.resize(size_);
+    scratch.places.resize(size_);
+    scratch.block.resize(spreads_ ? kBlockElements * arithmetic.bytes() : 0);
   }
 }
 
 // All ranks' elements, from `position` of a run on.
 void GroupReduction::PointAt(size_t run, int64_t position, WorkerScratch& scratch) const {
+  if (level_.shared) {
+    for (int rank = 0; rank < size_; ++rank) {
+      scratch.vectors[rank] = level_.theirs[run * size_ + rank] + position * arithmetic_.bytes();
+    }
+    return;
+  }
   const int64_t offset = mine().runs[run].offset + position;
   for (int rank = 0; rank < size_; ++rank) {
     scratch.vectors[rank] = rank == rank_ ? level_.own[run] + position * arithmetic_.bytes()
@@ -52,7 +76,7 @@ void GroupReduction::GramUpTo(int64_t received) {
       ++run;
       position = 0;
     }
-    if (blocks.size() == kBlocksAtOnce) {
+    if (blocks.size() == blocks_at_once_) {
       FinishBlocks(blocks);
       blocks.clear();
     }
@@ -84,6 +108,24 @@ void GroupReduction::FinishBlocks(const std::vector<Block>& blocks) {
       FinishRun(block.run);
     }
   }
+  if (level_.shared) {
+    WriteSolved(blocks);
+  }
+}
+
+// Whole tensors of which these were the last blocks, while they are in the caches.
+void GroupReduction::WriteSolved(const std::vector<Block>& blocks) {
+  std::vector<Block> solved;
+  for (const Block& block : blocks) {
+    const Run& run = mine().runs[block.run];
+    if (run.whole && block.position + block.n == run.count) {
+      for (int64_t position = 0; position < run.count; position += kBlockElements) {
+        solved.push_back({block.run, position, std::min(kBlockElements, run.count - position)});
+      }
+      written_[block.run] = true;
+    }
+  }
+  CombineBlocks(solved);
 }
 
 void GroupReduction::FinishRun(size_t run_index) {
@@ -312,35 +354,72 @@ GroupReduction::Sums GroupReduction::TierSums(size_t run, size_t tier, const Tre
 // ---- combine ----
 
 void GroupReduction::Combine(int64_t begin, int64_t end) {
-  const bool in_tree_order = InTreeOrder(arithmetic_.type, size_);
-  if (in_tree_order || !walked_.empty()) {
+  std::vector<Block> blocks = Blocks(mine(), begin, end);
+  blocks.erase(std::remove_if(blocks.begin(), blocks.end(),
+                              [this](const Block& block) { return written_[block.run]; }),
+               blocks.end());
+  CombineBlocks(blocks);
+}
+
+void GroupReduction::CombineBlocks(const std::vector<Block>& blocks) {
+  if (InTreeOrder(arithmetic_.type, size_) || !walked_.empty()) {
     ReserveNodes();
   }
-  const std::vector<Block> blocks = Blocks(mine(), begin, end);
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
     const Block& block = blocks[job];
-    const int tensor = mine().runs[block.run].tensor;
     WorkerScratch& scratch = worker_scratch_[worker];
-    char* to = level_.out[block.run] + block.position * arithmetic_.bytes();
-    const auto walked = walked_.find(tensor);
-    if (walked != walked_.end()) {
-      EvaluateNodes(block, tree_.tiers.size(), tensor_scales_[tensor], tree_.leaf_weights, walked->second,
-                    scratch);
-      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n,
-                                                   level_.scale / tensor_scales_[tensor], to);
-      return;
-    }
-    std::transform(CoefficientsOf(block.run), CoefficientsOf(block.run) + size_, scratch.coefficients.begin(),
-                   [this](double coefficient) { return coefficient * level_.scale; });
-    if (in_tree_order) {
-      EvaluateNodes(block, tree_.tiers.size(), 1.0, scratch.coefficients, all_ones_, scratch);
-      arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n, 1.0, to);
+    if (spreads_) {
+      CombineBlock(block, scratch.block.data(), scratch);
+      SpreadBlock(block, scratch.block.data(), scratch);
     } else {
-      PointAt(block.run, block.position, scratch);
-      arithmetic_.kernels.combine[arithmetic_.type](scratch.vectors.data(), scratch.coefficients.data(),
-                                                    size_, block.n, to);
+      CombineBlock(block, level_.out[block.run] + block.position * arithmetic_.bytes(), scratch);
     }
   });
+}
+
+void GroupReduction::CombineBlock(const Block& block, char* to, WorkerScratch& scratch) {
+  const int tensor = mine().runs[block.run].tensor;
+  const auto walked = walked_.find(tensor);
+  if (walked != walked_.end()) {
+    EvaluateNodes(block, tree_.tiers.size(), tensor_scales_[tensor], tree_.leaf_weights, walked->second,
+                  scratch);
+    arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n,
+                                                 level_.scale / tensor_scales_[tensor], to);
+    return;
+  }
+  std::transform(CoefficientsOf(block.run), CoefficientsOf(block.run) + size_, scratch.coefficients.begin(),
+                 [this](double coefficient) { return coefficient * level_.scale; });
+  if (InTreeOrder(arithmetic_.type, size_)) {
+    EvaluateNodes(block, tree_.tiers.size(), 1.0, scratch.coefficients, all_ones_, scratch);
+    arithmetic_.kernels.narrow[arithmetic_.type](scratch.node(0), block.n, 1.0, to);
+  } else {
+    PointAt(block.run, block.position, scratch);
+    arithmetic_.kernels.combine[arithmetic_.type](scratch.vectors.data(), scratch.coefficients.data(), size_,
+                                                  block.n, to);
+  }
+}
+
+// ---- to the other ranks, where memory is shared ----
+
+void GroupReduction::Spread() {
+  const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
+  arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
+    const Block& block = blocks[job];
+    SpreadBlock(block, level_.out[block.run] + block.position * arithmetic_.bytes(), worker_scratch_[worker]);
+  });
+}
+
+void GroupReduction::SpreadBlock(const Block& block, const char* from, WorkerScratch& scratch) const {
+  const int64_t offset = block.position * arithmetic_.bytes();
+  int places = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    char* to = level_.theirs[block.run * size_ + rank] + offset;
+    if (to != from) {
+      scratch.places[places++] = to;
+    }
+  }
+  arithmetic_.kernels.spread(from, block.n * arithmetic_.bytes(), scratch.places.data(), places,
+                             IsPastCaches(arithmetic_, level_));
 }
 
 } // namespace adasum_hvd

@@ -34,10 +34,14 @@ struct Arithmetic {
   int64_t bytes() const { return ElementBytes(type); }
 };
 
+// Whether what the ranks of a group that shares memory reduce is too much for the caches, so that what one writes
+// there is gone before another reads it.
+bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level);
+
 class GroupReduction {
 public:
   // `below` is the level whose results this one reduces, or null.
-  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below);
+  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below, bool last);
 
   int64_t explicit_tensors() const { return static_cast<int64_t>(walked_.size()); }
 
@@ -51,8 +55,12 @@ public:
   // Collective.
   void Solve();
 
-  // Writes elements [begin, end) of this rank's slice of the result.
+  // Writes elements [begin, end) of this rank's slice of the result. Where the ranks share memory and this is the
+  // last level, to all of them; whole tensors that were solved have been written then.
   void Combine(int64_t begin, int64_t end);
+
+  // Copies this rank's slice of the result to where the others of a group that shares memory have it.
+  void Spread();
 
 private:
   // The coefficients of the two sides of a merge, of a tree that is walked on vectors.
@@ -70,6 +78,8 @@ private:
     std::vector<const void*> vectors; // per rank
     std::vector<double> coefficients; // per rank
     std::vector<double> nodes;        // per rank, kBlockElements of each; empty until a tree is walked
+    std::vector<char> block;          // of the result, on its way to several ranks
+    std::vector<void*> places;        // per rank, where it goes
 
     double* node(int rank) { return nodes.data() + rank * kBlockElements; }
   };
@@ -78,6 +88,10 @@ private:
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
+  void WriteSolved(const std::vector<Block>& blocks);
+  void CombineBlocks(const std::vector<Block>& blocks);
+  void CombineBlock(const Block& block, char* to, WorkerScratch& scratch);
+  void SpreadBlock(const Block& block, const char* from, WorkerScratch& scratch) const;
   std::vector<int> PartsOf(int rank, const std::set<int>* only) const;
   bool IsPassedOn(int tensor) const;
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
@@ -96,7 +110,10 @@ private:
   const int rank_;
   const int size_;
   GroupReduction* below_;
+  const bool spreads_;                // the result goes straight to all ranks of the group
+  const size_t blocks_at_once_;       // whose sums are kept until they are added
   std::vector<double> coefficients_;  // per run and rank
+  std::vector<bool> written_;         // per run: its result, before the others'
   std::vector<double> tensor_scales_; // per tensor: the power of two that float64 input is scaled by
   const TreeSides all_ones_;          // all coefficients 1
   std::map<int, TreeSides> walked_;   // by ill-conditioned tensor

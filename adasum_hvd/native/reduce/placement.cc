@@ -18,7 +18,7 @@ size_t ScaledLevel(double scale, size_t levels) { return std::fabs(scale) < 1 ? 
 
 Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
                      const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                     const Reserve& staging, const Reserve& received)
+                     const Reserve& staging, const Reserve& shared_staging, const Reserve& received)
     : tensors_(tensors), element_bytes_(ElementBytes(type)) {
   std::vector<int64_t> elements;
   for (const TensorView& tensor : tensors) {
@@ -33,7 +33,11 @@ Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
   alone_ = ranks == 1;
   replicate_ = alone_ || everything.elements * element_bytes_ * ranks <= settings.replicate_bytes;
   CutLevels(levels, everything, scale);
-  PlaceFirst(staging);
+  if (levels_.front().shared) {
+    PlaceFirstShared(shared_staging);
+  } else {
+    PlaceFirst(staging);
+  }
   PlaceNext();
   PlaceReceived(received);
   PlaceRuns();
@@ -48,6 +52,7 @@ void Placement::CutLevels(const std::vector<ReduceLevel>& levels, const Slice& e
     level.tree = levels[index].tree;
     level.scale = index == scaled ? scale : 1.0;
     level.shares = Share(region, level.size(), replicate_);
+    level.shared = !replicate_ && level.transport->shares_memory() && (index == 0 || levels_.back().shared);
     levels_.push_back(std::move(level));
   }
 }
@@ -110,6 +115,81 @@ void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
   }
 }
 
+// Changes of weights have yet to be formed, and what is not reduced in place must stay as it is.
+bool Placement::CanBeShared(const TensorView& tensor) const {
+  return tensor.start == nullptr && tensor.input == tensor.output &&
+         FindShared(tensor.input, tensor.elements * element_bytes_) != nullptr;
+}
+
+// The slice of the result that the next level reduces has to be in one piece.
+void Placement::PlaceFirstShared(const Reserve& staging) {
+  PlacedLevel& first = levels_.front();
+  std::vector<int64_t> starts; // bytes
+  int64_t bytes = 0;
+  bool staged = false;
+  for (const TensorView& tensor : tensors_) {
+    starts.push_back(bytes);
+    bytes += tensor.elements * element_bytes_;
+    homes_.push_back(CanBeShared(tensor) ? static_cast<char*>(tensor.output) : nullptr);
+    staged = staged || homes_.back() == nullptr;
+  }
+  const std::vector<Run>& runs = first.mine().runs;
+  const bool in_one_piece =
+      levels_.size() == 1 || std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
+        char* home = homes_[run.tensor];
+        return home != nullptr && home + run.first * element_bytes_ ==
+                                      homes_[runs.front().tensor] +
+                                          (runs.front().first + run.offset) * element_bytes_;
+      });
+  char* base = staged || !in_one_piece ? staging(bytes) : nullptr;
+  for (size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
+    homes_[tensor] = homes_[tensor] == nullptr ? base + starts[tensor] : homes_[tensor];
+  }
+  for (int rank = 0; rank < first.size(); ++rank) {
+    char* there = base == nullptr ? nullptr : base + first.shares.starts[rank] * element_bytes_;
+    const bool any = !first.slice(rank).runs.empty();
+    first.result.push_back(in_one_piece && any && rank == first.rank() ? Home(runs.front()) : there);
+    AddCopiesOfStaged(first.slice(rank));
+  }
+  first.send.resize(first.size());
+}
+
+void Placement::AddCopiesOfStaged(const Slice& slice) {
+  Copies& pack = packs_.emplace_back();
+  Copies& unpack = unpacks_.emplace_back();
+  for (const Run& run : slice.runs) {
+    const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
+    const bool at_home = Home(run) == Output(run);
+    pack.push_back(at_home ? Copy{} : Copy{Input(run), start, Home(run), -1.0, run.count});
+    unpack.push_back(at_home ? Copy{} : Copy{Home(run), start, Output(run), 1.0, run.count});
+  }
+}
+
+// Per tensor in the first level; then the slice that is the next level's region.
+std::vector<MemoryPiece> Placement::MyPieces(size_t index) const {
+  std::vector<MemoryPiece> pieces;
+  if (index > 0) {
+    const PlacedLevel& below = levels_[index - 1];
+    return {{below.result[below.rank()], below.mine().elements * element_bytes_}};
+  }
+  for (size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
+    pieces.push_back({homes_[tensor], tensors_[tensor].elements * element_bytes_});
+  }
+  return pieces;
+}
+
+void Placement::Meet(size_t index) {
+  PlacedLevel& level = levels_[index];
+  const std::vector<std::vector<char*>> pieces = MeetInMemory(*level.transport, MyPieces(index));
+  const int64_t start = level.shares.starts[level.rank()];
+  for (const Run& run : level.mine().runs) {
+    for (const std::vector<char*>& of_rank : pieces) {
+      level.theirs.push_back(index == 0 ? of_rank[run.tensor] + run.first * element_bytes_
+                                        : of_rank[0] + (start + run.offset) * element_bytes_);
+    }
+  }
+}
+
 void Placement::PlaceNext() {
   for (size_t index = 1; index < levels_.size(); ++index) {
     PlacedLevel& level = levels_[index];
@@ -124,11 +204,14 @@ void Placement::PlaceNext() {
 void Placement::PlaceReceived(const Reserve& received) {
   int64_t bytes = 0;
   for (const PlacedLevel& level : levels_) {
+    if (level.shared) {
+      continue;
+    }
     bytes += (level.size() - 1) * Aligned(level.mine().elements * element_bytes_);
   }
   char* room = received(bytes);
   for (PlacedLevel& level : levels_) {
-    for (int rank = 0; rank < level.size(); ++rank) {
+    for (int rank = 0; rank < level.size() && !level.shared; ++rank) {
       const bool mine = rank == level.rank();
       level.receive.push_back(mine ? nullptr : room);
       room += mine ? 0 : Aligned(level.mine().elements * element_bytes_);
@@ -143,6 +226,10 @@ void Placement::PlaceRuns() {
     for (const Run& run : level.mine().runs) {
       const int64_t offset = run.offset * element_bytes_;
       const bool delta = IsDelta(run);
+      if (level.shared) {
+        level.out.push_back(level.result[level.rank()] + offset);
+        continue;
+      }
       level.own.push_back(first && !delta ? Input(run) : level.send[level.rank()] + offset);
       level.out.push_back(replicate_ && last && !delta ? Output(run) : level.result[level.rank()] + offset);
     }

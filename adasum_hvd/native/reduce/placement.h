@@ -8,6 +8,10 @@
 //      before it is sent, `unpacks` what has to be copied back;
 //   3. what other ranks have for this rank's slices is received in memory of its own;
 //   4. the slices of the next level are parts of this rank's result in the level before.
+//
+// Where the ranks of a group share memory nothing is sent or received: tensors that lie in such memory are
+// reduced there, others in a copy in the staging memory, which then is such memory too. Each rank reads its slice
+// where the others have it, and writes the result to where they want it.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +19,7 @@
 #include <vector>
 
 #include "reduce/layout.h"
+#include "reduce/meeting.h"
 #include "reduce/reduce.h"
 
 namespace adasum_hvd {
@@ -33,6 +38,11 @@ struct PlacedLevel {
   std::vector<char*> own; // this rank's elements
   std::vector<char*> out; // the result, which may be the same place
 
+  // Where the group's ranks share memory: per run of this rank's slice and rank of the group, where that rank has
+  // the run. Known as soon as the ranks have met.
+  bool shared = false;
+  std::vector<char*> theirs;
+
   int rank() const { return transport->rank(); }
   int size() const { return transport->size(); }
   const Slice& slice(int rank) const { return shares.slices[rank]; }
@@ -47,7 +57,12 @@ public:
   using Copies = std::vector<Copy>;
 
   Placement(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
-            double scale, const ReduceSettings& settings, const Reserve& staging, const Reserve& received);
+            double scale, const ReduceSettings& settings, const Reserve& staging,
+            const Reserve& shared_staging, const Reserve& received);
+
+  // Finds out where the others of a group that shares memory have this rank's slice. Collective; on return all of
+  // them have come as far.
+  void Meet(size_t level);
 
   bool alone() const { return alone_; }                              // one rank
   bool replicates() const { return replicate_; }                     // every rank reduces everything
@@ -59,13 +74,18 @@ public:
 private:
   void CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale);
   void PlaceFirst(const Reserve& staging);
+  void PlaceFirstShared(const Reserve& staging);
+  bool CanBeShared(const TensorView& tensor) const;
+  std::vector<MemoryPiece> MyPieces(size_t level) const;
   void PlaceNext();
   void PlaceReceived(const Reserve& received);
   void PlaceRuns();
   void AddCopies(int rank, bool sent, bool received, char* staged);
+  void AddCopiesOfStaged(const Slice& slice);
 
   bool IsDelta(const Run& run) const { return tensors_[run.tensor].start != nullptr; }
   char* Input(const Run& run) const { return At(tensors_[run.tensor].input, run); }
+  char* Home(const Run& run) const { return homes_[run.tensor] + run.first * element_bytes_; }
   char* Output(const Run& run) const { return At(tensors_[run.tensor].output, run); }
   char* At(const void* tensor, const Run& run) const;
   bool IsContiguous(const Slice& slice, char* (Placement::*where)(const Run& run) const) const;
@@ -75,6 +95,7 @@ private:
   bool any_delta_ = false;
   bool alone_ = false;
   bool replicate_ = false;
+  std::vector<char*> homes_; // per tensor, where the first level's ranks share memory: where it is reduced
   std::vector<PlacedLevel> levels_;
   std::vector<Copies> packs_;
   std::vector<Copies> unpacks_;

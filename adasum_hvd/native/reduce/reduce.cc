@@ -1,7 +1,6 @@
 #include "reduce/reduce.h"
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <new>
 
@@ -36,13 +35,15 @@ private:
   void Send(size_t level, int64_t chunk);
   void ReceiveAndSum(size_t level);
   void Gather(size_t level);
+  void MeetAndSum(size_t level);
+  void Spread(size_t level);
   void Prepare(size_t level, int rank, int64_t begin, int64_t end);
   void Pack(int rank, int64_t begin, int64_t end) { Execute(placement_.packs()[rank], rank, begin, end); }
   void Unpack(int rank, int64_t begin, int64_t end) { Execute(placement_.unpacks()[rank], rank, begin, end); }
   void Execute(const Placement::Copies& copies, int rank, int64_t begin, int64_t end);
 
   const Arithmetic arithmetic_;
-  const Placement placement_;
+  Placement placement_;
   const int64_t chunk_elements_;      // a multiple of kBlockElements
   std::deque<GroupReduction> groups_; // by level; they do not move
 };
@@ -54,11 +55,13 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
       placement_(
           tensors, type, levels, scale, settings,
           [&](int64_t bytes) { return scratch.staging.Reserve(bytes); },
+          [&](int64_t bytes) { return scratch.shared_staging.Reserve(bytes); },
           [&](int64_t bytes) { return scratch.received.Reserve(bytes); }),
       chunk_elements_(std::max<int64_t>(settings.chunk_bytes / arithmetic_.bytes() / kBlockElements, 1) *
                       kBlockElements) {
   for (const PlacedLevel& level : placement_.levels()) {
-    groups_.emplace_back(arithmetic_, level, groups_.empty() ? nullptr : &groups_.back());
+    groups_.emplace_back(arithmetic_, level, groups_.empty() ? nullptr : &groups_.back(),
+                         &level == &placement_.levels().back());
   }
 }
 
@@ -72,13 +75,21 @@ ReduceResult Reduction::Execute(const PhaseObserver& observer) {
   }
   for (size_t level = 0; level < groups_.size(); ++level) {
     observer(Phase::kExchangeAndGram, static_cast<int>(level));
-    ReceiveAndSum(level);
+    if (placement_.levels()[level].shared) {
+      MeetAndSum(level);
+    } else {
+      ReceiveAndSum(level);
+    }
     observer(Phase::kSharedTensors, static_cast<int>(level));
     groups_[level].Solve();
   }
   for (size_t level = groups_.size(); level-- > 0;) {
     observer(Phase::kCombineAndGather, static_cast<int>(level));
-    Gather(level);
+    if (placement_.levels()[level].shared) {
+      Spread(level);
+    } else {
+      Gather(level);
+    }
   }
   ReduceResult result;
   for (const GroupReduction& group : groups_) {
@@ -114,7 +125,9 @@ void Reduction::Execute(const Placement::Copies& copies, int rank, int64_t begin
   if (copies.empty()) {
     return;
   }
-  const std::vector<Block> blocks = Blocks(placement_.levels().front().slice(rank), begin, end);
+  const PlacedLevel& level = placement_.levels().front();
+  const std::vector<Block> blocks = Blocks(level.slice(rank), begin, end);
+  const bool past_caches = level.shared && IsPastCaches(arithmetic_, level);
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int) {
     const Block& block = blocks[job];
     const Copy& copy = copies[block.run];
@@ -125,7 +138,8 @@ void Reduction::Execute(const Placement::Copies& copies, int rank, int64_t begin
     const char* from = static_cast<const char*>(copy.from) + offset;
     char* to = static_cast<char*>(copy.to) + offset;
     if (copy.other == nullptr) {
-      std::memcpy(to, from, block.n * arithmetic_.bytes());
+      void* const only[] = {to};
+      arithmetic_.kernels.spread(from, block.n * arithmetic_.bytes(), only, 1, past_caches);
       return;
     }
     const void* both[] = {from, static_cast<const char*>(copy.other) + offset};
@@ -236,7 +250,56 @@ void Reduction::Gather(size_t index) {
   }
 }
 
+// ---- in shared memory ----
+
+// Every rank reads its slice where the others have it, and nobody else does.
+void Reduction::MeetAndSum(size_t index) {
+  const PlacedLevel& level = placement_.levels()[index];
+  if (index == 0) {
+    for (int rank = 0; rank < level.size(); ++rank) {
+      Pack(rank, 0, level.slice(rank).elements);
+    }
+  } else {
+    groups_[index - 1].Combine(0, placement_.levels()[index - 1].mine().elements);
+  }
+  placement_.Meet(index);
+  if (arithmetic_.type == kFloat64) {
+    groups_[index].FindScales();
+  }
+  groups_[index].GramUpTo(level.mine().elements);
+}
+
+void Reduction::Spread(size_t index) {
+  const PlacedLevel& level = placement_.levels()[index];
+  if (index + 1 == groups_.size()) {
+    groups_[index].Combine(0, level.mine().elements);
+  } else {
+    groups_[index].Spread();
+  }
+  Meet(*level.transport);
+  for (int rank = 0; index == 0 && rank < level.size(); ++rank) {
+    Unpack(rank, 0, level.slice(rank).elements);
+  }
+}
+
 } // namespace
+
+SharedScratchBuffer& SharedScratchBuffer::operator=(SharedScratchBuffer&& other) noexcept {
+  std::swap(memory_, other.memory_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+SharedScratchBuffer::~SharedScratchBuffer() { FreeShared(memory_); }
+
+char* SharedScratchBuffer::Reserve(int64_t bytes) {
+  if (bytes > bytes_ || memory_ == nullptr) {
+    FreeShared(std::exchange(memory_, nullptr));
+    bytes_ = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+    memory_ = static_cast<char*>(AllocateShared(bytes_));
+  }
+  return memory_;
+}
 
 char* ScratchBuffer::Reserve(int64_t bytes) {
   if (bytes > bytes_) {

@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -63,9 +64,24 @@ private:
   int64_t bytes_ = 0;
 };
 
+// The same, of memory that is shared.
+class SharedScratchBuffer {
+public:
+  SharedScratchBuffer() = default;
+  SharedScratchBuffer(SharedScratchBuffer&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
+  SharedScratchBuffer& operator=(SharedScratchBuffer&& other) noexcept;
+  ~SharedScratchBuffer();
+  char* Reserve(int64_t bytes);
+
+private:
+  char* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
 struct Scratch {
   ScratchBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
   ScratchBuffer received; // the other ranks' elements of this rank's slices
+  SharedScratchBuffer shared_staging; // fused tensors that do not lie in memory that the ranks share
 };
 
 enum class Phase { kExchangeAndGram, kSharedTensors, kCombineAndGather };

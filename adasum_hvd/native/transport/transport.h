@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "transport/shared_memory.h"
 
 namespace adasum_hvd {
 
@@ -47,6 +50,19 @@ public:
     Start(messages);
     Wait();
   }
+
+  // Whether the ranks map one another's shared memory. The same on all ranks.
+  virtual bool shares_memory() const { return false; }
+
+  // Lets the ranks `to` map a region: before the first message that names it.
+  virtual void Offer(const std::shared_ptr<const SharedRegion>&, const std::vector<int>& /*to*/) {
+    throw std::logic_error("this transport shares no memory");
+  }
+
+  // A region that a rank has offered, in this rank's memory; good until that rank frees it.
+  virtual MemorySpan Reach(int /*rank*/, uint64_t /*region*/) {
+    throw std::logic_error("this transport shares no memory");
+  }
 };
 
 // Some ranks of a transport, numbered anew in the order of `members`; this rank is one of them. The exchanges
@@ -70,6 +86,16 @@ public:
   }
 
   void Wait() override { everyone_.Wait(); }
+
+  bool shares_memory() const override { return everyone_.shares_memory(); }
+  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) override {
+    std::vector<int> members;
+    for (int rank : to) {
+      members.push_back(members_[rank]);
+    }
+    everyone_.Offer(region, members);
+  }
+  MemorySpan Reach(int rank, uint64_t region) override { return everyone_.Reach(members_[rank], region); }
 
 private:
   Transport& everyone_;

@@ -47,15 +47,19 @@ class Bucket:
         self.params = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
-        self.flat = torch.zeros(
-            sum(sizes) + flags, dtype=wire_dtype, device=self.params[0].device
+        self._op = op
+        self.flat = self._make_flat(
+            sum(sizes) + flags, wire_dtype, self.params[0].device
         )
         *pieces, self.flags = self.flat.split([*sizes, flags])
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._op, self._factors, self.process_set = op, factors, process_set
+        # The same memory, with version counters of their own: what `fill` copies beside a gradient
+        # must not look like a change of it.
+        self._handed_out = [view.data for view in self.views]
+        self._factors, self.process_set = factors, process_set
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
@@ -66,28 +70,44 @@ class Bucket:
         as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
         self._entry = f"allreduce.{wire.name_in_op(self._name, op, as_bits)}"
 
+    def _make_flat(
+        self, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if ops.is_adasum(self._op):
+            return wire.zeros(elements, dtype, device)
+        return torch.zeros(elements, dtype=dtype, device=device)
+
     @property
     def in_flight(self) -> bool:
         """Whether the bucket was started and not yet finished."""
         return self._handle is not None
 
     def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Copy one tensor per parameter in, densely; None counts as zeros and clears its flag."""
+        """Copy one tensor per parameter in, densely; None counts as zeros and clears its flag.
+
+        What :meth:`hand_out` has returned is there already.
+        """
         self.flags.fill_(1)
-        present = [
-            (v, s.to_dense() if s.is_sparse else s)
-            for v, s in zip(self.views, sources, strict=True)
-            if s is not None
-        ]
-        if len(present) < len(self.views):
-            for index, source in enumerate(sources):
-                if source is None:
-                    self.views[index].zero_()
-                    if self.flags.numel():
-                        self.flags[index] = 0
-        if present:
-            views, tensors = zip(*present, strict=True)
+        views, tensors = [], []
+        for index, source in enumerate(sources):
+            if source is None:
+                self.views[index].zero_()
+                if self.flags.numel():
+                    self.flags[index] = 0
+            elif source is not self._handed_out[index]:
+                views.append(self.views[index])
+                tensors.append(source.to_dense() if source.is_sparse else source)
+        if tensors:
             torch._foreach_copy_(views, tensors)
+
+    def hand_out(self, index: int) -> torch.Tensor | None:
+        """Return a parameter's part of the bucket for its `.grad`, as DDP's bucket views.
+
+        None where that would be of another dtype or layout than the parameter.
+        """
+        parameter = self.params[index]
+        fits = parameter.dtype == self.flat.dtype and parameter.is_contiguous()
+        return self._handed_out[index] if fits else None
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""
@@ -104,6 +124,7 @@ class Bucket:
         """Wait until the views hold the reduced values."""
         handle, self._handle = self._handle, None
         assert handle is not None
+        wire.wait_idly(handle)
         wire.synchronize(handle)
 
     def drop(self) -> None:

@@ -126,6 +126,11 @@ class ChangeInOpBucket(ChangeBucket):
 
     _registered: list[int] | None = None
 
+    def _make_flat(
+        self, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.zeros(elements, dtype=dtype, device=device)  # nobody else reads it
+
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
 

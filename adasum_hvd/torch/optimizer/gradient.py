@@ -213,15 +213,20 @@ class GradientOptimizer(DistributedBase):
         self._handed_out = [p.grad for c in self._carriers for p in c.params]
 
     def _write_back(self, bucket: Bucket) -> None:
+        """Set the gradients to what was reduced: to the bucket's own memory, without a copy."""
         gradients, views = [], []
         for index, parameter in enumerate(bucket.params):
             gradient, view = parameter.grad, bucket.views[index]
-            if gradient is None:
-                if bucket.flags[index] != 0:
-                    parameter.grad = view.to(parameter.dtype, copy=True)
-            elif gradient.is_sparse:
+            if gradient is not None and gradient.is_sparse:
                 dense = view.to(gradient.dtype)
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
+            elif gradient is None and bucket.flags[index] == 0:
+                continue  # no rank has one
+            elif (mine := bucket.hand_out(index)) is not None:
+                if gradient is not mine:
+                    parameter.grad = mine
+            elif gradient is None:
+                parameter.grad = view.to(parameter.dtype, copy=True)
             else:
                 gradients.append(gradient)
                 views.append(view)

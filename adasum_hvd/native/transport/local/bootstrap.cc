@@ -7,6 +7,7 @@
 #include <cstring>
 #include <random>
 #include <stdexcept>
+#include <system_error>
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -103,48 +104,17 @@ void WaitReadable(std::vector<pollfd>& watched, Clock::time_point until) {
   }
 }
 
-void SendHello(int socket_, const Hello& hello, int descriptor) {
-  iovec part = {const_cast<Hello*>(&hello), sizeof hello};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* attached = CMSG_FIRSTHDR(&message);
-  attached->cmsg_level = SOL_SOCKET;
-  attached->cmsg_type = SCM_RIGHTS;
-  attached->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(attached), &descriptor, sizeof(int));
-  if (sendmsg(socket_, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello)) {
-    ThrowErrno("sending shared memory to a rank of this host");
-  }
-}
-
 // Takes what has come: returns the attached descriptor and the sender; throws when the words are not those of
 // this job.
 std::pair<Descriptor, int> ReceiveHello(int socket_, int my_nonce) {
   Hello hello = {};
-  iovec part = {&hello, sizeof hello};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = CMSG_LEN(sizeof(int)); // room for one descriptor, not two
-  ssize_t received;
-  do {
-    received = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
-  } while (received < 0 && errno == EINTR);
   Descriptor descriptor;
-  for (cmsghdr* one = CMSG_FIRSTHDR(&message); one != nullptr; one = CMSG_NXTHDR(&message, one)) {
-    if (one->cmsg_level == SOL_SOCKET && one->cmsg_type == SCM_RIGHTS) {
-      int value;
-      std::memcpy(&value, CMSG_DATA(one), sizeof value);
-      descriptor = Descriptor(value);
-    }
+  try {
+    descriptor = ReceiveWithDescriptor(socket_, hello);
+  } catch (const std::system_error&) {
+    throw Stranger("a process that is not a rank of this job called");
   }
-  if (received != static_cast<ssize_t>(sizeof hello) || hello.nonce_of_receiver != my_nonce) {
+  if (hello.nonce_of_receiver != my_nonce) {
     throw Stranger("a process that is not a rank of this job called");
   }
   if (descriptor.value() < 0) {
@@ -220,7 +190,7 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
   std::vector<Descriptor> called(group.rank);
   for (int peer = 0; peer < group.rank; ++peer) {
     called[peer] = ConnectTo(names[peer], group.settings.handshake_seconds);
-    SendHello(called[peer].value(), {nonces[peer], group.rank}, group.mine->descriptor());
+    SendWithDescriptor(called[peer].value(), Hello{nonces[peer], group.rank}, group.mine->descriptor());
   }
   MeetCallers(listening, size - 1 - group.rank, until, [&](Descriptor& caller) {
     try {
@@ -228,7 +198,7 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
       if (peer <= group.rank || peer >= size || group.peers[peer].segment != nullptr) {
         throw std::runtime_error("a rank of this host called twice");
       }
-      SendHello(caller.value(), {nonces[peer], group.rank}, group.mine->descriptor());
+      SendWithDescriptor(caller.value(), Hello{nonces[peer], group.rank}, group.mine->descriptor());
       keep(peer, caller, memory);
       return true;
     } catch (const Stranger&) {
@@ -248,7 +218,7 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
 enum Reading { kUnwanted, kRefused, kGranted };
 
 Reading TryReading(const LocalGroup& group, LocalMode mode) {
-  if (mode == LocalMode::kStaged || (mode != LocalMode::kDirect && !group.crowded)) {
+  if (mode != LocalMode::kDirect) {
     return kUnwanted;
   }
   for (int peer = 0; peer < static_cast<int>(group.peers.size()); ++peer) {
@@ -293,23 +263,6 @@ int64_t RingBytes(int ranks) {
   return std::clamp<int64_t>(share, 4 << 10, 256 << 10);
 }
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  std::swap(value_, other.value_);
-  return *this;
-}
-
-Descriptor::~Descriptor() {
-  if (value_ >= 0) {
-    close(value_);
-  }
-}
-
-int Descriptor::Release() {
-  const int value = value_;
-  value_ = -1;
-  return value;
-}
-
 bool LocalGroup::Crowded() const {
   cpu_set_t together = {};
   for (int one = 0; one < static_cast<int>(peers.size()); ++one) {
@@ -339,6 +292,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   group->peers.resize(size);
   group->global_ranks = global_ranks;
   group->settings = settings;
+  group->shares = settings.mode == LocalMode::kAuto;
   group->settings.ring_bytes = settings.ring_bytes > 0 ? settings.ring_bytes : RingBytes(size);
 
   int name = kNoName;

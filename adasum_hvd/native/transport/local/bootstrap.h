@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/local/descriptors.h"
 #include "transport/local/read_permission.h"
 #include "transport/local/segment.h"
 
@@ -28,20 +29,6 @@ struct LocalSettings {
 // What is good for so many ranks of a host: their rings have 64 MiB together at most, up to 128 ranks.
 int64_t RingBytes(int ranks);
 
-// A descriptor that is closed with its owner.
-class Descriptor {
-public:
-  explicit Descriptor(int value = -1) : value_(value) {}
-  Descriptor(Descriptor&& other) noexcept : value_(other.Release()) {}
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  ~Descriptor();
-  int value() const { return value_; }
-  int Release();
-
-private:
-  int value_;
-};
-
 struct LocalPeer {
   std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
   int process_id = 0;                    // as this rank sees it; 0 where it does not
@@ -55,6 +42,7 @@ struct LocalGroup {
   std::vector<LocalPeer> peers;               // by rank on the host
   std::vector<int> global_ranks;              // by rank on the host, as errors name them
   bool crowded = false;                       // more ranks than processors that they have together
+  bool shares = false;                        // the ranks map one another's shared memory
   bool direct = false;                        // long messages are read from the sender's memory
   std::unique_ptr<ReadPermission> permission; // for that, where it takes one
   LocalSettings settings;

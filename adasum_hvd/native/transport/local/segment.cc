@@ -25,10 +25,6 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 } // namespace
 
-[[noreturn]] void ThrowErrno(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
 void Bell::Wake() {
   wakes.fetch_add(1, std::memory_order_seq_cst);
   if (asleep.load(std::memory_order_seq_cst) != 0) {

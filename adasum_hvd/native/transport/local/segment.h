@@ -10,12 +10,10 @@
 
 #include <sched.h>
 
+#include "transport/local/descriptors.h"
 #include "transport/local/processor_quota.h"
 
 namespace adasum_hvd {
-
-// Throws std::system_error of errno.
-[[noreturn]] void ThrowErrno(const char* what);
 
 // Wakes the rank that owns it. Futexes work across processes on shared memory.
 struct alignas(64) Bell {

@@ -50,7 +50,7 @@ void LocalTransport::CheckPeers() {
       continue;
     }
     CheckStopped(peer);
-    pollfd watched[] = {{group_->peers[peer].socket.value(), POLLIN, 0},
+    pollfd watched[] = {{group_->peers[peer].socket.value(), POLLRDHUP, 0},
                         {group_->peers[peer].process.value(), POLLIN, 0}};
     // What a peer wrote before it ended is still taken; it cannot be when this rank found nothing to do.
     if (poll(watched, 2, 0) > 0 && !AdvanceAll()) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
+#include <system_error>
 
 #include <sched.h>
 #include <sys/uio.h>
@@ -22,7 +24,8 @@ constexpr int kYields = 16;                       // then as many turns for othe
 } // namespace
 
 LocalTransport::LocalTransport(std::shared_ptr<LocalGroup> group)
-    : group_(std::move(group)), lanes_(group_->peers.size()), beats_(group_->peers.size()),
+    : group_(std::move(group)), lanes_(group_->peers.size()), memory_(group_->peers.size()),
+      beats_(group_->peers.size()),
       // Spinning only takes a processor from the rank that is waited for when they have to take turns.
       spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
 
@@ -226,6 +229,28 @@ void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) 
   }
   // A peer that stopped meanwhile may have used its memory for something else.
   CheckStopped(peer);
+}
+
+void LocalTransport::Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) {
+  for (int peer : to) {
+    try {
+      if (peer != rank()) {
+        memory_[peer].Offer(group_->peers[peer].socket.value(), region);
+      }
+    } catch (const std::system_error& error) {
+      CheckStopped(peer);
+      Fail(peer, error.what());
+    }
+  }
+}
+
+MemorySpan LocalTransport::Reach(int peer, uint64_t region) {
+  try {
+    return memory_[peer].Reach(group_->peers[peer].socket.value(), region);
+  } catch (const std::runtime_error& error) {
+    CheckStopped(peer);
+    Fail(peer, error.what());
+  }
 }
 
 void LocalTransport::Sleep(std::chrono::milliseconds most) {

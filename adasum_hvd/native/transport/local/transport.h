@@ -14,6 +14,7 @@
 
 #include "transport/idle_clock.h"
 #include "transport/local/bootstrap.h"
+#include "transport/local/peer_memory.h"
 #include "transport/transport.h"
 
 namespace adasum_hvd {
@@ -47,6 +48,10 @@ public:
 
   // The same, and calls `meanwhile` at least every few milliseconds, where it is not null.
   void WaitAnd(const std::function<void()>& meanwhile);
+
+  bool shares_memory() const override { return group_->shares; }
+  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) override;
+  MemorySpan Reach(int peer, uint64_t region) override;
 
 private:
   // In front of every message.
@@ -97,6 +102,7 @@ private:
 
   std::shared_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;
+  std::vector<PeerMemory> memory_; // by rank
   std::vector<uint32_t> beats_; // per rank, when this one first showed whom it awaits
   int spins_;
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for

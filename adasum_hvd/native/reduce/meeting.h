@@ -1,0 +1,24 @@
+// How the ranks of a host come together before they reduce in shared memory, and after it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace adasum_hvd {
+
+// Memory that a rank lets the others of its group read and write, in a region that it shares.
+struct MemoryPiece {
+  char* at;
+  int64_t bytes;
+};
+
+// Returns where every rank's pieces are in this rank's memory, by rank and piece: as many of the same sizes on
+// every rank, and written when this returns. Collective.
+std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine);
+
+// Returns when every rank has come here. Collective.
+void Meet(Transport& transport);
+
+} // namespace adasum_hvd
