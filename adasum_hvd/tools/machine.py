@@ -30,7 +30,6 @@ def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[Finding]:
     yield from _launchers()
     yield from _processors(root)
     yield from _autogroup(root)
-    yield from _yama(root)
     yield from _cuda()
     with ThreadPoolExecutor(len(hosts) or 1) as pool:
         yield from pool.map(over_ssh, hosts)
@@ -93,18 +92,6 @@ def _autogroup(root: Path) -> Iterator[Finding]:
             "`adasum-hvd exec --nprocs N`, or write 0 to /proc/sys/kernel/sched_autogroup_enabled"
         )
         yield Finding("autogroup scheduling", found, State.FINE, fix)
-
-
-def _yama(root: Path) -> Iterator[Finding]:
-    scope = root / "proc/sys/kernel/yama/ptrace_scope"
-    if not scope.exists():
-        return
-    level = scope.read_text().strip()
-    meaning = {
-        "0": "any process of this user may be read",
-        "1": "ranks allow one another to read them: docs/transports.md",
-    }.get(level, "ranks cannot read one another, and copy twice")
-    yield Finding("Yama", f"ptrace_scope {level}: {meaning}")
 
 
 def _cuda() -> Iterator[Finding]:

@@ -1,63 +1,32 @@
 // How the ranks of a host come to share memory: all or none, no strangers, nothing left behind.
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdarg>
 #include <cstddef>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/prctl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "local_ranks.h"
+#include "reduce/meeting.h"
 
 using namespace adasum_hvd;
-
-// Linux's Yama module, which few test machines have: only whom a process has allowed may read its memory.
-namespace yama {
-
-enum Form { kAbsent, kRestricted, kForbidden };
-std::atomic<int> form{kAbsent};
-std::atomic<bool> allowed{false};
-std::atomic<int> calls{0};
-
-} // namespace yama
-
-extern "C" int prctl(int option, ...) {
-  unsigned long arguments[4];
-  va_list list;
-  va_start(list, option);
-  for (unsigned long& argument : arguments) {
-    argument = va_arg(list, unsigned long);
-  }
-  va_end(list);
-  if (option == PR_SET_PTRACER && yama::form != yama::kAbsent) {
-    ++yama::calls;
-    yama::allowed = arguments[0] != 0;
-    return 0;
-  }
-  return static_cast<int>(syscall(SYS_prctl, option, arguments[0], arguments[1], arguments[2], arguments[3]));
-}
-
-extern "C" ssize_t process_vm_readv(pid_t process, const iovec* here, unsigned long here_count,
-                                    const iovec* there, unsigned long there_count, unsigned long flags) {
-  if (yama::form == yama::kForbidden || (yama::form == yama::kRestricted && !yama::allowed)) {
-    errno = EPERM;
-    return -1;
-  }
-  return syscall(SYS_process_vm_readv, process, here, here_count, there, there_count, flags);
-}
 
 namespace {
 
@@ -181,47 +150,6 @@ void ManySilentCallersAreNotWaitedFor() {
 }
 #endif
 
-// Memory may be read by others only while ranks read it.
-void ReadingIsAllowedWhileItIsNeeded() {
-  struct Case {
-    LocalMode mode;
-    yama::Form form;
-    bool connected, allowed;
-  };
-  const std::vector<Case> cases = {
-      {LocalMode::kStaged, yama::kRestricted, true, false},
-      {LocalMode::kDirect, yama::kRestricted, true, true},
-      {LocalMode::kDirect, yama::kForbidden, false, false},
-  };
-  for (const Case& one : cases) {
-    yama::form = one.form;
-    yama::calls = 0;
-    Board board(2), other(2);
-    std::atomic<int> looked{0};
-    InThreads(2, [&](int rank) {
-      LocalSettings settings;
-      settings.mode = one.mode;
-      std::string why_not;
-      auto group = Join(board, rank, 2, settings, why_not);
-      auto second = Join(other, rank, 2, settings, why_not); // of another process set
-      second.reset();
-      ++looked;
-      while (looked < 2) {
-        std::this_thread::yield();
-      }
-      Check((group != nullptr) == one.connected, "connected: " + why_not);
-      Check(yama::allowed == one.allowed, "while connected");
-      ++looked;
-      while (looked < 4) {
-        std::this_thread::yield();
-      }
-    });
-    yama::form = yama::kAbsent;
-    Check(!yama::allowed, "afterwards");
-    Check((yama::calls > 0) == (one.mode == LocalMode::kDirect), "asked without need");
-  }
-}
-
 size_t CountIn(const char* folder) {
   size_t count = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) {
@@ -253,10 +181,91 @@ void NothingStaysBehind() {
   }
 }
 
+// A region that one rank makes is the others' too, until it is freed; and no longer after the next is offered.
+void RegionsAreMapped() {
+  constexpr int64_t kBytes = 5 << 20;
+  const size_t descriptors = CountIn("/proc/self/fd");
+  for (int ranks : {2, 3}) {
+    Board board(ranks);
+    InThreads(ranks, [&](int rank) {
+      const auto transport = Connect(board, rank, ranks, LocalSettings());
+      Check(transport->shares_memory(), "no memory is shared");
+      for (int round = 0; round < 5; ++round) {
+        auto* mine = static_cast<char*>(AllocateShared(kBytes));
+        std::fill(mine, mine + kBytes, static_cast<char>(10 * round + rank));
+        for (int again = 0; again < 2; ++again) {
+          const auto pieces = MeetInMemory(*transport, {{mine, 100}, {mine + 4097, kBytes - 4097}, {nullptr, 0}});
+          for (int peer = 0; peer < ranks; ++peer) {
+            const auto wanted = static_cast<char>(10 * round + peer);
+            Check(pieces[peer][0][99] == wanted && pieces[peer][1][kBytes - 4098] == wanted,
+                  "rank " + std::to_string(peer) + "'s memory holds something else");
+            Check(pieces[peer][1] - pieces[peer][0] == 4097, "another place");
+          }
+          Meet(*transport);
+        }
+        FreeShared(mine);
+      }
+      const size_t maps = MapsOfSharedMemory(); // of all threads
+      Check(maps <= static_cast<size_t>(ranks * (2 * ranks + ranks)), std::to_string(maps) + " maps are left");
+    });
+    Check(MapsOfSharedMemory() == 0 && CountIn("/proc/self/fd") == descriptors, "something stays behind");
+  }
+}
+
+void FreedMemoryIsGivenBack() {
+  const SharedRegion region(1 << 20);
+  region.begin()[12345] = 1;
+  const int other = dup(region.descriptor());
+  struct stat status;
+  Check(fstat(other, &status) == 0 && status.st_blocks > 0, "it takes no memory");
+  auto owner = std::make_unique<SharedRegion>(1 << 20);
+  owner->begin()[1] = 1;
+  const MappedRegion mapped(dup(owner->descriptor()), owner->bytes());
+  const int theirs = dup(owner->descriptor());
+  owner.reset();
+  Check(fstat(theirs, &status) == 0 && status.st_blocks == 0, "a peer that has it mapped keeps it");
+  Check(mapped.span().begin[1] == 0, "it holds what it held");
+  close(other);
+  close(theirs);
+}
+
+// What a peer says is not trusted.
+void ForeignMemoryIsRefused() {
+  const SharedRegion region(1 << 20);
+  for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, int64_t>>{
+           {1 << 20, 1}, {0, (1 << 20) + 1}, {UINT64_MAX, 2}, {(1 << 20) - 4, 8}}) {
+    try {
+      MemorySpan{region.begin(), region.bytes()}.At(offset, bytes);
+      Check(false, "a place outside was taken");
+    } catch (const std::runtime_error&) {
+    }
+  }
+  const int unsealed = memfd_create("other", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  Check(ftruncate(unsealed, 1 << 20) == 0, "ftruncate");
+  for (const auto& [descriptor, bytes] :
+       std::vector<std::pair<int, int64_t>>{{unsealed, 1 << 20}, {dup(region.descriptor()), 2 << 20}}) {
+    try {
+      const MappedRegion mapped(descriptor, bytes);
+      Check(false, "memory of another size, or whose size may change, was taken");
+    } catch (const std::runtime_error&) {
+    }
+  }
+}
+
+void OnlyWholeRegionsAreFound() {
+  auto* mine = static_cast<char*>(AllocateShared(10000));
+  Check(FindShared(mine, 10000) != nullptr && FindShared(mine + 9999, 1) != nullptr, "it is not found");
+  Check(FindShared(mine - 1, 1) == nullptr && FindShared(mine + 1, 1 << 20) == nullptr, "more is found");
+  FreeShared(mine);
+  Check(FindShared(mine, 1) == nullptr, "it is found after it was freed");
+}
+
 void MemoryKeepsItsSize() {
   const LocalSegment segment(2, 4096);
+  const SharedRegion region(4096);
   for (int bytes : {0, 1 << 20}) {
     Check(ftruncate(segment.descriptor(), bytes) != 0 && errno == EPERM, "its size was changed");
+    Check(ftruncate(region.descriptor(), bytes) != 0 && errno == EPERM, "a region's size was changed");
   }
   const int unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   struct stat status;
@@ -294,8 +303,11 @@ int main(int argc, char** argv) {
 #if !defined(__SANITIZE_THREAD__)
                       {"many silent callers are not waited for", ManySilentCallersAreNotWaitedFor},
 #endif
-                      {"reading is allowed while it is needed", ReadingIsAllowedWhileItIsNeeded},
                       {"nothing stays behind", NothingStaysBehind},
                       {"memory keeps its size", MemoryKeepsItsSize},
+                      {"regions are mapped", RegionsAreMapped},
+                      {"freed memory is given back", FreedMemoryIsGivenBack},
+                      {"foreign memory is refused", ForeignMemoryIsRefused},
+                      {"only whole regions are found", OnlyWholeRegionsAreFound},
                   });
 }

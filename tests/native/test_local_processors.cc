@@ -31,7 +31,7 @@ cpu_set_t FirstOf(const cpu_set_t& allowed, int count) {
 }
 
 // Ranks bound to one processor or free on two: what counts is what they have together.
-void DirectWhereRanksTakeTurns(int processors) {
+void CrowdedOn(int processors) {
   const cpu_set_t all = Allowed();
   if (CPU_COUNT(&all) < processors) {
     throw Skipped("needs " + std::to_string(processors) + " processors");
@@ -48,14 +48,14 @@ void DirectWhereRanksTakeTurns(int processors) {
       std::string why_not;
       const auto group = Join(board, rank, ranks, LocalSettings(), why_not);
       Check(group != nullptr, why_not);
-      Check(group->crowded == (ranks > processors) && group->direct == group->crowded,
+      Check(group->crowded == (ranks > processors),
             std::to_string(ranks) + " ranks on " + std::to_string(processors) + " processors");
     });
   }
 }
 
-void DirectOnOneProcessor() { DirectWhereRanksTakeTurns(1); }
-void DirectOnTwoProcessors() { DirectWhereRanksTakeTurns(2); }
+void CrowdedOnOneProcessor() { CrowdedOn(1); }
+void CrowdedOnTwoProcessors() { CrowdedOn(2); }
 
 void ARankThatMovesIsNotBound() {
   const cpu_set_t all = Allowed();
@@ -175,8 +175,8 @@ void QuotasAreShared() {
 int main(int argc, char** argv) {
   return RunTests(argc, argv,
                   {
-                      {"direct where ranks take turns on one processor", DirectOnOneProcessor},
-                      {"direct where ranks take turns on two processors", DirectOnTwoProcessors},
+                      {"crowded on one processor", CrowdedOnOneProcessor},
+                      {"crowded on two processors", CrowdedOnTwoProcessors},
                       {"a rank that moves is not bound", ARankThatMovesIsNotBound},
                       {"quotas are read", QuotasAreRead},
                       {"quotas of the kernel are read", QuotasOfTheKernelAreRead},

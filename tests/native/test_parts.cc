@@ -339,6 +339,7 @@ void PlacementFollowsAddresses() {
               staged = true;
               return reinterpret_cast<char*>(staging.data());
             },
+            [](int64_t) -> char* { throw std::logic_error("shared memory was asked for"); },
             [&](int64_t) { return reinterpret_cast<char*>(received.data()); });
         const PlacedLevel& level = placement.levels().front();
         const bool replicated = replicate_bytes > 0, contiguous = gap == 0 && !delta;
@@ -368,6 +369,48 @@ void PlacementFollowsAddresses() {
   }
 }
 
+// Only what does not lie in shared memory, or must not be overwritten, is copied there.
+void PlacementFollowsSharedMemory() {
+  const int64_t n = 2 * kBlockElements;
+  auto* shared = static_cast<float*>(AllocateShared(3 * n * sizeof(float)));
+  auto* staging = static_cast<char*>(AllocateShared(5 * n * sizeof(float)));
+  std::vector<float> mine(n), before(n);
+  const std::vector<TensorView> tensors = {{shared, shared, n},
+                                           {mine.data(), mine.data(), n},
+                                           {shared + n, mine.data(), n},
+                                           {shared + 2 * n, shared + 2 * n, n, before.data()}};
+  const Tree tree = BuildTree({0, 0}, GroupOp::kAdasum, 0);
+  Mailboxes mail;
+  ThreadTransport transport(mail, 0, 2, /*shares=*/true);
+  ReduceSettings settings;
+  settings.replicate_bytes = 0;
+  const auto none = [](int64_t) -> char* { throw std::logic_error("memory of its own was asked for"); };
+  const auto received = [](int64_t bytes) -> char* {
+    Check(bytes == 0, "something is received");
+    return nullptr;
+  };
+  for (size_t count = 1; count <= tensors.size(); ++count) {
+    const std::vector<TensorView> some(tensors.begin(), tensors.begin() + static_cast<std::ptrdiff_t>(count));
+    bool staged = false;
+    const auto reserve = [&](int64_t) {
+      staged = true;
+      return staging;
+    };
+    const Placement placement(some, kFloat32, {{&transport, &tree}}, 1.0, settings, none, reserve, received);
+    int64_t packed = 0;
+    for (const Placement::Copies& packs : placement.packs()) {
+      for (const Copy& copy : packs) {
+        packed += copy.to == nullptr ? 0 : copy.count;
+      }
+    }
+    Check(placement.levels().front().shared, "the level is not in shared memory");
+    Check(staged == (count > 1) && packed == (static_cast<int64_t>(count) - 1) * n,
+          "copied " + std::to_string(packed) + " of " + std::to_string(count) + " tensors");
+  }
+  FreeShared(shared);
+  FreeShared(staging);
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -387,5 +430,6 @@ int main(int argc, char** argv) {
                       {"two bytes round once", TwoBytesRoundOnce},
                       {"slices cover everything once", SlicesCoverEverythingOnce},
                       {"placement follows addresses", PlacementFollowsAddresses},
+                      {"placement follows shared memory", PlacementFollowsSharedMemory},
                   });
 }

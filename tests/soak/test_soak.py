@@ -8,7 +8,7 @@ import test_torch
 from launch import Configuration, case_names, launch
 
 
-@pytest.mark.parametrize("local", ["direct", "staged", "off"])
+@pytest.mark.parametrize("local", ["auto", "staged", "off"])
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("gloo", 4), ("mpi", 3)])
 def test_random_reductions(backend: str, ranks: int, local: str) -> None:
     environment = (("ADASUM_HVD_LOCAL", local),)

@@ -48,7 +48,9 @@ PROGRAMS = {
     "test_trees": Program("test_trees.cc", ARITHMETIC),
     "test_parts": Program("test_parts.cc", (*ARITHMETIC, "transport/last_words.cc")),
     "test_local": Program("test_local.cc", LOCAL),
-    "test_local_connect": Program("test_local_connect.cc", LOCAL),
+    "test_local_connect": Program(
+        "test_local_connect.cc", (*LOCAL, "reduce/meeting.cc")
+    ),
     "test_local_processors": Program("test_local_processors.cc", LOCAL),
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
     "device_reduce": Program("test_reduce.cc", ARITHMETIC + DEVICE, _ON_DEVICE),

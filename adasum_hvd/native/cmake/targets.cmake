@@ -37,7 +37,6 @@ set(ADASUM_SOURCES
   transport/last_words.cc transport/shared_memory.cc
   transport/local/bootstrap.cc transport/local/descriptors.cc transport/local/peer_memory.cc
   transport/local/processor_quota.cc transport/local/processors.cc
-  transport/local/read_permission.cc
   transport/local/segment.cc transport/local/silence.cc transport/local/transport.cc transport/local/watch.cc)
 if(HAVE_GLOO)
   list(APPEND ADASUM_SOURCES transport/gloo.cc)

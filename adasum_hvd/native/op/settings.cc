@@ -80,7 +80,6 @@ const char* GroupOpName(GroupOp group_op) {
 
 const char* LocalModeName(LocalMode mode) {
   switch (mode) {
-  case LocalMode::kDirect: return "direct";
   case LocalMode::kStaged: return "staged";
   case LocalMode::kOff: return "off";
   default: return "auto";
@@ -118,13 +117,13 @@ Settings Settings::FromEnvironment() {
   ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
   settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
   const std::string local = Variable("ADASUM_HVD_LOCAL");
-  const LocalMode modes[] = {LocalMode::kAuto, LocalMode::kDirect, LocalMode::kStaged, LocalMode::kOff};
+  const LocalMode modes[] = {LocalMode::kAuto, LocalMode::kStaged, LocalMode::kOff};
   const auto mode = std::find_if(std::begin(modes), std::end(modes),
                                  [&](LocalMode one) { return local == LocalModeName(one); });
   if (mode != std::end(modes)) {
     settings.local.mode = *mode;
   } else if (!local.empty()) {
-    Refuse(settings, "ADASUM_HVD_LOCAL", "auto, direct, staged or off", local);
+    Refuse(settings, "ADASUM_HVD_LOCAL", "auto, staged or off", local);
   }
   const std::string kernels = Variable("ADASUM_HVD_KERNELS");
   settings.kernels = ChooseKernels(kernels.c_str());

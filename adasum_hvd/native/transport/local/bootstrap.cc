@@ -13,7 +13,6 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
-#include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -130,17 +129,6 @@ Descriptor WatchProcess(int process_id) {
   return Descriptor(process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, process_id, 0)) : -1);
 }
 
-// The random number tells the peer from a process of the same id in another namespace.
-bool MayRead(const LocalPeer& peer) {
-  uint64_t found = 0;
-  const SegmentHeader& header = peer.segment->header();
-  iovec here = {&found, sizeof found};
-  iovec there = {reinterpret_cast<void*>(header.probe_address), sizeof found};
-  return peer.process_id > 0 &&
-         process_vm_readv(peer.process_id, &here, 1, &there, 1, 0) == static_cast<ssize_t>(sizeof found) &&
-         found == header.probe_value;
-}
-
 // A descriptor of a caller; none where it hung up, or is another user's process.
 Descriptor Accept(int listening) {
   Descriptor socket_(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
@@ -214,47 +202,6 @@ void Join(LocalGroup& group, int listening, const std::vector<int>& names, const
   group.mine->CloseDescriptor();
 }
 
-// Whether a rank may read the memory of the others of its host.
-enum Reading { kUnwanted, kRefused, kGranted };
-
-Reading TryReading(const LocalGroup& group, LocalMode mode) {
-  if (mode != LocalMode::kDirect) {
-    return kUnwanted;
-  }
-  for (int peer = 0; peer < static_cast<int>(group.peers.size()); ++peer) {
-    if (peer != group.rank && !MayRead(group.peers[peer])) {
-      return kRefused;
-    }
-  }
-  return kGranted;
-}
-
-// The lowest of what all ranks have gathered as their first or second integer.
-int Lowest(const std::vector<int>& gathered, size_t second) {
-  int lowest = gathered[second];
-  for (size_t k = second; k < gathered.size(); k += 2) {
-    lowest = std::min(lowest, gathered[k]);
-  }
-  return lowest;
-}
-
-// Decides, from what the ranks of the process set may do, whether long messages are read from the sender.
-// Collective.
-void AgreeOnReading(LocalGroup& group, LocalMode mode, const AllgatherTwo& allgather, int lowest) {
-  if (lowest == kRefused) {
-    // Memory that MPI has opened for its own use was readable, so this is not closed with ours.
-    group.permission = ReadPermission::Take();
-    allgather(0, 0); // now all have
-    lowest = Lowest(allgather(TryReading(group, mode), 0), 0);
-  } else if (lowest == kGranted) {
-    group.permission = ReadPermission::Share();
-  }
-  group.direct = lowest == kGranted;
-  if (!group.direct) {
-    group.permission.reset();
-  }
-}
-
 } // namespace
 
 int64_t RingBytes(int ranks) {
@@ -312,29 +259,24 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   }
 
   bool joined = std::find(names.begin(), names.end(), kNoName) == names.end();
-  Reading reading = kUnwanted;
   try {
     if (joined) {
       Join(*group, listening.value(), names, nonces);
       group->crowded = group->Crowded();
-      reading = TryReading(*group, settings.mode);
     }
   } catch (const std::exception& error) {
     joined = false;
     why_not = error.what();
   }
-  const std::vector<int> outcomes = allgather(joined, reading);
-  const bool all_joined = Lowest(outcomes, 0) != 0;
-  if (all_joined) {
-    AgreeOnReading(*group, settings.mode, allgather, Lowest(outcomes, 1));
-    if (group->direct || settings.mode != LocalMode::kDirect) {
-      return group;
-    }
+  const std::vector<int> outcomes = allgather(joined, 0);
+  bool all_joined = true;
+  for (size_t k = 0; k < outcomes.size(); k += 2) {
+    all_joined = all_joined && outcomes[k] != 0;
   }
-  if (why_not.empty()) {
-    why_not = all_joined ? "a rank may not read the memory of another" : "another rank could not connect";
+  if (!all_joined && why_not.empty()) {
+    why_not = "another rank could not connect";
   }
-  return nullptr;
+  return all_joined ? std::move(group) : nullptr;
 }
 
 } // namespace adasum_hvd

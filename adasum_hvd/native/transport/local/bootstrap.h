@@ -7,15 +7,13 @@
 #include <vector>
 
 #include "transport/local/descriptors.h"
-#include "transport/local/read_permission.h"
 #include "transport/local/segment.h"
 
 namespace adasum_hvd {
 
 enum class LocalMode {
-  kAuto,   // staged where every rank can have a processor of its own, else direct if the kernel allows it
-  kStaged, // every byte goes through the rings: two copies, in the cache
-  kDirect, // long messages are read from the sender's memory: one copy, by the kernel
+  kAuto,   // ranks map the memory that holds the tensors; short messages go through rings
+  kStaged, // every byte goes through the rings
   kOff,    // the network transport, on one host too
 };
 
@@ -43,8 +41,6 @@ struct LocalGroup {
   std::vector<int> global_ranks;              // by rank on the host, as errors name them
   bool crowded = false;                       // more ranks than processors that they have together
   bool shares = false;                        // the ranks map one another's shared memory
-  bool direct = false;                        // long messages are read from the sender's memory
-  std::unique_ptr<ReadPermission> permission; // for that, where it takes one
   LocalSettings settings;
 
   LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <ctime>
 #include <new>
-#include <random>
 #include <stdexcept>
 #include <system_error>
 
@@ -86,10 +85,6 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
     CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
   }
   header().quota = ReadProcessorQuota();
-  std::random_device random;
-  probe_ = std::make_unique<uint64_t>((uint64_t{random()} << 32) | random());
-  header().probe_address = reinterpret_cast<uint64_t>(probe_.get());
-  header().probe_value = *probe_;
   for (int peer = 0; peer < ranks; ++peer) {
     new (&positions(peer)) RingPositions();
   }

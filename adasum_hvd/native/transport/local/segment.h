@@ -65,8 +65,6 @@ struct SegmentHeader {
   std::atomic<int32_t> processor{-1};       // that the owner last ran on, inside a reduction
   cpu_set_t allowed = {};                   // the processors that it may run on
   ProcessorQuota quota;                     // of their time
-  uint64_t probe_address = 0; // in the owner's memory, where a peer that may read it finds probe_value
-  uint64_t probe_value = 0;   // a random number
 };
 
 class LocalSegment {
@@ -95,7 +93,6 @@ private:
   int ranks_;
   int64_t ring_bytes_;
   char* memory_ = nullptr;
-  std::unique_ptr<uint64_t> probe_;
 };
 
 } // namespace adasum_hvd

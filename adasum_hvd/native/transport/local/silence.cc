@@ -26,7 +26,7 @@ bool LocalTransport::IsDue(int peer) const {
     return !parts.empty() && parts.front().exchange == first_open_;
   };
   const Lane& lane = lanes_[peer];
-  return due(lane.incoming) || due(lane.outgoing) || due(lane.unread);
+  return due(lane.incoming) || due(lane.outgoing);
 }
 
 void LocalTransport::ShowWhomIAwait(bool show) {

@@ -1,20 +1,16 @@
 #include "transport/local/transport.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <stdexcept>
 #include <system_error>
 
 #include <sched.h>
-#include <sys/uio.h>
 
 #include "transport/pause.h"
 
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kDirectBytes = 16 << 10;     // longer messages are read from the sender's memory
 constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
 constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
 constexpr std::chrono::milliseconds kBreather{1}; // where something else is to be done meanwhile
@@ -38,9 +34,7 @@ void LocalTransport::Start(const std::vector<Message>& messages) {
   open_parts_.push_back(0);
   auto add = [&](std::deque<Part>& parts, const void* at, int64_t bytes) {
     if (bytes > 0) {
-      const bool direct = group_->direct && bytes > kDirectBytes;
-      parts.push_back(
-          {static_cast<char*>(const_cast<void*>(at)), bytes, direct, exchange, operation_, false});
+      parts.push_back({static_cast<char*>(const_cast<void*>(at)), bytes, exchange, operation_, false});
       ++open_parts_.back();
     }
   };
@@ -98,13 +92,12 @@ void LocalTransport::Moved() {
 }
 
 bool LocalTransport::Advance(int peer) {
-  const bool noted = NoteReads(peer);
   const bool sent = Send(peer);
   const bool received = Receive(peer);
   if (sent || received) {
     group_->peers[peer].segment->header().bell.Wake();
   }
-  return noted || sent || received;
+  return sent || received;
 }
 
 bool LocalTransport::SendTag(Ring& ring, Part& part) {
@@ -126,16 +119,6 @@ bool LocalTransport::Send(int peer) {
     if (!part.tagged && !SendTag(ring, part)) {
       break;
     }
-    if (part.direct) {
-      const auto address = reinterpret_cast<uint64_t>(part.at);
-      if (ring.Space() < static_cast<int64_t>(sizeof address)) {
-        break;
-      }
-      lane.unread.push_back({ring.written() + sizeof address, part.exchange});
-      lane.outgoing.pop_front();
-      ring.Write(&address, sizeof address);
-      continue;
-    }
     const int64_t bytes = std::min({ring.Space(), part.left, kPieceBytes});
     if (bytes == 0) {
       break;
@@ -149,18 +132,6 @@ bool LocalTransport::Send(int peer) {
     }
   }
   return moved;
-}
-
-bool LocalTransport::NoteReads(int peer) {
-  Lane& lane = lanes_[peer];
-  const uint64_t read = group_->mine->ring(peer).read();
-  bool noted = false;
-  while (!lane.unread.empty() && lane.unread.front().position <= read) {
-    Finish(lane.unread.front().exchange);
-    lane.unread.pop_front();
-    noted = true;
-  }
-  return noted;
 }
 
 bool LocalTransport::ReceiveTag(int peer, Ring& ring, Part& part) {
@@ -186,24 +157,13 @@ bool LocalTransport::Receive(int peer) {
     if (!part.tagged && !ReceiveTag(peer, ring, part)) {
       break;
     }
-    uint64_t address;
-    int64_t bytes = part.direct ? sizeof address : std::min(part.left, kPieceBytes);
-    if (part.direct && ring.Unread() < bytes) {
-      break;
-    }
-    bytes = std::min(bytes, ring.Unread());
+    const int64_t bytes = std::min({ring.Unread(), part.left, kPieceBytes});
     if (bytes == 0) {
       break;
     }
-    if (part.direct) {
-      ring.Peek(&address, bytes);
-      ReadMemoryOf(peer, part, address);
-      part.left = 0;
-    } else {
-      ring.Peek(part.at, bytes);
-      part.at += bytes;
-      part.left -= bytes;
-    }
+    ring.Peek(part.at, bytes);
+    part.at += bytes;
+    part.left -= bytes;
     if (part.left == 0) {
       Finish(part.exchange);
       lane.incoming.pop_front();
@@ -211,24 +171,6 @@ bool LocalTransport::Receive(int peer) {
     ring.Skip(bytes); // tells the peer, which may then reuse its memory
   }
   return moved;
-}
-
-void LocalTransport::ReadMemoryOf(int peer, const Part& part, uint64_t address) {
-  for (int64_t done = 0; done < part.left;) {
-    iovec here = {part.at + done, static_cast<size_t>(part.left - done)};
-    iovec there = {reinterpret_cast<void*>(address + done), static_cast<size_t>(part.left - done)};
-    const ssize_t bytes = process_vm_readv(group_->peers[peer].process_id, &here, 1, &there, 1, 0);
-    if (bytes == 0) {
-      Fail(peer, "its memory cannot be read: nothing came");
-    }
-    if (bytes < 0) {
-      const char* remedy = errno == EFAULT ? "; ADASUM_HVD_LOCAL=staged does without" : "";
-      Fail(peer, std::string("its memory cannot be read: ") + std::strerror(errno) + remedy);
-    }
-    done += bytes;
-  }
-  // A peer that stopped meanwhile may have used its memory for something else.
-  CheckStopped(peer);
 }
 
 void LocalTransport::Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) {

@@ -1,9 +1,8 @@
 // Messages between the ranks of one host, through shared memory and without sockets.
 //
-// Every ordered pair of ranks has a ring of bytes. Staged, messages go through it in pieces: two copies, both
-// in the cache as long as a ring fits there, by two ranks that run at the same time. Direct, only the address
-// of a long message goes through the ring, and the receiver reads the sender's memory itself
-// (process_vm_readv): one copy, but the kernel looks up and pins every page; better where ranks take turns.
+// Every ordered pair of ranks has a ring of bytes, through which messages go in pieces: two copies, both in the
+// cache as long as a ring fits there, by two ranks that run at the same time. Tensors take no messages where
+// the ranks map one another's memory (LocalMode::kAuto).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,6 @@ public:
 
   int rank() const override { return group_->rank; }
   int size() const override { return static_cast<int>(group_->peers.size()); }
-  bool direct() const { return group_->direct; }
   const std::shared_ptr<LocalGroup>& group() const { return group_; }
 
   // How many processors are this rank's, where those that several ranks may use are divided among them, and
@@ -63,29 +61,20 @@ private:
   struct Part {
     char* at;
     int64_t left;
-    bool direct;
     uint64_t exchange;
     uint64_t operation;
     bool tagged; // the tag has been sent, or was received
   };
-  // A message whose address was sent; the peer has read it when it has read the ring up to `position`.
-  struct Unread {
-    uint64_t position;
-    uint64_t exchange;
-  };
   struct Lane {
     std::deque<Part> outgoing;
-    std::deque<Unread> unread;
     std::deque<Part> incoming;
   };
 
   bool Advance(int peer);
   bool Send(int peer);
   static bool SendTag(Ring& ring, Part& part);
-  bool NoteReads(int peer);
   bool Receive(int peer);
   bool ReceiveTag(int peer, Ring& ring, Part& part);
-  void ReadMemoryOf(int peer, const Part& part, uint64_t address);
   void Finish(uint64_t exchange) { --open_parts_[exchange - first_open_]; }
   bool AdvanceAll();
   void Moved();
