@@ -37,9 +37,9 @@ struct Options {
   ReduceSettings settings;
   const Kernels* kernels = ChooseKernels(nullptr);
   bool in_place = false;
-  bool share = false;    // ranks reduce in memory that they share
+  bool share = false;          // ranks reduce in memory that they share
   bool shared_tensors = false; // the tensors lie there
-  bool adjacent = false; // every rank has its tensors one behind the other in memory
+  bool adjacent = false;       // every rank has its tensors one behind the other in memory
 };
 
 inline Options For(int ranks, ElementType type) {

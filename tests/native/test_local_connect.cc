@@ -181,7 +181,8 @@ void NothingStaysBehind() {
   }
 }
 
-// A region that one rank makes is the others' too, until it is freed; and no longer after the next is offered.
+// A region that one rank makes is the others' too, until it is freed; and no longer after the next is
+// offered.
 void RegionsAreMapped() {
   constexpr int64_t kBytes = 5 << 20;
   const size_t descriptors = CountIn("/proc/self/fd");
@@ -194,7 +195,8 @@ void RegionsAreMapped() {
         auto* mine = static_cast<char*>(AllocateShared(kBytes));
         std::fill(mine, mine + kBytes, static_cast<char>(10 * round + rank));
         for (int again = 0; again < 2; ++again) {
-          const auto pieces = MeetInMemory(*transport, {{mine, 100}, {mine + 4097, kBytes - 4097}, {nullptr, 0}});
+          const auto pieces =
+              MeetInMemory(*transport, {{mine, 100}, {mine + 4097, kBytes - 4097}, {nullptr, 0}});
           for (int peer = 0; peer < ranks; ++peer) {
             const auto wanted = static_cast<char>(10 * round + peer);
             Check(pieces[peer][0][99] == wanted && pieces[peer][1][kBytes - 4098] == wanted,
@@ -206,7 +208,8 @@ void RegionsAreMapped() {
         FreeShared(mine);
       }
       const size_t maps = MapsOfSharedMemory(); // of all threads
-      Check(maps <= static_cast<size_t>(ranks * (2 * ranks + ranks)), std::to_string(maps) + " maps are left");
+      Check(maps <= static_cast<size_t>(ranks * (2 * ranks + ranks)),
+            std::to_string(maps) + " maps are left");
     });
     Check(MapsOfSharedMemory() == 0 && CountIn("/proc/self/fd") == descriptors, "something stays behind");
   }

@@ -63,8 +63,8 @@ __attribute__((visibility("default"))) void horovod_adasum_register_weights(cons
   adasum_hvd::RegisterWeights(name, {elements, elements + count}, start, {weights, weights + count});
 }
 
-// Memory of zeros that the other ranks of this host can map, in which tensors are reduced without being copied;
-// null where there is none to be had.
+// Memory of zeros that the other ranks of this host can map, in which tensors are reduced without being
+// copied; null where there is none to be had.
 __attribute__((visibility("default"))) void* horovod_adasum_allocate(int64_t bytes) {
   try {
     return adasum_hvd::AllocateShared(bytes);

@@ -32,8 +32,8 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& 
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
       below_(below), spreads_(level.shared && last),
       blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
-      written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0), all_ones_(tree_.merges.size()),
-      worker_scratch_(arithmetic.workers.threads()) {
+      written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0),
+      all_ones_(tree_.merges.size()), worker_scratch_(arithmetic.workers.threads()) {
   coefficients_.assign(mine().runs.size() * size_, 1.0); // a rank by itself has no other
   for (WorkerScratch& scratch : worker_scratch_) {
     scratch.vectors.resize(size_);

@@ -34,8 +34,8 @@ struct Arithmetic {
   int64_t bytes() const { return ElementBytes(type); }
 };
 
-// Whether what the ranks of a group that shares memory reduce is too much for the caches, so that what one writes
-// there is gone before another reads it.
+// Whether what the ranks of a group that shares memory reduce is too much for the caches, so that what one
+// writes there is gone before another reads it.
 bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level);
 
 class GroupReduction {
@@ -55,8 +55,8 @@ public:
   // Collective.
   void Solve();
 
-  // Writes elements [begin, end) of this rank's slice of the result. Where the ranks share memory and this is the
-  // last level, to all of them; whole tensors that were solved have been written then.
+  // Writes elements [begin, end) of this rank's slice of the result. Where the ranks share memory and this is
+  // the last level, to all of them; whole tensors that were solved have been written then.
   void Combine(int64_t begin, int64_t end);
 
   // Copies this rank's slice of the result to where the others of a group that shares memory have it.

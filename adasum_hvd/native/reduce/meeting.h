@@ -14,8 +14,8 @@ struct MemoryPiece {
   int64_t bytes;
 };
 
-// Returns where every rank's pieces are in this rank's memory, by rank and piece: as many of the same sizes on
-// every rank, and written when this returns. Collective.
+// Returns where every rank's pieces are in this rank's memory, by rank and piece: as many of the same sizes
+// on every rank, and written when this returns. Collective.
 std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine);
 
 // Returns when every rank has come here. Collective.

@@ -137,9 +137,9 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
   const bool in_one_piece =
       levels_.size() == 1 || std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
         char* home = homes_[run.tensor];
-        return home != nullptr && home + run.first * element_bytes_ ==
-                                      homes_[runs.front().tensor] +
-                                          (runs.front().first + run.offset) * element_bytes_;
+        return home != nullptr &&
+               home + run.first * element_bytes_ ==
+                   homes_[runs.front().tensor] + (runs.front().first + run.offset) * element_bytes_;
       });
   char* base = staged || !in_one_piece ? staging(bytes) : nullptr;
   for (size_t tensor = 0; tensor < tensors_.size(); ++tensor) {

@@ -10,8 +10,8 @@
 //   4. the slices of the next level are parts of this rank's result in the level before.
 //
 // Where the ranks of a group share memory nothing is sent or received: tensors that lie in such memory are
-// reduced there, others in a copy in the staging memory, which then is such memory too. Each rank reads its slice
-// where the others have it, and writes the result to where they want it.
+// reduced there, others in a copy in the staging memory, which then is such memory too. Each rank reads its
+// slice where the others have it, and writes the result to where they want it.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ struct PlacedLevel {
   std::vector<char*> own; // this rank's elements
   std::vector<char*> out; // the result, which may be the same place
 
-  // Where the group's ranks share memory: per run of this rank's slice and rank of the group, where that rank has
-  // the run. Known as soon as the ranks have met.
+  // Where the group's ranks share memory: per run of this rank's slice and rank of the group, where that rank
+  // has the run. Known as soon as the ranks have met.
   bool shared = false;
   std::vector<char*> theirs;
 
@@ -60,8 +60,8 @@ public:
             double scale, const ReduceSettings& settings, const Reserve& staging,
             const Reserve& shared_staging, const Reserve& received);
 
-  // Finds out where the others of a group that shares memory have this rank's slice. Collective; on return all of
-  // them have come as far.
+  // Finds out where the others of a group that shares memory have this rank's slice. Collective; on return
+  // all of them have come as far.
   void Meet(size_t level);
 
   bool alone() const { return alone_; }                              // one rank

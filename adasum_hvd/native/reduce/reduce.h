@@ -68,7 +68,8 @@ private:
 class SharedScratchBuffer {
 public:
   SharedScratchBuffer() = default;
-  SharedScratchBuffer(SharedScratchBuffer&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
+  SharedScratchBuffer(SharedScratchBuffer&& other) noexcept
+      : memory_(std::exchange(other.memory_, nullptr)) {}
   SharedScratchBuffer& operator=(SharedScratchBuffer&& other) noexcept;
   ~SharedScratchBuffer();
   char* Reserve(int64_t bytes);
@@ -79,8 +80,8 @@ private:
 };
 
 struct Scratch {
-  ScratchBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
-  ScratchBuffer received; // the other ranks' elements of this rank's slices
+  ScratchBuffer staging;              // fused tensors, where a slice is not contiguous in the caller's memory
+  ScratchBuffer received;             // the other ranks' elements of this rank's slices
   SharedScratchBuffer shared_staging; // fused tensors that do not lie in memory that the ranks share
 };
 

@@ -16,8 +16,7 @@ class GradientCountdown:
         members: the parameters of each bucket, each parameter in one of them.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
-        on_complete: bound method, called with the bucket's index; held weakly, because the
-            parameters keep the hooks and must not keep the optimizer.
+        on_complete: bound method, called with the bucket's index; held weakly.
     """
 
     def __init__(
@@ -42,30 +41,37 @@ class GradientCountdown:
         # The gradient of each, and its version, when backward last added to it.
         self._seen: list[tuple[torch.Tensor, int] | None] = [None] * len(places)
         self._parameters = [parameter for parameter, _ in places]
-        self._handles = [
+        handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(slot, index))
             for slot, (parameter, index) in enumerate(places)
         ]
+        self.close = weakref.finalize(self, _remove, handles)
 
     def _hook(self, slot: int, index: int) -> Callable[[torch.Tensor], None]:
-        left, missing, seen = self._left, self._missing, self._seen
+        # A parameter keeps its hooks, which must not keep the parameter.
+        counting = weakref.ref(self)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            self.touched = True
-            gradient = parameter.grad
-            if gradient is not None:
-                seen[slot] = gradient, gradient._version
-            left[slot] -= 1
-            if left[slot] < 0:
-                self._refuse(parameter)
-            if left[slot] == 0:
-                missing[index] -= 1
-                if missing[index] == 0:
-                    on_complete: Any = self._on_complete()
-                    if on_complete is not None:
-                        on_complete(index)
+            countdown = counting()
+            if countdown is not None:
+                countdown._note(parameter, slot, index)
 
         return on_gradient
+
+    def _note(self, parameter: torch.Tensor, slot: int, index: int) -> None:
+        self.touched = True
+        gradient = parameter.grad
+        if gradient is not None:
+            self._seen[slot] = gradient, gradient._version
+        self._left[slot] -= 1
+        if self._left[slot] < 0:
+            self._refuse(parameter)
+        if self._left[slot] == 0:
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                on_complete: Any = self._on_complete()
+                if on_complete is not None:
+                    on_complete(index)
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
@@ -105,7 +111,7 @@ class GradientCountdown:
             for other, version in filter(None, self._seen)
         )
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -37,10 +37,10 @@ struct LocalPeer {
 struct LocalGroup {
   int rank = 0; // of this process among the ranks of the host
   std::unique_ptr<LocalSegment> mine;
-  std::vector<LocalPeer> peers;               // by rank on the host
-  std::vector<int> global_ranks;              // by rank on the host, as errors name them
-  bool crowded = false;                       // more ranks than processors that they have together
-  bool shares = false;                        // the ranks map one another's shared memory
+  std::vector<LocalPeer> peers;  // by rank on the host
+  std::vector<int> global_ranks; // by rank on the host, as errors name them
+  bool crowded = false;          // more ranks than processors that they have together
+  bool shares = false;           // the ranks map one another's shared memory
   LocalSettings settings;
 
   LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }

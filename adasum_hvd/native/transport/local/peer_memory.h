@@ -1,5 +1,5 @@
-// What two ranks of a host have mapped of each other's shared memory. Descriptors go over the socket that they
-// met on, ahead of the message that first names the region.
+// What two ranks of a host have mapped of each other's shared memory. Descriptors go over the socket that
+// they met on, ahead of the message that first names the region.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace adasum_hvd {
 
 class PeerMemory {
 public:
-  // Lets the peer map a region, and unmap those that have been freed. Throws std::system_error when the peer is
-  // gone.
+  // Lets the peer map a region, and unmap those that have been freed. Throws std::system_error when the peer
+  // is gone.
   void Offer(int socket, const std::shared_ptr<const SharedRegion>& region);
 
   // What the peer has offered, here. Throws std::runtime_error for what it has not.

@@ -1,8 +1,8 @@
 // Messages between the ranks of one host, through shared memory and without sockets.
 //
-// Every ordered pair of ranks has a ring of bytes, through which messages go in pieces: two copies, both in the
-// cache as long as a ring fits there, by two ranks that run at the same time. Tensors take no messages where
-// the ranks map one another's memory (LocalMode::kAuto).
+// Every ordered pair of ranks has a ring of bytes, through which messages go in pieces: two copies, both in
+// the cache as long as a ring fits there, by two ranks that run at the same time. Tensors take no messages
+// where the ranks map one another's memory (LocalMode::kAuto).
 #pragma once
 
 #include <cstdint>
@@ -92,7 +92,7 @@ private:
   std::shared_ptr<LocalGroup> group_;
   std::vector<Lane> lanes_;
   std::vector<PeerMemory> memory_; // by rank
-  std::vector<uint32_t> beats_; // per rank, when this one first showed whom it awaits
+  std::vector<uint32_t> beats_;    // per rank, when this one first showed whom it awaits
   int spins_;
   std::deque<int> open_parts_; // per exchange that was started and not yet waited for
   uint64_t first_open_ = 0;
