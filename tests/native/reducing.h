@@ -249,7 +249,10 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     std::vector<ReduceLevel> levels;
     for (const GroupPlan& level : planned) {
       Transport* group = &groups.emplace_back(rank.transport(), level.group);
-      levels.push_back({level.on_one_host ? group : &between_hosts.emplace_back(*group), &level.tree});
+      const bool on_one_host = std::all_of(level.group.begin(), level.group.end(), [&](int member) {
+        return options.hosts[member] == options.hosts[me];
+      });
+      levels.push_back({on_one_host ? group : &between_hosts.emplace_back(*group), &level.tree});
     }
     rank.Reduce(views[me], levels, options);
   };

@@ -104,10 +104,20 @@ class Outcome:
             missing = [p for p in problems if p.endswith("no verdict")]
             tail = f"\nlauncher said:\n{self.output[-3000:]}" if missing else ""
             raise AssertionError("\n".join(problems) + tail)
+        if self.returncode and not self._failures():
+            raise AssertionError(
+                f"all cases passed, and the launch ended with status {self.returncode}; it said:\n"
+                f"{self.output[-3000:]}"
+            )
         reasons = [found[rank]["skipped"] for rank in range(ranks)]
         if any(reasons) and not all(reasons):
             raise AssertionError(f"skipped on some ranks only, by rank: {reasons}")
         return reasons[0]
+
+    def _failures(self) -> int:
+        return sum(
+            bool(v["error"]) for of in self.verdicts.values() for v in of.values()
+        )
 
     def results(self, case: str) -> dict[int, object]:
         """Return what the case returned, by rank."""

@@ -70,13 +70,6 @@ std::string PendingNames(hvd::HorovodGlobalState& state) {
   return List(names);
 }
 
-void AddCause(const std::string& text) {
-  std::lock_guard<std::mutex> guard(cause_mutex);
-  if (cause.find(text) == std::string::npos) {
-    cause += (cause.empty() ? "" : "; ") + text;
-  }
-}
-
 bool NoCause() {
   std::lock_guard<std::mutex> guard(cause_mutex);
   return cause.empty();
@@ -121,7 +114,7 @@ bool NoteStalled(hvd::Controller& controller) {
   const std::string why = "required every rank to submit the same tensors, got for more than " +
                           std::to_string(limit.count()) + " s " + List(tensors) +
                           "; call the same operations on all ranks, or raise ADASUM_HVD_STALL_SECONDS";
-  AddCause(why);
+  NoteFailure(why);
   const auto networks = KnownNetworks();
   if (const auto found = networks.find(&controller); found != networks.end()) {
     found->second->Tell({blamed, why});
@@ -150,7 +143,7 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
   const auto networks = KnownNetworks(); // of Horovod's background thread alone
   const std::string pending = networks.empty() ? "" : PendingNames(state);
   if (const std::string seen = networks.empty() || !witness ? "" : witness(); !seen.empty()) {
-    AddCause(seen);
+    NoteFailure(seen);
   }
   for (const auto& [controller, network] : networks) {
     std::vector<int> gone;
@@ -159,22 +152,27 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
     }
     for (const auto& [rank, words] : network->Listen()) {
       if (!words.Blamed().empty()) {
-        AddCause("rank " + std::to_string(rank) + " says: " + words.why);
+        NoteFailure("rank " + std::to_string(rank) + " says: " + words.why);
       }
       gone.erase(std::remove(gone.begin(), gone.end(), rank), gone.end());
     }
     if (!gone.empty() && NoCause()) { // others leave, too, once something is known
-      AddCause("ranks " + List(gone) + " have gone");
+      NoteFailure("ranks " + List(gone) + " have gone");
     }
   }
   if (!pending.empty()) {
-    AddCause("rank " + std::to_string(state.global_controller->GetRank()) + " waited for " + pending);
+    NoteFailure("rank " + std::to_string(state.global_controller->GetRank()) + " waited for " + pending);
   }
   std::lock_guard<std::mutex> guard(cause_mutex);
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
 }
 
-void NoteFailure(const std::string& why) { AddCause(why); }
+void NoteFailure(const std::string& why) {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  if (cause.find(why) == std::string::npos) {
+    cause += (cause.empty() ? "" : "; ") + why;
+  }
+}
 
 void SetWitness(std::function<std::string()> one) { witness = std::move(one); }
 

@@ -200,7 +200,7 @@ std::vector<GroupPlan> PlanLevels(const std::vector<int>& hosts, GroupOp group_o
   if (cut.radices.size() == 1) { // the whole tree, over the ranks as they are
     std::vector<int> everyone(size);
     std::iota(everyone.begin(), everyone.end(), 0);
-    return {{everyone, BuildTree(hosts, group_op, group_size), MostOnOneHost(hosts) == size}};
+    return {{everyone, BuildTree(hosts, group_op, group_size)}};
   }
   const int place =
       static_cast<int>(std::find(order.ranks.begin(), order.ranks.end(), rank) - order.ranks.begin());
@@ -213,7 +213,6 @@ std::vector<GroupPlan> PlanLevels(const std::vector<int>& hosts, GroupOp group_o
       planned.group.push_back(order.ranks[member]);
     }
     planned.tree = BuildTree(std::vector<int>(radix, 0), level < cut.inner ? group_op : GroupOp::kAdasum, 0);
-    planned.on_one_host = Cluster(order, hosts).ShareAway(stride, radix) == 0;
     levels.push_back(std::move(planned));
     stride *= radix;
   }

@@ -12,7 +12,6 @@ namespace adasum_hvd {
 struct GroupPlan {
   std::vector<int> group; // this rank's, in the order of the tree
   Tree tree;              // over the places in it
-  bool on_one_host;       // the group is; the same for all groups of a level
 };
 
 // The levels of `rank`, from the inside out; hosts[r] is any id of rank r's host. Flat, one level over all
