@@ -149,17 +149,21 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
     char* there = base == nullptr ? nullptr : base + first.shares.starts[rank] * element_bytes_;
     const bool any = !first.slice(rank).runs.empty();
     first.result.push_back(in_one_piece && any && rank == first.rank() ? Home(runs.front()) : there);
-    AddCopiesOfStaged(first.slice(rank));
+    AddCopiesOfStaged(rank);
   }
   first.send.resize(first.size());
 }
 
-void Placement::AddCopiesOfStaged(const Slice& slice) {
+// Nobody else reads this rank's own slice of its tensors, so that stays where it is.
+bool Placement::StaysInPlace(const Run& run) const { return !IsDelta(run) && Input(run) == Output(run); }
+
+void Placement::AddCopiesOfStaged(int rank) {
   Copies& pack = packs_.emplace_back();
   Copies& unpack = unpacks_.emplace_back();
-  for (const Run& run : slice.runs) {
+  const PlacedLevel& first = levels_.front();
+  for (const Run& run : first.slice(rank).runs) {
     const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
-    const bool at_home = Home(run) == Output(run);
+    const bool at_home = Home(run) == Output(run) || (rank == first.rank() && StaysInPlace(run));
     pack.push_back(at_home ? Copy{} : Copy{Input(run), start, Home(run), -1.0, run.count});
     unpack.push_back(at_home ? Copy{} : Copy{Home(run), start, Output(run), 1.0, run.count});
   }
@@ -183,9 +187,15 @@ void Placement::Meet(size_t index) {
   const std::vector<std::vector<char*>> pieces = MeetInMemory(*level.transport, MyPieces(index));
   const int64_t start = level.shares.starts[level.rank()];
   for (const Run& run : level.mine().runs) {
-    for (const std::vector<char*>& of_rank : pieces) {
-      level.theirs.push_back(index == 0 ? of_rank[run.tensor] + run.first * element_bytes_
-                                        : of_rank[0] + (start + run.offset) * element_bytes_);
+    for (int rank = 0; rank < level.size(); ++rank) {
+      const std::vector<char*>& there = pieces[rank];
+      if (index > 0) {
+        level.theirs.push_back(there[0] + (start + run.offset) * element_bytes_);
+      } else if (rank == level.rank() && StaysInPlace(run)) {
+        level.theirs.push_back(Output(run));
+      } else {
+        level.theirs.push_back(there[run.tensor] + run.first * element_bytes_);
+      }
     }
   }
 }

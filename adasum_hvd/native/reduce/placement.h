@@ -81,7 +81,8 @@ private:
   void PlaceReceived(const Reserve& received);
   void PlaceRuns();
   void AddCopies(int rank, bool sent, bool received, char* staged);
-  void AddCopiesOfStaged(const Slice& slice);
+  void AddCopiesOfStaged(int rank);
+  bool StaysInPlace(const Run& run) const;
 
   bool IsDelta(const Run& run) const { return tensors_[run.tensor].start != nullptr; }
   char* Input(const Run& run) const { return At(tensors_[run.tensor].input, run); }
