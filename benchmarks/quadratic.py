@@ -2,8 +2,8 @@
 
     python benchmarks/quadratic.py
 
-y = x^2 - 20 x + 50, model x^2 + p0 x + p1, p = (1, -1), one sample per worker and step. It is
-a part of benchmarks/convergence.py, which writes its rows into docs/convergence.
+y = x^2 - 20 x + 50, model x^2 + p0 x + p1, p = (1, -1), one sample per worker and step. Its
+rows are in docs/convergence.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, at each tensor's own length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class LAMB(torch.optim.Optimizer):
+    """LAMB for tensors whose first axis is workers: each has its own norms.
+
+    `w -= lr |w| / |u| u` with `u = m / (sqrt(v) + eps) + weight_decay w`; the ratio is 1 where
+    a norm is 0. m and v are bias-corrected.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take one step with every parameter's gradient."""
+        for group in self.param_groups:
+            for weights in group["params"]:
+                update = self._direction(weights) + self._weight_decay * weights
+                length = _norms(update)
+                ratio = _norms(weights) / length
+                ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
+                weights.sub_(group["lr"] * ratio * update)
+
+    def _direction(self, weights: torch.Tensor) -> torch.Tensor:
+        state, gradient = self.state[weights], weights.grad
+        if not state:
+            state.update(step=0, m=torch.zeros_like(weights))
+            state["v"] = torch.zeros_like(weights)
+        state["step"] += 1
+        one, two = self._betas
+        state["m"].lerp_(gradient, 1 - one)
+        state["v"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        mean = state["m"] / (1 - one ** state["step"])
+        root = (state["v"] / (1 - two ** state["step"])).sqrt_()
+        return mean.div_(root.add_(self._eps))
+
+
+def _norms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm over all axes but the first, (workers, 1, ...)."""
+    flat = torch.linalg.vector_norm(tensor.flatten(1), dim=1)
+    return flat.view(-1, *[1] * (tensor.dim() - 1))

@@ -1,0 +1,109 @@
+"""The reductions of `adasum_hvd/reference.py`, for many workers and tensors at once in float32.
+
+AdaSum of N vectors is one linear combination of them, whose coefficients come from their inner
+products alone. So a Gram matrix and one combination per tensor do what the tree of
+`reference.py` does in N - 1 passes: tests/unit/test_convergence.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+WIRES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SMALLEST = torch.finfo(torch.float64).tiny ** 0.5
+
+
+class Reduced(NamedTuple):
+    """One vector per tensor, and the coefficients (tensors, workers) that made them."""
+
+    tensors: list[torch.Tensor]
+    coefficients: torch.Tensor
+
+
+def gram(stacked: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the inner products, float64 (tensors, workers, workers), of (workers, ...) each."""
+    flat = [tensor.flatten(1) for tensor in stacked]
+    return torch.stack([vectors @ vectors.T for vectors in flat]).double()
+
+
+def coefficients(products: torch.Tensor) -> torch.Tensor:
+    """Return AdaSum's coefficients (tensors, workers) from `gram`'s products.
+
+    Nearest neighbours are joined level by level; an odd one out moves up, as in `reference.tree`.
+    """
+    count, workers, _ = products.shape
+    nodes = torch.eye(workers, dtype=torch.float64).expand(count, -1, -1)
+    while nodes.shape[1] > 1:
+        left, right = nodes[:, :-1:2], nodes[:, 1::2]
+        through = left @ products
+        dot = (through * right).sum(-1, keepdim=True)
+        joined = _share(dot, (through * left).sum(-1, keepdim=True)) * left
+        norm = ((right @ products) * right).sum(-1, keepdim=True)
+        joined = joined + _share(dot, norm) * right
+        odd = nodes[:, nodes.shape[1] - nodes.shape[1] % 2 :]
+        nodes = torch.cat([joined, odd], dim=1)
+    return nodes[:, 0]
+
+
+def _share(dot: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Return `reference.coefficient` for each."""
+    small = norm < _SMALLEST
+    return torch.where(small, 1.0, 1.0 - dot / norm.masked_fill(small, 1.0) * 0.5)
+
+
+def combine(stacked: Sequence[torch.Tensor], weights: torch.Tensor) -> Reduced:
+    """Return the combination of each (workers, ...) tensor with its row of `weights`."""
+    pairs = zip(stacked, weights.float(), strict=True)
+    sums = [(row @ t.flatten(1)).view(t.shape[1:]) for t, row in pairs]
+    return Reduced(sums, weights)
+
+
+def reduce_workers(
+    stacked: Sequence[torch.Tensor], op: str, group_size: int = 1, wire: str = "float32"
+) -> Reduced:
+    """Return the reduction of each tensor over its first axis.
+
+    Args:
+        stacked: float32 tensors (workers, ...).
+        op: "sum", "average", or one that begins with "adasum".
+        group_size: AdaSum only: so many consecutive workers are averaged first.
+        wire: the dtype in which vectors travel; the sum is rounded to it once.
+    """
+    dtype = WIRES[wire]
+    if dtype is not None:
+        stacked = [tensor.to(dtype).float() for tensor in stacked]
+    workers = stacked[0].shape[0]
+    if op in ("sum", "average"):
+        share = 1.0 if op == "sum" else 1.0 / workers
+        weights = torch.full((len(stacked), workers), share, dtype=torch.float64)
+        reduced = combine(stacked, weights)
+    else:
+        means = stacked
+        if group_size > 1:
+            shape = (workers // group_size, group_size)
+            means = [t.view(*shape, *t.shape[1:]).mean(1) for t in stacked]
+        reduced = combine(means, coefficients(gram(means)))
+    if dtype is not None:
+        reduced = Reduced([t.to(dtype).float() for t in reduced[0]], reduced[1])
+    return reduced
+
+
+def agreement(stacked: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return how parallel the workers' vectors are, over all tensors together.
+
+    Returns:
+        The mean cosine between two of them, each tensor weighted by its norm, and what would be
+        `|AdaSum|^2 / sum |g_i|^2`: 1 where all are orthogonal, 1/N where parallel.
+    """
+    products = gram(stacked)
+    weights = coefficients(products)
+    own = products.diagonal(dim1=1, dim2=2).sum()
+    workers = products.shape[1]
+    if not own > 0:
+        return 0.0, 0.0
+    between = (products.sum() - own) / max(1, workers - 1)
+    squared = ((weights[:, None] @ products)[:, 0] * weights).sum()
+    return round(float(between / own), 5), round(float(squared / own), 5)

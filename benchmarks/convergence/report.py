@@ -1,0 +1,175 @@
+"""The tables of docs/convergence/tables.md, from the raw runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from convergence.pictures import draw
+from convergence.runs import Runs
+from convergence.studies import STUDIES, Row, Scale, Study
+from convergence.training import Setting, is_trained
+from convergence.workloads import TARGET
+
+Record = dict[str, Any]
+_COLUMNS = ("workers", "reduction", "at", "rate", "steps", "{}", "spread", "{}", "runs")
+
+
+def result(record: Record) -> float:
+    """Return a run's figure: test loss in nats per byte, or accuracy in per cent."""
+    return 100 * record["accuracy"] if "accuracy" in record else record["test"]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.{digits}f} +- {deviation:.{digits}f}"
+
+
+def reached(record: Record, goal: float) -> int | None:
+    """Return the first judged step with the goal's accuracy, or validation loss."""
+    if "steps_to_target" in record:
+        return record["steps_to_target"]
+    for point in record["curve"]:
+        value = point.get("accuracy", -point.get("validation", 0.0))
+        if value >= goal:
+            return point["step"]
+    return None
+
+
+def goal_of(study: Study, runs: Runs) -> float:
+    """Return what `reached` compares with: TARGET, or the single worker's last loss."""
+    if study.sequential.work == "digits":
+        return TARGET
+    kept = study.records(Row(study.sequential), runs)
+    ends = [record["validation"] for record in kept if is_trained(record)]
+    return -statistics.mean(ends) if ends else float("inf")
+
+
+def name_of(setting: Setting) -> str:
+    """Return the reduction, and what else is not as usual."""
+    words = [setting.op]
+    if setting.op == "average-delta":
+        words = ["average of changes"]
+    if setting.group_size > 1:
+        words.append(f"groups of {setting.group_size}")
+    if setting.wire != "float32":
+        words.append(setting.wire)
+    if setting.reduces_changes and setting.optimizer == "sgd":
+        words.append("no inner momentum")
+    if setting.outer:
+        words.append(f"outer momentum {setting.outer:g}, rate {setting.outer_lr:g}")
+    if setting.repair:
+        words.append(setting.repair)
+    if setting.local_steps > 1:
+        words.append(f"{setting.local_steps} local steps")
+    return ", ".join(words)
+
+
+def line(study: Study, row: Row, runs: Runs, goal: float) -> list[str]:
+    """Return a row's cells; those of a row that was not run say so."""
+    setting = row.setting
+    cells = [str(setting.workers), name_of(setting), row.rate]
+    kept = study.records(row, runs)
+    if not kept:
+        return [*cells, *["not run"] * (len(_COLUMNS) - 3)]
+    good = [record for record in kept if is_trained(record)]
+    grid = study.grids[setting.optimizer]
+    lr = kept[0]["lr"]
+    edge = " (end of grid)" if row.rate == "own" and lr in (grid[0], grid[-1]) else ""
+    figures = [result(record) for record in good]
+    digits = 1 if setting.work == "digits" else 3
+    first = [step for record in good if (step := reached(record, goal))]
+    when = f"{statistics.mean(first):.0f} ({len(first)})" if first else "never"
+    failed = len(kept) - len(good)
+    return [
+        *cells,
+        f"{lr:g}{edge}",
+        str(kept[0]["steps"]),
+        spread(figures, digits) if good else "diverged",
+        f"{min(figures):.{digits}f} to {max(figures):.{digits}f}" if good else "",
+        when,
+        f"{len(kept)}" + (f", {failed} diverged" if failed else ""),
+    ]
+
+
+def tuning(study: Study, runs: Runs) -> tuple[int, int]:
+    """Return how many runs chose learning rates, and how many of them diverged."""
+    seen: dict[str, Record] = {}
+    for row in [Row(study.sequential), *study.rows]:
+        if row.rate != "own":
+            continue
+        setting = row.setting
+        split = "validation" if setting.work == "digits" else setting.split
+        for lr in study.grids[setting.optimizer]:
+            tried = replace(setting, lr=lr, seed=1, split=split)
+            if (record := runs.get(tried)) is not None:
+                seen[tried.key] = record
+    return len(seen), sum(not is_trained(record) for record in seen.values())
+
+
+def table(study: Study, runs: Runs) -> str:
+    """Return a study's section."""
+    digits = study.sequential.work == "digits"
+    columns = [*_COLUMNS]
+    columns[5] = "test accuracy, %" if digits else "test loss, nats per byte"
+    columns[7] = "95 % at step" if digits else "the single worker's loss at step"
+    goal = goal_of(study, runs)
+    rows = sorted(study.rows, key=lambda row: row.setting.workers)
+    lines = [line(study, row, runs, goal) for row in rows]
+    tried, diverged = tuning(study, runs)
+    grid = study.grids[study.sequential.optimizer]
+    return "\n".join(
+        [
+            f"## {study.title}",
+            "",
+            f"`python benchmarks/convergence {study.name}`. Rates: {', '.join(map(str, grid))}; "
+            f"chosen by {tried} runs of seed 1, of which {diverged} diverged.",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|---" * len(columns) + "|",
+            *("| " + " | ".join(cells) + " |" for cells in lines),
+            "",
+        ]
+    )
+
+
+def durations(runs: Runs) -> str:
+    """Return how much processor time the runs of each workload took."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for record in runs.all():
+        if "seconds" in record:
+            key = (record["work"], record["optimizer"])
+            seconds.setdefault(key, []).append(record["seconds"])
+    lines = [
+        f"| {work} | {optimizer} | {len(each)} | {sum(each) / 60:.0f} |"
+        for (work, optimizer), each in sorted(seconds.items())
+    ]
+    head = ["| model | optimizer | runs | minutes of one core |", "|---" * 4 + "|"]
+    return "\n".join([*head, *lines, ""])
+
+
+def write(scale: Scale, output: Path) -> None:
+    """Write tables.md and the pictures of all studies of a scale."""
+    runs = Runs(output / "raw", "none", only_kept=True)
+    made = [build(scale) for build in STUDIES.values()]
+    text = [
+        "# Every table of the convergence studies",
+        "",
+        "Written by `python benchmarks/convergence --report` from the runs in `raw`; what they "
+        "mean is in [convergence.md](../convergence.md).",
+        "`at`: the single worker's learning rate (sequential), that of the row without its "
+        "option (base), or the best of the grid (own). Mean and standard deviation over `runs` "
+        "seeds; in brackets how many of them got there.",
+        "",
+        *(table(study, runs) for study in made),
+        "## What it cost",
+        "",
+        durations(runs),
+    ]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "tables.md").write_text("\n".join(text))
+    draw(made, runs, output)

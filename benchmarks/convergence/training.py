@@ -1,0 +1,272 @@
+"""Trains one model with all workers in this process.
+
+Optimizers are torch's own. A variant that reduces gradients has one set of weights; one that
+reduces changes has a set, and an optimizer, per worker: tensors whose first axis is workers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from convergence.lamb import LAMB
+from convergence.reductions import agreement, reduce_workers
+from convergence.repairs import REPAIRS
+from convergence.workloads import Workload, workload
+
+MOMENTUM, WARM_UP = 0.9, 0.17
+JUDGED = 20  # times per run
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, 1.0),
+    "momentum": lambda params: torch.optim.SGD(params, 1.0, momentum=MOMENTUM),
+    "adam": lambda params: torch.optim.Adam(params, 1.0, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(
+        params, 1.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    ),
+    "lamb": lambda params: LAMB(params, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one run depends on; `key` names it in the raw files.
+
+    `op` with "-delta" reduces the change of `local_steps` steps of each worker's optimizer,
+    any other reduces gradients. `budget` is epochs (digits) or tokens (text), of all workers
+    together. `outer` is the momentum of torch's SGD with Nesterov's step, at the rate
+    `outer_lr`, which applies the reduced change; 0 adds the change as it is. `repair` is one of
+    `REPAIRS`.
+    """
+
+    work: str
+    optimizer: str
+    op: str
+    workers: int
+    lr: float
+    budget: int
+    seed: int = 1
+    split: str = "test"
+    batch: int = 0  # 0: the workload's own
+    local_steps: int = 1
+    outer: float = 0.0
+    outer_lr: float = 1.0
+    group_size: int = 1
+    wire: str = "float32"
+    repair: str = ""
+
+    @property
+    def key(self) -> str:
+        """Return every field that is not its default, in order."""
+        said = asdict(self)
+        plain = {field.name: field.default for field in fields(self)}
+        return " ".join(f"{k}={v}" for k, v in said.items() if v != plain[k])
+
+    @property
+    def reduces_changes(self) -> bool:
+        """Whether each worker has an optimizer of its own."""
+        return self.op.endswith("-delta")
+
+
+class Trained(NamedTuple):
+    """What is kept of a run, and its weights."""
+
+    record: dict[str, Any]
+    weights: list[torch.Tensor]
+
+
+def schedule(step: int, steps: int, lr: float) -> float:
+    """Return the rate of a step: linear up over WARM_UP of all steps, then linear to 0."""
+    warm = max(1, round(WARM_UP * steps))
+    return lr * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+
+
+class Workers:
+    """The gradients of all workers, each on its own examples."""
+
+    def __init__(self, model: nn.Module, work: Workload) -> None:
+        self._model, self._work = model, work
+        self._names = [name for name, _ in model.named_parameters()]
+
+        def loss(
+            weights: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor
+        ) -> torch.Tensor:
+            return work.loss(functional_call(model, weights, (inputs,)), targets)
+
+        self._alike = vmap(grad(loss), in_dims=(None, 0, 0))
+        self._apart = vmap(grad(loss), in_dims=(0, 0, 0))
+
+    def gradients(
+        self,
+        weights: Sequence[torch.Tensor],
+        examples: Sequence[torch.Tensor],
+        alike: bool,
+    ) -> list[torch.Tensor]:
+        """Return the gradients, (workers, ...) each.
+
+        Args:
+            weights: (1 or workers, ...) each.
+            examples: inputs and targets, (workers, batch, ...).
+            alike: all workers have the weights of the first.
+        """
+        if len(examples[0]) == 1:
+            return self._single(weights, examples)
+        if not alike:
+            return list(self._apart(self._named(weights), *examples).values())
+        first = [tensor[0] for tensor in weights]
+        return list(self._alike(self._named(first), *examples).values())
+
+    def _single(
+        self, weights: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """As `gradients` for one worker, for which vmap is slow."""
+        parameters = list(self._model.parameters())
+        with torch.no_grad():
+            for parameter, tensor in zip(parameters, weights, strict=True):
+                parameter.copy_(tensor[0])
+        loss = self._work.loss(self._model(examples[0][0]), examples[1][0])
+        return [found[None] for found in torch.autograd.grad(loss, parameters)]
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(self._names, tensors, strict=True))
+
+
+class Job:
+    """The weights of all workers, and one step after the other."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.work = setting, workload(setting.work, setting.split)
+        torch.manual_seed(setting.seed)
+        self.model = self.work.model()
+        self._workers = Workers(self.model, self.work)
+        copies = setting.workers if setting.reduces_changes else 1
+        self.agreed = [p.detach().clone() for p in self.model.parameters()]
+        self._weights = [
+            p.expand(copies, *p.shape).clone(memory_format=torch.contiguous_format)
+            for p in self.agreed
+        ]
+        self._optimizer = OPTIMIZERS[setting.optimizer](self._weights)
+        self._outer = torch.optim.SGD(
+            self.agreed,
+            setting.outer_lr,
+            momentum=setting.outer,
+            nesterov=setting.outer > 0,
+        )
+        self._repair = REPAIRS[setting.repair]() if setting.repair else None
+        self._since = 0  # steps since the workers last had the same weights
+
+    def step(
+        self, examples: Sequence[torch.Tensor], rate: float, look: bool
+    ) -> tuple[float, float] | None:
+        """Take a step; return `agreement` of what was reduced, if anything was and `look`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        alike = not self.setting.reduces_changes or self._since == 0
+        gradients = self._workers.gradients(self._weights, examples, alike)
+        if self.setting.reduces_changes:
+            return self._step_apart(gradients, rate, look)
+        for weights, reduced in zip(self._weights, self._reduce(gradients), strict=True):
+            weights.grad = reduced[None]
+        self._optimizer.step()
+        for agreed, weights in zip(self.agreed, self._weights, strict=True):
+            agreed.copy_(weights[0])
+        return agreement(gradients) if look else None
+
+    def _step_apart(
+        self, gradients: list[torch.Tensor], rate: float, look: bool
+    ) -> tuple[float, float] | None:
+        for weights, gradient in zip(self._weights, gradients, strict=True):
+            weights.grad = gradient
+        self._optimizer.step()
+        self._since += 1
+        if self._since < self.setting.local_steps:
+            return None
+        self.meet(gradients, rate)
+        return agreement(self._changes) if look else None
+
+    def meet(self, gradients: list[torch.Tensor] | None, rate: float) -> None:
+        """Reduce what has changed since the workers last met, and apply it to all."""
+        self._since = 0
+        pairs = zip(self._weights, self.agreed, strict=True)
+        self._changes = [weights - agreed for weights, agreed in pairs]
+        if self._repair is not None:
+            reduced = self._repair(self._changes, gradients, rate)
+        else:
+            reduced = self._reduce(self._changes)
+        for agreed, change in zip(self.agreed, reduced, strict=True):
+            agreed.grad = -change
+        self._outer.step()
+        for weights, agreed in zip(self._weights, self.agreed, strict=True):
+            weights.copy_(agreed.expand_as(weights))
+
+    def finish(self) -> None:
+        """Reduce what a window of local steps has left over."""
+        if self._since:
+            self.meet(None, 0.0)
+
+    def judge(self, last: bool) -> dict[str, float]:
+        """Return the workload's measurements of the weights that all agree on."""
+        with torch.no_grad():
+            for parameter, agreed in zip(
+                self.model.parameters(), self.agreed, strict=True
+            ):
+                parameter.copy_(agreed)
+        return self.work.judge(self.model, last)
+
+    def _reduce(self, stacked: list[torch.Tensor]) -> list[torch.Tensor]:
+        setting = self.setting
+        op = setting.op.removesuffix("-delta")
+        return reduce_workers(stacked, op, setting.group_size, setting.wire).tensors
+
+
+def train(setting: Setting, limit: int | None = None) -> Trained:
+    """Return what came out of a run; `limit` ends it after that many steps of the schedule.
+
+    A run whose weights are not finite ends there, and its record says "diverged".
+    """
+    began = time.process_time()
+    job = Job(setting)
+    batch = setting.batch or job.work.batch
+    steps = job.work.steps(setting.budget, batch, setting.workers)
+    record: dict[str, Any] = {**asdict(setting), "steps": steps, "curve": []}
+    record["parameters"] = sum(tensor.numel() for tensor in job.agreed)
+    every = max(1, steps // JUDGED)
+    for step, examples in _steps(job, batch, min(steps, limit or steps)):
+        due = (step + 1) % every == 0 or step + 1 == steps
+        found = job.step(examples, schedule(step, steps, setting.lr), look=due)
+        if not due:
+            continue
+        if step + 1 == steps:
+            job.finish()
+        measured = job.judge(last=step + 1 == steps)
+        point = {"step": step + 1, **measured}
+        if found and setting.workers > 1:
+            point["cosine"], point["orthogonality"] = found
+        record["curve"].append(point)
+        if not all(torch.isfinite(tensor).all() for tensor in job.agreed):
+            record["diverged"] = step + 1
+            break
+        record |= measured
+    record["seconds"] = round(time.process_time() - began, 1)
+    return Trained(record, [tensor.clone() for tensor in job.agreed])
+
+
+def _steps(
+    job: Job, batch: int, steps: int
+) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    setting = job.setting
+    draws = job.work.draws(setting.seed, setting.workers, batch)
+    return enumerate(examples for examples, _ in zip(draws, range(steps), strict=False))
+
+
+def is_trained(record: dict[str, Any]) -> bool:
+    """Return whether a run came to its end with finite figures."""
+    values = [record.get(name) for name in ("validation", "test", "accuracy")]
+    said = [value for value in values if value is not None]
+    return bool(said) and "diverged" not in record and all(map(math.isfinite, said))
