@@ -1,66 +1,85 @@
-"""Does the simulation of benchmarks/convergence.py compute what real processes compute?"""
+"""Do the studies of benchmarks/convergence compute what real processes compute?"""
 
 from __future__ import annotations
 
-import convergence
+from dataclasses import replace
+
 import numpy as np
 import torch
-from torch.nn import functional
+from convergence.studies import OPS
+from convergence.training import MOMENTUM, Setting, schedule, train
+from convergence.workloads import workload
 
 import adasum_hvd.torch as hvd
 
-STEPS, SEED, BATCH = 4, 3, 8
+STEPS = 4
 ADASUM = ("adasum-grad", "adasum-delta")
+DIGITS = Setting("digits", "momentum", "average", 0, 0.3, 30, seed=3)
+TEXT = Setting("gpt-tiny", "adamw", "average", 0, 0.003, 2**14, seed=3)
 
 
-def _train_for_real(op: str, optimizer: str, rate: float) -> list[np.ndarray]:
+def _inner(setting: Setting, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if setting.optimizer == "adam":
+        return torch.optim.Adam(parameters, setting.lr)
+    if setting.optimizer == "adamw":
+        return torch.optim.AdamW(
+            parameters, setting.lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+    return torch.optim.SGD(parameters, setting.lr, momentum=MOMENTUM)
+
+
+def _train_for_real(setting: Setting) -> np.ndarray:
     """Return the weights after STEPS steps of the job that this process is a rank of."""
-    images, labels, _, _ = convergence.digits()
-    torch.manual_seed(SEED)
-    model = convergence.LeNet5()
-    if optimizer == "adam":
-        inner = torch.optim.Adam(model.parameters(), rate)
-    else:
-        inner = torch.optim.SGD(model.parameters(), rate, momentum=convergence.MOMENTUM)
-    distributed = hvd.DistributedOptimizer(inner, model.named_parameters(), op=op)
-    draws = convergence.batches(SEED, len(images), BATCH)
-    steps = convergence.EPOCHS * len(images) // (BATCH * hvd.size())
-    for step in range(STEPS):
-        distributed.param_groups[0]["lr"] = convergence.schedule(step, steps, rate)
-        chosen = [next(draws) for _ in range(hvd.size())][hvd.rank()]
-        distributed.zero_grad()
-        functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
-        distributed.step()
-    return [parameter.detach().numpy() for parameter in model.parameters()]
-
-
-def _simulated(op: str, rate: float, optimizer: str) -> list[np.ndarray]:
-    """Return the simulation's weights, which have moved since its first step."""
-    early, simulated = (
-        convergence.train(op, hvd.size(), rate, SEED, "test", BATCH, limit, optimizer)
-        for limit in (1, STEPS)
+    work = workload(setting.work, setting.split)
+    torch.manual_seed(setting.seed)
+    model = work.model()
+    distributed = hvd.DistributedOptimizer(
+        _inner(setting, list(model.parameters())),
+        model.named_parameters(),
+        op=setting.op,
+        local_steps=setting.local_steps,
     )
-    pairs = zip(simulated["weights"], early["weights"], strict=True)
-    assert max(np.abs(a - b).max() for a, b in pairs) > rate / 300, f"{op} did not move"
-    return simulated["weights"]
+    draws = work.draws(setting.seed, hvd.size(), work.batch)
+    steps = work.steps(setting.budget, work.batch, hvd.size())
+    for step in range(STEPS):
+        distributed.param_groups[0]["lr"] = schedule(step, steps, setting.lr)
+        inputs, targets = (found[hvd.rank()] for found in next(draws))
+        distributed.zero_grad()
+        work.loss(model(inputs), targets).backward()
+        distributed.step()
+    return _flat([parameter.detach() for parameter in model.parameters()])
+
+
+def _flat(tensors: list[torch.Tensor]) -> np.ndarray:
+    return np.concatenate([tensor.numpy().ravel() for tensor in tensors])
+
+
+def _simulated(setting: Setting) -> np.ndarray:
+    """Return the simulation's weights, which have moved since its first step."""
+    early, late = (_flat(train(setting, limit).weights) for limit in (1, STEPS))
+    assert np.abs(late - early).max() > setting.lr / 300, f"{setting} did not move"
+    return late
+
+
+def _both(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
+    setting = replace(setting, workers=hvd.size())
+    return _train_for_real(setting), _simulated(setting)
 
 
 def case_simulation_is_the_job() -> None:
-    for op in convergence.OPS:
-        real = _train_for_real(op, "momentum", 0.3)
-        simulated = _simulated(op, 0.3, "momentum")
-        for mine, theirs in zip(real, simulated, strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=2e-6, err_msg=op)
+    for op in OPS:
+        real, simulated = _both(replace(DIGITS, op=op))
+        np.testing.assert_allclose(real, simulated, atol=2e-6, err_msg=op)
 
 
 def case_simulation_is_the_job_with_adam() -> None:
     """On the whole: where a gradient is next to nothing, Adam makes a step of its rounding."""
-    for op in ADASUM:
-        real, simulated = (
-            np.concatenate([w.ravel() for w in weights])
-            for weights in (
-                _train_for_real(op, "adam", 0.01),
-                _simulated(op, 0.01, "adam"),
-            )
-        )
-        assert np.abs(real - simulated).mean() < 5e-6, op
+    for setting in (replace(DIGITS, optimizer="adam", lr=0.01), TEXT):
+        for op in ADASUM:
+            real, simulated = _both(replace(setting, op=op))
+            assert np.abs(real - simulated).mean() < 5e-6, op
+
+
+def case_simulation_is_the_job_with_local_steps() -> None:
+    real, simulated = _both(replace(TEXT, op="adasum-delta", local_steps=2))
+    assert np.abs(real - simulated).mean() < 5e-6
