@@ -46,10 +46,15 @@ class Runs:
     def best_rate(self, setting: Setting, grid: tuple[float, ...]) -> float | None:
         """Return the rate of the grid with the best validation score at seed 1.
 
-        None where a run of the grid is missing, or where no rate trained.
+        None where a run of the grid is missing, or where no rate trained. Of some earlier
+        choices (rate 0, "chosen") only the result was kept.
         """
         work = workload(setting.work, setting.split)
         split = "validation" if work.separate_validation else setting.split
+        self._read()
+        choice = replace(setting, lr=0.0, seed=1, split=split).key
+        if choice in self._kept:
+            return self._kept[choice]["chosen"]
         scores = {}
         for lr in grid:
             record = self.get(replace(setting, lr=lr, seed=1, split=split))
