@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site test unit parallel cases jobs hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench soak clean
+.PHONY: help setup demo site test unit parallel cases jobs hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench study soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -25,6 +25,7 @@ help:
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
 	@echo "make integrations   the examples with Lightning, Accelerate and Hugging Face's Trainer"
 	@echo "make bench     measure against Horovod's own reductions"
+	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
 	@echo "make gpu       the tests that need a CUDA device"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
@@ -123,6 +124,9 @@ format: $(VENV)/ready
 bench: setup
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/optimizer.py
+
+study: setup
+	$(BIN)/python benchmarks/convergence --scale tiny
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from convergence.pictures import draw
+from convergence.pictures import draw, result, unit
 from convergence.runs import Runs
 from convergence.studies import STUDIES, Row, Scale, Study
 from convergence.training import Setting, is_trained
@@ -16,11 +16,6 @@ from convergence.workloads import TARGET
 
 Record = dict[str, Any]
 _COLUMNS = ("workers", "reduction", "at", "rate", "steps", "{}", "spread", "{}", "runs")
-
-
-def result(record: Record) -> float:
-    """Return a run's figure: test loss in nats per byte, or accuracy in per cent."""
-    return 100 * record["accuracy"] if "accuracy" in record else record["test"]
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -115,7 +110,7 @@ def table(study: Study, runs: Runs) -> str:
     """Return a study's section."""
     digits = study.sequential.work == "digits"
     columns = [*_COLUMNS]
-    columns[5] = "test accuracy, %" if digits else "test loss, nats per byte"
+    columns[5] = unit(study)
     columns[7] = "95 % at step" if digits else "the single worker's loss at step"
     goal = goal_of(study, runs)
     rows = sorted(study.rows, key=lambda row: row.setting.workers)

@@ -40,7 +40,10 @@ class Runs:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             self._kept[setting.key] = record
-            print(f"{record['seconds']:6.1f} s {setting.key}: {_outcome(record)}", flush=True)
+            print(
+                f"{record['seconds']:6.1f} s {setting.key}: {_outcome(record)}",
+                flush=True,
+            )
         return self._kept.get(setting.key)
 
     def best_rate(self, setting: Setting, grid: tuple[float, ...]) -> float | None:

@@ -106,7 +106,11 @@ def adamw(scale: Scale) -> Study:
     ]
     # AdamW does not see a factor: a sum is the average but for epsilon, which one seed shows.
     sums = [replace(one, op="sum", workers=workers) for workers in scale.workers]
-    rows = [Row(one), *_both_rates(many), *(Row(s, "sequential", seeds=1) for s in sums)]
+    rows = [
+        Row(one),
+        *_both_rates(many),
+        *(Row(s, "sequential", seeds=1) for s in sums),
+    ]
     return Study("adamw", "AdamW on a transformer", one, rows, scale.seeds)
 
 

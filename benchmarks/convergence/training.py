@@ -95,7 +95,9 @@ class Workers:
         self._names = [name for name, _ in model.named_parameters()]
 
         def loss(
-            weights: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor
+            weights: dict[str, torch.Tensor],
+            inputs: torch.Tensor,
+            targets: torch.Tensor,
         ) -> torch.Tensor:
             return work.loss(functional_call(model, weights, (inputs,)), targets)
 
@@ -171,7 +173,9 @@ class Job:
         gradients = self._workers.gradients(self._weights, examples, alike)
         if self.setting.reduces_changes:
             return self._step_apart(gradients, rate, look)
-        for weights, reduced in zip(self._weights, self._reduce(gradients), strict=True):
+        for weights, reduced in zip(
+            self._weights, self._reduce(gradients), strict=True
+        ):
             weights.grad = reduced[None]
         self._optimizer.step()
         for agreed, weights in zip(self.agreed, self._weights, strict=True):

@@ -21,7 +21,9 @@ class Workload(Protocol):
     """A model, its data, and what is measured."""
 
     batch: int  # examples per worker and step, unless a setting says otherwise
-    separate_validation: bool  # rates are chosen by runs of their own, on fewer examples
+    separate_validation: (
+        bool  # rates are chosen by runs of their own, on fewer examples
+    )
 
     def model(self) -> nn.Module:
         """Return a new model; torch's random state decides on its weights."""
@@ -64,7 +66,11 @@ class Text:
         self, seed: int, workers: int, batch: int
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """As the protocol's."""
-        rng, text, context = np.random.default_rng(seed), corpus(""), self._shape.context
+        rng, text, context = (
+            np.random.default_rng(seed),
+            corpus(""),
+            self._shape.context,
+        )
         while True:
             starts = rng.integers(0, len(text) - context - 1, (workers, batch))
             found = cut(text, torch.from_numpy(starts), context)

@@ -18,7 +18,9 @@ DIGITS = Setting("digits", "momentum", "average", 0, 0.3, 30, seed=3)
 TEXT = Setting("gpt-tiny", "adamw", "average", 0, 0.003, 2**14, seed=3)
 
 
-def _inner(setting: Setting, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _inner(
+    setting: Setting, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     if setting.optimizer == "adam":
         return torch.optim.Adam(parameters, setting.lr)
     if setting.optimizer == "adamw":

@@ -48,7 +48,9 @@ def test_the_wire_rounds_what_goes_in_and_comes_out(wire):
     (mine,) = reductions.reduce_workers([stacked], "adasum", wire=wire).tensors
     dtype = reductions.WIRES[wire]
     exact = reference.adasum(list(stacked.to(dtype).float().numpy()))
-    torch.testing.assert_close(mine, torch.from_numpy(exact).to(dtype).float(), atol=0, rtol=2**-7)
+    torch.testing.assert_close(
+        mine, torch.from_numpy(exact).to(dtype).float(), atol=0, rtol=2**-7
+    )
     assert torch.equal(mine, mine.to(dtype).float())
     assert not torch.equal(mine, torch.from_numpy(exact).float())
 
@@ -107,7 +109,9 @@ def test_local_steps_meet_at_the_end():
     late = train(replace(setting, local_steps=100))
     for one, other in zip(run.weights, late.weights, strict=True):
         torch.testing.assert_close(one, other)
-    assert late.record["curve"][0]["validation"] == late.record["curve"][2]["validation"]
+    assert (
+        late.record["curve"][0]["validation"] == late.record["curve"][2]["validation"]
+    )
 
 
 def test_outer_momentum_is_nesterovs():
@@ -154,11 +158,17 @@ def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_rates_are_chosen_on_validation(tmp_path):
-    rows = [{"validation": 2.0, "test": 1.0}, {"validation": 1.0, "test": 2.0}, {"diverged": 3}]
+    rows = [
+        {"validation": 2.0, "test": 1.0},
+        {"validation": 1.0, "test": 2.0},
+        {"diverged": 3},
+    ]
     grid = (0.1, 0.2, 0.3)
     with (tmp_path / "kept.jsonl").open("w") as file:
         for lr, row in zip(grid, rows, strict=True):
-            file.write(json.dumps({**training.asdict(replace(TINY, lr=lr)), **row}) + "\n")
+            file.write(
+                json.dumps({**training.asdict(replace(TINY, lr=lr)), **row}) + "\n"
+            )
     kept = runs.Runs(tmp_path, "new", only_kept=True)
     assert kept.best_rate(TINY, grid) == 0.2
     assert kept.best_rate(TINY, (*grid, 0.4)) is None
