@@ -76,6 +76,8 @@ def reduce_workers(
     if dtype is not None:
         stacked = [tensor.to(dtype).float() for tensor in stacked]
     workers = stacked[0].shape[0]
+    if workers == 1:
+        return Reduced([t[0] for t in stacked], torch.ones(len(stacked), 1).double())
     if op in ("sum", "average"):
         share = 1.0 if op == "sum" else 1.0 / workers
         weights = torch.full((len(stacked), workers), share, dtype=torch.float64)

@@ -93,6 +93,7 @@ class Workers:
     def __init__(self, model: nn.Module, work: Workload) -> None:
         self._model, self._work = model, work
         self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
 
         def loss(
             weights: dict[str, torch.Tensor],
@@ -104,56 +105,51 @@ class Workers:
         self._alike = vmap(grad(loss), in_dims=(None, 0, 0))
         self._apart = vmap(grad(loss), in_dims=(0, 0, 0))
 
-    def gradients(
-        self,
-        weights: Sequence[torch.Tensor],
-        examples: Sequence[torch.Tensor],
-        alike: bool,
-    ) -> list[torch.Tensor]:
-        """Return the gradients, (workers, ...) each.
+    def alike(self, examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients (workers, ...) at the model's weights.
 
         Args:
-            weights: (1 or workers, ...) each.
             examples: inputs and targets, (workers, batch, ...).
-            alike: all workers have the weights of the first.
         """
-        if len(examples[0]) == 1:
-            return self._single(weights, examples)
-        if not alike:
-            return list(self._apart(self._named(weights), *examples).values())
-        first = [tensor[0] for tensor in weights]
-        return list(self._alike(self._named(first), *examples).values())
+        if len(examples[0]) == 1:  # for which vmap is slow
+            loss = self._work.loss(self._model(examples[0][0]), examples[1][0])
+            found = torch.autograd.grad(loss, self._parameters)
+            return [gradient[None] for gradient in found]
+        weights = [parameter.detach() for parameter in self._parameters]
+        return list(self._alike(self._named(weights), *examples).values())
 
-    def _single(
+    def apart(
         self, weights: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """As `gradients` for one worker, for which vmap is slow."""
-        parameters = list(self._model.parameters())
-        with torch.no_grad():
-            for parameter, tensor in zip(parameters, weights, strict=True):
-                parameter.copy_(tensor[0])
-        loss = self._work.loss(self._model(examples[0][0]), examples[1][0])
-        return [found[None] for found in torch.autograd.grad(loss, parameters)]
+        """As `alike`, at each worker's own weights (workers, ...)."""
+        return list(self._apart(self._named(weights), *examples).values())
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(self._names, tensors, strict=True))
 
 
 class Job:
-    """The weights of all workers, and one step after the other."""
+    """The weights of all workers, and one step after the other.
+
+    `agreed` are those that all had after the last reduction; the model holds them.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.work = setting, workload(setting.work, setting.split)
         torch.manual_seed(setting.seed)
         self.model = self.work.model()
-        self._workers = Workers(self.model, self.work)
-        copies = setting.workers if setting.reduces_changes else 1
-        self.agreed = [p.detach().clone() for p in self.model.parameters()]
-        self._weights = [
-            p.expand(copies, *p.shape).clone(memory_format=torch.contiguous_format)
-            for p in self.agreed
+        self.workers = Workers(self.model, self.work)
+        self.agreed = [parameter.detach() for parameter in self.model.parameters()]
+        self.apart = [  # only where there is an optimizer per worker
+            tensor.expand(setting.workers, *tensor.shape).clone(
+                memory_format=torch.contiguous_format
+            )
+            for tensor in (self.agreed if setting.reduces_changes else [])
         ]
-        self._optimizer = OPTIMIZERS[setting.optimizer](self._weights)
+        # A gradient variant's one worker is the first axis of views.
+        owned = self.apart or [tensor[None] for tensor in self.agreed]
+        self._owned = owned
+        self._optimizer = OPTIMIZERS[setting.optimizer](owned)
         self._outer = torch.optim.SGD(
             self.agreed,
             setting.outer_lr,
@@ -169,23 +165,21 @@ class Job:
         """Take a step; return `agreement` of what was reduced, if anything was and `look`."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        alike = not self.setting.reduces_changes or self._since == 0
-        gradients = self._workers.gradients(self._weights, examples, alike)
-        if self.setting.reduces_changes:
+        if self._since:
+            gradients = self.workers.apart(self.apart, examples)
+        else:
+            gradients = self.workers.alike(examples)
+        if self.apart:
             return self._step_apart(gradients, rate, look)
-        for weights, reduced in zip(
-            self._weights, self._reduce(gradients), strict=True
-        ):
+        for weights, reduced in zip(self._owned, self._reduce(gradients), strict=True):
             weights.grad = reduced[None]
         self._optimizer.step()
-        for agreed, weights in zip(self.agreed, self._weights, strict=True):
-            agreed.copy_(weights[0])
         return agreement(gradients) if look else None
 
     def _step_apart(
         self, gradients: list[torch.Tensor], rate: float, look: bool
     ) -> tuple[float, float] | None:
-        for weights, gradient in zip(self._weights, gradients, strict=True):
+        for weights, gradient in zip(self.apart, gradients, strict=True):
             weights.grad = gradient
         self._optimizer.step()
         self._since += 1
@@ -197,7 +191,7 @@ class Job:
     def meet(self, gradients: list[torch.Tensor] | None, rate: float) -> None:
         """Reduce what has changed since the workers last met, and apply it to all."""
         self._since = 0
-        pairs = zip(self._weights, self.agreed, strict=True)
+        pairs = zip(self.apart, self.agreed, strict=True)
         self._changes = [weights - agreed for weights, agreed in pairs]
         if self._repair is not None:
             reduced = self._repair(self._changes, gradients, rate)
@@ -206,22 +200,13 @@ class Job:
         for agreed, change in zip(self.agreed, reduced, strict=True):
             agreed.grad = -change
         self._outer.step()
-        for weights, agreed in zip(self._weights, self.agreed, strict=True):
+        for weights, agreed in zip(self.apart, self.agreed, strict=True):
             weights.copy_(agreed.expand_as(weights))
 
     def finish(self) -> None:
         """Reduce what a window of local steps has left over."""
         if self._since:
             self.meet(None, 0.0)
-
-    def judge(self, last: bool) -> dict[str, float]:
-        """Return the workload's measurements of the weights that all agree on."""
-        with torch.no_grad():
-            for parameter, agreed in zip(
-                self.model.parameters(), self.agreed, strict=True
-            ):
-                parameter.copy_(agreed)
-        return self.work.judge(self.model, last)
 
     def _reduce(self, stacked: list[torch.Tensor]) -> list[torch.Tensor]:
         setting = self.setting
@@ -248,7 +233,7 @@ def train(setting: Setting, limit: int | None = None) -> Trained:
             continue
         if step + 1 == steps:
             job.finish()
-        measured = job.judge(last=step + 1 == steps)
+        measured = job.work.judge(job.model, last=step + 1 == steps)
         point = {"step": step + 1, **measured}
         if found and setting.workers > 1:
             point["cosine"], point["orthogonality"] = found

@@ -66,15 +66,20 @@ def test_every_worker_has_its_own_gradient():
     """By vmap, from equal and from different weights, as autograd gives them one by one."""
     job = training.Job(replace(TINY, op="adasum-delta"))
     examples = next(job.work.draws(1, 4, 2))
-    apart = [tensor + torch.randn_like(tensor) / 10 for tensor in job._weights]
-    for weights, alike in ((job._weights, True), (apart, False)):
-        found = job._workers.gradients(weights, examples, alike)
-        for rank in range(4):
-            own = [tensor[rank : rank + 1] for tensor in weights]
-            mine = [example[rank : rank + 1] for example in examples]
-            alone = job._workers.gradients(own, mine, True)
+    equal = job.workers.alike(examples)
+    for tensor in job.apart:
+        tensor += torch.randn_like(tensor) / 10
+    apart = job.workers.apart(job.apart, examples)
+    for rank in range(4):
+        mine = [example[rank : rank + 1] for example in examples]
+        for found in (equal, apart):
+            alone = job.workers.alike(mine)
             for one, other in zip(found, alone, strict=True):
                 torch.testing.assert_close(one[rank], other[0], atol=1e-6, rtol=1e-4)
+            for agreed, own in zip(job.agreed, job.apart, strict=True):
+                agreed.copy_(own[rank])
+        for agreed, start in zip(job.agreed, training.Job(TINY).agreed, strict=True):
+            agreed.copy_(start)
 
 
 def weights(setting: Setting, limit: int = 6) -> torch.Tensor:
@@ -118,7 +123,7 @@ def test_outer_momentum_is_nesterovs():
     job = training.Job(replace(TINY, op="average-delta", outer=0.9, outer_lr=0.5))
     start, seen = job.agreed[0].clone(), []
     for _ in range(2):
-        for tensor in job._weights:
+        for tensor in job.apart:
             tensor += 1.0
         job.meet(None, 0.0)
         seen.append((job.agreed[0] - start).mean().item())
