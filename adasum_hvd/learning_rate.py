@@ -11,80 +11,21 @@ import math
 from typing import NamedTuple
 
 from adasum_hvd import ops
+from adasum_hvd.figures import FIGURES, MEASURED, WORKLOAD, Figures, Measured
 
 __all__ = [
+    "FIGURES",
     "MEASURED",
     "WORKLOAD",
+    "Figures",
     "LearningRate",
     "Measured",
     "adasum_lr",
+    "study_of",
     "variant_advice",
 ]
 
-WORKLOAD = (
-    "LeNet-5 on 1437 digits, 30 epochs, 8 images per worker and step, SGD with momentum "
-    "0.9, 5 seeds, rates a factor of 3 apart"
-)
-_TRAINED = 50.0  # per cent; where no rate of the grid did better, none is the best one
 _LEVEL_UNTIL = 16  # workers up to which the variants are level
-
-
-class Measured(NamedTuple):
-    """What `benchmarks/convergence.py` found for one reduction, in per cent of the test set.
-
-    `factor` is the best rate of the grid over the single worker's, `accuracy` and `deviation`
-    belong to it. They are None where the rate was not tuned again. `unscaled` is the accuracy
-    at the single worker's rate.
-    """
-
-    workers: int
-    unscaled: float
-    unscaled_deviation: float
-    factor: float | None = None
-    accuracy: float | None = None
-    deviation: float | None = None
-
-
-# tests/unit/test_learning_rate.py makes the same table from docs/convergence/results.json.
-_ONE = Measured(1, 98.6, 0.4, 1, 98.6, 0.4)
-MEASURED: dict[ops.ReduceOp, tuple[Measured, ...]] = {
-    ops.Sum: (
-        _ONE,
-        Measured(2, 98.4, 0.3),
-        Measured(4, 98.7, 0.5),
-        Measured(8, 98.6, 0.3),
-        Measured(16, 97.8, 0.4, 0.3, 98.7, 0.4),
-        Measured(32, 25.8, 38.8, 0.3, 95.6, 2.6),
-        Measured(64, 9.2, 1.5, 1, 9.2, 1.5),
-    ),
-    ops.Average: (
-        _ONE,
-        Measured(2, 98.6, 0.6),
-        Measured(4, 98.4, 0.7),
-        Measured(8, 97.3, 1.0),
-        Measured(16, 78.2, 22.1, 10, 98.3, 0.7),
-        Measured(32, 31.3, 19.3, 10, 96.4, 2.4),
-        Measured(64, 12.9, 4.5, 10, 69.6, 28.3),
-    ),
-    ops.AdasumGrad: (
-        _ONE,
-        Measured(2, 99.1, 0.3),
-        Measured(4, 98.8, 0.4),
-        Measured(8, 98.8, 0.8),
-        Measured(16, 98.8, 0.7, 1, 98.8, 0.7),
-        Measured(32, 98.9, 0.3, 1, 98.9, 0.3),
-        Measured(64, 96.1, 1.3, 3, 98.4, 0.6),
-    ),
-    ops.AdasumDelta: (
-        _ONE,
-        Measured(2, 98.6, 0.5),
-        Measured(4, 98.8, 0.6),
-        Measured(8, 98.9, 0.4),
-        Measured(16, 98.8, 0.5, 1, 98.8, 0.5),
-        Measured(32, 75.6, 26.1, 3, 97.6, 0.7),
-        Measured(64, 28.8, 20.9, 10, 64.8, 29.7),
-    ),
-}
 
 
 class LearningRate(NamedTuple):
@@ -108,12 +49,13 @@ def adasum_lr(
     size: int = 1,
     group_op: str = "adasum",
     group_size: int = 1,
+    optimizer: str = "momentum",
 ) -> LearningRate:
     """Return the learning rate to start from, given the one that is best for one process.
 
-    The factor over `base_lr` is the best one of `MEASURED`; between two numbers of workers it
-    is interpolated, both on a logarithmic scale. It was found with one model: a start to tune
-    from, not a law.
+    The factor over `base_lr` is the best one of `FIGURES[optimizer]`; between two numbers of
+    workers it is interpolated, both on a logarithmic scale. It was found with one model: a
+    start to tune from, not a law.
 
     Args:
         base_lr: the learning rate tuned on a single process, with the same batch per rank.
@@ -123,13 +65,15 @@ def adasum_lr(
         group_op: how ranks inside a group are joined ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": what `init` was given, or the
             ranks of one host, which is `init`'s default and not this one.
+        optimizer: the study to answer from: "momentum" (SGD), or "adamw" for Adam's kin; see
+            :func:`study_of`.
 
     Returns:
         The rate, its factor over `base_lr`, the reason, how sure it is, and the figures.
 
     Raises:
-        ValueError: an `op` or `group_op` that is unknown or has no figures, or a rate or size
-            that is not positive.
+        ValueError: an `op`, `group_op` or `optimizer` that is unknown or has no figures, or a
+            rate or size that is not positive.
 
     Example:
         >>> adasum_lr(0.1, "adasum-grad", size=32).factor
@@ -154,27 +98,52 @@ def adasum_lr(
         raise ValueError(
             f"adasum_lr: group_op: required one of {ops.GROUP_OPS}, got {group_op!r}"
         )
+    if optimizer not in FIGURES:
+        raise ValueError(
+            f"adasum_lr: optimizer: required one of {tuple(FIGURES)}, got {optimizer!r}"
+        )
+    figures = FIGURES[optimizer]
     reduction = ops.parse(op)
     reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction
-    if reduction not in MEASURED:
+    if reduction not in figures.rows:
         raise ValueError(
             "adasum_lr: op: required average, sum or an AdaSum variant, got "
             f"{reduction.name}, for which there are no figures"
         )
     if group_op != "adasum" and group_size > 1 and ops.is_adasum(reduction):
-        return _grouped(base_lr, reduction, size, group_op, group_size)
-    factor, certainty, figures = _factor(reduction, size)
-    reason = _reason(reduction, size, certainty, figures)
+        return _grouped(base_lr, figures, reduction, size, group_op, group_size)
+    factor, certainty, rows = _factor(figures, reduction, size)
+    reason = _reason(figures, reduction, size, certainty, rows)
+    if advice := variant_advice(reduction, size, optimizer):
+        reason += f"; {reduction.name} was {advice}"
     if group_op != "adasum" and ops.is_adasum(reduction):
         reason += (
             "; groups of one rank leave nothing to reduce: where groups are larger (a host, by "
             "default) give group_size"
         )
-    return LearningRate(base_lr * factor, factor, reason, certainty, figures)
+    return LearningRate(base_lr * factor, factor, reason, certainty, rows)
 
 
-def variant_advice(op: ops.ReduceOp, size: int) -> str:
-    """Return what the rule says against this variant at this size, "" where nothing.
+def study_of(optimizer: object) -> str:
+    """Return the name in `FIGURES` of the study that says most of an optimizer.
+
+    By its class: Adam and those named after it have their own, all others have SGD's.
+
+    Example:
+        >>> study_of(object())
+        'momentum'
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of Keras's loss scaling
+    named = type(inner).__mro__
+    return (
+        "adamw"
+        if any("adam" in kind.__name__.lower() for kind in named)
+        else "momentum"
+    )
+
+
+def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:
+    """Return what the figures say against this variant at this size, "" where nothing.
 
     Example:
         >>> variant_advice(ops.AdasumGrad, 64)
@@ -182,17 +151,19 @@ def variant_advice(op: ops.ReduceOp, size: int) -> str:
         >>> variant_advice(ops.AdasumDelta, 64)
         'measured below AdasumGrad from 32 ranks on (docs/convergence.md)'
     """
-    if op is ops.AdasumDelta and size > _LEVEL_UNTIL:
+    if op is ops.AdasumDelta and size > _LEVEL_UNTIL and optimizer == "momentum":
         return "measured below AdasumGrad from 32 ranks on (docs/convergence.md)"
     return ""
 
 
-def _factor(op: ops.ReduceOp, size: float) -> tuple[float, str, tuple[Measured, ...]]:
+def _factor(
+    figures: Figures, op: ops.ReduceOp, size: float
+) -> tuple[float, str, tuple[Measured, ...]]:
     """Return the factor, how sure it is, and the rows that it comes from."""
     tuned = [
         (row, row.factor)
-        for row in MEASURED[op]
-        if row.factor is not None and (row.accuracy or 0) > _TRAINED
+        for row in figures.rows[op]
+        if row.factor is not None and figures.is_trained(row)
     ]
     below, factor = [pair for pair in tuned if pair[0].workers <= size][-1]
     if below.workers == size:
@@ -206,35 +177,43 @@ def _factor(op: ops.ReduceOp, size: float) -> tuple[float, str, tuple[Measured, 
 
 
 def _reason(
-    op: ops.ReduceOp, size: int, certainty: str, figures: tuple[Measured, ...]
+    figures: Figures,
+    op: ops.ReduceOp,
+    size: int,
+    certainty: str,
+    rows: tuple[Measured, ...],
 ) -> str:
     said = " and ".join(
-        f"{row.accuracy} +- {row.deviation} % on {row.workers} at {row.factor:g} times the "
-        "rate of one worker"
-        for row in figures
+        f"{row.accuracy} +- {row.deviation} {figures.unit} on {row.workers} at "
+        f"{row.factor:g} times the rate of one worker"
+        for row in rows
     )
-    here = next((row for row in MEASURED[op] if row.workers == size), None)
+    here = next((row for row in figures.rows[op] if row.workers == size), None)
     if here:
-        said += f"; {here.unscaled} +- {here.unscaled_deviation} % on {size} at that rate itself"
+        said += (
+            f"; {here.unscaled} +- {here.unscaled_deviation} {figures.unit} on {size} at that "
+            "rate itself"
+        )
     if here and certainty == "extrapolated":
         said += f"; no rate of the grid trained it on {size}"
-    reason = f"{certainty}: {op.name} reached {said} ({WORKLOAD}; docs/convergence.md)"
-    advice = variant_advice(op, size)
-    return f"{reason}; {op.name} was {advice}" if advice else reason
+    return f"{certainty}: {op.name} reached {said} ({figures.workload}; docs/convergence.md)"
 
 
 def _grouped(
-    base_lr: float, op: ops.ReduceOp, size: int, group_op: str, group_size: int
+    base_lr: float,
+    figures: Figures,
+    op: ops.ReduceOp,
+    size: int,
+    group_op: str,
+    group_size: int,
 ) -> LearningRate:
     """Return the group's factor times that of AdaSum over the groups."""
-    inside, _, figures = _factor(ops.parse(group_op), group_size)
-    across, _, more = _factor(op, max(1.0, size / group_size))
+    inside, _, rows = _factor(figures, ops.parse(group_op), group_size)
+    across, _, more = _factor(figures, op, max(1.0, size / group_size))
     reason = (
         f"extrapolated: {inside:.3g} times for groups of {group_size} joined by {group_op}, "
         f"and {across:.3g} times for {op.name} over {size / group_size:g} of them; the two "
         "were measured apart, not together (docs/convergence.md)"
     )
     factor = inside * across
-    return LearningRate(
-        base_lr * factor, factor, reason, "extrapolated", figures + more
-    )
+    return LearningRate(base_lr * factor, factor, reason, "extrapolated", rows + more)

@@ -181,6 +181,7 @@ def banner(
     path: str,
     wire: Sequence[str],
     extra: dict[str, int],
+    study: str = "momentum",
 ) -> str:
     """Return one line that says what is in force: backend, ranks, groups, variant, rate, wire.
 
@@ -191,6 +192,7 @@ def banner(
         path: how the ranks reach each other, as `binding.path` says it.
         wire: the dtypes that travel.
         extra: bytes beside the optimizer's own, "device" and "host".
+        study: the name in `learning_rate.FIGURES` of what says most of the optimizer.
     """
     parts = [
         f"adasum_hvd: {options.op.name} "
@@ -198,7 +200,7 @@ def banner(
         f"{options.process_set.size()} ranks on {backend}",
         f"exchange over {path or 'what the first reduction finds'}",
         _groups(settings) if ops.is_adasum(options.op) else "no groups",
-        *_advice(options.op, options.process_set.size(), settings),
+        *_advice(options.op, options.process_set.size(), settings, study),
         f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
         "steps per reduction",
         f"{' and '.join(wire) or 'nothing'} on the wire",
@@ -243,12 +245,16 @@ def started(
     return "; ".join(parts)
 
 
-def _advice(op: ops.ReduceOp, ranks: int, settings: dict[str, object]) -> list[str]:
+def _advice(
+    op: ops.ReduceOp, ranks: int, settings: dict[str, object], study: str
+) -> list[str]:
     """Return what the figures say of this variant and its learning rate, where they do."""
     group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))
-    if op not in learning_rate.MEASURED or (group_op != "adasum" and group_size == 0):
+    figures = learning_rate.FIGURES[study]
+    if op not in figures.rows or (group_op != "adasum" and group_size == 0):
         return []
-    rate = learning_rate.adasum_lr(1.0, op, ranks, group_op, max(1, group_size))
+    groups = group_op, max(1, group_size)
+    rate = learning_rate.adasum_lr(1.0, op, ranks, *groups, optimizer=study)
     start = f"learning rate {rate.factor:.3g} times the best of one worker"
-    against = learning_rate.variant_advice(op, ranks)
+    against = learning_rate.variant_advice(op, ranks, study)
     return [f"{start} ({rate.certainty})", *([against] if against else [])]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import binding, options
+from adasum_hvd import binding, learning_rate, options
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.replicas import Digests, compare, is_due
 from adasum_hvd.replicas import ReplicaMismatch as ReplicaMismatch
@@ -112,4 +112,5 @@ def banner(optimizer: Any) -> str:
         path,
         sorted(wire),
         optimizer.extra_bytes(),
+        learning_rate.study_of(optimizer),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from convergence.runs import Runs
@@ -25,14 +26,14 @@ class Scale(NamedTuple):
 
 SCALES = {
     "tiny": Scale("gpt-tiny", 2**14, 4, (8, 32), 1),
-    "small": Scale("gpt-small", 2**19, 30, (8, 32, 64), 5),
+    "small": Scale("gpt-small", 2**18, 30, (8, 32, 64), 5),
     "full": Scale("gpt-full", 2**24, 30, (8, 32, 64), 5),
 }
 GRIDS = {
     "sgd": (0.003, 0.01, 0.03, 0.1, 0.3),
     "momentum": (0.003, 0.01, 0.03, 0.1, 0.3),
     "adam": (0.0003, 0.001, 0.003, 0.01, 0.03),
-    "adamw": (0.001, 0.003, 0.01, 0.03),
+    "adamw": (0.001, 0.003, 0.01, 0.03, 0.1),
     "lamb": (0.003, 0.01, 0.03, 0.1),
 }
 
@@ -81,12 +82,14 @@ class Study:
         return [record for record in found if record]
 
     def run(self, runs: Runs) -> None:
-        """Run what is missing: the first seed of all rows, then the second, ..."""
-        for seed in range(1, self.seeds + 1):
-            for row in self.rows:
-                lr = self.rate(row, runs)
-                if lr is not None and seed <= (row.seeds or self.seeds):
-                    runs.get(replace(row.setting, lr=lr, seed=seed))
+        """Run what is missing: all of a number of workers, the first seed first."""
+        for _, rows in groupby(self.rows, lambda row: row.setting.workers):
+            block = list(rows)
+            for seed in range(1, self.seeds + 1):
+                for row in block:
+                    lr = self.rate(row, runs)
+                    if lr is not None and seed <= (row.seeds or self.seeds):
+                        runs.get(replace(row.setting, lr=lr, seed=seed))
 
 
 def _both_rates(settings: Sequence[Setting]) -> Iterator[Row]:
@@ -99,25 +102,22 @@ def _both_rates(settings: Sequence[Setting]) -> Iterator[Row]:
 def adamw(scale: Scale) -> Study:
     """Study 1: AdamW on a transformer."""
     one = Setting(scale.model, "adamw", "average", 1, UNKNOWN, scale.tokens)
-    many = [
-        replace(one, op=op, workers=workers)
-        for workers in reversed(scale.workers)
-        for op in ("average", "adasum-grad", "adasum-delta")
-    ]
-    # AdamW does not see a factor: a sum is the average but for epsilon, which one seed shows.
-    sums = [replace(one, op="sum", workers=workers) for workers in scale.workers]
-    rows = [
-        Row(one),
-        *_both_rates(many),
-        *(Row(s, "sequential", seeds=1) for s in sums),
-    ]
+    rows = []
+    for workers in reversed(scale.workers):
+        many = [replace(one, op=op, workers=workers) for op in OPS[1:]]
+        rows += list(_both_rates(many))
+        # AdamW does not see a factor: a sum is the average but for epsilon.
+        rows.append(
+            Row(replace(one, op="sum", workers=workers), "sequential", seeds=1)
+        )
+    rows.append(Row(one))
     return Study("adamw", "AdamW on a transformer", one, rows, scale.seeds)
 
 
 def momentum(scale: Scale) -> Study:
     """Study 2: momentum SGD on digits, every reduction tuned at every number of workers."""
     one = Setting("digits", "momentum", "adasum-delta", 1, UNKNOWN, scale.epochs)
-    counts = (8, 64, 32, 16, 4, 2) if scale.workers[-1] == 64 else scale.workers
+    counts = (64, 32, 16, 8, 4, 2) if scale.workers[-1] == 64 else scale.workers
     many = [replace(one, op=op, workers=n) for n in counts for op in OPS]
     rows = [Row(one), *_both_rates(many)]
     return Study("momentum", "Momentum SGD on digits", one, rows, scale.seeds)
@@ -160,17 +160,15 @@ def local_steps(scale: Scale) -> Study:
 def repairs(scale: Scale) -> Study:
     """Study 5: the delta variant under momentum, and what may repair it."""
     one = momentum(scale).sequential
-    rows = []
-    for workers in scale.workers[:0:-1]:
-        delta = replace(one, op="adasum-delta", workers=workers)
-        ideas = [
-            replace(delta, optimizer="sgd", outer=0.9),
-            replace(delta, repair="fresh-coefficients"),
-            replace(delta, outer=0.9),
-        ]
-        rows += list(_both_rates(ideas))
-        # The gradient variant but for rounding, which one seed shows.
-        rows.append(Row(replace(delta, repair="innovation"), "sequential", seeds=1))
+    delta = replace(one, op="adasum-delta", workers=scale.workers[-1])
+    ideas = [
+        replace(delta, optimizer="sgd", outer=0.9),
+        replace(delta, repair="fresh-coefficients"),
+        replace(delta, outer=0.9),
+    ]
+    # The gradient variant but for rounding, which one seed shows.
+    same = Row(replace(delta, repair="innovation"), "sequential", seeds=1)
+    rows = [*_both_rates(ideas), same]
     seeds = min(scale.seeds, 3)
     return Study("repairs", "The delta variant under momentum", one, rows, seeds)
 

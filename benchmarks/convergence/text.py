@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "gpt-tiny": Shape(1, 32, 2, 32),
-    "gpt-small": Shape(2, 48, 3, 64),
+    "gpt-small": Shape(2, 32, 2, 64),
     "gpt-full": Shape(4, 96, 4, 128),
 }
 

@@ -62,24 +62,28 @@ def test_agreement_of_parallel_and_orthogonal_vectors():
     assert reductions.agreement([torch.zeros(4, 3)]) == (0.0, 0.0)
 
 
-def test_every_worker_has_its_own_gradient():
-    """By vmap, from equal and from different weights, as autograd gives them one by one."""
+def one_by_one(job: training.Job, examples: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of `apart`'s weights as autograd gives them, worker by worker."""
+    found = []
+    for rank in range(len(job.apart[0])):
+        for agreed, own in zip(job.agreed, job.apart, strict=True):
+            agreed.copy_(own[rank])
+        found.append(job.workers.alike([each[rank : rank + 1] for each in examples]))
+    return [torch.cat(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_every_worker_has_its_own_gradient(noise):
     job = training.Job(replace(TINY, op="adasum-delta"))
     examples = next(job.work.draws(1, 4, 2))
-    equal = job.workers.alike(examples)
     for tensor in job.apart:
-        tensor += torch.randn_like(tensor) / 10
-    apart = job.workers.apart(job.apart, examples)
-    for rank in range(4):
-        mine = [example[rank : rank + 1] for example in examples]
-        for found in (equal, apart):
-            alone = job.workers.alike(mine)
-            for one, other in zip(found, alone, strict=True):
-                torch.testing.assert_close(one[rank], other[0], atol=1e-6, rtol=1e-4)
-            for agreed, own in zip(job.agreed, job.apart, strict=True):
-                agreed.copy_(own[rank])
-        for agreed, start in zip(job.agreed, training.Job(TINY).agreed, strict=True):
-            agreed.copy_(start)
+        tensor += noise * torch.randn_like(tensor)
+    together = [job.workers.apart(job.apart, examples)]
+    together += [] if noise else [job.workers.alike(examples)]
+    expected = one_by_one(job, examples)
+    for found in together:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
 def weights(setting: Setting, limit: int = 6) -> torch.Tensor:

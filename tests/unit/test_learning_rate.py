@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import doctest
-import json
 import math
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from convergence import studies
+from convergence.runs import Runs
+from convergence.studies import Row
 
 from adasum_hvd import learning_rate, ops, options
 from adasum_hvd.learning_rate import MEASURED, Measured, adasum_lr
 
-RESULTS = json.loads(
-    (Path(__file__).parents[2] / "docs/convergence/results.json").read_text()
-)
-SINGLE = max(RESULTS["grid"], key=RESULTS["grid"].get)
+RAW = Path(__file__).parents[2] / "docs/convergence/raw"
+RUNS = Runs(RAW, "none", only_kept=True)
+STUDY = studies.momentum(studies.SCALES["small"])
+SINGLE = STUDY.rate(Row(STUDY.sequential), RUNS)
+COUNTS = [1, 2, 4, 8, 16, 32, 64]
 
 
-def accuracy(kind: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
+def accuracy(rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
     """Return factor, mean and deviation over the seeds, as the tables round them."""
-    rows = [
+    (row,) = (
         row
-        for row in RESULTS[kind]
-        if row["workers"] == workers and (workers == 1 or ops.parse(row["op"]) is op)
-    ]
-    if not rows:
+        for row in STUDY.rows
+        if row.setting.workers == workers
+        and (workers == 1 or (row.rate == rate and ops.parse(row.setting.op) is op))
+    )
+    kept = STUDY.records(row, RUNS)
+    if not kept:
         return ()
-    assert len(rows) == len({row["seed"] for row in rows}) == 5
-    (rate,) = {row["lr"] for row in rows}
-    values = [100 * row["accuracy"] for row in rows]
-    factor = round(rate / float(SINGLE), 3)
+    assert len(kept) >= 3
+    values = [100 * record["accuracy"] for record in kept]
+    factor = round(kept[0]["lr"] / SINGLE, 3)
     return factor, round(statistics.mean(values), 1), round(statistics.stdev(values), 1)
 
 
 @pytest.mark.parametrize("op", MEASURED, ids=lambda op: op.name)
 def test_the_table_is_what_the_benchmark_found(op):
-    counts = sorted({row["workers"] for row in RESULTS["sequential"]})
-    assert [row.workers for row in MEASURED[op]] == counts == [1, 2, 4, 8, 16, 32, 64]
+    assert [row.workers for row in MEASURED[op]] == COUNTS
     for row in MEASURED[op]:
         unscaled = accuracy("sequential", op, row.workers)
-        tuned = accuracy("retuned", op, row.workers)
+        tuned = accuracy("own", op, row.workers)
         tuned = unscaled if row.workers == 1 else tuned
         assert row == Measured(row.workers, *unscaled[1:], *tuned)
         assert unscaled[0] == 1

@@ -20,6 +20,7 @@ from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import binding, ops, parallel
 from adasum_hvd.agreement import refuse_process_set
+from adasum_hvd.learning_rate import study_of
 from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.options import banner as banner_of
 from adasum_hvd.parallel.tensorflow_modes import detect
@@ -173,6 +174,7 @@ def banner(optimizer: Any) -> str:
         binding.path(tf_ops.LIBRARY, options.process_set.process_set_id),
         sorted(wire),
         optimizer.extra_bytes(),
+        study_of(optimizer),
     )
 
 

@@ -1,0 +1,94 @@
+"""What the convergence studies found: the rows that `adasum_lr` answers from.
+
+tests/unit/test_learning_rate.py makes the same rows from docs/convergence/raw.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from adasum_hvd import ops
+
+__all__ = ["FIGURES", "MEASURED", "WORKLOAD", "Figures", "Measured"]
+
+
+class Measured(NamedTuple):
+    """What `benchmarks/convergence` found for one reduction, on test data.
+
+    `factor` is the best rate of the grid over the single worker's, `accuracy` (a loss, where the
+    study has one) and `deviation` belong to it. They are None where the rate was not tuned
+    again. `unscaled` is the same at the single worker's rate.
+    """
+
+    workers: int
+    unscaled: float
+    unscaled_deviation: float
+    factor: float | None = None
+    accuracy: float | None = None
+    deviation: float | None = None
+
+
+class Figures(NamedTuple):
+    """One study's rows: its workload in words, and what its figures are.
+
+    `trained` is where training begins: a figure that is worse counts as none.
+    """
+
+    workload: str
+    unit: str
+    is_loss: bool
+    trained: float
+    rows: dict[ops.ReduceOp, tuple[Measured, ...]]
+
+    def is_trained(self, row: Measured) -> bool:
+        """Return whether the row's own rate trained."""
+        if row.factor is None or row.accuracy is None:
+            return False
+        better = row.accuracy < self.trained
+        return better if self.is_loss else not better
+
+
+WORKLOAD = (
+    "LeNet-5 on 1437 digits, 30 epochs, 8 images per worker and step, SGD with momentum "
+    "0.9, 5 seeds, rates a factor of 3 apart"
+)
+_ONE = Measured(1, 98.6, 0.4, 1, 98.6, 0.4)
+MEASURED: dict[ops.ReduceOp, tuple[Measured, ...]] = {
+    ops.Sum: (
+        _ONE,
+        Measured(2, 98.4, 0.3),
+        Measured(4, 98.7, 0.5),
+        Measured(8, 98.6, 0.3),
+        Measured(16, 97.8, 0.4, 0.3, 98.7, 0.4),
+        Measured(32, 25.8, 38.8, 0.3, 95.6, 2.6),
+        Measured(64, 9.2, 1.5, 1, 9.2, 1.5),
+    ),
+    ops.Average: (
+        _ONE,
+        Measured(2, 98.6, 0.6),
+        Measured(4, 98.4, 0.7),
+        Measured(8, 97.3, 1.0),
+        Measured(16, 78.2, 22.1, 10, 98.3, 0.7),
+        Measured(32, 31.3, 19.3, 10, 96.4, 2.4),
+        Measured(64, 12.9, 4.5, 10, 69.6, 28.3),
+    ),
+    ops.AdasumGrad: (
+        _ONE,
+        Measured(2, 99.1, 0.3),
+        Measured(4, 98.8, 0.4),
+        Measured(8, 98.8, 0.8),
+        Measured(16, 98.8, 0.7, 1, 98.8, 0.7),
+        Measured(32, 98.9, 0.3, 1, 98.9, 0.3),
+        Measured(64, 96.1, 1.3, 3, 98.4, 0.6),
+    ),
+    ops.AdasumDelta: (
+        _ONE,
+        Measured(2, 98.6, 0.5),
+        Measured(4, 98.8, 0.6),
+        Measured(8, 98.9, 0.4),
+        Measured(16, 98.8, 0.5, 1, 98.8, 0.5),
+        Measured(32, 75.6, 26.1, 3, 97.6, 0.7),
+        Measured(64, 28.8, 20.9, 10, 64.8, 29.7),
+    ),
+}
+FIGURES = {"momentum": Figures(WORKLOAD, "%", False, 50.0, MEASURED)}
