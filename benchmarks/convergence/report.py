@@ -15,13 +15,13 @@ from convergence.training import Setting, is_trained
 from convergence.workloads import TARGET
 
 Record = dict[str, Any]
-_COLUMNS = ("workers", "reduction", "at", "rate", "steps", "{}", "spread", "{}", "runs")
+_COLUMNS = ("workers", "reduction", "at", "rate", "steps", "", "from to", "", "runs")
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Return mean and standard deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.{digits}f} +- {deviation:.{digits}f}"
+    """Return mean and standard deviation; of one value, itself."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} +- {statistics.stdev(values):.{digits}f}" if values[1:] else mean
 
 
 def reached(record: Record, goal: float) -> int | None:
@@ -65,12 +65,10 @@ def name_of(setting: Setting) -> str:
 
 
 def line(study: Study, row: Row, runs: Runs, goal: float) -> list[str]:
-    """Return a row's cells; those of a row that was not run say so."""
-    setting = row.setting
-    cells = [str(setting.workers), name_of(setting), row.rate]
-    kept = study.records(row, runs)
+    """Return a row's cells; none where it was not run."""
+    setting, kept = row.setting, study.records(row, runs)
     if not kept:
-        return [*cells, *["not run"] * (len(_COLUMNS) - 3)]
+        return []
     good = [record for record in kept if is_trained(record)]
     grid = study.grids[setting.optimizer]
     lr = kept[0]["lr"]
@@ -81,7 +79,9 @@ def line(study: Study, row: Row, runs: Runs, goal: float) -> list[str]:
     when = f"{statistics.mean(first):.0f} ({len(first)})" if first else "never"
     failed = len(kept) - len(good)
     return [
-        *cells,
+        str(setting.workers),
+        name_of(setting),
+        row.rate,
         f"{lr:g}{edge}",
         str(kept[0]["steps"]),
         spread(figures, digits) if good else "diverged",
@@ -89,6 +89,18 @@ def line(study: Study, row: Row, runs: Runs, goal: float) -> list[str]:
         when,
         f"{len(kept)}" + (f", {failed} diverged" if failed else ""),
     ]
+
+
+def missing(study: Study, runs: Runs) -> str:
+    """Return which rows of a study have no run yet."""
+    rows = [row for row in study.rows if not study.records(row, runs)]
+    if not rows:
+        return ""
+    named = [
+        f"{row.setting.workers} workers {name_of(row.setting)} ({row.rate})"
+        for row in rows
+    ]
+    return f"Not run yet: {'; '.join(named)}.\n"
 
 
 def tuning(study: Study, runs: Runs) -> tuple[int, int]:
@@ -126,8 +138,9 @@ def table(study: Study, runs: Runs) -> str:
             "",
             "| " + " | ".join(columns) + " |",
             "|---" * len(columns) + "|",
-            *("| " + " | ".join(cells) + " |" for cells in lines),
+            *("| " + " | ".join(cells) + " |" for cells in lines if cells),
             "",
+            missing(study, runs),
         ]
     )
 

@@ -107,9 +107,7 @@ def adamw(scale: Scale) -> Study:
         many = [replace(one, op=op, workers=workers) for op in OPS[1:]]
         rows += list(_both_rates(many))
         # AdamW does not see a factor: a sum is the average but for epsilon.
-        rows.append(
-            Row(replace(one, op="sum", workers=workers), "sequential", seeds=1)
-        )
+        rows.append(Row(replace(one, op="sum", workers=workers), "sequential", seeds=1))
     rows.append(Row(one))
     return Study("adamw", "AdamW on a transformer", one, rows, scale.seeds)
 

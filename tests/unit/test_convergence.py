@@ -104,6 +104,13 @@ def test_the_mean_of_changes_is_that_of_gradients_for_sgd():
     assert (weights(setting) - weights(apart)).abs().max() < 1e-6
 
 
+def test_adamw_does_not_see_that_a_sum_is_larger():
+    """Its steps are the average's, but for epsilon where a gradient is next to nothing."""
+    average, total = (weights(replace(TINY, op=op)) for op in ("average", "sum"))
+    moved = (average - weights(TINY, 1)).abs().mean()
+    assert (average - total).abs().mean() < moved / 100
+
+
 def test_fresh_coefficients_are_the_gradients():
     changes, gradients = [vectors(4, 9)], [torch.eye(4)]
     (mine,) = repairs.FreshCoefficients()(changes, gradients, 0.1)
