@@ -65,7 +65,7 @@ def adasum_lr(
         group_op: how ranks inside a group are joined ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": what `init` was given, or the
             ranks of one host, which is `init`'s default and not this one.
-        optimizer: the study to answer from: "momentum" (SGD), or "adamw" for Adam's kin; see
+        optimizer: the study to answer from: "momentum" (SGD), or "adam"; see
             :func:`study_of`.
 
     Returns:
@@ -135,11 +135,8 @@ def study_of(optimizer: object) -> str:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # of Keras's loss scaling
     named = type(inner).__mro__
-    return (
-        "adamw"
-        if any("adam" in kind.__name__.lower() for kind in named)
-        else "momentum"
-    )
+    is_adam = any("adam" in kind.__name__.lower() for kind in named)
+    return "adam" if is_adam else "momentum"
 
 
 def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:

@@ -240,7 +240,11 @@ def started(
         f"{__version__}: {ranks} ranks on {hosts} {host} over {backend}",
         *([f"exchange over {path}"] if path else []),
         _groups(settings),
-        *([f"op=AdasumGrad: AdasumDelta is {against}"] if against else []),
+        *(
+            [f"op=AdasumGrad: under momentum, AdasumDelta is {against}"]
+            if against
+            else []
+        ),
     ]
     return "; ".join(parts)
 

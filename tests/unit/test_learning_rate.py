@@ -14,38 +14,44 @@ from convergence.runs import Runs
 from convergence.studies import Row
 
 from adasum_hvd import learning_rate, ops, options
-from adasum_hvd.learning_rate import MEASURED, Measured, adasum_lr
+from adasum_hvd.learning_rate import FIGURES, MEASURED, Measured, adasum_lr, study_of
 
 RAW = Path(__file__).parents[2] / "docs/convergence/raw"
 RUNS = Runs(RAW, "none", only_kept=True)
-STUDY = studies.momentum(studies.SCALES["small"])
-SINGLE = STUDY.rate(Row(STUDY.sequential), RUNS)
-COUNTS = [1, 2, 4, 8, 16, 32, 64]
+STUDIES = {name: getattr(studies, name)(studies.SCALES["small"]) for name in FIGURES}
+COUNTS = {"momentum": [1, 2, 4, 8, 16, 32, 64], "adam": [1, 32]}
 
 
-def accuracy(rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
+def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
     """Return factor, mean and deviation over the seeds, as the tables round them."""
+    study = STUDIES[name]
     (row,) = (
         row
-        for row in STUDY.rows
+        for row in study.rows
         if row.setting.workers == workers
         and (workers == 1 or (row.rate == rate and ops.parse(row.setting.op) is op))
     )
-    kept = STUDY.records(row, RUNS)
+    kept = study.records(row, RUNS)
     if not kept:
         return ()
     assert len(kept) >= 3
     values = [100 * record["accuracy"] for record in kept]
-    factor = round(kept[0]["lr"] / SINGLE, 3)
+    single = study.rate(Row(study.sequential), RUNS)
+    factor = round(kept[0]["lr"] / single, 3)
     return factor, round(statistics.mean(values), 1), round(statistics.stdev(values), 1)
 
 
-@pytest.mark.parametrize("op", MEASURED, ids=lambda op: op.name)
-def test_the_table_is_what_the_benchmark_found(op):
-    assert [row.workers for row in MEASURED[op]] == COUNTS
-    for row in MEASURED[op]:
-        unscaled = accuracy("sequential", op, row.workers)
-        tuned = accuracy("own", op, row.workers)
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [(name, op) for name, figures in FIGURES.items() for op in figures.rows],
+    ids=str,
+)
+def test_the_table_is_what_the_benchmark_found(name, op):
+    rows = FIGURES[name].rows[op]
+    assert [row.workers for row in rows] == COUNTS[name]
+    for row in rows:
+        unscaled = accuracy(name, "sequential", op, row.workers)
+        tuned = accuracy(name, "own", op, row.workers)
         tuned = unscaled if row.workers == 1 else tuned
         assert row == Measured(row.workers, *unscaled[1:], *tuned)
         assert unscaled[0] == 1
@@ -99,6 +105,26 @@ def test_factors_between_two_sizes_lie_between_theirs(op):
         assert rate.factor <= max(factors) * 1.000001
 
 
+class AdamLike:
+    """Named as optimizers of Adam's kin are."""
+
+
+def test_adam_has_figures_of_its_own():
+    assert study_of(type("DistributedIt", (AdamLike,), {})()) == "adam"
+    assert study_of(SimpleNamespace(inner_optimizer=AdamLike())) == "adam"
+    assert study_of(SimpleNamespace()) == "momentum"
+    rate = adasum_lr(0.1, "adasum-grad", 32, optimizer="adam")
+    assert (rate.factor, rate.certainty) == (3, "measured")
+    assert "Adam, 3 seeds" in rate.reason and "98.8 +- 0.4 %" in rate.reason
+    assert adasum_lr(0.1, "adasum", 64, optimizer="adam").certainty == "extrapolated"
+    with pytest.raises(ValueError, match="got Average, for which there are no figures"):
+        adasum_lr(0.1, "average", 32, optimizer="adam")
+    with pytest.raises(ValueError, match=r"optimizer: required one of .* got 'lion'"):
+        adasum_lr(0.1, "average", 32, optimizer="lion")
+    # One point, three seeds: too little to warn of.
+    assert not learning_rate.variant_advice(ops.AdasumDelta, 64, "adam")
+
+
 def test_reasons_name_the_rule():
     for size, named in ((16, False), (17, True), (64, True)):
         reason = adasum_lr(0.1, "adasum-delta", size).reason
@@ -120,12 +146,14 @@ def test_groups_multiply_two_figures():
     assert adasum_lr(0.1, "adasum-grad", 4, "average", 16).factor == pytest.approx(10)
 
 
-def banner(op: ops.ReduceOp, ranks: int, **groups: object) -> str:
+def banner(
+    op: ops.ReduceOp, ranks: int, study: str = "momentum", **groups: object
+) -> str:
     process_set = SimpleNamespace(size=lambda: ranks)
     settings = {"group_op": "adasum", "group_size": 0, "kernels": "avx2", **groups}
     given = options.Options(op, process_set, None)
     none = {"device": 0, "host": 0}
-    return options.banner(given, settings, "Gloo", "network", [], none)
+    return options.banner(given, settings, "Gloo", "network", [], none, study)
 
 
 def test_the_banner_says_the_same():
@@ -140,6 +168,9 @@ def test_the_banner_says_the_same():
     assert "30 times the best of one worker (extra" in banner(
         ops.AdasumDelta, 512, **averaged
     )
+    line = banner(ops.AdasumDelta, 32, "adam")
+    assert "learning rate 1 times" in line and "below" not in line
+    assert "rate" not in banner(ops.Average, 32, "adam")
     # A host's ranks, whose number is not known here; a reduction without figures.
     assert "rate" not in banner(ops.AdasumDelta, 64, group_op="average")
     assert "rate" not in banner(ops.Max, 64)
