@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from convergence import reductions, repairs, runs, studies, text, training
+from convergence import reductions, repairs, report, runs, studies, text, training
 from convergence.lamb import LAMB
 from convergence.training import Setting, train
 
@@ -199,3 +199,24 @@ def test_studies_name_each_run_once(name):
         for row in study.rows:
             assert row.setting.workers % row.setting.group_size == 0
             assert row.setting.optimizer in study.grids
+
+
+def test_tables_say_what_failed_and_what_was_not_run(tmp_path):
+    study = replace(studies.lamb(studies.SCALES["tiny"]), seeds=2)
+    first = study.rows[0].setting
+    grid = study.grids["lamb"]
+    kept = [(lr, 1, {"validation": 3 - lr, "test": 1.5}) for lr in grid]
+    kept.append((grid[-1], 2, {"diverged": 4}))
+    with (tmp_path / "lamb.jsonl").open("w") as file:
+        for lr, seed, outcome in kept:
+            setting = replace(first, lr=lr, seed=seed)
+            line = {**training.asdict(setting), "steps": 16, "curve": [], **outcome}
+            file.write(json.dumps(line) + "\n")
+    found = report.table(study, runs.Runs(tmp_path, "none", only_kept=True))
+    (row,) = (line for line in found.splitlines() if line.startswith("| 32 |"))
+    assert row == (
+        "| 32 | average | own | 0.3 (end of grid) | 16 | 1.500 | 1.500 to 1.500 | never "
+        "| 2, 1 diverged |"
+    )
+    assert f"chosen by {len(grid)} runs of seed 1, of which 0 diverged" in found
+    assert "Not run yet: 32 workers adasum-grad (own); 32 workers adasum-delta" in found
