@@ -65,7 +65,7 @@ def adasum_lr(
         group_op: how ranks inside a group are joined ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": what `init` was given, or the
             ranks of one host, which is `init`'s default and not this one.
-        optimizer: the study to answer from: "momentum" (SGD), or "adam"; see
+        optimizer: the study to answer from: "momentum" (SGD), "adam" or "adamw"; see
             :func:`study_of`.
 
     Returns:
@@ -105,12 +105,14 @@ def adasum_lr(
     figures = FIGURES[optimizer]
     reduction = ops.parse(op)
     reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction
-    if reduction not in figures.rows:
-        raise ValueError(
-            "adasum_lr: op: required average, sum or an AdaSum variant, got "
-            f"{reduction.name}, for which there are no figures"
-        )
-    if group_op != "adasum" and group_size > 1 and ops.is_adasum(reduction):
+    grouped = group_op != "adasum" and group_size > 1 and ops.is_adasum(reduction)
+    for needed in (reduction, *([ops.parse(group_op)] if grouped else [])):
+        if needed not in figures.rows:
+            raise ValueError(
+                "adasum_lr: op: required average, sum or an AdaSum variant, got "
+                f"{needed.name}, for which there are no figures with {optimizer}"
+            )
+    if grouped:
         return _grouped(base_lr, figures, reduction, size, group_op, group_size)
     factor, certainty, rows = _factor(figures, reduction, size)
     reason = _reason(figures, reduction, size, certainty, rows)
@@ -127,16 +129,16 @@ def adasum_lr(
 def study_of(optimizer: object) -> str:
     """Return the name in `FIGURES` of the study that says most of an optimizer.
 
-    By its class: Adam and those named after it have their own, all others have SGD's.
+    By its class: "adamw" for AdamW, "adam" for Adam and others named after it, "momentum" for
+    all else.
 
     Example:
         >>> study_of(object())
         'momentum'
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # of Keras's loss scaling
-    named = type(inner).__mro__
-    is_adam = any("adam" in kind.__name__.lower() for kind in named)
-    return "adam" if is_adam else "momentum"
+    names = " ".join(kind.__name__.lower() for kind in type(inner).__mro__)
+    return next((name for name in ("adamw", "adam") if name in names), "momentum")
 
 
 def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:

@@ -254,8 +254,10 @@ def _advice(
 ) -> list[str]:
     """Return what the figures say of this variant and its learning rate, where they do."""
     group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))
-    figures = learning_rate.FIGURES[study]
-    if op not in figures.rows or (group_op != "adasum" and group_size == 0):
+    if group_op != "adasum" and group_size == 0:
+        return []
+    needed = {op} if group_op == "adasum" else {op, ops.parse(group_op)}
+    if not needed <= learning_rate.FIGURES[study].rows.keys():
         return []
     groups = group_op, max(1, group_size)
     rate = learning_rate.adasum_lr(1.0, op, ranks, *groups, optimizer=study)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from convergence import studies
+from convergence import report, studies
 from convergence.runs import Runs
 from convergence.studies import Row
 
@@ -19,7 +19,8 @@ from adasum_hvd.learning_rate import FIGURES, MEASURED, Measured, adasum_lr, stu
 RAW = Path(__file__).parents[2] / "docs/convergence/raw"
 RUNS = Runs(RAW, "none", only_kept=True)
 STUDIES = {name: getattr(studies, name)(studies.SCALES["small"]) for name in FIGURES}
-COUNTS = {"momentum": [1, 2, 4, 8, 16, 32, 64], "adam": [1, 32]}
+COUNTS = {"momentum": [1, 2, 4, 8, 16, 32, 64], "adam": [1, 32], "adamw": [1, 64]}
+SEEDS = {"momentum": 5, "adam": 3, "adamw": 1}  # at least
 
 
 def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
@@ -34,11 +35,13 @@ def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[floa
     kept = study.records(row, RUNS)
     if not kept:
         return ()
-    assert len(kept) >= 3
-    values = [100 * record["accuracy"] for record in kept]
+    assert len(kept) >= SEEDS[name]
+    values = [report.result(record) for record in kept]
     single = study.rate(Row(study.sequential), RUNS)
     factor = round(kept[0]["lr"] / single, 3)
-    return factor, round(statistics.mean(values), 1), round(statistics.stdev(values), 1)
+    places = 3 if FIGURES[name].is_loss else 1
+    deviation = statistics.stdev(values) if values[1:] else 0.0
+    return factor, round(statistics.mean(values), places), round(deviation, places)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +115,22 @@ class AdamLike:
 def test_adam_has_figures_of_its_own():
     assert study_of(type("DistributedIt", (AdamLike,), {})()) == "adam"
     assert study_of(SimpleNamespace(inner_optimizer=AdamLike())) == "adam"
+    assert study_of(type("AdamW", (AdamLike,), {})()) == "adamw"
     assert study_of(SimpleNamespace()) == "momentum"
     rate = adasum_lr(0.1, "adasum-grad", 32, optimizer="adam")
     assert (rate.factor, rate.certainty) == (3, "measured")
     assert "Adam, 3 seeds" in rate.reason and "98.8 +- 0.4 %" in rate.reason
+    rate = adasum_lr(0.003, "average", 64, optimizer="adamw")
+    assert rate.lr == pytest.approx(0.01, rel=1e-3)
+    assert "2.842 +- 0.038 nats per byte on 64" in rate.reason
+    assert adasum_lr(0.1, "average", 8, optimizer="adamw").certainty == "interpolated"
     assert adasum_lr(0.1, "adasum", 64, optimizer="adam").certainty == "extrapolated"
-    with pytest.raises(ValueError, match="got Average, for which there are no figures"):
+    with pytest.raises(
+        ValueError, match="got Average, for which there are no figures with adam"
+    ):
         adasum_lr(0.1, "average", 32, optimizer="adam")
+    with pytest.raises(ValueError, match="got Sum, for which there are no figures"):
+        adasum_lr(0.1, "adasum-grad", 64, "sum", 8, optimizer="adamw")
     with pytest.raises(ValueError, match=r"optimizer: required one of .* got 'lion'"):
         adasum_lr(0.1, "average", 32, optimizer="lion")
     # One point, three seeds: too little to warn of.
@@ -171,6 +183,8 @@ def test_the_banner_says_the_same():
     line = banner(ops.AdasumDelta, 32, "adam")
     assert "learning rate 1 times" in line and "below" not in line
     assert "rate" not in banner(ops.Average, 32, "adam")
+    summed = {"group_op": "sum", "group_size": 8}
+    assert "rate" not in banner(ops.AdasumGrad, 64, "adamw", **summed)
     # A host's ranks, whose number is not known here; a reduction without figures.
     assert "rate" not in banner(ops.AdasumDelta, 64, group_op="average")
     assert "rate" not in banner(ops.Max, 64)
