@@ -46,30 +46,51 @@ DeviceGuard::~DeviceGuard() {
 DeviceBuffer::~DeviceBuffer() {
   if (memory_ != nullptr) {
     DeviceGuard guard(device_);
-    cudaFree(memory_);
+    Free();
   }
+}
+
+// cudaFree waits for nothing where memory is of a pool, so that there the stream is told.
+cudaError_t DeviceBuffer::Free() {
+  cudaError_t error = cudaSuccess;
+  if (has_pools_) {
+    error = cudaFreeAsync(memory_, stream_);
+  } else if (error = cudaStreamSynchronize(stream_); error == cudaSuccess) {
+    error = cudaFree(memory_);
+  }
+  memory_ = nullptr;
+  bytes_ = 0;
+  return error;
+}
+
+cudaError_t DeviceBuffer::Take(int64_t bytes) {
+  const auto size = static_cast<size_t>(bytes);
+  const cudaError_t error =
+      has_pools_ ? cudaMallocAsync(&memory_, size, stream_) : cudaMalloc(&memory_, size);
+  if (error == cudaSuccess) {
+    bytes_ = bytes;
+  } else {
+    memory_ = nullptr;
+    cudaGetLastError(); // or the framework's next call would find it
+  }
+  return error;
 }
 
 char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
   if (bytes > bytes_) {
     const int64_t roomy = bytes_ + bytes_ / 4; // so that it does not grow often
     if (memory_ != nullptr) {
-      CheckCuda(cudaFreeAsync(memory_, stream), "free memory");
-      memory_ = nullptr;
-      bytes_ = 0;
+      CheckCuda(Free(), "free memory");
     }
     device_ = CurrentDevice();
-    cudaError_t error = cudaErrorMemoryAllocation;
-    for (int64_t wanted : {std::max(bytes, roomy), bytes}) {
-      if (error != cudaSuccess) {
-        error = cudaMallocAsync(&memory_, static_cast<size_t>(wanted), stream);
-        if (error == cudaSuccess) {
-          bytes_ = wanted;
-        } else {
-          memory_ = nullptr;
-          cudaGetLastError(); // or the framework's next call would find it
-        }
-      }
+    stream_ = stream;
+    int pools = 0;
+    CheckCuda(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device_),
+              "tell whether the device has memory pools");
+    has_pools_ = pools != 0;
+    cudaError_t error = Take(std::max(bytes, roomy));
+    if (error != cudaSuccess && roomy > bytes) {
+      error = Take(bytes);
     }
     if (error != cudaSuccess) {
       const char* remedy = error == cudaErrorMemoryAllocation

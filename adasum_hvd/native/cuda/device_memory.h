@@ -26,8 +26,9 @@ private:
 
 int CurrentDevice();
 
-// Memory on the device that was current when it was first reserved. It grows in the order of a stream, the
-// same for all calls: what is enqueued keeps what it has, and nothing waits.
+// Memory on the device that was current when it was first reserved. It grows and goes in the order of the
+// stream that reserved it last, the same for all calls: what is enqueued keeps what it has, and nothing waits
+// but on devices without memory pools (virtual ones), for the stream.
 class DeviceBuffer {
 public:
   DeviceBuffer() = default;
@@ -38,7 +39,12 @@ public:
   char* Reserve(int64_t bytes, cudaStream_t stream);
 
 private:
+  cudaError_t Take(int64_t bytes);
+  cudaError_t Free();
+
   int device_ = -1;
+  cudaStream_t stream_ = nullptr;
+  bool has_pools_ = true;
   void* memory_ = nullptr;
   int64_t bytes_ = 0;
 };
@@ -76,7 +82,7 @@ public:
   ~StreamMark();
 
   void Set(cudaStream_t stream); // behind all that is enqueued now
-  // False where the stream has not come there after so long, or has failed.
+  // False where the stream has not come to the place set last after so long, or has failed.
   bool WaitFor(int seconds) const;
 
 private:
@@ -90,7 +96,7 @@ struct DeviceScratch {
   DeviceBuffer received; // the other ranks' elements of this rank's slices
   DeviceBuffer work;     // what the kernels are told, and sums
   Uploads uploads;
-  StreamMark earlier; // behind what was enqueued before the latest reduction
+  StreamMark end; // of what is enqueued, when a reduction failed
 };
 
 } // namespace adasum_hvd

@@ -1,5 +1,6 @@
 #include "op/adasum_device_op.h"
 
+#include <algorithm>
 #include <deque>
 #include <exception>
 #include <stdexcept>
@@ -8,8 +9,10 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
-#include "op/registry.h"
+#include "horovod/common/logging.h"
+#include "op/device_hooks.h"
 #include "op/release.h"
+#include "op/shut_down.h"
 
 namespace adasum_hvd {
 
@@ -52,56 +55,85 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   if (const hvd::Status status = ReadFusedTensors(entries, response, by_type); !status.ok()) {
     return status;
   }
-  DeviceScratch* scratch = &scratch_[{entries.front().device, global_state_->current_nccl_stream}];
-  ncclComm_t* communicator = nullptr; // of this reduction, once there is one
+  under_way_.Add(entries, shared_from_this());
+  DeviceScratch& scratch = scratch_[{entries.front().device, global_state_->current_nccl_stream}];
+  ncclComm_t communicator = nullptr;
   try {
     gpu_op_context_.InitGPU(entries);
-    scratch->earlier.Set(gpu_context_->streams[global_state_->current_nccl_stream][entries.front().device]);
     nccl_op_context_.InitNCCLComm(entries, response.devices());
-    communicator = nccl_op_context_.nccl_comm_;
+    communicator = *nccl_op_context_.nccl_comm_;
     gpu_op_context_.InitGPUQueue(entries, response);
     WaitForData(entries);
     for (const FusedTensors& fused : by_type) {
-      Enqueue(fused, agreement, *process_set.controller, *scratch);
+      Enqueue(fused, agreement, *process_set.controller, scratch);
     }
   } catch (const std::exception& error) {
+    NoteFailure(error.what());
     agreement.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
-    GiveUp(communicator, scratch->earlier);
-    throw;
+    const LastWords words({global_state_->global_controller->GetRank()}, error.what());
+    if (!global_state_->elastic_enabled || communicator == nullptr) { // or the others wait for it in NCCL
+      agreement.network->GiveUp(words);
+      EndThisProcess(error.what());
+    }
+    agreement.network->Tell(words);
+    GiveUp(entries, scratch, error.what());
+    return hvd::Status::InProgress();
   }
-  ++unfinished_;
-  return gpu_op_context_.FinalizeGPUQueue(entries, true, [this] {
-    CheckCommunicator();
-    --unfinished_;
-  });
+  return gpu_op_context_.FinalizeGPUQueue(
+      entries, true, [self = shared_from_this(), communicator] { self->CheckCommunicator(communicator); });
 }
 
-// What the other ranks wait for was not enqueued here, and Horovod's own reductions use the same
-// communicator: out of step, they would hang or mix. Nothing that still needs it may run, but what all ranks
-// have enqueued `earlier` comes to its end first.
-void AdasumDeviceOp::GiveUp(ncclComm_t* communicator, const StreamMark& earlier) {
-  if (communicator != nullptr && *communicator != nullptr) {
-    const bool ended = earlier.WaitFor(settings_.local.timeout_seconds);
-    std::lock_guard<std::mutex> guard(communicator_mutex_);
-    given_up_ = true;
-    cut_short_ = !ended;
-    ncclCommAbort(*communicator);
-    *communicator = nullptr;
-  }
+void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
+  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
+      << "[" << global_state_->global_controller->GetRank()
+      << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
+  EndProcess();
+}
+
+// In an elastic job. What the others wait for was not enqueued here. NCCL aborts what hangs once all ranks of
+// a host ask it to, and they do when Horovod shuts down, which this rank now asks of all. Until then NCCL may
+// still write to the tensors, so that their owners are told when the stream has come to its end.
+void AdasumDeviceOp::GiveUp(const Entries& entries, DeviceScratch& scratch, const std::string& why) {
+  scratch.end.Set(*gpu_op_context_.stream);
+  under_way_.CutShort(why);
   global_state_->shut_down = true;
+  gpu_context_->finalizer_thread_pool.execute(
+      [self = shared_from_this(), own = entries, &scratch, why]() mutable {
+        self->gpu_context_->SetDevice(own.front().device);
+        if (!scratch.end.WaitFor(self->settings_.local.timeout_seconds)) {
+          self->EndThisProcess(why + "; and NCCL did not abort within " +
+                               std::to_string(self->settings_.local.timeout_seconds) +
+                               " s (ADASUM_HVD_TIMEOUT_SECONDS)");
+        }
+        for (hvd::TensorTableEntry& entry : own) {
+          self->global_state_->timeline.End(entry.tensor_name, nullptr);
+          entry.FinishWithCallback(hvd::Status::UnknownError(why));
+        }
+      });
 }
 
-// On a finalizer thread, where an exception ends the process but in elastic mode. What was cut short holds
-// anything, and must not pass for a result.
-void AdasumDeviceOp::CheckCommunicator() {
+void AdasumDeviceOp::PrepareForShutDown() {
   std::lock_guard<std::mutex> guard(communicator_mutex_);
-  if (!given_up_) {
-    nccl_op_context_.AsyncErrorCheck();
-  } else if (cut_short_) {
-    throw std::runtime_error("AdaSum: a reduction was cut short: a later one failed on this rank, and it had "
-                             "not ended " +
-                             std::to_string(settings_.local.timeout_seconds) +
-                             " s later (ADASUM_HVD_TIMEOUT_SECONDS)");
+  communicators_end_ = true;
+  if (global_state_->elastic_enabled) {
+    under_way_.CutShort("AdaSum: Horovod shut down while a reduction was under way");
+  }
+}
+
+// On a finalizer thread, while Horovod's own may end the communicators.
+void AdasumDeviceOp::CheckCommunicator(ncclComm_t communicator) {
+  std::lock_guard<std::mutex> guard(communicator_mutex_);
+  ncclResult_t failed = ncclSuccess;
+  if (!communicators_end_) {
+    const ncclResult_t asked = ncclCommGetAsyncError(communicator, &failed);
+    failed = asked == ncclSuccess ? failed : asked;
+  }
+  if (failed != ncclSuccess) {
+    const std::string why = std::string("NCCL failed during a reduction: ") + ncclGetErrorString(failed);
+    if (!global_state_->elastic_enabled) {
+      EndThisProcess(why);
+    }
+    throw std::runtime_error("AdaSum: " + why);
   }
 }
 
@@ -143,10 +175,34 @@ void AdasumDeviceOp::Enqueue(const FusedTensors& fused, const Agreement& agreeme
   end_phase();
 }
 
+bool AdasumDeviceOp::IsDrained() {
+  try {
+    return std::all_of(scratch_.begin(), scratch_.end(), [this](auto& one) {
+      auto& [place, scratch] = one;
+      DeviceGuard guard(place.first);
+      scratch.end.Set(gpu_context_->streams[place.second][place.first]);
+      return scratch.end.WaitFor(settings_.local.timeout_seconds);
+    });
+  } catch (const std::exception&) { // the device has failed
+    return false;
+  }
+}
+
 void AdasumDeviceOp::Release() {
   agreements_.Clear();
-  if (unfinished_ == 0) { // else a finalizer thread, ended early, left what still points there
+  if (IsDrained()) { // else what is under way still needs it
     scratch_.clear();
+  }
+  under_way_.End("AdaSum: Horovod shut down before a reduction ended");
+}
+
+namespace {
+thread_local std::weak_ptr<AdasumDeviceOp> op_of_this_thread; // Horovod's background thread
+} // namespace
+
+void CommunicatorsEnd() {
+  if (const std::shared_ptr<AdasumDeviceOp> op = op_of_this_thread.lock()) {
+    op->PrepareForShutDown();
   }
 }
 
@@ -155,6 +211,7 @@ std::shared_ptr<hvd::AllreduceOp> MakeAdasumDeviceOp(hvd::NCCLContext* nccl_cont
                                                      hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
   ReleaseWithThisThread(op);
+  op_of_this_thread = op;
   return op;
 }
 

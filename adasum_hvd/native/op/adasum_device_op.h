@@ -3,10 +3,10 @@
 // from an event that it is done.
 #pragma once
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,11 +15,13 @@
 #include "op/agreement.h"
 #include "op/fused_tensors.h"
 #include "op/settings.h"
+#include "op/under_way.h"
 #include "transport/nccl.h"
 
 namespace adasum_hvd {
 
-class AdasumDeviceOp : public horovod::common::AllreduceOp {
+class AdasumDeviceOp : public horovod::common::AllreduceOp,
+                       public std::enable_shared_from_this<AdasumDeviceOp> {
 public:
   AdasumDeviceOp(horovod::common::NCCLContext* nccl_context, horovod::common::GPUContext* gpu_context,
                  horovod::common::HorovodGlobalState* global_state);
@@ -30,6 +32,9 @@ public:
 
   horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
                                   const horovod::common::Response& response) override;
+
+  // Horovod is about to end its communicators: those of an elastic job are aborted, on all ranks.
+  void PrepareForShutDown();
 
   // Lets go of memory on devices; no reduction may follow.
   void Release();
@@ -42,8 +47,10 @@ private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
   Agreement& AgreementOf(int process_set_id) const;
-  void GiveUp(ncclComm_t* communicator, const StreamMark& earlier);
-  void CheckCommunicator();
+  void GiveUp(const Entries& entries, DeviceScratch& scratch, const std::string& why);
+  bool IsDrained();
+  [[noreturn]] void EndThisProcess(const std::string& why) const;
+  void CheckCommunicator(ncclComm_t communicator);
   void Enqueue(const FusedTensors& fused, const Agreement& agreement, horovod::common::Controller& controller,
                DeviceScratch& scratch);
 
@@ -53,10 +60,9 @@ private:
   horovod::common::NCCLOpContext nccl_op_context_;
   mutable Agreements<Agreement> agreements_{Memory::kDevice};
   std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
-  std::atomic<int> unfinished_{0};                       // reductions that finalizer threads have yet to end
-  std::mutex communicator_mutex_;                        // finalizer threads look at what GiveUp aborts
-  bool given_up_ = false;
-  bool cut_short_ = false; // by that, something that was still under way
+  UnderWay under_way_;
+  std::mutex communicator_mutex_; // finalizer threads look at what Horovod ends
+  bool communicators_end_ = false;
 };
 
 } // namespace adasum_hvd

@@ -3,14 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
 
 #include <link.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
@@ -20,11 +18,6 @@
 #include "op/release.h"
 #include "op/shut_down.h"
 #include "op/statistics.h"
-
-#if HAVE_MPI
-#define OMPI_SKIP_MPICXX
-#include <mpi.h>
-#endif
 
 namespace adasum_hvd {
 namespace {
@@ -52,22 +45,6 @@ int CopiesOfTheOp() {
       },
       &copies);
   return std::max(copies, 1);
-}
-
-// Ends the process so that the launcher ends the job.
-void EndProcess() {
-  std::signal(SIGALRM, SIG_DFL); // where MPI itself is stuck
-  alarm(10);
-#if HAVE_MPI
-  int started = 0, finished = 0, provided = 0;
-  MPI_Initialized(&started);
-  MPI_Finalized(&finished);
-  if (started != 0 && finished == 0 && MPI_Query_thread(&provided) == MPI_SUCCESS &&
-      provided == MPI_THREAD_MULTIPLE) {
-    MPI_Abort(MPI_COMM_WORLD, 1);
-  }
-#endif
-  _exit(1);
 }
 
 WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {

@@ -13,7 +13,7 @@
 #include "op/settings.h"
 #include "op/shut_down.h"
 #if ADASUM_ON_DEVICES
-#include "horovod/common/ops/nccl_operations.h"
+#include "op/device_hooks.h"
 #endif
 
 namespace adasum_hvd {
@@ -31,11 +31,6 @@ struct GlobalStateOf : horovod::common::HorovodOp {
 };
 
 #if ADASUM_ON_DEVICES
-// Defined in adasum_device_op.cc.
-std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumDeviceOp(horovod::common::NCCLContext* nccl_context,
-                                                                 horovod::common::GPUContext* gpu_context,
-                                                                 horovod::common::HorovodGlobalState* state);
-
 // Read in the same way from Horovod's own NCCL op.
 struct ContextsOf : horovod::common::NCCLAllreduce {
   static horovod::common::NCCLContext* Nccl(horovod::common::NCCLAllreduce& op) {
@@ -102,10 +97,16 @@ inline double& operator/=(double& factor, LocalSize size) {
 namespace horovod {
 namespace common {
 using AdasumOperationManager = ::adasum_hvd::OperationManagerWithAdasum;
+#if ADASUM_ON_DEVICES
+using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
+#endif
 } // namespace common
 } // namespace horovod
 
 #define OperationManager AdasumOperationManager
+#if ADASUM_ON_DEVICES
+#define NCCLContext AdasumNcclContext
+#endif
 
 // An AdaSum response carries reduce_op SUM while the request carried ADASUM, so Horovod's response cache
 // never hits and every step negotiates every tensor again. request_type already says ADASUM; operations.cc

@@ -2,10 +2,18 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+
+#include <unistd.h>
+
+#if HAVE_MPI
+#define OMPI_SKIP_MPICXX
+#include <mpi.h>
+#endif
 
 namespace adasum_hvd {
 namespace {
@@ -165,6 +173,21 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
   }
   std::lock_guard<std::mutex> guard(cause_mutex);
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
+}
+
+void EndProcess() {
+  std::signal(SIGALRM, SIG_DFL); // where MPI itself is stuck
+  alarm(10);
+#if HAVE_MPI
+  int started = 0, finished = 0, provided = 0;
+  MPI_Initialized(&started);
+  MPI_Finalized(&finished);
+  if (started != 0 && finished == 0 && MPI_Query_thread(&provided) == MPI_SUCCESS &&
+      provided == MPI_THREAD_MULTIPLE) {
+    MPI_Abort(MPI_COMM_WORLD, 1);
+  }
+#endif
+  _exit(1);
 }
 
 void NoteFailure(const std::string& why) {

@@ -30,6 +30,9 @@ bool NoteLeaving(horovod::common::Controller& controller, bool leaving);
 horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
                                       const horovod::common::Status& horovods);
 
+// Ends the process so that the launcher ends the job.
+[[noreturn]] void EndProcess();
+
 // A reduction of this rank has failed.
 void NoteFailure(const std::string& why);
 

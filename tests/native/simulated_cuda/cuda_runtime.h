@@ -47,6 +47,7 @@ public:
   ~Stream();
   void Enqueue(std::function<void()> work);
   void Synchronize();
+  bool IsBusy();
 
 private:
   void Work();
@@ -81,7 +82,15 @@ using std::ldexp;
 
 using cudaStream_t = simulated_cuda::Stream*;
 using cudaEvent_t = simulated_cuda::Event*;
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorMemoryAllocation,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorNotReady = 600,
+  cudaErrorNotSupported = 801
+};
+enum cudaDeviceAttr { cudaDevAttrMemoryPoolsSupported = 115 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaStreamNonBlocking = 1;
 
@@ -95,9 +104,12 @@ struct cudaLaunchConfig_t {
 
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaMalloc(void** memory, size_t bytes); // filled with NaNs
-cudaError_t cudaFree(void* memory);                  // waits for all streams
-void SimulatedMemoryLimit(size_t bytes);             // that a single allocation of this process gets
+// Waits for all streams, but not where the memory is of a pool; then it ends the program if one is busy.
+cudaError_t cudaFree(void* memory);
+void SimulatedMemoryLimit(size_t bytes);   // that a single allocation of this process gets
+void SimulatedMemoryPools(bool supported); // a device has them, unless this says that it has not
 cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t stream);
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);

@@ -221,6 +221,11 @@ void Stream::Synchronize() {
   changed_.wait(lock, [this] { return queue_.empty() && !working_; });
 }
 
+bool Stream::IsBusy() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return working_ || !queue_.empty();
+}
+
 void Stream::Work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -246,17 +251,46 @@ using simulated_cuda::streams;
 // ---- the functions of CUDA ----
 
 const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory"
-         : error == cudaSuccess             ? "no error"
-                                            : "not ready";
+  switch (error) {
+  case cudaSuccess: return "no error";
+  case cudaErrorInvalidValue: return "invalid argument";
+  case cudaErrorMemoryAllocation: return "out of memory";
+  case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+  case cudaErrorNotReady: return "device not ready";
+  case cudaErrorNotSupported: return "operation not supported";
+  }
+  return "unknown error";
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 namespace {
+
 std::atomic<size_t> memory_limit{SIZE_MAX};
+std::atomic<bool> has_pools{true};
+
+struct Pool {
+  std::mutex mutex;
+  std::set<void*> memory;
+};
+Pool& pool() {
+  static Pool one;
+  return one;
+}
+
+bool IsOfPool(void* memory) {
+  std::lock_guard<std::mutex> guard(pool().mutex);
+  return pool().memory.count(memory) != 0;
+}
+
 } // namespace
 
 void SimulatedMemoryLimit(size_t bytes) { memory_limit = bytes; }
+void SimulatedMemoryPools(bool supported) { has_pools = supported; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = has_pools ? 1 : 0;
+  return attribute == cudaDevAttrMemoryPoolsSupported ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   if (bytes > memory_limit) {
@@ -271,19 +305,51 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 }
 
 cudaError_t cudaFree(void* memory) {
-  if (memory != nullptr) {
+  if (memory == nullptr) {
+    return cudaSuccess;
+  }
+  const bool waits = !IsOfPool(memory);
+  {
     std::lock_guard<std::mutex> guard(streams().mutex);
     for (simulated_cuda::Stream* stream : streams().all) {
-      stream->Synchronize();
+      if (waits) {
+        stream->Synchronize();
+      } else if (stream->IsBusy()) {
+        std::fprintf(stderr, "cudaFree of a pool's memory while a stream works: nothing waits\n");
+        std::abort();
+      }
     }
-    std::free(memory);
   }
+  {
+    std::lock_guard<std::mutex> guard(pool().mutex);
+    pool().memory.erase(memory);
+  }
+  std::free(memory);
   return cudaSuccess;
 }
 
-cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) { return cudaMalloc(memory, bytes); }
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  if (!has_pools) {
+    return cudaErrorNotSupported;
+  }
+  const cudaError_t error = cudaMalloc(memory, bytes);
+  if (error == cudaSuccess) {
+    std::lock_guard<std::mutex> guard(pool().mutex);
+    pool().memory.insert(*memory);
+  }
+  return error;
+}
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
-  stream->Enqueue([=] { std::free(memory); });
+  if (!IsOfPool(memory)) {
+    return cudaErrorInvalidValue;
+  }
+  stream->Enqueue([=] {
+    {
+      std::lock_guard<std::mutex> guard(pool().mutex);
+      pool().memory.erase(memory);
+    }
+    std::free(memory);
+  });
   return cudaSuccess;
 }
 
@@ -417,6 +483,29 @@ __nv_bfloat16 __double2bfloat16(double value) {
 
 namespace simulated_cuda {
 
+class Communicator;
+
+namespace {
+
+struct Communicators {
+  std::mutex mutex;
+  std::set<Communicator*> living;
+};
+Communicators& communicators() {
+  static Communicators everywhere;
+  return everywhere;
+}
+
+void MustLive(Communicator* communicator) {
+  std::lock_guard<std::mutex> guard(communicators().mutex);
+  if (communicators().living.count(communicator) == 0) {
+    std::fprintf(stderr, "NCCL is asked of a communicator that has ended\n");
+    std::abort();
+  }
+}
+
+} // namespace
+
 // A rank's datagram socket, named after the job and the rank, and a thread that sorts what arrives by sender.
 class Communicator {
 public:
@@ -431,20 +520,53 @@ public:
     reader_ = std::thread([this] { Read(); });
   }
 
+  // Every rank's, as NCCL does inside a host: a rank that ends its communicator alone waits for the others.
   ~Communicator() {
-    const Header end = {-1};
-    Deliver(rank_, {reinterpret_cast<const char*>(&end), sizeof end});
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return under_way_ == 0; });
+    }
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_) {
+        Deliver(peer, Datagram(kEnds), true);
+      }
+    }
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (!changed_.wait_for(lock, kPatience, [this] { return ended_ == size_ - 1; })) {
+        std::fprintf(stderr, "NCCL hangs: rank %d ends its communicator, and %d others do not\n", rank_,
+                     size_ - 1 - ended_);
+        std::abort();
+      }
+    }
+    Deliver(rank_, Datagram(kReaderEnds), true);
     reader_.join();
     close(socket_);
   }
 
+  // What waits for a message or is still to come does so no more, and finds anything.
+  void Abort() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
+
   int size() const { return size_; }
 
+  // Of exchanges that a stream has yet to come to the end of.
+  void Begin() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    under_way_ += 1;
+  }
+  void Finish() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    under_way_ -= 1;
+    changed_.notify_all();
+  }
+
   void Send(const char* from, size_t bytes, int peer) {
-    std::string datagram;
     for (size_t sent = 0; sent < bytes; sent += kMostBytes) {
-      const Header header = {rank_};
-      datagram.assign(reinterpret_cast<const char*>(&header), sizeof header);
+      std::string datagram = Datagram(kMessage);
       datagram.append(from + sent, std::min(kMostBytes, bytes - sent));
       Deliver(peer, datagram);
     }
@@ -453,10 +575,13 @@ public:
   void Receive(char* to, size_t bytes, int peer) {
     std::unique_lock<std::mutex> lock(mutex_);
     std::string& box = arrived_[peer];
-    if (!changed_.wait_for(lock, std::chrono::seconds(60), [&] { return box.size() >= bytes; })) {
+    if (!changed_.wait_for(lock, kPatience, [&] { return aborted_ || box.size() >= bytes; })) {
       std::fprintf(stderr, "NCCL hangs: rank %d expects %zu bytes of rank %d and has %zu\n", rank_, bytes,
                    peer, box.size());
       std::abort();
+    }
+    if (aborted_) {
+      return;
     }
     std::copy_n(box.data(), bytes, to);
     box.erase(0, bytes);
@@ -465,8 +590,12 @@ public:
 private:
   static constexpr size_t kMostBytes = 64 << 10;
 
+  static constexpr std::chrono::seconds kPatience{60};
+
+  enum Kind { kMessage, kEnds, kReaderEnds };
   struct Header {
-    int from; // negative: the reader ends
+    Kind kind;
+    int from;
   };
   struct Address {
     sockaddr_un name = {};
@@ -483,9 +612,17 @@ private:
     return address;
   }
 
-  void Deliver(int peer, const std::string& datagram) {
+  std::string Datagram(Kind kind) const {
+    const Header header = {kind, rank_};
+    return {reinterpret_cast<const char*>(&header), sizeof header};
+  }
+
+  void Deliver(int peer, const std::string& datagram, bool last = false) {
     const Address address = AddressOf(peer);
     for (int tries = 0; tries < 60000; ++tries) { // the peer may not be there yet
+      if (aborted_ && !last) {
+        return;
+      }
       if (sendto(socket_, datagram.data(), datagram.size(), 0, address.generic(), address.length) >= 0) {
         return;
       }
@@ -499,14 +636,15 @@ private:
     std::vector<char> datagram(sizeof(Header) + kMostBytes);
     while (true) {
       const ssize_t got = recv(socket_, datagram.data(), datagram.size(), 0);
-      Header header = {-1};
+      Header header = {kReaderEnds, rank_};
       if (got >= static_cast<ssize_t>(sizeof header)) {
         std::memcpy(&header, datagram.data(), sizeof header);
       }
-      if (header.from < 0) {
+      if (header.kind == kReaderEnds) {
         return;
       }
       std::lock_guard<std::mutex> guard(mutex_);
+      ended_ += header.kind == kEnds ? 1 : 0;
       arrived_[header.from].append(datagram.data() + sizeof header, static_cast<size_t>(got) - sizeof header);
       changed_.notify_all();
     }
@@ -519,6 +657,9 @@ private:
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::string> arrived_; // per sender
+  int under_way_ = 0;
+  int ended_ = 0; // other ranks
+  std::atomic<bool> aborted_{false};
   std::thread reader_;
 };
 
@@ -580,16 +721,28 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 
 ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
   *communicator = new simulated_cuda::Communicator(id.internal, rank, size);
+  std::lock_guard<std::mutex> guard(simulated_cuda::communicators().mutex);
+  simulated_cuda::communicators().living.insert(*communicator);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
+  simulated_cuda::MustLive(communicator);
+  {
+    std::lock_guard<std::mutex> guard(simulated_cuda::communicators().mutex);
+    simulated_cuda::communicators().living.erase(communicator);
+  }
   delete communicator;
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommAbort(ncclComm_t communicator) { return ncclCommDestroy(communicator); }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+ncclResult_t ncclCommAbort(ncclComm_t communicator) {
+  simulated_cuda::MustLive(communicator);
+  communicator->Abort();
+  return ncclCommDestroy(communicator);
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) {
+  simulated_cuda::MustLive(communicator);
   *error = ncclSuccess;
   return ncclSuccess;
 }
@@ -602,8 +755,13 @@ ncclResult_t ncclGroupStart() {
 ncclResult_t ncclGroupEnd() {
   simulated_cuda::Group& group = simulated_cuda::group();
   if (--group.depth == 0 && !group.messages.empty()) {
-    group.messages.front().stream->Enqueue(
-        [messages = std::move(group.messages)] { simulated_cuda::Exchange(messages); });
+    simulated_cuda::Communicator* communicator = group.messages.front().communicator;
+    simulated_cuda::MustLive(communicator);
+    communicator->Begin();
+    group.messages.front().stream->Enqueue([communicator, messages = std::move(group.messages)] {
+      simulated_cuda::Exchange(messages);
+      communicator->Finish();
+    });
     group.messages.clear();
   }
   return ncclSuccess;
