@@ -27,7 +27,7 @@ help:
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
-	@echo "make gpu       the tests that need a CUDA device"
+	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
 $(VENV)/ready: pyproject.toml adasum_hvd/install/prerequisites.py
@@ -81,10 +81,9 @@ integrations: setup
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable '.[integrations]'
 	$(BIN)/python -m pytest tests/integrations
 
-# Needs a device, and a Horovod of `adasum-hvd build --gpu nccl`; what cannot run is counted as skipped.
+# In the order for a first device; what cannot run is counted as skipped, with the reason.
 gpu: $(VENV)/ready
-	@$(BIN)/adasum-hvd build --gpu nccl
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python tests/gpu/first.py --output build/gpu
 
 # Neither tool imports Horovod.
 lint: $(VENV)/ready

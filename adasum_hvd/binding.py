@@ -25,8 +25,8 @@ class Counters(NamedTuple):
         tensors: parameters, each with coefficients of its own.
         delta_tensors: those of the delta variant among them.
         bytes: reduced.
-        explicit_tensors: those in host memory with a node that had to be formed explicitly, on
-            this rank; on a device nothing waits for what its kernels find.
+        explicit_tensors: those with a node that had to be formed explicitly, on this rank; on
+            devices of reductions that have ended.
         exchange_nanoseconds: spent sending, receiving and summing the Gram matrices, of
             tensors in host memory (those on devices: Horovod's timeline), as the next two.
         solve_nanoseconds: spent on the sums that ranks share, and on coefficients.

@@ -1,7 +1,7 @@
 // What the kernels move per second, beside a copy on the same device: built and run by gpu.py.
 //
 // Prints one JSON line per case: element type, ranks, megabytes of one rank's slice, and gigabytes read and
-// written per second (medians) of the copy, the Gram kernel and the combine kernel.
+// written per second (medians) of the copy, the Gram kernel and the combine kernel. A slice has one tensor.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -66,16 +66,17 @@ void Measure(ElementType type, int ranks, int64_t bytes, cudaStream_t stream) {
   slice.run_count = 1;
   slice.blocks = {OnDevice(places), static_cast<int>(blocks)};
   slice.received = OnDevice(std::vector<const void*>(vectors.begin(), vectors.end()));
+  slice.nearest = true;
   slice.scales = OnDevice(std::vector<double>{1.0});
   slice.block_sums = OnDevice(std::vector<double>(static_cast<size_t>(blocks * GramSize(ranks))));
   slice.coefficients = OnDevice(std::vector<double>(static_cast<size_t>(ranks), 0.5));
-  slice.explicit_walk = OnDevice(std::vector<int32_t>{0});
+  slice.walk_tree = OnDevice(std::vector<int32_t>{0});
   const auto all = static_cast<size_t>(bytes);
   const double copy = MedianSeconds(
       [&] { CheckCuda(cudaMemcpyAsync(result, vectors[1], all, cudaMemcpyDeviceToDevice, stream), "copy"); },
       stream);
   const double gram = MedianSeconds([&] { device::GramOfBlocks(slice, stream); }, stream);
-  const double combine = MedianSeconds([&] { device::Combine(slice, 1.0, stream); }, stream);
+  const double combine = MedianSeconds([&] { device::Combine(slice, {}, 1.0, stream); }, stream);
   const double gigabytes = static_cast<double>(bytes) / 1e9;
   std::printf("{\"type\": \"float%d\", \"ranks\": %d, \"megabytes\": %.0f, \"copy\": %.1f, \"gram\": %.1f, "
               "\"combine\": %.1f}\n",
@@ -89,7 +90,7 @@ void Measure(ElementType type, int ranks, int64_t bytes, cudaStream_t stream) {
        {static_cast<const void*>(result), static_cast<const void*>(slice.runs),
         static_cast<const void*>(slice.blocks.at), static_cast<const void*>(slice.received),
         static_cast<const void*>(slice.scales), static_cast<const void*>(slice.block_sums),
-        static_cast<const void*>(slice.coefficients), static_cast<const void*>(slice.explicit_walk)}) {
+        static_cast<const void*>(slice.coefficients), static_cast<const void*>(slice.walk_tree)}) {
     CheckCuda(cudaFree(const_cast<void*>(memory)), "free");
   }
 }
@@ -102,10 +103,7 @@ int main(int argc, char** argv) {
   CheckCuda(cudaStreamCreate(&stream), "create a stream");
   for (int k = 1; k < argc; ++k) {
     for (ElementType type : {kFloat32, kFloat16, kFloat64}) {
-      for (int ranks : {2, 4, 8}) {
-        if (type == kFloat64 && ranks > 3) {
-          continue; // combined in the order of a tree, which is not what is measured
-        }
+      for (int ranks : {2, 4, 8, 16}) {
         Measure(type, ranks, std::atoll(argv[k]) * 1000 * 1000, stream);
       }
     }

@@ -2,8 +2,12 @@
 
     python benchmarks/gpu.py kernels       # needs nvcc and a device, no torch and no Horovod
     python benchmarks/gpu.py op --ranks 2  # needs a Horovod of `adasum-hvd build --gpu nccl`
-    python benchmarks/gpu.py adam          # needs torch with CUDA
+    python benchmarks/gpu.py trace         # the same; which calls of CUDA wait for the device
+    python benchmarks/gpu.py adam          # needs torch with CUDA; with DeepSpeed's, if installed
     python benchmarks/gpu.py               # all of it
+
+With `--strict` it fails where kernels move less than 80 % of what a copy does, where AdaSum of
+100 MB takes more than 1.3 times the average, or where a reduction waits for the device.
 
 Where there are fewer devices than ranks, ranks share them: that needs NCCL 2.32 or newer,
 which is told so by NCCL_MULTI_RANK_GPU_ENABLE=1 (set here). In `op` Horovod's AdaSum is a
@@ -19,14 +23,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jobs
 
 MB = 1_000_000
-SIZES = (1, 16, 64, 100, 256, 1000)  # megabytes
+SIZES = (1_000, *(megabytes * MB for megabytes in (1, 16, 64, 100, 256, 1000)))  # bytes
 REPETITIONS = 20
+LEAST_OF_COPY = 0.8  # of its bandwidth, for a kernel
+MOST_OF_AVERAGE = 1.3  # of its time, for AdaSum of 100 MB
+# Calls of CUDA that wait for the device. Horovod's finalizer threads wait for events.
+WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaFree")
 
 
 # ---- kernels ----
@@ -90,8 +101,8 @@ def rank_main(arguments: list[str]) -> None:
     hvd.init()
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     results = []
-    for megabytes in SIZES:
-        source = torch.randn(megabytes * MB // 4, device="cuda")
+    for size in SIZES:
+        source = torch.randn(size // 4, device="cuda")
         tensor = source.clone()
         operations = {
             "average": lambda t=tensor: horovod_torch.allreduce_(
@@ -119,7 +130,7 @@ def rank_main(arguments: list[str]) -> None:
                 if repetition >= 0:
                     times[name].append(time.perf_counter() - started)
         medians = {name: statistics.median(values) for name, values in times.items()}
-        results.append({"megabytes": megabytes, **medians})
+        results.append({"bytes": size, **medians})
     if hvd.rank() == 0:
         output.write_text(
             json.dumps({"device": torch.cuda.get_device_name(), "rows": results})
@@ -144,10 +155,12 @@ def print_op(ranks: int, ours: dict, theirs: dict | None) -> None:
     print(
         f"\nop, {ranks} ranks, {ours['device']}, milliseconds (median of {REPETITIONS})"
     )
-    print(f"{'MB':>6} {'copy':>8} {'average':>9} {'AdaSum':>16} {'Horovod AdaSum':>20}")
+    print(f"{'MB':>8} {'copy':>8} {'average':>9} {'AdaSum':>16} {'Horovod AdaSum':>20}")
     for k, row in enumerate(ours["rows"]):
         average, adasum = row["average"], row["adasum"]
-        line = f"{row['megabytes']:6} {1e3 * row['copy']:8.2f} {1e3 * average:9.2f} "
+        line = (
+            f"{row['bytes'] / MB:8.3f} {1e3 * row['copy']:8.2f} {1e3 * average:9.2f} "
+        )
         line += f"{1e3 * adasum:8.2f} {adasum / average:6.2f}x"
         if theirs:
             other = theirs["rows"][k]["horovod_adasum"]
@@ -155,7 +168,85 @@ def print_op(ranks: int, ours: dict, theirs: dict | None) -> None:
         print(line)
 
 
+def trace_main(arguments: list[str]) -> None:
+    """One rank: what CUDA is asked while reductions are enqueued, by thread and call."""
+    import horovod.torch as horovod_torch
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import adasum_hvd.torch as hvd
+
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    tensors = [torch.randn(MB, device="cuda") for _ in range(8)]
+
+    def reduce_all() -> None:
+        handles = [
+            hvd.allreduce_async_(tensor, op=hvd.Adasum, name=f"traced.{k}")
+            for k, tensor in enumerate(tensors)
+        ]
+        for handle in handles:
+            horovod_torch.synchronize(handle)
+
+    for _ in range(5):
+        reduce_all()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        reduce_all()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "trace.json")
+        profiled.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    calls: dict[str, int] = {}
+    main = str(threading.get_native_id())
+    for event in events:
+        if event.get("cat") == "cuda_runtime" and str(event["tid"]) != main:
+            calls[event["name"]] = calls.get(event["name"], 0) + 1
+    if hvd.rank() == 0:
+        Path(arguments[0]).write_text(json.dumps(calls))
+    hvd.shutdown()
+
+
+def print_trace(calls: dict[str, int]) -> None:
+    """Print how often Horovod's threads called what, in one round of eight reductions."""
+    print("\ncalls of CUDA outside the main thread, eight reductions of 4 MB")
+    for name, times in sorted(calls.items()):
+        waits = "   waits for the device" if name in WAITING else ""
+        print(f"{name:32} {times:5}{waits}")
+
+
 # ---- AdamOffload ----
+
+
+class OnHost:
+    """An optimizer of copies of the parameters in pinned host memory, as ZeRO-Offload has them."""
+
+    def __init__(self, parameters: list, optimizer: Callable):
+        import torch
+
+        self.parameters = parameters
+        self.masters = [
+            torch.nn.Parameter(p.detach().cpu().pin_memory()) for p in parameters
+        ]
+        for master in self.masters:
+            master.grad = torch.empty_like(master, pin_memory=True)
+        self.optimizer = optimizer(self.masters, lr=1e-3)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Zero the gradients on the device."""
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad.zero_()
+
+    def step(self) -> None:
+        """Copy gradients down, take the step, copy parameters up."""
+        import torch
+
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            master.grad.copy_(p.grad, non_blocking=True)
+        torch.cuda.synchronize()
+        self.optimizer.step()
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            p.data.copy_(master.detach(), non_blocking=True)
 
 
 def measure_adam() -> list[dict]:
@@ -168,6 +259,12 @@ def measure_adam() -> list[dict]:
         "torch.optim.Adam(fused)": lambda p: torch.optim.Adam(p, 1e-3, fused=True),
         "AdamOffload": lambda p: AdamOffload(p, 1e-3),
     }
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        makers["DeepSpeedCPUAdam"] = lambda p: OnHost(p, DeepSpeedCPUAdam)
+    except ImportError:
+        print("skipped: DeepSpeed's Adam on the host: deepspeed is not installed")
     rows = []
     for elements in (25_000_000, 100_000_000):
         for name, make in makers.items():
@@ -209,32 +306,64 @@ def print_adam(rows: list[dict]) -> None:
         )
 
 
+def shortfalls(found: dict) -> list[str]:
+    """Return what `--strict` fails for."""
+    slow = [
+        f"{kernel} kernel, {row['type']}, {row['ranks']} ranks, {row['megabytes']:.0f} MB: "
+        f"{row[kernel] / row['copy']:.2f} of a copy, required {LEAST_OF_COPY}"
+        for row in found.get("kernels", [])
+        for kernel in ("gram", "combine")
+        if row["ranks"] <= 8 and row[kernel] < LEAST_OF_COPY * row["copy"]
+    ]
+    slow += [
+        f"AdaSum of 100 MB: {row['adasum'] / row['average']:.2f} of the average's time, "
+        f"required {MOST_OF_AVERAGE}"
+        for row in (found["op"][0]["rows"] if "op" in found else [])
+        if row["bytes"] == 100 * MB and row["adasum"] > MOST_OF_AVERAGE * row["average"]
+    ]
+    calls = found.get("trace", {})
+    return slow + [
+        f"{name} is called {calls[name]} times" for name in WAITING if name in calls
+    ]
+
+
 def main() -> None:
     """Measure what was asked for."""
+    if sys.argv[1:3] == ["--rank", "trace"]:
+        trace_main(sys.argv[3:])
+        return
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["kernels", "op", "adam"])
+    everything = ["kernels", "op", "trace", "adam"]
+    parser.add_argument("what", nargs="?", choices=everything)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--strict", action="store_true", help="fail where it is slow")
     options = parser.parse_args()
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         sys.exit("benchmarks/gpu.py: required a CUDA device, got none on this machine")
-    wanted = [options.what] if options.what else ["kernels", "op", "adam"]
-    found: dict[str, object] = {"machine": jobs.machine()}
+    wanted = [options.what] if options.what else everything
+    found: dict[str, Any] = {"machine": jobs.machine()}
     if "kernels" in wanted:
         found["kernels"] = rows = measure_kernels(options.sizes)
         print_kernels(rows)
     if "op" in wanted:
         found["op"] = ours, theirs = measure_op(options.ranks)
         print_op(options.ranks, ours, theirs)
+    if "trace" in wanted:
+        shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        found["trace"] = jobs.run("gloo", options.ranks, __file__, "trace", **shared)
+        print_trace(found["trace"])
     if "adam" in wanted:
         found["adam"] = rows = measure_adam()
         print_adam(rows)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+    if options.strict and (missed := shortfalls(found)):
+        sys.exit("\n".join(missed))
 
 
 if __name__ == "__main__":

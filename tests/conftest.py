@@ -17,6 +17,7 @@ FOLDERS = (
     "tests/compatibility",
     "benchmarks",
     "examples",
+    "docs",
 )
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1] / "native"
 
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
-PROGRAMS = ("test_reduce", "test_trees")
+PROGRAMS = ("test_reduce", "test_trees", "test_device")
 # A device walks its trees itself; what does that for hosts stays out.
 PARTS = (
     *(f"reduce/{name}.cc" for name in ("gram", "layout", "placement", "plan", "tree")),
@@ -29,6 +29,7 @@ EVERY_KERNEL = (
     "agrees with the float64 tree",
     "groups and placements",
     "nothing waits for the device",
+    "plans fit what is reduced",
 )
 
 

@@ -207,7 +207,6 @@ inline std::vector<std::unique_ptr<RankOnDevice>>& RanksOnDevice(int size, int64
     }
     mine->scratch.staging.Reserve(bytes, mine->stream);
     mine->scratch.received.Reserve(2 * bytes + (1 << 20), mine->stream);
-    mine->scratch.work.Reserve(bytes + (4 << 20), mine->stream);
     CheckCuda(cudaStreamSynchronize(mine->stream), "prepare");
   });
   return job->ranks;

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import compiling
+import kernels
 import pytest
 from rooms import X86, sources
 
@@ -55,6 +56,7 @@ PROGRAMS = {
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
     "device_reduce": Program("test_reduce.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
     "device_trees": Program("test_trees.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
+    "device_limits": Program("test_device.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
 }
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,
@@ -78,6 +80,10 @@ CHOSEN = {
     ("device_trees", "asan-ubsan"): (
         "groups and placements",
         "cancelling pairs in levels",
+    ),
+    ("device_limits", "asan-ubsan"): (
+        "memory goes in the order of its stream",
+        "long tensors are folded in stretches",
     ),
 }
 FORMS = {
@@ -150,14 +156,30 @@ def test_program(name: str, form: str) -> None:
     assert chosen and sorted([*ran, *skipped]) == sorted(chosen)
 
 
-def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
-    """What the simulated CUDA takes, the real compiler takes, too."""
+def nvcc() -> str:
+    """Return the compiler's path, or skip."""
     try:
-        compiler = nccl.cuda_home() / "bin" / "nvcc"
+        return str(nccl.cuda_home() / "bin" / "nvcc")
     except nccl.Missing as error:
         pytest.skip(str(error))
-    for source in sources(DEVICE[0]):
-        command = [str(compiler), "-std=c++17", "-fmad=false", "-arch=sm_90", "-c"]
-        command += [f"-I{NATIVE}", "-Werror", "all-warnings", str(source)]
+
+
+def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
+    """What the simulated CUDA takes, the real compiler takes, too; kernels are below."""
+    benchmark = TESTS.parents[1] / "benchmarks" / "device_kernels.cc"
+    for source in (*sorted((NATIVE / "cuda").glob("*.cc")), benchmark):
+        command = [nvcc(), "-std=c++17", "-arch=sm_90", "-c", f"-I{NATIVE}"]
         target = str(tmp_path / f"{source.name}.o")
-        subprocess.run([*command, "-o", target], check=True)
+        subprocess.run(
+            [*command, "-Werror", "all-warnings", str(source), "-o", target], check=True
+        )
+
+
+def test_kernels_spill_nothing_and_their_registers_are_listed() -> None:
+    """`python docs/kernels.py` writes the list."""
+    nvcc()
+    found = list(kernels.kernels())
+    assert {kernel.name for kernel in found} >= {"GramKernel<8>", "SolveKernel"}
+    assert [kernel for kernel in found if kernel.spilled] == []
+    if kernels.written().startswith(f"nvcc {nccl.nvcc_version(nccl.cuda_home())}"):
+        assert kernels.written() == kernels.table(found)

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/device.h"
+#include "cuda/device_memory.h"
 
 namespace adasum_hvd {
 namespace device {
@@ -70,7 +71,7 @@ template <class T> __device__ inline void Store(const double* from, T* p, int k,
   }
 }
 
-// ---- blocks and trees ----
+// ---- blocks ----
 
 template <class T> struct Block {
   const Slice& slice;
@@ -79,7 +80,7 @@ template <class T> struct Block {
   int64_t position; // element of the run
   int n;
 
-  __device__ Block(const Slice& of, int which) : slice(of), index(which) {
+  __device__ Block(const Slice& of, int which) : slice(of), index(static_cast<int>(which)) {
     const BlockOf& place = of.blocks.at[which];
     run = place.run;
     position = place.block * kBlockElements;
@@ -95,6 +96,81 @@ template <class T> struct Block {
   __device__ T* Result() const { return static_cast<T*>(slice.runs[run].result) + position; }
   __device__ double Scale() const { return sizeof(T) == sizeof(double) ? slice.scales[run] : 1.0; }
 };
+
+// ---- sums of a slice's tensors ----
+
+__device__ inline DoubleDouble Folded(const DoubleDouble& a, const DoubleDouble& b, FoldBy by) {
+  DoubleDouble sum = a;
+  if (by == FoldBy::kAdd) {
+    sum += b;
+  } else if (a.high < b.high) {
+    sum = b;
+  }
+  return sum;
+}
+
+// The same on every lane: what a lane adds and what its partner adds are the same two numbers.
+__device__ inline DoubleDouble FoldedOverLanes(DoubleDouble sum, FoldBy by) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    DoubleDouble other;
+    other.high = __shfl_xor_sync(kAllLanes, sum.high, offset);
+    other.low = __shfl_xor_sync(kAllLanes, sum.low, offset);
+    sum = Folded(sum, other, by);
+  }
+  return sum;
+}
+
+__device__ inline DoubleDouble FoldedOverSources(const Fold& fold, int k, int entries, int entry, FoldBy by) {
+  DoubleDouble sum;
+  for (int s = fold.first_source[k]; s < fold.first_source[k + 1]; ++s) {
+    sum = Folded(sum, fold.gathered[int64_t{fold.source[s]} * entries + entry], by);
+  }
+  return sum;
+}
+
+// An entry of the sums of a run's tensor.
+__device__ inline DoubleDouble SumOf(const Sums& sums, const Slice& slice, int run, int entries, int entry,
+                                     FoldBy by) {
+  const int shared = slice.runs[run].shared;
+  if (shared < 0) {
+    return sums.runs[int64_t{run} * entries + entry];
+  }
+  return sums.fold.count > 0 ? FoldedOverSources(sums.fold, shared, entries, entry, by)
+                             : sums.totals[int64_t{shared} * entries + entry];
+}
+
+__device__ inline void SetRunSum(const Sums& sums, const Slice& slice, int run, int entries, int entry,
+                                 const DoubleDouble& sum) {
+  const int slot = slice.runs[run].slot;
+  sums.runs[int64_t{run} * entries + entry] = sum;
+  if (slot >= 0) {
+    sums.sent[int64_t{slot} * entries + entry] = sum;
+  }
+}
+
+// As other blocks of this kernel have left it: not from this processor's cache.
+__device__ inline DoubleDouble Fresh(const DoubleDouble* sum) {
+  return {__ldcg(&sum->high), __ldcg(&sum->low)};
+}
+
+// The sides of a tier's merges, for a run that is walked. Every block of the run writes the same, before all
+// its threads go on.
+__device__ inline void SetSides(const Slice& slice, const Tier& tier, int run) {
+  for (int k = static_cast<int>(threadIdx.x); k < tier.count; k += kThreads) {
+    const int merge = tier.merges[k];
+    if (slice.tree.merge[merge].adasum) {
+      auto sum = [&](int which) {
+        return SumOf(tier.sums, slice, run, 3 * tier.count, 3 * k + which, FoldBy::kAdd).Rounded();
+      };
+      const double dot = sum(1);
+      slice.sides[int64_t{run} * slice.tree.merges + merge] = {AdasumCoefficient(dot, sum(0)),
+                                                               AdasumCoefficient(dot, sum(2))};
+    }
+  }
+  __syncthreads();
+}
+
+// ---- trees ----
 
 // Leaf `i` contributes leaf(i).
 template <class Leaf>
@@ -118,15 +194,22 @@ __device__ double Evaluate(const TreeOf& tree, int node, const Sides* sides, Lea
 
 // ---- launches ----
 
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1; // of a grid
+
+// `blocks` is all there is of a grid: its other dimensions end at 65535.
 template <class... Parameters, class... Arguments>
-void Launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream,
+void Launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
             const Arguments&... arguments) {
-  if (grid.x == 0 || grid.y == 0) {
+  if (blocks == 0) {
     return;
   }
+  if (blocks > kMostBlocks) {
+    throw std::runtime_error(std::string("AdaSum: required at most 2^31 - 1 blocks of ") + what + ", got " +
+                             std::to_string(blocks) + "; reduce in smaller buckets");
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error != cudaSuccess) {
@@ -135,10 +218,17 @@ void Launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int thre
   }
 }
 
-inline dim3 Grid(int64_t x, int64_t y = 1) {
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
-}
 inline int64_t BlocksFor(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
+__device__ inline int64_t ThisThread() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
+
+// LoadKernels, of gram.cu and of combine.cu.
+void LoadSums();
+void LoadElements();
+
+template <class... Parameters> void Load(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes;
+  CheckCuda(cudaFuncGetAttributes(&attributes, kernel), "load the kernels for this device");
+}
 
 // Calls `form` with a null pointer to the element type.
 template <class Form> void ByType(ElementType type, Form form) {

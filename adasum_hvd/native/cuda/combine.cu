@@ -38,11 +38,14 @@ template <class T> __global__ void CopyKernel(const Copy* copies, Blocks blocks)
   }
 }
 
-// Combines the block where that takes the tree, and says whether it did.
-template <class T> __device__ bool CombinedByTree(const Block<T>& block, double scale) {
+// Combines the block where its tree is walked, or where the sum is in the order of a tree that no kernel is
+// compiled for; says whether it did.
+template <class T> __device__ bool CombinedByTree(const Block<T>& block, const Tier& last, double scale) {
   const Slice& slice = block.slice;
   const bool walk_tree = slice.walk_tree[block.run] != 0;
-  if (!walk_tree && !InTreeOrder(slice.type, slice.size)) {
+  if (walk_tree) {
+    SetSides(slice, last, block.run);
+  } else if (!InTreeOrder(slice.type, slice.size) || (slice.nearest && slice.size <= kMostUnrolled)) {
     return false;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
@@ -60,9 +63,29 @@ template <class T> __device__ bool CombinedByTree(const Block<T>& block, double 
   return true;
 }
 
-template <class T, int N> __global__ void CombineKernel(Slice slice, double scale) {
-  const Block<T> block(slice, static_cast<int>(blockIdx.x));
-  if (CombinedByTree(block, scale)) {
+// In the order of the ranks, or of a tree of nearest neighbours: tree.h, InTreeOrder.
+template <bool kInTreeOrder, int N> __device__ double SumOverRanks(double (&terms)[N]) {
+  if constexpr (kInTreeOrder) {
+#pragma unroll
+    for (int apart = 1; apart < N; apart *= 2) {
+#pragma unroll
+      for (int i = 0; i + apart < N; i += 2 * apart) {
+        terms[i] += terms[i + apart];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 1; i < N; ++i) {
+      terms[0] += terms[i];
+    }
+  }
+  return terms[0];
+}
+
+template <class T, int N> __global__ void CombineKernel(Slice slice, Tier last, double scale) {
+  constexpr bool kInTreeOrder = std::is_same_v<T, double> && InTreeOrder(kFloat64, N);
+  const Block<T> block(slice, blockIdx.x);
+  if (CombinedByTree(block, last, scale)) {
     return;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
@@ -86,19 +109,20 @@ template <class T, int N> __global__ void CombineKernel(Slice slice, double scal
     double sum[kVector];
 #pragma unroll
     for (int lane = 0; lane < kVector; ++lane) {
-      sum[lane] = values[0][lane] * weight[0];
+      double terms[N];
 #pragma unroll
-      for (int i = 1; i < N; ++i) {
-        sum[lane] += values[i][lane] * weight[i];
+      for (int i = 0; i < N; ++i) {
+        terms[i] = values[i][lane] * weight[i];
       }
+      sum[lane] = SumOverRanks<kInTreeOrder>(terms);
     }
     Store(sum, to, k, block.n, whole);
   }
 }
 
-template <class T> __global__ void CombineAnyKernel(Slice slice, double scale) {
-  const Block<T> block(slice, static_cast<int>(blockIdx.x));
-  if (CombinedByTree(block, scale)) {
+template <class T> __global__ void CombineAnyKernel(Slice slice, Tier last, double scale) {
+  const Block<T> block(slice, blockIdx.x);
+  if (CombinedByTree(block, last, scale)) {
     return;
   }
   const double* c = slice.coefficients + int64_t{block.run} * slice.size;
@@ -112,17 +136,29 @@ template <class T> __global__ void CombineAnyKernel(Slice slice, double scale) {
 }
 
 template <class T> void LaunchCopy(const Copy* copies, Blocks blocks, cudaStream_t stream) {
-  Launch("the copy kernel", CopyKernel<T>, Grid(blocks.count), kThreads, stream, copies, blocks);
+  Launch("the copy kernel", CopyKernel<T>, blocks.count, stream, copies, blocks);
 }
 
-template <class T> void LaunchCombine(const Slice& slice, double scale, cudaStream_t stream) {
-  using ScaledKernel = void (*)(Slice, double);
-  static constexpr ScaledKernel kUnrolled[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>,
-                                               CombineKernel<T, 4>, CombineKernel<T, 5>, CombineKernel<T, 6>,
-                                               CombineKernel<T, 7>, CombineKernel<T, 8>};
-  Launch("the combine kernel",
-         slice.size <= kMostUnrolled ? kUnrolled[slice.size - 1] : ScaledKernel(CombineAnyKernel<T>),
-         Grid(slice.blocks.count), kThreads, stream, slice, scale);
+using LevelKernel = void (*)(Slice, Tier, double);
+template <class T>
+constexpr LevelKernel kCombine[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>,
+                                    CombineKernel<T, 4>, CombineKernel<T, 5>, CombineKernel<T, 6>,
+                                    CombineKernel<T, 7>, CombineKernel<T, 8>};
+static_assert(sizeof kCombine<float> / sizeof *kCombine<float> == kMostUnrolled);
+
+template <class T>
+void LaunchCombine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream) {
+  const LevelKernel kernel =
+      slice.size <= kMostUnrolled ? kCombine<T>[slice.size - 1] : LevelKernel(CombineAnyKernel<T>);
+  Launch("the combine kernel", kernel, slice.blocks.count, stream, slice, last, scale);
+}
+
+template <class T> void LoadCombine() {
+  for (LevelKernel kernel : kCombine<T>) {
+    Load(kernel);
+  }
+  Load(CombineAnyKernel<T>);
+  Load(CopyKernel<T>);
 }
 
 } // namespace
@@ -133,10 +169,17 @@ void CopyBlocks(ElementType type, const Copy* copies, Blocks blocks, cudaStream_
   });
 }
 
-void Combine(const Slice& slice, double scale, cudaStream_t stream) {
+void Combine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream) {
   ByType(slice.type, [&](auto* element) {
-    LaunchCombine<std::remove_pointer_t<decltype(element)>>(slice, scale, stream);
+    LaunchCombine<std::remove_pointer_t<decltype(element)>>(slice, last, scale, stream);
   });
+}
+
+void LoadElements() {
+  for (int type = 0; type < kElementTypes; ++type) {
+    ByType(static_cast<ElementType>(type),
+           [](auto* element) { LoadCombine<std::remove_pointer_t<decltype(element)>>(); });
+  }
 }
 
 } // namespace device

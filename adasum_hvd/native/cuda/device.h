@@ -28,6 +28,10 @@ struct Run {
   int32_t first_block; // of the slice
   int32_t shared;      // row of the tensor's sums in `totals`; -1: the run is the whole tensor
   int32_t slot;        // of its sums in what this rank sends; -1: none
+
+  ADASUM_HOST_DEVICE int blocks() const {
+    return static_cast<int>((count + kBlockElements - 1) / kBlockElements);
+  }
 };
 
 // Block `block` of stretch `run`: kBlockElements elements, or what is left of them.
@@ -62,6 +66,8 @@ struct TreeOf {
 };
 constexpr int kMostStack = 24; // vectors on that stack: one more than the tiers of a tree of 2^23 ranks
 
+constexpr int kStretch = 256; // block sums that a warp adds up
+
 // A slice with all ranks' elements of it, and room for what is computed of it. Rows are `entries` long, of
 // Gram matrices or of three sums per merge of a tier of the tree.
 struct Slice {
@@ -71,16 +77,18 @@ struct Slice {
   const Run* runs;
   int run_count;
   Blocks blocks;
+  Blocks stretches;            // kStretch blocks of a run each
   const void* const* received; // per rank: its elements of the slice, but for this rank's own
   TreeOf tree;
-  double* scales;         // per run: the power of two that float64 input is scaled by
-  double* block_sums;     // row per block
-  DoubleDouble* run_sums; // row per run
-  DoubleDouble* totals;   // row per shared tensor
-  DoubleDouble* sent;     // row per slot
-  double* coefficients;   // per run and rank
-  int32_t* walk_tree;     // per run: not 0 where the coefficients could not be had
-  Sides* sides;           // per run and merge
+  bool nearest;               // neighbours first, all of them: what kernels are compiled for
+  double* scales;             // per run: the power of two that float64 input is scaled by
+  double* block_sums;         // row per block
+  DoubleDouble* stretch_sums; // row per stretch
+  int32_t* arrived;          // per run and entry: how many of its stretches, or blocks, are summed; 0 outside
+  double* coefficients;      // per run and rank
+  int32_t* walk_tree;        // per run: not 0 where the coefficients could not be had
+  Sides* sides;              // per run and merge
+  int64_t* explicit_tensors; // counts them, in host memory that the device sees
 };
 
 // The sums of the tensors that several ranks of a group hold parts of: row[k] of the totals becomes the sum
@@ -97,34 +105,51 @@ struct Fold {
   DoubleDouble* next;
 };
 
+// Where the sums of a slice's tensors are, in rows.
+struct Sums {
+  DoubleDouble* runs;   // row per run
+  DoubleDouble* sent;   // row per slot, of those that other ranks need
+  DoubleDouble* totals; // row per shared tensor
+  Fold fold;            // that is yet to be done, row k of it the k-th; count 0: none
+};
+
+// A tier's merges, and where its sums are.
+struct Tier {
+  int count;
+  const int32_t* merges;
+  Sums sums;
+};
+
 enum class FoldBy { kAdd, kMaximum };
+
+// Has the driver load all kernels: it would load each when it is first launched, which may wait for all that
+// the device does. Throws where there is none for this device.
+void LoadKernels();
 
 void CopyBlocks(ElementType type, const Copy* copies, Blocks blocks, cudaStream_t stream);
 
 // float64: block_sums[block] = the largest magnitude in it over all ranks; NaN counts as infinity.
 void LargestOfBlocks(const Slice& slice, cudaStream_t stream);
-// scales[run], from the largest magnitudes in run_sums or totals.
-void SetScales(const Slice& slice, cudaStream_t stream);
+// scales[run], from the largest magnitudes.
+void SetScales(const Slice& slice, const Sums& largest, cudaStream_t stream);
 
 // block_sums[block] = the packed Gram matrix of the block.
 void GramOfBlocks(const Slice& slice, cudaStream_t stream);
-// For every merge of a tier of the tree, |left|^2, left.right and |right|^2 of the block, of runs that are
-// walked explicitly.
-void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
 
-// run_sums[run] = the blocks' rows folded, and sent[slot] too; with `walked_only` of runs that are walked
-// explicitly, zeros for others.
-void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool walked_only, cudaStream_t stream);
+// sums.runs[run] = the blocks' rows folded, and sums.sent[slot] too.
+void FoldBlocks(const Slice& slice, const Sums& sums, int entries, FoldBy by, cudaStream_t stream);
 void FoldShared(const Fold& fold, int entries, FoldBy by, cudaStream_t stream);
 
-// The coefficients from the Gram matrices in run_sums or totals; or the flag, and the sides of the merges of
-// leaves.
-void Solve(const Slice& slice, cudaStream_t stream);
-// The sides of a tier's merges, from the sums in run_sums or totals.
-void SetSides(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream);
+// The coefficients from the Gram matrices; or the flag, and the sides of the merges of leaves.
+void Solve(const Slice& slice, const Sums& gram, cudaStream_t stream);
 
-// result = scale * sum_i c_i x_i in float64, rounded once.
-void Combine(const Slice& slice, double scale, cudaStream_t stream);
+// Of runs that are walked explicitly: the sides of the merges of the tier `before`, from its sums (of none
+// for the first that is walked); then for every merge of `tier` |left|^2, left.right and |right|^2, folded.
+// Of other runs the sums are zeros.
+void WalkTier(const Slice& slice, const Tier& before, const Tier& tier, cudaStream_t stream);
+
+// result = scale * sum_i c_i x_i in float64, rounded once. `last` is the last tier that was walked.
+void Combine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream);
 
 } // namespace device
 } // namespace adasum_hvd

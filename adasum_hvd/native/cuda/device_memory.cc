@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -102,7 +103,7 @@ char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
           " bytes of device memory for a reduction, got none: " + cudaGetErrorString(error) + remedy);
     }
   }
-  return static_cast<char*>(memory_);
+  return get();
 }
 
 Uploads::~Uploads() {
@@ -185,6 +186,29 @@ bool StreamMark::WaitFor(int seconds) const {
     cudaGetLastError(); // "not ready" is no error that the framework should find
   }
   return reached == cudaSuccess;
+}
+
+DeviceCounter::~DeviceCounter() {
+  if (number_ != nullptr) {
+    DeviceGuard guard(device_);
+    cudaFreeHost(number_);
+  }
+}
+
+int64_t* DeviceCounter::OnDevice() {
+  if (number_ == nullptr) {
+    void* memory = nullptr;
+    device_ = CurrentDevice();
+    CheckCuda(cudaHostAlloc(&memory, sizeof(int64_t), cudaHostAllocMapped | cudaHostAllocPortable),
+              "pin host memory");
+    number_ = new (memory) int64_t(0);
+  }
+  return number_; // addresses are the same on the device
+}
+
+int64_t DeviceCounter::Read() const {
+  const volatile int64_t* number = number_;
+  return number == nullptr ? 0 : *number;
 }
 
 } // namespace adasum_hvd

@@ -1,6 +1,7 @@
 // What a reduction on a CUDA device keeps between calls: memory there, and pinned memory on the host.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -37,6 +38,7 @@ public:
   ~DeviceBuffer();
 
   char* Reserve(int64_t bytes, cudaStream_t stream);
+  char* get() const { return static_cast<char*>(memory_); }
 
 private:
   cudaError_t Take(int64_t bytes);
@@ -90,13 +92,20 @@ private:
   cudaEvent_t event_ = nullptr;
 };
 
-// One of each per stream, for as long as the op lives.
-struct DeviceScratch {
-  DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
-  DeviceBuffer received; // the other ranks' elements of this rank's slices
-  DeviceBuffer work;     // what the kernels are told, and sums
-  Uploads uploads;
-  StreamMark end; // of what is enqueued, when a reduction failed
+// A number that kernels add to and the host reads at any time: it lies in host memory.
+class DeviceCounter {
+public:
+  DeviceCounter() = default;
+  DeviceCounter(const DeviceCounter&) = delete;
+  DeviceCounter& operator=(const DeviceCounter&) = delete;
+  ~DeviceCounter();
+
+  int64_t* OnDevice(); // made by the first call
+  int64_t Read() const;
+
+private:
+  int device_ = -1;
+  std::atomic<int64_t*> number_{nullptr};
 };
 
 } // namespace adasum_hvd

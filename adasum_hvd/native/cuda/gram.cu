@@ -10,8 +10,10 @@ namespace {
 
 constexpr int kTile = 4; // vectors on a side of a tile of pairs
 
-// Every thread's sums[e] added up into to[e], always in the same order. All threads of the block come here.
-template <int kEntries> __device__ void SumOverThreads(double (&sums)[kEntries], double* to) {
+// Every thread's sums[e] added up, always in the same order; some thread calls write(e, sum). All threads of
+// the block come here.
+template <int kEntries, class Write>
+__device__ void SumOverThreads(double (&sums)[kEntries], const Write& write) {
   __shared__ double of_warps[kThreads / kWarp][kEntries];
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -29,14 +31,14 @@ template <int kEntries> __device__ void SumOverThreads(double (&sums)[kEntries],
   }
   __syncthreads();
   for (int e = thread; e < kEntries; e += kThreads) {
-    to[e] = (of_warps[0][e] + of_warps[1][e]) + (of_warps[2][e] + of_warps[3][e]);
+    write(e, (of_warps[0][e] + of_warps[1][e]) + (of_warps[2][e] + of_warps[3][e]));
   }
 }
 
 // `N` vectors, all pairs of them.
 template <class T, int N> __global__ void GramKernel(Slice slice) {
   constexpr int kPairs = N * (N + 1) / 2;
-  const Block<T> block(slice, static_cast<int>(blockIdx.x));
+  const Block<T> block(slice, blockIdx.x);
   const T* x[N];
   bool aligned = true;
 #pragma unroll
@@ -66,25 +68,29 @@ template <class T, int N> __global__ void GramKernel(Slice slice) {
       }
     }
   }
-  __shared__ double columns[kPairs];
-  SumOverThreads(sums, columns);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    double* to = slice.block_sums + block.index * int64_t{kPairs};
-    int pair = 0;
-    for (int i = 0; i < N; ++i) {
-      for (int j = 0; j <= i; ++j) {
-        to[GramIndex(N, j, i)] = columns[pair++];
-      }
+  double* to = slice.block_sums + block.index * int64_t{kPairs};
+  SumOverThreads(sums, [to](int pair, double sum) {
+    int i = 0, j = pair; // of the packed triangle by columns
+    while (j > i) {
+      ++i;
+      j -= i;
     }
-  }
+    to[GramIndex(N, j, i)] = sum;
+  });
 }
 
-// Any number of vectors: a tile of kTile x kTile pairs per blockIdx.y, of tiles on and above the diagonal.
+__host__ __device__ int64_t Tiles(int size) {
+  const int64_t side = (size + kTile - 1) / kTile;
+  return side * (side + 1) / 2;
+}
+
+// Any number of vectors: a tile of kTile x kTile pairs, of tiles on and above the diagonal. The tiles of a
+// block follow one another, so that all but the first find its elements in the second-level cache.
 template <class T> __global__ void GramTileKernel(Slice slice) {
-  const Block<T> block(slice, static_cast<int>(blockIdx.x));
+  const int64_t per_block = Tiles(slice.size);
+  const Block<T> block(slice, blockIdx.x / per_block);
   const int tiles = (slice.size + kTile - 1) / kTile;
-  int row = 0, left = static_cast<int>(blockIdx.y);
+  int row = 0, left = static_cast<int>(blockIdx.x % per_block);
   while (left >= tiles - row) {
     left -= tiles - row;
     ++row;
@@ -118,28 +124,50 @@ template <class T> __global__ void GramTileKernel(Slice slice) {
       }
     }
   }
-  __shared__ double tile[kTile * kTile];
-  SumOverThreads(sums, tile);
-  __syncthreads();
-  const int thread = static_cast<int>(threadIdx.x);
-  const int i = row * kTile + thread / kTile, j = column * kTile + thread % kTile;
-  if (thread < kTile * kTile && i <= j && j < slice.size) {
-    slice.block_sums[block.index * GramSize(slice.size) + GramIndex(slice.size, i, j)] = tile[thread];
-  }
+  double* to = slice.block_sums + block.index * GramSize(slice.size);
+  SumOverThreads(sums, [&](int pair, double sum) {
+    const int i = row * kTile + pair / kTile, j = column * kTile + pair % kTile;
+    if (i <= j && j < slice.size) {
+      to[GramIndex(slice.size, i, j)] = sum;
+    }
+  });
 }
 
-template <class T> __global__ void NodesKernel(Slice slice, const int32_t* merges) {
-  const Block<T> block(slice, static_cast<int>(blockIdx.x));
+// Whether this is the last of so many blocks of a run that come here; what the others wrote before is there.
+__device__ bool IsLast(int32_t* arrived, int blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(arrived, 1) == blocks - 1;
+    if (last) {
+      *arrived = 0;
+    }
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// A block per block of elements and merge. Rarely does any have something to do.
+template <class T> __global__ void WalkKernel(Slice slice, Tier before, Tier tier) {
+  const Block<T> block(slice, blockIdx.x / tier.count);
+  const int k = static_cast<int>(blockIdx.x % tier.count), entries = 3 * tier.count;
+  const bool first = block.position == 0 && k == 0;
   if (slice.walk_tree[block.run] == 0) {
+    for (int e = static_cast<int>(threadIdx.x); first && e < entries; e += kThreads) {
+      SetRunSum(tier.sums, slice, block.run, entries, e, DoubleDouble());
+    }
     return;
   }
-  const Merge merge = slice.tree.merge[merges[blockIdx.y]];
+  SetSides(slice, before, block.run);
+  const Merge merge = slice.tree.merge[tier.merges[k]];
   const Sides* sides = slice.sides + int64_t{block.run} * slice.tree.merges;
   const double scale = block.Scale();
   double sums[3] = {};
-  for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
+  for (int e = static_cast<int>(threadIdx.x); e < block.n; e += kThreads) {
     auto leaf = [&](int rank) {
-      return Widened(block.Of(rank)[k]) * (scale * slice.tree.leaf_weights[rank]);
+      return Widened(block.Of(rank)[e]) * (scale * slice.tree.leaf_weights[rank]);
     };
     const double left = Evaluate(slice.tree, merge.left, sides, leaf);
     const double right = Evaluate(slice.tree, merge.right, sides, leaf);
@@ -147,11 +175,27 @@ template <class T> __global__ void NodesKernel(Slice slice, const int32_t* merge
     sums[1] = fma(left, right, sums[1]);
     sums[2] = fma(right, right, sums[2]);
   }
-  SumOverThreads(sums, slice.block_sums + (block.index * int64_t{gridDim.y} + blockIdx.y) * 3);
+  double* to = slice.block_sums + block.index * int64_t{entries} + 3 * k;
+  SumOverThreads(sums, [to](int which, double sum) { to[which] = sum; });
+  const Run& run = slice.runs[block.run];
+  if (!IsLast(&slice.arrived[block.run], run.blocks() * tier.count)) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int e = static_cast<int>(threadIdx.x) / kWarp; e < entries; e += kThreads / kWarp) {
+    DoubleDouble sum;
+    for (int b = lane; b < run.blocks(); b += kWarp) {
+      sum += __ldcg(&slice.block_sums[(int64_t{run.first_block} + b) * entries + e]);
+    }
+    sum = FoldedOverLanes(sum, FoldBy::kAdd);
+    if (lane == 0) {
+      SetRunSum(tier.sums, slice, block.run, entries, e, sum);
+    }
+  }
 }
 
 __global__ void LargestKernel(Slice slice) {
-  const Block<double> block(slice, static_cast<int>(blockIdx.x));
+  const Block<double> block(slice, blockIdx.x);
   double largest = 0;
   for (int rank = 0; rank < slice.size; ++rank) {
     const double* x = block.Of(rank);
@@ -173,30 +217,38 @@ __global__ void LargestKernel(Slice slice) {
   }
 }
 
+using SliceKernel = void (*)(Slice);
+template <class T>
+constexpr SliceKernel kGram[] = {GramKernel<T, 1>, GramKernel<T, 2>, GramKernel<T, 3>, GramKernel<T, 4>,
+                                 GramKernel<T, 5>, GramKernel<T, 6>, GramKernel<T, 7>, GramKernel<T, 8>};
+static_assert(sizeof kGram<float> / sizeof *kGram<float> == kMostUnrolled);
+
 template <class T> void LaunchGram(const Slice& slice, cudaStream_t stream) {
-  using SliceKernel = void (*)(Slice);
-  static constexpr SliceKernel kUnrolled[] = {GramKernel<T, 1>, GramKernel<T, 2>, GramKernel<T, 3>,
-                                              GramKernel<T, 4>, GramKernel<T, 5>, GramKernel<T, 6>,
-                                              GramKernel<T, 7>, GramKernel<T, 8>};
   if (slice.size <= kMostUnrolled) {
-    Launch("the Gram kernel", kUnrolled[slice.size - 1], Grid(slice.blocks.count), kThreads, stream, slice);
+    Launch("the Gram kernel", kGram<T>[slice.size - 1], slice.blocks.count, stream, slice);
   } else {
-    const int64_t tiles = (slice.size + kTile - 1) / kTile;
-    Launch("the Gram kernel", GramTileKernel<T>, Grid(slice.blocks.count, tiles * (tiles + 1) / 2), kThreads,
-           stream, slice);
+    Launch("the Gram kernel", GramTileKernel<T>, slice.blocks.count * Tiles(slice.size), stream, slice);
   }
 }
 
 template <class T>
-void LaunchNodes(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream) {
-  Launch("the node kernel", NodesKernel<T>, Grid(slice.blocks.count, merge_count), kThreads, stream, slice,
-         merges);
+void LaunchWalk(const Slice& slice, const Tier& before, const Tier& tier, cudaStream_t stream) {
+  Launch("the walk kernel", WalkKernel<T>, int64_t{slice.blocks.count} * tier.count, stream, slice, before,
+         tier);
+}
+
+template <class T> void LoadGram() {
+  for (SliceKernel kernel : kGram<T>) {
+    Load(kernel);
+  }
+  Load(GramTileKernel<T>);
+  Load(WalkKernel<T>);
 }
 
 } // namespace
 
 void LargestOfBlocks(const Slice& slice, cudaStream_t stream) {
-  Launch("the kernel of the largest", LargestKernel, Grid(slice.blocks.count), kThreads, stream, slice);
+  Launch("the kernel of the largest", LargestKernel, slice.blocks.count, stream, slice);
 }
 
 void GramOfBlocks(const Slice& slice, cudaStream_t stream) {
@@ -204,10 +256,18 @@ void GramOfBlocks(const Slice& slice, cudaStream_t stream) {
          [&](auto* element) { LaunchGram<std::remove_pointer_t<decltype(element)>>(slice, stream); });
 }
 
-void NodesOfBlocks(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream) {
+void WalkTier(const Slice& slice, const Tier& before, const Tier& tier, cudaStream_t stream) {
   ByType(slice.type, [&](auto* element) {
-    LaunchNodes<std::remove_pointer_t<decltype(element)>>(slice, merges, merge_count, stream);
+    LaunchWalk<std::remove_pointer_t<decltype(element)>>(slice, before, tier, stream);
   });
+}
+
+void LoadSums() {
+  for (int type = 0; type < kElementTypes; ++type) {
+    ByType(static_cast<ElementType>(type),
+           [](auto* element) { LoadGram<std::remove_pointer_t<decltype(element)>>(); });
+  }
+  Load(LargestKernel);
 }
 
 } // namespace device

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,6 +17,39 @@ int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 // The tensors of which this rank's slice holds a part.
 const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.shared[level.rank()]; }
+
+bool Same(const TensorView& a, const TensorView& b) {
+  return a.input == b.input && a.output == b.output && a.elements == b.elements && a.start == b.start;
+}
+
+bool Same(const Merge& a, const Merge& b) {
+  return a.left == b.left && a.right == b.right && a.adasum == b.adasum;
+}
+
+// Trees are what their merges and weights are.
+bool Same(const Tree& a, const Tree& b) {
+  const auto same = [](const Merge& one, const Merge& other) { return Same(one, other); };
+  return a.leaves == b.leaves && a.leaf_weights == b.leaf_weights &&
+         std::equal(a.merges.begin(), a.merges.end(), b.merges.begin(), b.merges.end(), same);
+}
+
+// Whether node k of every tier is merged with its neighbour, as SumOverRanks of combine.cu does it.
+bool MergesNearest(const Tree& tree) {
+  std::vector<int> nodes(tree.leaves);
+  std::iota(nodes.begin(), nodes.end(), 0);
+  for (int apart = 1; apart < tree.leaves; apart *= 2) {
+    for (int i = 0; i + apart < tree.leaves; i += 2 * apart) {
+      const auto found = std::find_if(tree.merges.begin(), tree.merges.end(), [&](const Merge& merge) {
+        return merge.left == nodes[i] && merge.right == nodes[i + apart];
+      });
+      if (found == tree.merges.end()) {
+        return false;
+      }
+      nodes[i] = tree.leaves + static_cast<int>(found - tree.merges.begin());
+    }
+  }
+  return true;
+}
 
 } // namespace
 
@@ -64,10 +98,11 @@ private:
 
 namespace {
 
-std::vector<device::BlockOf> BlocksOf(const std::vector<int64_t>& counts) {
+// Of runs of so many elements, in blocks of `width`.
+std::vector<device::BlockOf> BlocksOf(const std::vector<int64_t>& counts, int64_t width) {
   std::vector<device::BlockOf> blocks;
   for (size_t run = 0; run < counts.size(); ++run) {
-    const int64_t in_run = (counts[run] + kBlockElements - 1) / kBlockElements;
+    const int64_t in_run = (counts[run] + width - 1) / width;
     for (int64_t block = 0; block < in_run; ++block) {
       blocks.push_back({static_cast<int32_t>(run), static_cast<int32_t>(block)});
     }
@@ -75,8 +110,8 @@ std::vector<device::BlockOf> BlocksOf(const std::vector<int64_t>& counts) {
   return blocks;
 }
 
-void Put(const std::vector<int64_t>& counts, Arena& arena, device::Blocks& blocks) {
-  const std::vector<device::BlockOf> all = BlocksOf(counts);
+void Put(const std::vector<int64_t>& counts, int64_t width, Arena& arena, device::Blocks& blocks) {
+  const std::vector<device::BlockOf> all = BlocksOf(counts, width);
   blocks.count = static_cast<int>(all.size());
   arena.Put(&blocks.at, all);
 }
@@ -131,49 +166,114 @@ void Put(const std::vector<Placement::Copies>& by_rank, Arena& arena, DeviceCopi
     }
   }
   arena.Put(&to.at, copies);
-  Put(counts, arena, to.blocks);
+  Put(counts, kBlockElements, arena, to.blocks);
 }
 
 } // namespace
 
-DevicePlan::DevicePlan(const Placement& placement, ElementType type, DeviceScratch& scratch,
-                       cudaStream_t stream) {
-  for (const PlacedLevel& placed : placement.levels()) {
-    levels.push_back({placed});
+device::Sums DeviceLevel::SumsOf(int entries, int set) const {
+  device::Sums sums = {run_sums[set], exchanges.front().Sent(entries, set), totals[set], {}};
+  if (folds_where_read()) {
+    sums.fold = exchanges.front().fold;
+    sums.fold.gathered = exchanges.front().gathered[set];
+  }
+  return sums;
+}
+
+DevicePlan::DevicePlan(const std::vector<TensorView>& tensors, ElementType type,
+                       const std::vector<ReduceLevel>& wanted, double scale, const ReduceSettings& settings,
+                       std::unique_ptr<DeviceBuffer> memory, DeviceScratch& scratch, cudaStream_t stream)
+    : tensors_(tensors), type_(type), scale_(scale), replicate_bytes_(settings.replicate_bytes),
+      placement_(
+          tensors_, type, wanted, scale, settings,
+          [&](int64_t bytes) {
+            char* at = scratch.staging.Reserve(bytes, stream);
+            staging_ = at;
+            return at;
+          },
+          [](int64_t) -> char* { return nullptr; }, // NCCL's ranks share none
+          [&](int64_t bytes) {
+            char* at = scratch.received.Reserve(bytes, stream);
+            received_ = at;
+            return at;
+          }),
+      memory_(std::move(memory)) {
+  for (const ReduceLevel& level : wanted) {
+    trees_.push_back(*level.tree);
+    ranks_.push_back(level.transport->rank());
+  }
+  for (const PlacedLevel& placed : placement_.levels()) {
+    levels.push_back({placed, placed.rank(), placed.size()});
   }
   Arena arena;
   for (size_t level = 0; level < levels.size(); ++level) {
-    PlanSlice(level, type, arena);
+    PlanSlice(level, arena);
   }
-  Put(placement.packs(), arena, packs);
-  Put(placement.unpacks(), arena, unpacks);
-  char* base = scratch.work.Reserve(arena.bytes(), stream);
+  Put(placement_.packs(), arena, packs);
+  Put(placement_.unpacks(), arena, unpacks);
+  Upload(arena, scratch, stream);
+}
+
+void DevicePlan::Upload(const Arena& arena, DeviceScratch& scratch, cudaStream_t stream) {
+  char* base = memory_->Reserve(arena.bytes(), stream);
   arena.Resolve(base);
-  for (DeviceLevel& level : levels) {
-    for (SumExchange& exchange : level.exchanges) {
-      exchange.fold.gathered = exchange.gathered;
-      exchange.fold.totals = level.slice.totals;
-    }
-  }
   scratch.uploads.Copy(arena.uploaded(), base, stream);
+  for (DeviceLevel& level : levels) {
+    level.slice.explicit_tensors = scratch.explicit_tensors.OnDevice();
+    const int64_t counters = level.slice.run_count * level.entries;
+    CheckCuda(cudaMemsetAsync(level.slice.arrived, 0, counters * sizeof(int32_t), stream), "clear memory");
+  }
+}
+
+bool DevicePlan::Fits(const std::vector<TensorView>& tensors, ElementType type,
+                      const std::vector<ReduceLevel>& wanted, double scale, const ReduceSettings& settings,
+                      const DeviceScratch& scratch) const {
+  const auto same = [](const TensorView& a, const TensorView& b) { return Same(a, b); };
+  bool fits = type == type_ && scale == scale_ && settings.replicate_bytes == replicate_bytes_ &&
+              wanted.size() == trees_.size() && (staging_ == nullptr || staging_ == scratch.staging.get()) &&
+              (received_ == nullptr || received_ == scratch.received.get()) &&
+              std::equal(tensors.begin(), tensors.end(), tensors_.begin(), tensors_.end(), same);
+  for (size_t k = 0; fits && k < wanted.size(); ++k) {
+    fits = wanted[k].transport->rank() == ranks_[k] && Same(*wanted[k].tree, trees_[k]);
+  }
+  return fits;
+}
+
+DevicePlan& DevicePlans::For(const std::vector<TensorView>& tensors, ElementType type,
+                             const std::vector<ReduceLevel>& levels, double scale,
+                             const ReduceSettings& settings, DeviceScratch& scratch, cudaStream_t stream) {
+  if (!kernels_loaded_) {
+    device::LoadKernels();
+    kernels_loaded_ = true;
+  }
+  const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const DevicePlan& plan) {
+    return plan.Fits(tensors, type, levels, scale, settings, scratch);
+  });
+  if (found != plans_.end()) {
+    plans_.splice(plans_.begin(), plans_, found);
+    return plans_.front();
+  }
+  auto memory = std::make_unique<DeviceBuffer>();
+  if (plans_.size() == kMost) { // what its last reduction still needs is used before it is written to
+    memory = plans_.back().TakeMemory();
+    plans_.pop_back();
+  }
+  return plans_.emplace_front(tensors, type, levels, scale, settings, std::move(memory), scratch, stream);
 }
 
 // The exchanges of sums after a level's slices have been summed; returns the row of every shared tensor.
 std::map<int, int> DevicePlan::PlanExchanges(size_t index, Arena& arena) {
   DeviceLevel& level = levels[index];
   std::map<int, int> rows;
-  int most = 1;
-  for (const std::vector<int>& merges : level.placed.tree->tiers) {
-    most = std::max(most, 3 * static_cast<int>(merges.size()));
-  }
-  const int64_t entries = std::max<int64_t>(most, GramSize(level.placed.size()));
   for (size_t below = index + 1; below-- > 0;) {
     const PlacedLevel& group = levels[below].placed;
     const std::vector<std::vector<int>>& parts = group.shares.shared;
     std::map<int, std::vector<int32_t>> sources; // by tensor
     SumExchange& exchange = level.exchanges.emplace_back();
-    exchange.transport = group.transport;
-    for (int rank = 0; rank < group.size(); ++rank) {
+    exchange.level = below;
+    exchange.rank = levels[below].rank;
+    exchange.size = levels[below].size;
+    for (int rank = 0; rank < exchange.size; ++rank) {
       exchange.slots.push_back(static_cast<int64_t>(parts[rank].size()));
       for (size_t slot = 0; slot < parts[rank].size(); ++slot) {
         sources[parts[rank][slot]].push_back(static_cast<int32_t>(kSlots * rank + slot));
@@ -194,28 +294,33 @@ std::map<int, int> DevicePlan::PlanExchanges(size_t index, Arena& arena) {
     arena.Put(&exchange.fold.first_source, first_source);
     arena.Put(&exchange.fold.source, source);
     arena.Put(&exchange.fold.next_slot, next_slot);
-    arena.Room(&exchange.gathered, int64_t{kSlots} * group.size() * entries);
+    for (DoubleDouble*& gathered : exchange.gathered) {
+      arena.Room(&gathered, int64_t{kSlots} * exchange.size * level.entries);
+    }
   }
   for (size_t k = 0; k + 1 < level.exchanges.size(); ++k) {
     level.exchanges[k].next = &level.exchanges[k + 1];
   }
-  device::Slice& slice = level.slice;
-  const int64_t runs = static_cast<int64_t>(level.placed.mine().runs.size());
-  arena.Room(&slice.block_sums, slice.blocks.count * entries);
-  arena.Room(&slice.run_sums, runs * entries);
-  arena.Room(&slice.totals, static_cast<int64_t>(rows.size()) * entries);
+  for (DoubleDouble*& totals : level.totals) {
+    arena.Room(&totals, static_cast<int64_t>(rows.size()) * level.entries);
+  }
   return rows;
 }
 
-void DevicePlan::PlanSlice(size_t index, ElementType type, Arena& arena) {
+void DevicePlan::PlanSlice(size_t index, Arena& arena) {
   DeviceLevel& level = levels[index];
   const PlacedLevel& placed = level.placed;
   device::Slice& slice = level.slice;
+  level.entries = GramSize(level.size);
+  for (const std::vector<int>& merges : placed.tree->tiers) {
+    level.entries = std::max<int64_t>(level.entries, 3 * static_cast<int64_t>(merges.size()));
+  }
   std::vector<int64_t> counts;
   for (const Run& run : placed.mine().runs) {
     counts.push_back(run.count);
   }
-  Put(counts, arena, slice.blocks);
+  Put(counts, kBlockElements, arena, slice.blocks);
+  Put(counts, kBlockElements * device::kStretch, arena, slice.stretches);
   const std::map<int, int> rows = PlanExchanges(index, arena);
   const std::vector<int>& sent = SharedOf(placed);
   std::vector<device::Run> runs;
@@ -227,26 +332,34 @@ void DevicePlan::PlanSlice(size_t index, ElementType type, Arena& arena) {
     runs.push_back({placed.own[k], placed.out[k], run.offset, run.count, first_block,
                     row == rows.end() || run.whole ? -1 : row->second,
                     slot == sent.end() ? -1 : static_cast<int32_t>(slot - sent.begin())});
-    first_block += static_cast<int32_t>((run.count + kBlockElements - 1) / kBlockElements);
+    first_block += runs.back().blocks();
   }
-  slice.type = type;
-  slice.rank = placed.rank();
-  slice.size = placed.size();
+  slice.type = type_;
+  slice.rank = level.rank;
+  slice.size = level.size;
   slice.run_count = static_cast<int>(runs.size());
+  slice.nearest = MergesNearest(*placed.tree);
   arena.Put(&slice.runs, runs);
   arena.Put(&slice.received, std::vector<const void*>(placed.receive.begin(), placed.receive.end()));
   Put(*placed.tree, arena, slice.tree);
   for (size_t k = 1; k < placed.tree->tiers.size(); ++k) {
     const std::vector<int>& merges = placed.tree->tiers[k];
-    DeviceTier& tier = level.tiers.emplace_back();
+    device::Tier& tier = level.tiers.emplace_back();
     tier.count = static_cast<int>(merges.size());
+    tier.sums = {};
     arena.Put(&tier.merges, std::vector<int32_t>(merges.begin(), merges.end()));
   }
   const int64_t count = slice.run_count;
-  arena.Room(&slice.scales, type == kFloat64 ? count : 0);
-  arena.Room(&slice.coefficients, count * placed.size());
+  arena.Room(&slice.scales, type_ == kFloat64 ? count : 0);
+  arena.Room(&slice.block_sums, slice.blocks.count * level.entries);
+  arena.Room(&slice.stretch_sums, slice.stretches.count * level.entries);
+  arena.Room(&slice.arrived, count * level.entries);
+  arena.Room(&slice.coefficients, count * level.size);
   arena.Room(&slice.walk_tree, count);
   arena.Room(&slice.sides, count * slice.tree.merges);
+  for (DoubleDouble*& sums : level.run_sums) {
+    arena.Room(&sums, count * level.entries);
+  }
 }
 
 } // namespace adasum_hvd

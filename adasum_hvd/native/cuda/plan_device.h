@@ -1,10 +1,14 @@
 // What the kernels of one reduction are told: tables of blocks, runs, addresses, trees and sums, in one piece
-// of device memory that one copy fills.
+// of device memory that one copy fills. Reductions of the same tensors at the same addresses share a plan, so
+// that from the second on nothing is uploaded.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime.h>
@@ -16,31 +20,40 @@
 namespace adasum_hvd {
 
 constexpr int kSlots = 2; // sums that a rank sends at most: a slice has two ends
+// Sets of sums: one that kernels read while they write the other.
+constexpr int kSets = 2;
 
 // An exchange of sums among the ranks of one group, of the tensors that lie on several of their slices.
 struct SumExchange {
-  Transport* transport;
+  size_t level; // of which the group is
+  int rank;     // in it
+  int size;
   std::vector<int64_t> slots; // per rank: how many sums it sends
   device::Fold fold = {};
-  DoubleDouble* gathered = nullptr; // kSlots sums per rank
-  SumExchange* next = nullptr;      // in the level below
+  DoubleDouble* gathered[kSets] = {}; // kSlots sums per rank
+  SumExchange* next = nullptr;        // in the level below
 
   // Where the sums of a rank are, each of so many entries.
-  DoubleDouble* Of(int rank, int entries) const { return gathered + int64_t{kSlots} * rank * entries; }
-  DoubleDouble* Sent(int entries) const { return Of(transport->rank(), entries); }
-};
-
-// The merges of a tier of a tree.
-struct DeviceTier {
-  const int32_t* merges = nullptr;
-  int count = 0;
+  DoubleDouble* Of(int of, int entries, int set) const {
+    return gathered[set] + int64_t{kSlots} * of * entries;
+  }
+  DoubleDouble* Sent(int entries, int set) const { return Of(rank, entries, set); }
 };
 
 struct DeviceLevel {
   const PlacedLevel& placed;
+  int rank; // in the level's group
+  int size;
+  int64_t entries = 0; // of the longest row
   device::Slice slice = {};
+  DoubleDouble* run_sums[kSets] = {};
+  DoubleDouble* totals[kSets] = {};
   std::deque<SumExchange> exchanges; // from this level's group to the lowest level's
-  std::deque<DeviceTier> tiers;      // above the first, which needs no more than the Gram matrix
+  std::deque<device::Tier> tiers;    // above the first, which needs no more than the Gram matrix
+
+  // One exchange needs no kernel of its own to fold what has come: who reads the sums does it.
+  bool folds_where_read() const { return exchanges.size() == 1; }
+  device::Sums SumsOf(int entries, int set) const;
 };
 
 struct DeviceCopies {
@@ -49,13 +62,24 @@ struct DeviceCopies {
 };
 
 class Arena;
+struct DeviceScratch;
 
 class DevicePlan {
 public:
-  // Enqueues the copy of everything to the device.
-  DevicePlan(const Placement& placement, ElementType type, DeviceScratch& scratch, cudaStream_t stream);
+  // Enqueues the copy of everything to the device, into `memory`.
+  DevicePlan(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
+             double scale, const ReduceSettings& settings, std::unique_ptr<DeviceBuffer> memory,
+             DeviceScratch& scratch, cudaStream_t stream);
   DevicePlan(const DevicePlan&) = delete;
   DevicePlan& operator=(const DevicePlan&) = delete;
+
+  // Whether it is the plan of such a reduction, as the scratch memory is now.
+  bool Fits(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
+            double scale, const ReduceSettings& settings, const DeviceScratch& scratch) const;
+  std::unique_ptr<DeviceBuffer> TakeMemory() { return std::move(memory_); }
+
+  ElementType type() const { return type_; }
+  bool replicates() const { return placement_.replicates(); }
 
   std::deque<DeviceLevel> levels; // that do not move, nor do their members
   DeviceCopies packs;
@@ -63,7 +87,42 @@ public:
 
 private:
   std::map<int, int> PlanExchanges(size_t level, Arena& arena);
-  void PlanSlice(size_t level, ElementType type, Arena& arena);
+  void PlanSlice(size_t level, Arena& arena);
+  void Upload(const Arena& arena, DeviceScratch& scratch, cudaStream_t stream);
+
+  const std::vector<TensorView> tensors_;
+  const ElementType type_;
+  const double scale_;
+  const int64_t replicate_bytes_;
+  std::vector<Tree> trees_; // per level, with this rank's place
+  std::vector<int> ranks_;
+  const char* staging_ = nullptr; // of the scratch memory, where it is used
+  const char* received_ = nullptr;
+  Placement placement_;
+  std::unique_ptr<DeviceBuffer> memory_;
+};
+
+// The plans used last, the latest first.
+class DevicePlans {
+public:
+  DevicePlan& For(const std::vector<TensorView>& tensors, ElementType type,
+                  const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+                  DeviceScratch& scratch, cudaStream_t stream);
+
+private:
+  static constexpr size_t kMost = 64; // a bucket per plan
+  std::list<DevicePlan> plans_;
+  bool kernels_loaded_ = false;
+};
+
+// One per stream, for as long as the op lives.
+struct DeviceScratch {
+  DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
+  DeviceBuffer received; // the other ranks' elements of this rank's slices
+  Uploads uploads;
+  DevicePlans plans;
+  DeviceCounter explicit_tensors; // whose trees were walked
+  StreamMark end;                 // of what is enqueued, when a reduction failed
 };
 
 } // namespace adasum_hvd

@@ -7,133 +7,130 @@ namespace {
 
 class DeviceReduction {
 public:
-  DeviceReduction(const std::vector<TensorView>& tensors, ElementType type,
-                  const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                  DeviceScratch& scratch, cudaStream_t stream)
-      : type_(type), stream_(stream),
-        placement_(
-            tensors, type, levels, scale, settings,
-            [&](int64_t bytes) { return scratch.staging.Reserve(bytes, stream); },
-            [](int64_t) -> char* { return nullptr; }, // NCCL's ranks share none
-            [&](int64_t bytes) { return scratch.received.Reserve(bytes, stream); }),
-        plan_(placement_, type, scratch, stream) {}
+  DeviceReduction(DevicePlan& plan, const std::vector<ReduceLevel>& levels, cudaStream_t stream)
+      : plan_(plan), transports_(levels), stream_(stream) {}
   void Enqueue(const PhaseObserver& observer);
 
 private:
-  void Exchange(const PlacedLevel& level);
-  void FoldOverRanks(DeviceLevel& level, int entries, device::FoldBy by);
-  void SumBlocks(DeviceLevel& level, int entries, device::FoldBy by, bool walked_only);
-  void FindScales(DeviceLevel& level);
-  void WalkTrees(DeviceLevel& level);
-  void Gather(const PlacedLevel& level);
+  void Exchange(size_t index);
+  void Gather(size_t index);
+  void FindScales(const DeviceLevel& level);
+  void FoldOverRanks(const DeviceLevel& level, int entries, device::FoldBy by, int set);
+  device::Tier WalkTrees(const DeviceLevel& level);
 
-  const ElementType type_;
+  DevicePlan& plan_;
+  const std::vector<ReduceLevel>& transports_;
   const cudaStream_t stream_;
-  const Placement placement_;
-  DevicePlan plan_;
 };
 
 void DeviceReduction::Enqueue(const PhaseObserver& observer) {
   std::deque<DeviceLevel>& levels = plan_.levels;
+  device::Tier last = {};
   for (size_t index = 0; index < levels.size(); ++index) {
-    DeviceLevel& level = levels[index];
-    const int size = level.placed.size();
-    const int entries = static_cast<int>(GramSize(size));
+    const DeviceLevel& level = levels[index];
+    const int entries = static_cast<int>(GramSize(level.size));
     observer(Phase::kExchangeAndGram, static_cast<int>(index));
     if (index == 0) {
-      device::CopyBlocks(type_, plan_.packs.at, plan_.packs.blocks, stream_);
+      device::CopyBlocks(plan_.type(), plan_.packs.at, plan_.packs.blocks, stream_);
     }
-    if (size > 1) {
-      Exchange(level.placed);
-      if (type_ == kFloat64) {
+    if (level.size > 1) {
+      Exchange(index);
+      if (plan_.type() == kFloat64) {
         FindScales(level);
       }
       device::GramOfBlocks(level.slice, stream_);
-      SumBlocks(level, entries, device::FoldBy::kAdd, false);
+      device::FoldBlocks(level.slice, level.SumsOf(entries, 0), entries, device::FoldBy::kAdd, stream_);
     }
     observer(Phase::kSharedTensors, static_cast<int>(index));
-    FoldOverRanks(level, entries, device::FoldBy::kAdd);
-    device::Solve(level.slice, stream_);
-    WalkTrees(level);
+    FoldOverRanks(level, entries, device::FoldBy::kAdd, 0);
+    device::Solve(level.slice, level.SumsOf(entries, 0), stream_);
+    last = WalkTrees(level);
     if (index + 1 < levels.size()) {
-      device::Combine(level.slice, level.placed.scale, stream_);
+      device::Combine(level.slice, last, level.placed.scale, stream_);
     }
   }
   for (size_t index = levels.size(); index-- > 0;) {
     observer(Phase::kCombineAndGather, static_cast<int>(index));
     if (index + 1 == levels.size()) {
-      device::Combine(levels[index].slice, levels[index].placed.scale, stream_);
+      device::Combine(levels[index].slice, last, levels[index].placed.scale, stream_);
     }
-    Gather(levels[index].placed);
+    Gather(index);
   }
-  device::CopyBlocks(type_, plan_.unpacks.at, plan_.unpacks.blocks, stream_);
+  device::CopyBlocks(plan_.type(), plan_.unpacks.at, plan_.unpacks.blocks, stream_);
 }
 
-void DeviceReduction::Exchange(const PlacedLevel& level) {
-  const int64_t bytes = ElementBytes(type_);
-  std::vector<Message> messages(level.size());
-  for (int rank = 0; rank < level.size(); ++rank) {
-    messages[rank] = {level.send[rank], level.slice(rank).elements * bytes, level.receive[rank],
-                      level.mine().elements * bytes};
+void DeviceReduction::Exchange(size_t index) {
+  const DeviceLevel& level = plan_.levels[index];
+  const int64_t bytes = ElementBytes(plan_.type());
+  const int64_t mine = level.placed.slice(level.rank).elements;
+  std::vector<Message> messages(level.size);
+  for (int rank = 0; rank < level.size; ++rank) {
+    messages[rank] = {level.placed.send[rank], level.placed.slice(rank).elements * bytes,
+                      level.placed.receive[rank], mine * bytes};
   }
-  level.transport->Exchange(messages);
+  transports_[index].transport->Exchange(messages);
 }
 
-void DeviceReduction::Gather(const PlacedLevel& level) {
-  if (placement_.replicates()) {
+void DeviceReduction::Gather(size_t index) {
+  if (plan_.replicates()) {
     return;
   }
-  const int64_t bytes = ElementBytes(type_);
-  std::vector<Message> messages(level.size());
-  for (int rank = 0; rank < level.size(); ++rank) {
-    messages[rank] = {level.result[level.rank()], level.mine().elements * bytes, level.result[rank],
-                      level.slice(rank).elements * bytes};
+  const DeviceLevel& level = plan_.levels[index];
+  const int64_t bytes = ElementBytes(plan_.type());
+  const int64_t mine = level.placed.slice(level.rank).elements;
+  std::vector<Message> messages(level.size);
+  for (int rank = 0; rank < level.size; ++rank) {
+    messages[rank] = {level.placed.result[level.rank], mine * bytes, level.placed.result[rank],
+                      level.placed.slice(rank).elements * bytes};
   }
-  level.transport->Exchange(messages);
-}
-
-void DeviceReduction::SumBlocks(DeviceLevel& level, int entries, device::FoldBy by, bool walked_only) {
-  device::Slice slice = level.slice;
-  slice.sent = level.exchanges.front().Sent(entries);
-  device::FoldBlocks(slice, entries, by, walked_only, stream_);
+  transports_[index].transport->Exchange(messages);
 }
 
 // From the ranks whose slices lie side by side, the group of this level, to those of the lowest level.
-void DeviceReduction::FoldOverRanks(DeviceLevel& level, int entries, device::FoldBy by) {
-  for (SumExchange& exchange : level.exchanges) {
+void DeviceReduction::FoldOverRanks(const DeviceLevel& level, int entries, device::FoldBy by, int set) {
+  const int64_t row_bytes = entries * static_cast<int64_t>(sizeof(DoubleDouble));
+  for (const SumExchange& exchange : level.exchanges) {
     if (exchange.fold.count == 0) {
       continue;
     }
-    const int64_t row_bytes = entries * static_cast<int64_t>(sizeof(DoubleDouble));
-    Transport& transport = *exchange.transport;
-    std::vector<Message> messages(transport.size());
-    for (int rank = 0; rank < transport.size(); ++rank) {
-      messages[rank] = {exchange.Sent(entries), exchange.slots[transport.rank()] * row_bytes,
-                        exchange.Of(rank, entries), exchange.slots[rank] * row_bytes};
+    std::vector<Message> messages(exchange.size);
+    for (int rank = 0; rank < exchange.size; ++rank) {
+      messages[rank] = {exchange.Sent(entries, set), exchange.slots[exchange.rank] * row_bytes,
+                        exchange.Of(rank, entries, set), exchange.slots[rank] * row_bytes};
     }
-    transport.Exchange(messages);
-    exchange.fold.next = exchange.next == nullptr ? nullptr : exchange.next->Sent(entries);
-    device::FoldShared(exchange.fold, entries, by, stream_);
+    transports_[exchange.level].transport->Exchange(messages);
+    if (!level.folds_where_read()) {
+      device::Fold fold = exchange.fold;
+      fold.gathered = exchange.gathered[set];
+      fold.totals = level.totals[set];
+      fold.next = exchange.next == nullptr ? nullptr : exchange.next->Sent(entries, set);
+      device::FoldShared(fold, entries, by, stream_);
+    }
   }
 }
 
 // float64 products overflow and underflow where their inputs do not; as in group_reduction.cc.
-void DeviceReduction::FindScales(DeviceLevel& level) {
+void DeviceReduction::FindScales(const DeviceLevel& level) {
+  const device::Sums largest = level.SumsOf(1, 0);
   device::LargestOfBlocks(level.slice, stream_);
-  SumBlocks(level, 1, device::FoldBy::kMaximum, false);
-  FoldOverRanks(level, 1, device::FoldBy::kMaximum);
-  device::SetScales(level.slice, stream_);
+  device::FoldBlocks(level.slice, largest, 1, device::FoldBy::kMaximum, stream_);
+  FoldOverRanks(level, 1, device::FoldBy::kMaximum, 0);
+  device::SetScales(level.slice, largest, stream_);
 }
 
 // For what Solve has flagged, on the device; the exchanges of a few sums take place whatever it has found.
-void DeviceReduction::WalkTrees(DeviceLevel& level) {
-  for (const DeviceTier& tier : level.tiers) {
-    const int entries = 3 * tier.count;
-    device::NodesOfBlocks(level.slice, tier.merges, tier.count, stream_);
-    SumBlocks(level, entries, device::FoldBy::kAdd, true);
-    FoldOverRanks(level, entries, device::FoldBy::kAdd);
-    device::SetSides(level.slice, tier.merges, tier.count, stream_);
+// Returns the last tier, whose sums the next kernel finds.
+device::Tier DeviceReduction::WalkTrees(const DeviceLevel& level) {
+  device::Tier before = {};
+  int set = 0;
+  for (device::Tier tier : level.tiers) {
+    set = 1 - set;
+    tier.sums = level.SumsOf(3 * tier.count, set);
+    device::WalkTier(level.slice, before, tier, stream_);
+    FoldOverRanks(level, 3 * tier.count, device::FoldBy::kAdd, set);
+    before = tier;
   }
+  return before;
 }
 
 } // namespace
@@ -141,7 +138,8 @@ void DeviceReduction::WalkTrees(DeviceLevel& level) {
 void ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
                     const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                     DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer) {
-  DeviceReduction(tensors, type, levels, scale, settings, scratch, stream).Enqueue(observer);
+  DevicePlan& plan = scratch.plans.For(tensors, type, levels, scale, settings, scratch, stream);
+  DeviceReduction(plan, levels, stream).Enqueue(observer);
 }
 
 } // namespace adasum_hvd

@@ -1,7 +1,8 @@
 // What reduce.h does, on a CUDA device: the same placement, levels, trees and block sums. Everything is
 // enqueued on one stream, the exchanges too, and nothing waits for the device:
 //
-//   1. one copy tells the device what there is: blocks, addresses, trees (plan_device.h);
+//   1. one copy tells the device what there is: blocks, addresses, trees (plan_device.h), unless the same
+//      tensors were reduced before;
 //   2. what does not lie contiguously is laid end to end, changes of weights are formed (combine.cu);
 //
 //   and in each level
@@ -19,7 +20,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device_memory.h"
+#include "cuda/plan_device.h"
 #include "reduce/reduce.h"
 
 namespace adasum_hvd {

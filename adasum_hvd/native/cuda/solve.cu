@@ -6,71 +6,67 @@ namespace adasum_hvd {
 namespace device {
 namespace {
 
-// The sums of a run's tensor, in rows of so many entries.
-__device__ inline const DoubleDouble* SumsOf(const Slice& slice, int run, int64_t entries) {
-  const int shared = slice.runs[run].shared;
-  return shared < 0 ? slice.run_sums + run * entries : slice.totals + shared * entries;
-}
-
 // ---- sums over blocks and ranks ----
 
-__device__ inline DoubleDouble Folded(const DoubleDouble& a, const DoubleDouble& b, FoldBy by) {
-  DoubleDouble sum = a;
-  if (by == FoldBy::kAdd) {
-    sum += b;
-  } else if (a.high < b.high) {
-    sum = b;
-  }
-  return sum;
-}
-
-// The same on every lane: what a lane adds and what its partner adds are the same two numbers.
-__device__ inline DoubleDouble FoldedOverLanes(DoubleDouble sum, FoldBy by) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    DoubleDouble other;
-    other.high = __shfl_xor_sync(kAllLanes, sum.high, offset);
-    other.low = __shfl_xor_sync(kAllLanes, sum.low, offset);
-    sum = Folded(sum, other, by);
-  }
-  return sum;
-}
-
-// A warp per run and entry.
-__global__ void FoldBlocksKernel(Slice slice, int entries, FoldBy by, bool walked_only) {
-  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
+// The sum over all stretches of a run, on the last warp that comes here with one. The order is theirs in the
+// run, whichever that is.
+__device__ bool FoldedOverStretches(const Slice& slice, const BlockOf& stretch, int64_t index, int stretches,
+                                    int entries, int entry, FoldBy by, DoubleDouble& sum) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int run = static_cast<int>(warp / entries), entry = static_cast<int>(warp % entries);
-  if (run >= slice.run_count) {
+  int last = 0;
+  if (lane == 0) {
+    slice.stretch_sums[index * entries + entry] = sum;
+    __threadfence();
+    int32_t* arrived = &slice.arrived[int64_t{stretch.run} * entries + entry];
+    last = atomicAdd(arrived, 1) == stretches - 1 ? 1 : 0;
+    if (last != 0) {
+      *arrived = 0;
+    }
+    __threadfence();
+  }
+  if (__shfl_sync(kAllLanes, last, 0) == 0) {
+    return false;
+  }
+  __syncwarp();
+  sum = DoubleDouble();
+  for (int k = lane; k < stretches; k += kWarp) {
+    sum = Folded(sum, Fresh(&slice.stretch_sums[(index - stretch.block + k) * entries + entry]), by);
+  }
+  sum = FoldedOverLanes(sum, by);
+  return true;
+}
+
+// A warp per stretch and entry.
+__global__ void FoldBlocksKernel(Slice slice, Sums sums, int entries, FoldBy by) {
+  const int64_t warp = ThisThread() / kWarp, index = warp / entries;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, entry = static_cast<int>(warp % entries);
+  if (index >= slice.stretches.count) {
     return;
   }
-  const Run& of = slice.runs[run];
+  const BlockOf stretch = slice.stretches.at[index];
+  const Run& of = slice.runs[stretch.run];
+  const int end = min(of.blocks(), (stretch.block + 1) * kStretch);
   DoubleDouble sum;
-  if (!walked_only || slice.walk_tree[run] != 0) {
-    const int blocks = static_cast<int>((of.count + kBlockElements - 1) / kBlockElements);
-    for (int block = lane; block < blocks; block += kWarp) {
-      const double value = slice.block_sums[(int64_t{of.first_block} + block) * entries + entry];
-      sum = Folded(sum, DoubleDouble{value, 0.0}, by);
-    }
-    sum = FoldedOverLanes(sum, by);
+  for (int block = stretch.block * kStretch + lane; block < end; block += kWarp) {
+    const double value = slice.block_sums[(int64_t{of.first_block} + block) * entries + entry];
+    sum = Folded(sum, DoubleDouble{value, 0.0}, by);
   }
-  if (lane == 0) {
-    slice.run_sums[int64_t{run} * entries + entry] = sum;
-    if (of.slot >= 0) {
-      slice.sent[int64_t{of.slot} * entries + entry] = sum;
-    }
+  sum = FoldedOverLanes(sum, by);
+  const int stretches = (of.blocks() + kStretch - 1) / kStretch;
+  if ((stretches == 1 || FoldedOverStretches(slice, stretch, index, stretches, entries, entry, by, sum)) &&
+      lane == 0) {
+    SetRunSum(sums, slice, stretch.run, entries, entry, sum);
   }
 }
 
 __global__ void FoldSharedKernel(Fold fold, int entries, FoldBy by) {
-  const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const int k = index / entries, entry = index % entries;
-  if (k >= fold.count) {
+  const int64_t index = ThisThread();
+  const int entry = static_cast<int>(index % entries);
+  if (index / entries >= fold.count) {
     return;
   }
-  DoubleDouble sum;
-  for (int s = fold.first_source[k]; s < fold.first_source[k + 1]; ++s) {
-    sum = Folded(sum, fold.gathered[int64_t{fold.source[s]} * entries + entry], by);
-  }
+  const int k = static_cast<int>(index / entries);
+  const DoubleDouble sum = FoldedOverSources(fold, k, entries, entry, by);
   fold.totals[int64_t{fold.row[k]} * entries + entry] = sum;
   if (fold.next_slot[k] >= 0) {
     fold.next[int64_t{fold.next_slot[k]} * entries + entry] = sum;
@@ -113,15 +109,31 @@ __device__ void Multiply(const TreeOf& tree, int node, double factor, double* c)
   }
 }
 
+// The Gram matrix of a run's tensor.
+__device__ const DoubleDouble* GramOf(const Slice& slice, const Sums& sums, int run) {
+  const int entries = static_cast<int>(GramSize(slice.size));
+  const int shared = slice.runs[run].shared;
+  if (shared < 0) {
+    return sums.runs + int64_t{run} * entries;
+  }
+  DoubleDouble* total = sums.totals + int64_t{shared} * entries;
+  for (int e = static_cast<int>(threadIdx.x) % kWarp; sums.fold.count > 0 && e < entries; e += kWarp) {
+    total[e] = FoldedOverSources(sums.fold, shared, entries, e, FoldBy::kAdd);
+  }
+  __syncwarp();
+  return total;
+}
+
 // A warp per run; all its lanes take the same branches.
-__global__ void SolveKernel(Slice slice) {
-  const int run = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / kWarp);
+__global__ void SolveKernel(Slice slice, Sums sums) {
+  const int64_t index = ThisThread() / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  if (run >= slice.run_count) {
+  if (index >= slice.run_count) {
     return;
   }
+  const int run = static_cast<int>(index);
   const TreeOf& tree = slice.tree;
-  const DoubleDouble* gram = SumsOf(slice, run, GramSize(slice.size));
+  const DoubleDouble* gram = GramOf(slice, sums, run);
   double* c = slice.coefficients + int64_t{run} * slice.size;
   for (int i = lane; i < slice.size; i += kWarp) {
     c[i] = tree.leaf_weights[i];
@@ -144,6 +156,9 @@ __global__ void SolveKernel(Slice slice) {
   }
   if (lane == 0) {
     slice.walk_tree[run] = cancelled ? 1 : 0;
+    if (cancelled) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(slice.explicit_tensors), 1ULL);
+    }
   }
   if (!cancelled) {
     return;
@@ -160,55 +175,41 @@ __global__ void SolveKernel(Slice slice) {
   }
 }
 
-__global__ void SidesKernel(Slice slice, const int32_t* merges, int merge_count) {
-  const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const int run = index / merge_count, k = index % merge_count;
-  if (run >= slice.run_count || slice.walk_tree[run] == 0) {
-    return;
+__global__ void ScalesKernel(Slice slice, Sums largest) {
+  const int64_t run = ThisThread();
+  if (run < slice.run_count) {
+    slice.scales[run] =
+        PowerOfTwoScale(SumOf(largest, slice, static_cast<int>(run), 1, 0, FoldBy::kMaximum).high);
   }
-  const int merge = merges[k];
-  if (!slice.tree.merge[merge].adasum) {
-    return;
-  }
-  const int64_t row = 3 * int64_t{merge_count};
-  const DoubleDouble* sums = SumsOf(slice, run, row) + 3 * k;
-  const double dot = sums[1].Rounded();
-  slice.sides[int64_t{run} * slice.tree.merges + merge] = {AdasumCoefficient(dot, sums[0].Rounded()),
-                                                           AdasumCoefficient(dot, sums[2].Rounded())};
-}
-
-__global__ void ScalesKernel(Slice slice) {
-  const int run = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (run >= slice.run_count) {
-    return;
-  }
-  slice.scales[run] = PowerOfTwoScale(SumsOf(slice, run, 1)->high);
 }
 
 } // namespace
 
-void FoldBlocks(const Slice& slice, int entries, FoldBy by, bool walked_only, cudaStream_t stream) {
-  Launch("the fold kernel", FoldBlocksKernel, Grid(BlocksFor(int64_t{slice.run_count} * entries * kWarp)),
-         kThreads, stream, slice, entries, by, walked_only);
+void FoldBlocks(const Slice& slice, const Sums& sums, int entries, FoldBy by, cudaStream_t stream) {
+  Launch("the fold kernel", FoldBlocksKernel, BlocksFor(int64_t{slice.stretches.count} * entries * kWarp),
+         stream, slice, sums, entries, by);
 }
 
 void FoldShared(const Fold& fold, int entries, FoldBy by, cudaStream_t stream) {
-  Launch("the fold kernel", FoldSharedKernel, Grid(BlocksFor(int64_t{fold.count} * entries)), kThreads,
-         stream, fold, entries, by);
+  Launch("the fold kernel", FoldSharedKernel, BlocksFor(int64_t{fold.count} * entries), stream, fold, entries,
+         by);
 }
 
-void Solve(const Slice& slice, cudaStream_t stream) {
-  Launch("the solve kernel", SolveKernel, Grid(BlocksFor(int64_t{slice.run_count} * kWarp)), kThreads, stream,
-         slice);
+void Solve(const Slice& slice, const Sums& gram, cudaStream_t stream) {
+  Launch("the solve kernel", SolveKernel, BlocksFor(int64_t{slice.run_count} * kWarp), stream, slice, gram);
 }
 
-void SetSides(const Slice& slice, const int32_t* merges, int merge_count, cudaStream_t stream) {
-  Launch("the sides kernel", SidesKernel, Grid(BlocksFor(int64_t{slice.run_count} * merge_count)), kThreads,
-         stream, slice, merges, merge_count);
+void SetScales(const Slice& slice, const Sums& largest, cudaStream_t stream) {
+  Launch("the scale kernel", ScalesKernel, BlocksFor(slice.run_count), stream, slice, largest);
 }
 
-void SetScales(const Slice& slice, cudaStream_t stream) {
-  Launch("the scale kernel", ScalesKernel, Grid(BlocksFor(slice.run_count)), kThreads, stream, slice);
+void LoadKernels() {
+  LoadSums();
+  LoadElements();
+  Load(FoldBlocksKernel);
+  Load(FoldSharedKernel);
+  Load(SolveKernel);
+  Load(ScalesKernel);
 }
 
 } // namespace device

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
@@ -13,6 +14,7 @@
 #include "op/device_hooks.h"
 #include "op/release.h"
 #include "op/shut_down.h"
+#include "op/statistics.h"
 
 namespace adasum_hvd {
 
@@ -56,7 +58,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     return status;
   }
   under_way_.Add(entries, shared_from_this());
-  DeviceScratch& scratch = scratch_[{entries.front().device, global_state_->current_nccl_stream}];
+  DeviceScratch& scratch = ScratchOf(entries.front().device);
   ncclComm_t communicator = nullptr;
   try {
     gpu_op_context_.InitGPU(entries);
@@ -81,6 +83,12 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   return gpu_op_context_.FinalizeGPUQueue(
       entries, true, [self = shared_from_this(), communicator] { self->CheckCommunicator(communicator); });
+}
+
+DeviceScratch& AdasumDeviceOp::ScratchOf(int device) {
+  std::lock_guard<std::mutex> guard(
+      scratch_mutex_); // callers of ExplicitTensors read on threads of their own
+  return scratch_[{device, global_state_->current_nccl_stream}];
 }
 
 void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
@@ -188,8 +196,17 @@ bool AdasumDeviceOp::IsDrained() {
   }
 }
 
+int64_t AdasumDeviceOp::ExplicitTensors() {
+  std::lock_guard<std::mutex> guard(scratch_mutex_);
+  return std::accumulate(scratch_.begin(), scratch_.end(), int64_t{0}, [](int64_t sum, const auto& one) {
+    return sum + one.second.explicit_tensors.Read();
+  });
+}
+
 void AdasumDeviceOp::Release() {
   agreements_.Clear();
+  CountAlso(nullptr);
+  Count(kExplicitTensors, ExplicitTensors());
   if (IsDrained()) { // else what is under way still needs it
     scratch_.clear();
   }
@@ -212,6 +229,10 @@ std::shared_ptr<hvd::AllreduceOp> MakeAdasumDeviceOp(hvd::NCCLContext* nccl_cont
   auto op = std::make_shared<AdasumDeviceOp>(nccl_context, gpu_context, state);
   ReleaseWithThisThread(op);
   op_of_this_thread = op;
+  CountAlso([op = std::weak_ptr<AdasumDeviceOp>(op)] {
+    const std::shared_ptr<AdasumDeviceOp> living = op.lock();
+    return living == nullptr ? 0 : living->ExplicitTensors();
+  });
   return op;
 }
 

@@ -36,6 +36,9 @@ public:
   // Horovod is about to end its communicators: those of an elastic job are aborted, on all ranks.
   void PrepareForShutDown();
 
+  // How many tensors' trees were walked, as far as the devices have come. On any thread.
+  int64_t ExplicitTensors();
+
   // Lets go of memory on devices; no reduction may follow.
   void Release();
 
@@ -47,6 +50,7 @@ private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
   Agreement& AgreementOf(int process_set_id) const;
+  DeviceScratch& ScratchOf(int device);
   void GiveUp(const Entries& entries, DeviceScratch& scratch, const std::string& why);
   bool IsDrained();
   [[noreturn]] void EndThisProcess(const std::string& why) const;
@@ -60,6 +64,7 @@ private:
   horovod::common::NCCLOpContext nccl_op_context_;
   mutable Agreements<Agreement> agreements_{Memory::kDevice};
   std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+  std::mutex scratch_mutex_; // of the map: what is in it is the background thread's
   UnderWay under_way_;
   std::mutex communicator_mutex_; // finalizer threads look at what Horovod ends
   bool communicators_end_ = false;

@@ -1,14 +1,19 @@
 #include "op/statistics.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 namespace adasum_hvd {
 namespace {
 
 std::array<std::atomic<int64_t>, kCounters> counters;
+
+std::mutex also_mutex;
+std::function<int64_t()> also;
 
 struct Paths {
   std::string host;
@@ -24,9 +29,14 @@ void Count(Counter counter, int64_t more) { counters[counter] += more; }
 void CountNanoseconds(Phase phase, int64_t more) { counters[kNanoseconds + static_cast<int>(phase)] += more; }
 
 void ReadCounters(int64_t* values) {
-  for (const std::atomic<int64_t>& counter : counters) {
-    *values++ = counter;
-  }
+  std::copy(counters.begin(), counters.end(), values);
+  std::lock_guard<std::mutex> guard(also_mutex);
+  values[kExplicitTensors] += also ? also() : 0;
+}
+
+void CountAlso(std::function<int64_t()> more) {
+  std::lock_guard<std::mutex> guard(also_mutex);
+  also = std::move(more);
 }
 
 void SetPath(int process_set_id, Memory memory, std::string path) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "reduce/reduce.h"
@@ -13,7 +14,7 @@ enum Counter {
   kTensors,
   kDeltaTensors,
   kBytes,
-  kExplicitTensors, // of reductions on the host: on devices nothing waits for what the kernels find
+  kExplicitTensors, // on devices, of reductions that have ended: nothing waits for what kernels find
   kNanoseconds,     // per phase, in the order of Phase; of reductions on the host
   kCounters = kNanoseconds + kPhases
 };
@@ -21,6 +22,9 @@ enum Counter {
 void Count(Counter counter, int64_t more);
 void CountNanoseconds(Phase phase, int64_t more);
 void ReadCounters(int64_t* values); // kCounters of them
+
+// What `more` returns is read as part of kExplicitTensors; null: nothing.
+void CountAlso(std::function<int64_t()> more);
 
 // How the ranks of a process set reach each other, for people to read. There is one for host tensors and one
 // for those on devices; PathOf gives both.

@@ -68,7 +68,7 @@ ADASUM_HOST_DEVICE inline double PowerOfTwoScale(double largest) {
 // Whether a result is summed in the order of the tree, not of the ranks. In that of the ranks 3/4 x may round
 // where x does not; in that of the tree only powers of two of identical inputs occur. The shorter types have
 // no bits that show it.
-ADASUM_HOST_DEVICE inline bool InTreeOrder(ElementType type, int ranks) {
+ADASUM_HOST_DEVICE constexpr bool InTreeOrder(ElementType type, int ranks) {
   return type == kFloat64 && ranks > 3;
 }
 

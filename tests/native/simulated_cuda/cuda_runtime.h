@@ -7,6 +7,7 @@
 // reach ends the program with a message.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <condition_variable>
 #include <cstddef>
@@ -35,8 +36,11 @@ namespace simulated_cuda {
 // Waits until every thread of the block, or of the warp, is here.
 void WaitForBlock();
 void WaitForWarp();
-// Gives every lane of the warp the bytes of the lane with `lane` exclusive-or'ed.
-void Shuffle(void* value, size_t bytes, unsigned lane);
+// Gives every lane of the warp the bytes of lane `from`.
+void Shuffle(void* value, size_t bytes, unsigned from);
+
+// Before the first launch of a kernel the driver loads it, and may wait for all that the device does.
+void Load(const void* kernel);
 
 // Runs `body` for every thread of every block.
 void RunKernel(dim3 blocks, dim3 threads, const std::function<void()>& body);
@@ -70,15 +74,27 @@ struct Event {
 
 inline void __syncthreads() { simulated_cuda::WaitForBlock(); }
 inline void __syncwarp() { simulated_cuda::WaitForWarp(); }
-template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
-  simulated_cuda::Shuffle(&value, sizeof value, static_cast<unsigned>(lanes));
+template <class T> T __shfl_sync(unsigned, T value, int from) {
+  simulated_cuda::Shuffle(&value, sizeof value, static_cast<unsigned>(from));
   return value;
+}
+template <class T> T __shfl_xor_sync(unsigned lanes, T value, int with) {
+  return __shfl_sync(lanes, value, static_cast<int>(threadIdx.x % 32) ^ with);
+}
+// The blocks of a kernel run one after the other.
+inline void __threadfence() {}
+template <class T> T __ldcg(const T* at) { return *at; }
+template <class T> T atomicAdd(T* at, T more) {
+  const T before = *at;
+  *at += more;
+  return before;
 }
 using std::fabs;
 using std::fma;
 using std::fmax;
 using std::frexp;
 using std::ldexp;
+using std::min;
 
 using cudaStream_t = simulated_cuda::Stream*;
 using cudaEvent_t = simulated_cuda::Event*;
@@ -92,9 +108,12 @@ enum cudaError_t {
 };
 enum cudaDeviceAttr { cudaDevAttrMemoryPoolsSupported = 115 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaStreamNonBlocking = 1;
+constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1;
+constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 
 struct cudaPointerAttributes {};
+
+struct cudaFuncAttributes {};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -133,12 +152,26 @@ cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 
+// What has been enqueued in this process: kernels, copies to the device, groups of NCCL.
+struct SimulatedCounts {
+  int64_t kernels, uploads, groups;
+};
+SimulatedCounts SimulatedEnqueued();
+
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(Parameters...)) {
+  simulated_cuda::Load(reinterpret_cast<const void*>(kernel));
+  return cudaSuccess;
+}
+
+namespace simulated_cuda {
+cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> body);
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  const dim3 blocks = config->gridDim, threads = config->blockDim;
-  config->stream->Enqueue([=] { // arguments are taken by value now, as CUDA does
-    simulated_cuda::RunKernel(blocks, threads, [&] { kernel(arguments...); });
-  });
-  return cudaSuccess;
+  simulated_cuda::Load(reinterpret_cast<const void*>(kernel));
+  // Arguments are taken by value now, as CUDA does.
+  return simulated_cuda::Launch(*config, [=] { kernel(arguments...); });
 }

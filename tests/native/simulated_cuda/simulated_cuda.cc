@@ -135,13 +135,13 @@ void WaitForWarp() {
   here.Wait(here.warps[threadIdx.x / kWarp].barrier, kWarp);
 }
 
-void Shuffle(void* value, size_t bytes, unsigned lanes) {
+void Shuffle(void* value, size_t bytes, unsigned from) {
   Processor& here = processor();
   Warp& warp = here.warps[threadIdx.x / kWarp];
   const unsigned lane = threadIdx.x % kWarp, parity = here.running->shuffles++ % 2;
   std::memcpy(warp.values[parity][lane], value, bytes);
   WaitForWarp();
-  std::memcpy(value, warp.values[parity][lane ^ lanes], bytes);
+  std::memcpy(value, warp.values[parity][from], bytes);
 }
 
 void RunKernel(dim3 blocks, dim3 threads, const std::function<void()>& body) {
@@ -196,6 +196,46 @@ Streams& streams() {
 
 } // namespace
 
+namespace {
+
+std::atomic<int64_t> kernels, uploads, groups; // enqueued
+
+struct Kernels {
+  std::mutex mutex;
+  std::set<const void*> loaded;
+};
+Kernels& loaded_kernels() {
+  static Kernels everywhere;
+  return everywhere;
+}
+
+} // namespace
+
+void Load(const void* kernel) {
+  {
+    std::lock_guard<std::mutex> guard(loaded_kernels().mutex);
+    if (!loaded_kernels().loaded.insert(kernel).second) {
+      return;
+    }
+  }
+  std::lock_guard<std::mutex> guard(streams().mutex);
+  for (Stream* stream : streams().all) {
+    stream->Synchronize();
+  }
+}
+
+cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> body) {
+  constexpr unsigned kMostAcross = 65535, kMostThreads = 1024;
+  const dim3 blocks = config.gridDim, threads = config.blockDim;
+  if (blocks.x == 0 || blocks.x > 0x7fffffff || blocks.y == 0 || blocks.y > kMostAcross || blocks.z != 1 ||
+      threads.x == 0 || threads.x > kMostThreads) {
+    return cudaErrorInvalidConfiguration;
+  }
+  kernels += 1;
+  config.stream->Enqueue([=] { RunKernel(blocks, threads, body); });
+  return cudaSuccess;
+}
+
 Stream::Stream() : thread_([this] { Work(); }) {}
 
 Stream::~Stream() {
@@ -247,6 +287,10 @@ void Stream::Work() {
 } // namespace simulated_cuda
 
 using simulated_cuda::streams;
+
+SimulatedCounts SimulatedEnqueued() {
+  return {simulated_cuda::kernels, simulated_cuda::uploads, simulated_cuda::groups};
+}
 
 // ---- the functions of CUDA ----
 
@@ -362,7 +406,9 @@ cudaError_t cudaFreeHost(void* memory) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  simulated_cuda::uploads += kind == cudaMemcpyHostToDevice ? 1 : 0;
   stream->Enqueue([=] { std::copy_n(static_cast<const char*>(from), bytes, static_cast<char*>(to)); });
   return cudaSuccess;
 }
@@ -758,6 +804,7 @@ ncclResult_t ncclGroupEnd() {
     simulated_cuda::Communicator* communicator = group.messages.front().communicator;
     simulated_cuda::MustLive(communicator);
     communicator->Begin();
+    simulated_cuda::groups += 1;
     group.messages.front().stream->Enqueue([communicator, messages = std::move(group.messages)] {
       simulated_cuda::Exchange(messages);
       communicator->Finish();

@@ -1,0 +1,130 @@
+"""List the registers of every CUDA kernel in docs/devices.md, as ptxas counts them.
+
+python docs/kernels.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from adasum_hvd.install import nccl
+from adasum_hvd.install.sources import NATIVE, cache_dir
+
+PAGE = Path(__file__).with_name("devices.md")
+BEGIN, END = "<!-- python docs/kernels.py -->\n", "<!-- end of the table -->\n"
+WANTED = (70, 75, 80, 90, 100)  # compute capabilities; a toolkit may lack some
+TYPES = {
+    "f": "float32",
+    "d": "float64",
+    "6__half": "float16",
+    "13__nv_bfloat16": "bfloat16",
+}
+_ENTRY = re.compile(
+    r"Compiling entry function '\w*?(?P<kernel>[A-Z][a-z]+(?:[A-Z][a-z]+)*Kernel)"
+    r"(?:I(?P<type>f|d|6__half|13__nv_bfloat16)(?:Li(?P<ranks>\d+)E)?E)?\w*' for 'sm_(?P<for>\d+)'"
+    r".*?(?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel for one compute capability."""
+
+    name: str  # "GramKernel", 8 ranks: "GramKernel<8>"
+    dtype: str  # "" where a kernel has none
+    capability: int
+    registers: int  # per thread
+    spilled: int  # bytes
+
+
+def capabilities(nvcc: Path) -> list[int]:
+    """Return those of `WANTED` for which `nvcc` compiles."""
+    shown = subprocess.run(
+        [str(nvcc), "--list-gpu-code"], capture_output=True, text=True, check=True
+    )
+    return [number for number in WANTED if f"sm_{number}\n" in shown.stdout + "\n"]
+
+
+def _said_of(source: Path, nvcc: Path) -> str:
+    """Return what ptxas says of a source, from the cache folder where nothing has changed."""
+    command = [str(nvcc), "-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings"]
+    for number in capabilities(nvcc):
+        command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    command += ["--threads", "2", "-Xptxas", "-v", f"-I{NATIVE}", "-c", str(source)]
+    rooms = (NATIVE / room for room in ("cuda", "reduce", "kernels"))
+    headers = [path for room in rooms for path in room.glob("*.h")]
+    key = hashlib.sha256("\0".join(command).replace(str(NATIVE), "").encode())
+    for path in [source, *sorted(headers)]:
+        key.update(path.read_bytes())
+    kept = cache_dir() / "tests" / "ptxas" / f"{source.stem}-{key.hexdigest()[:16]}.txt"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shown = subprocess.run(
+            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=False
+        )
+        if shown.returncode != 0:
+            raise RuntimeError(shown.stderr)
+        kept.write_text(shown.stdout + shown.stderr)
+    return kept.read_text()
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel, for every compute capability that the toolkit has.
+
+    Raises:
+        nccl.Missing: there is no nvcc.
+        RuntimeError: a source does not compile, or with a warning.
+    """
+    nvcc = nccl.cuda_home() / "bin" / "nvcc"
+    for source in sorted((NATIVE / "cuda").glob("*.cu")):
+        for found in _ENTRY.finditer(_said_of(source, nvcc)):
+            ranks = f"<{found['ranks']}>" if found["ranks"] else ""
+            yield Kernel(
+                found["kernel"] + ranks,
+                TYPES.get(found["type"], ""),
+                int(found["for"]),
+                int(found["registers"]),
+                int(found["spilled"]),
+            )
+
+
+def table(found: list[Kernel]) -> str:
+    """Return the table: the most registers over the element types, per compute capability."""
+    numbers = sorted({kernel.capability for kernel in found})
+    missing = ", ".join(f"sm_{number}" for number in WANTED if number not in numbers)
+    lines = [
+        f"nvcc {nccl.nvcc_version(nccl.cuda_home())}"
+        + (f", which does not compile for {missing}" if missing else "")
+        + ": registers per thread, the most over the element types.\n",
+        "| kernel | " + " | ".join(f"sm_{number}" for number in numbers) + " |",
+        "|---" * (1 + len(numbers)) + "|",
+    ]
+    for name in sorted({kernel.name for kernel in found}):
+        most = [
+            max(k.registers for k in found if (k.name, k.capability) == (name, number))
+            for number in numbers
+        ]
+        lines.append(f"| `{name}` | " + " | ".join(map(str, most)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def written() -> str:
+    """Return the table that stands in the page."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+def main() -> None:
+    """Write the table anew."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(before + BEGIN + table(list(kernels())) + END + after)
+
+
+if __name__ == "__main__":
+    main()
