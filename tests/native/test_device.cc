@@ -173,6 +173,25 @@ void TreesAreCompiledAsTheyAreInterpreted() {
   }
 }
 
+// One kernel walks the trees of small tensors, too, with the bits of the kernels for large ones.
+void SmallTensorsAreWalkedInOneKernel() {
+  for (ElementType type : {kFloat32, kFloat16}) {
+    for (int ranks : {3, 4, 6, 8}) {
+      const Maker opposite = [](int rank, size_t tensor, int64_t k) {
+        return (rank % 2 == 0 ? 1 : -1) * Random(35)(rank / 2, tensor, k) +
+               (tensor == 1 ? 0 : 1e-3 * Random(36)(rank, tensor, k));
+      };
+      const std::vector<Tensors> tensors = MakeTensors(ranks, {9000, 64, 0, 5000}, type, opposite);
+      Options options = For(ranks, type);
+      const auto sliced = ReduceAll(tensors, options);
+      options.settings.replicate_bytes = int64_t{1} << 30;
+      int64_t explicit_tensors = 0;
+      Check(ReduceAll(tensors, options, &explicit_tensors) == sliced, std::to_string(ranks) + " ranks");
+      Check(explicit_tensors > 0, "no tree was walked");
+    }
+  }
+}
+
 // Tensors of one rank on the device, and reductions of them.
 struct Job {
   Job(int ranks, const std::vector<int64_t>& sizes, int seed)
@@ -241,7 +260,7 @@ void WhatIsEnqueued() {
   } const rows[] = {
       {2, 40000, 0, 4, 3},     // Gram, fold, solve, combine; slices, sums, results
       {8, 40000, 0, 6, 5},     // and two tiers, which no one walks
-      {8, 100, 1 << 20, 6, 1}, // replicated: the slices alone
+      {8, 100, 1 << 20, 1, 1}, // replicated: one kernel behind the exchange
   };
   for (const auto& row : rows) {
     Job job(row.ranks, {row.elements}, 34);
@@ -274,6 +293,7 @@ int main(int argc, char** argv) {
                       {"positions beyond 31 bits", PositionsBeyond31Bits},
                       {"long tensors are folded in stretches", LongTensorsAreFoldedInStretches},
                       {"trees are compiled as they are interpreted", TreesAreCompiledAsTheyAreInterpreted},
+                      {"small tensors are walked in one kernel", SmallTensorsAreWalkedInOneKernel},
                       {"plans fit what is reduced", PlansFitWhatIsReduced},
                   });
 }

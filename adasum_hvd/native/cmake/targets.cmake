@@ -97,7 +97,7 @@ endforeach()
 
 list(REMOVE_DUPLICATES ADASUM_KERNEL_LIBRARIES)
 foreach(library IN LISTS ADASUM_KERNEL_LIBRARIES)
-  set(sources cuda/combine.cu cuda/gram.cu cuda/solve.cu)
+  set(sources cuda/combine.cu cuda/gram.cu cuda/small.cu cuda/solve.cu)
   list(TRANSFORM sources PREPEND "${ADASUM_NATIVE_DIR}/")
   target_sources(${library} PRIVATE ${sources})
   set_target_properties(${library} PROPERTIES CUDA_STANDARD 17)

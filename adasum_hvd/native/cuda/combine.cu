@@ -1,7 +1,5 @@
 // What is written of elements: copies, changes of weights, and the result.
-#include "cuda/block.h"
-
-#include <type_traits>
+#include "cuda/passes.h"
 
 namespace adasum_hvd {
 namespace device {
@@ -38,86 +36,8 @@ template <class T> __global__ void CopyKernel(const Copy* copies, Blocks blocks)
   }
 }
 
-// Combines the block where its tree is walked, or where the sum is in the order of a tree that no kernel is
-// compiled for; says whether it did.
-template <class T> __device__ bool CombinedByTree(const Block<T>& block, const Tier& last, double scale) {
-  const Slice& slice = block.slice;
-  const bool walk_tree = slice.walk_tree[block.run] != 0;
-  if (walk_tree) {
-    SetSides(slice, last, block.run);
-  } else if (!InTreeOrder(slice.type, slice.size) || (slice.nearest && slice.size <= kMostUnrolled)) {
-    return false;
-  }
-  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
-  const Sides* sides =
-      walk_tree ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
-  const double input_scale = block.Scale();
-  const int root = slice.tree.leaves + slice.tree.merges - 1;
-  for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
-    const double value = Evaluate(slice.tree, root, sides, [&](int rank) {
-      const double factor = walk_tree ? input_scale * slice.tree.leaf_weights[rank] : c[rank] * scale;
-      return Widened(block.Of(rank)[k]) * factor;
-    });
-    Narrow(walk_tree ? value * (scale / input_scale) : value, &block.Result()[k]);
-  }
-  return true;
-}
-
-// In the order of the ranks, or of a tree of nearest neighbours: tree.h, InTreeOrder.
-template <bool kInTreeOrder, int N> __device__ double SumOverRanks(double (&terms)[N]) {
-  if constexpr (kInTreeOrder) {
-#pragma unroll
-    for (int apart = 1; apart < N; apart *= 2) {
-#pragma unroll
-      for (int i = 0; i + apart < N; i += 2 * apart) {
-        terms[i] += terms[i + apart];
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 1; i < N; ++i) {
-      terms[0] += terms[i];
-    }
-  }
-  return terms[0];
-}
-
 template <class T, int N> __global__ void CombineKernel(Slice slice, Tier last, double scale) {
-  constexpr bool kInTreeOrder = std::is_same_v<T, double> && InTreeOrder(kFloat64, N);
-  const Block<T> block(slice, blockIdx.x);
-  if (CombinedByTree(block, last, scale)) {
-    return;
-  }
-  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
-  T* to = block.Result();
-  const T* x[N];
-  double weight[N];
-  bool aligned = IsAligned(to);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    x[i] = block.Of(i);
-    weight[i] = c[i] * scale;
-    aligned = aligned && IsAligned(x[i]);
-  }
-  for (int k = static_cast<int>(threadIdx.x) * kVector; k < block.n; k += kThreads * kVector) {
-    const bool whole = aligned && k + kVector <= block.n;
-    double values[N][kVector];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Load(x[i], k, block.n, whole, values[i]);
-    }
-    double sum[kVector];
-#pragma unroll
-    for (int lane = 0; lane < kVector; ++lane) {
-      double terms[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        terms[i] = values[i][lane] * weight[i];
-      }
-      sum[lane] = SumOverRanks<kInTreeOrder>(terms);
-    }
-    Store(sum, to, k, block.n, whole);
-  }
+  CombineBlock<T, N>(Block<T>(slice, blockIdx.x), last, scale);
 }
 
 template <class T> __global__ void CombineAnyKernel(Slice slice, Tier last, double scale) {

@@ -120,6 +120,13 @@ struct Tier {
   Sums sums;
 };
 
+// Those above the first, of a tree of so few ranks that a kernel is compiled for them.
+struct Tiers {
+  static constexpr int kMost = 6;
+  int count;
+  Tier at[kMost];
+};
+
 enum class FoldBy { kAdd, kMaximum };
 
 // Has the driver load all kernels: it would load each when it is first launched, which may wait for all that
@@ -150,6 +157,12 @@ void WalkTier(const Slice& slice, const Tier& before, const Tier& tier, cudaStre
 
 // result = scale * sum_i c_i x_i in float64, rounded once. `last` is the last tier that was walked.
 void Combine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream);
+
+// All of it in one kernel, where every rank reduces everything by itself and no run is longer than
+// `kMostSmall` elements: from block_sums to result.
+constexpr int64_t kMostSmall = 4 * kBlockElements;
+bool IsSmall(ElementType type, int ranks, int64_t longest_run);
+void ReduceSmall(const Slice& slice, const Sums& gram, const Tiers& tiers, double scale, cudaStream_t stream);
 
 } // namespace device
 } // namespace adasum_hvd

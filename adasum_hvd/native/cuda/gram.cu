@@ -1,8 +1,6 @@
 // What is summed over the elements of a block: Gram matrices, the nodes of trees that are walked, and the
 // largest element.
-#include "cuda/block.h"
-
-#include <type_traits>
+#include "cuda/passes.h"
 
 namespace adasum_hvd {
 namespace device {
@@ -10,73 +8,8 @@ namespace {
 
 constexpr int kTile = 4; // vectors on a side of a tile of pairs
 
-// Every thread's sums[e] added up, always in the same order; some thread calls write(e, sum). All threads of
-// the block come here.
-template <int kEntries, class Write>
-__device__ void SumOverThreads(double (&sums)[kEntries], const Write& write) {
-  __shared__ double of_warps[kThreads / kWarp][kEntries];
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-#pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
-      sums[e] += __shfl_xor_sync(kAllLanes, sums[e], offset);
-    }
-  }
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread % kWarp == 0) {
-#pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
-      of_warps[thread / kWarp][e] = sums[e];
-    }
-  }
-  __syncthreads();
-  for (int e = thread; e < kEntries; e += kThreads) {
-    write(e, (of_warps[0][e] + of_warps[1][e]) + (of_warps[2][e] + of_warps[3][e]));
-  }
-}
-
-// `N` vectors, all pairs of them.
 template <class T, int N> __global__ void GramKernel(Slice slice) {
-  constexpr int kPairs = N * (N + 1) / 2;
-  const Block<T> block(slice, blockIdx.x);
-  const T* x[N];
-  bool aligned = true;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    x[i] = block.Of(i);
-    aligned = aligned && IsAligned(x[i]);
-  }
-  const double scale = block.Scale();
-  double sums[kPairs] = {};
-  for (int k = static_cast<int>(threadIdx.x) * kVector; k < block.n; k += kThreads * kVector) {
-    double values[N][kVector];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      Load(x[i], k, block.n, aligned && k + kVector <= block.n, values[i]);
-    }
-#pragma unroll
-    for (int lane = 0; lane < kVector; ++lane) {
-      int pair = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        values[i][lane] *= scale;
-#pragma unroll
-        for (int j = 0; j <= i; ++j) { // the packed triangle, by columns
-          sums[pair] = fma(values[j][lane], values[i][lane], sums[pair]);
-          ++pair;
-        }
-      }
-    }
-  }
-  double* to = slice.block_sums + block.index * int64_t{kPairs};
-  SumOverThreads(sums, [to](int pair, double sum) {
-    int i = 0, j = pair; // of the packed triangle by columns
-    while (j > i) {
-      ++i;
-      j -= i;
-    }
-    to[GramIndex(N, j, i)] = sum;
-  });
+  SumGram<T, N>(Block<T>(slice, blockIdx.x));
 }
 
 __host__ __device__ int64_t Tiles(int size) {
@@ -161,36 +94,9 @@ template <class T> __global__ void WalkKernel(Slice slice, Tier before, Tier tie
     return;
   }
   SetSides(slice, before, block.run);
-  const Merge merge = slice.tree.merge[tier.merges[k]];
-  const Sides* sides = slice.sides + int64_t{block.run} * slice.tree.merges;
-  const double scale = block.Scale();
-  double sums[3] = {};
-  for (int e = static_cast<int>(threadIdx.x); e < block.n; e += kThreads) {
-    auto leaf = [&](int rank) {
-      return Widened(block.Of(rank)[e]) * (scale * slice.tree.leaf_weights[rank]);
-    };
-    const double left = Evaluate(slice.tree, merge.left, sides, leaf);
-    const double right = Evaluate(slice.tree, merge.right, sides, leaf);
-    sums[0] = fma(left, left, sums[0]);
-    sums[1] = fma(left, right, sums[1]);
-    sums[2] = fma(right, right, sums[2]);
-  }
-  double* to = slice.block_sums + block.index * int64_t{entries} + 3 * k;
-  SumOverThreads(sums, [to](int which, double sum) { to[which] = sum; });
-  const Run& run = slice.runs[block.run];
-  if (!IsLast(&slice.arrived[block.run], run.blocks() * tier.count)) {
-    return;
-  }
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int e = static_cast<int>(threadIdx.x) / kWarp; e < entries; e += kThreads / kWarp) {
-    DoubleDouble sum;
-    for (int b = lane; b < run.blocks(); b += kWarp) {
-      sum += __ldcg(&slice.block_sums[(int64_t{run.first_block} + b) * entries + e]);
-    }
-    sum = FoldedOverLanes(sum, FoldBy::kAdd);
-    if (lane == 0) {
-      SetRunSum(tier.sums, slice, block.run, entries, e, sum);
-    }
+  SumMerge(block, tier, k);
+  if (IsLast(&slice.arrived[block.run], slice.runs[block.run].blocks() * tier.count)) {
+    FoldRun(slice, tier.sums, block.run, entries);
   }
 }
 

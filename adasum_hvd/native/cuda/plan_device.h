@@ -80,6 +80,7 @@ public:
 
   ElementType type() const { return type_; }
   bool replicates() const { return placement_.replicates(); }
+  bool is_small() const { return is_small_; } // for one kernel
 
   std::deque<DeviceLevel> levels; // that do not move, nor do their members
   DeviceCopies packs;
@@ -99,6 +100,7 @@ private:
   const char* staging_ = nullptr; // of the scratch memory, where it is used
   const char* received_ = nullptr;
   Placement placement_;
+  bool is_small_ = false;
   std::unique_ptr<DeviceBuffer> memory_;
 };
 
