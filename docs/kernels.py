@@ -61,7 +61,7 @@ def _said_of(source: Path, nvcc: Path) -> str:
     headers = [path for room in rooms for path in room.glob("*.h")]
     key = hashlib.sha256("\0".join(command).replace(str(NATIVE), "").encode())
     for path in [source, *sorted(headers)]:
-        key.update(path.read_bytes())
+        key.update(re.sub(rb"//.*", b"", path.read_bytes()))
     kept = cache_dir() / "tests" / "ptxas" / f"{source.stem}-{key.hexdigest()[:16]}.txt"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu): what kernels.h, gram.h and
-// tree.h are on the host, and the same sums over the same blocks. Every function enqueues one kernel and
-// returns.
+// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu, small.cu): what kernels.h,
+// gram.h and tree.h are on the host, and the same sums over the same blocks. Every function enqueues one
+// kernel and returns.
 //
 // Nothing here depends on what the kernels find, so a whole reduction is enqueued without once waiting for
 // the device: tensors with an ill-conditioned node are flagged there, and the kernels that walk their trees

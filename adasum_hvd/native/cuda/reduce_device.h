@@ -12,6 +12,8 @@
 //      walked on vectors, a tier at a time; for all others those kernels return at once;
 //   6. every rank combines its slice, which is what the next level reduces with other groups.
 //
+//   (3 to 6 of what is small are one kernel behind the exchange: small.cu.)
+//
 //   7. The slices are sent to the others, from the last level back to the first; what was laid end to end is
 //      put back, changes are added to the weights before.
 #pragma once
