@@ -19,7 +19,11 @@ needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 PROGRAMS = ("test_reduce", "test_trees", "test_device")
 # A device walks its trees itself; what does that for hosts stays out.
 PARTS = (
-    *(f"reduce/{name}.cc" for name in ("gram", "layout", "placement", "plan", "tree")),
+    *(
+        f"reduce/{name}.cc"
+        for name in ("gram", "layout", "meeting", "placement", "plan", "tree")
+    ),
+    "transport/shared_memory.cc",
     "kernels",
     "cuda",
 )

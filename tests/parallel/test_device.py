@@ -81,11 +81,13 @@ hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
 hvd.init()
 rank = hvd.rank()
 small, large = np.full(300_000, rank + 1, np.float32), np.ones(1_000_000)
+other = np.ones(300_000, np.float16)
 hvd.adasum(small)
 if rank == 1:
     hvd.library.horovod_simulated_memory_limit(1 << 20)
-# Of two dtypes, which Horovod does not fuse: the first is under way when the second fails.
-started = [hvd.enqueue([small]), hvd.enqueue([large])]
+# Of three dtypes, which Horovod does not fuse: the first is under way when the second
+# fails, and the third follows, where there are two streams on the first one's.
+started = [hvd.enqueue([small]), hvd.enqueue([large]), hvd.enqueue([other])]
 for one in started:
     try:
         hvd.wait(one)
@@ -128,7 +130,7 @@ def test_ranks_of_an_elastic_job_go_on_after_one_had_no_memory(
     assert "rank 0: goes on" in output, output
     assert "rank 1: goes on" in output, output
     assert not re.search(r"NCCL hangs|that has ended", output), output
-    # Of the second reduction no rank has one; the first may have ended in time.
+    # Of the second and third no rank has a result; the first may have ended in time.
     assert output.count("rank 0: a result") <= 1, output
     assert re.search(r"rank 0: AdaSum: Horovod shut down while", output), output
 

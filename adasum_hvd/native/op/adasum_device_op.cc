@@ -85,9 +85,9 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
       entries, true, [self = shared_from_this(), communicator] { self->CheckCommunicator(communicator); });
 }
 
+// ExplicitTensors reads on other threads.
 DeviceScratch& AdasumDeviceOp::ScratchOf(int device) {
-  std::lock_guard<std::mutex> guard(
-      scratch_mutex_); // callers of ExplicitTensors read on threads of their own
+  std::lock_guard<std::mutex> guard(scratch_mutex_);
   return scratch_[{device, global_state_->current_nccl_stream}];
 }
 
@@ -102,7 +102,11 @@ void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
 // a host ask it to, and they do when Horovod shuts down, which this rank now asks of all. Until then NCCL may
 // still write to the tensors, so that their owners are told when the stream has come to its end.
 void AdasumDeviceOp::GiveUp(const Entries& entries, DeviceScratch& scratch, const std::string& why) {
-  scratch.end.Set(*gpu_op_context_.stream);
+  try {
+    scratch.end.Set(*gpu_op_context_.stream);
+  } catch (const std::exception& error) {
+    EndThisProcess(why + "; then " + error.what());
+  }
   under_way_.CutShort(why);
   global_state_->shut_down = true;
   gpu_context_->finalizer_thread_pool.execute(

@@ -37,13 +37,14 @@ void UnderWay::Finish(const std::shared_ptr<Callback>& waiting, const hvd::Statu
 }
 
 void UnderWay::End(const std::string& why) {
+  CutShort(why);
   std::list<std::shared_ptr<Callback>> left;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     left = waiting_;
   }
   for (const std::shared_ptr<Callback>& waiting : left) {
-    Finish(waiting, hvd::Status::UnknownError(why));
+    Finish(waiting, hvd::Status::OK());
   }
 }
 

@@ -26,7 +26,7 @@ public:
   // Everything that has not ended yet fails; the first reason counts.
   void CutShort(const std::string& why);
 
-  // Tells all callers that still wait; who tells them later tells nobody.
+  // Tells all callers that still wait that it was cut short; who tells them later tells nobody.
   void End(const std::string& why);
 
 private:

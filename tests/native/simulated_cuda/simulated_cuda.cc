@@ -723,6 +723,7 @@ struct Message {
 struct Group {
   int depth = 0;
   std::vector<Message> messages;
+  std::vector<Communicator*> aborted;
 };
 Group& group() {
   static thread_local Group mine;
@@ -782,10 +783,18 @@ ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   return ncclSuccess;
 }
 
+ncclResult_t ncclGroupStart() {
+  simulated_cuda::group().depth += 1;
+  return ncclSuccess;
+}
+
+// It frees device memory, for which CUDA waits for all streams.
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   simulated_cuda::MustLive(communicator);
   communicator->Abort();
-  return ncclCommDestroy(communicator);
+  ncclGroupStart();
+  simulated_cuda::group().aborted.push_back(communicator);
+  return ncclGroupEnd();
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) {
   simulated_cuda::MustLive(communicator);
@@ -793,14 +802,19 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error)
   return ncclSuccess;
 }
 
-ncclResult_t ncclGroupStart() {
-  simulated_cuda::group().depth += 1;
-  return ncclSuccess;
-}
-
 ncclResult_t ncclGroupEnd() {
   simulated_cuda::Group& group = simulated_cuda::group();
-  if (--group.depth == 0 && !group.messages.empty()) {
+  if (--group.depth > 0) {
+    return ncclSuccess;
+  }
+  for (simulated_cuda::Communicator* communicator : std::exchange(group.aborted, {})) {
+    std::lock_guard<std::mutex> guard(streams().mutex);
+    for (simulated_cuda::Stream* stream : streams().all) {
+      stream->Synchronize();
+    }
+    ncclCommDestroy(communicator);
+  }
+  if (!group.messages.empty()) {
     simulated_cuda::Communicator* communicator = group.messages.front().communicator;
     simulated_cuda::MustLive(communicator);
     communicator->Begin();
