@@ -48,8 +48,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
 endif()
 if(HAVE_CUDA AND HAVE_NCCL)
-  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc op/under_way.cc cuda/device_memory.cc cuda/plan_device.cc cuda/reduce_device.cc
-    transport/nccl.cc)
+  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc op/under_way.cc cuda/device_memory.cc cuda/device_plans.cc
+    cuda/plan_device.cc cuda/reduce_device.cc transport/nccl.cc)
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 

@@ -1,37 +1,19 @@
 #include "cuda/plan_device.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "cuda/arena.h"
+
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kAlignment = 256; // bytes, of every table
-
-int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 // The tensors of which this rank's slice holds a part.
 const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.shared[level.rank()]; }
-
-bool Same(const TensorView& a, const TensorView& b) {
-  return a.input == b.input && a.output == b.output && a.elements == b.elements && a.start == b.start;
-}
-
-bool Same(const Merge& a, const Merge& b) {
-  return a.left == b.left && a.right == b.right && a.adasum == b.adasum;
-}
-
-// Trees are what their merges and weights are.
-bool Same(const Tree& a, const Tree& b) {
-  const auto same = [](const Merge& one, const Merge& other) { return Same(one, other); };
-  return a.leaves == b.leaves && a.leaf_weights == b.leaf_weights &&
-         std::equal(a.merges.begin(), a.merges.end(), b.merges.begin(), b.merges.end(), same);
-}
 
 // Whether node k of every tier is merged with its neighbour, as SumOverRanks of combine.cu does it.
 bool MergesNearest(const Tree& tree) {
@@ -50,53 +32,6 @@ bool MergesNearest(const Tree& tree) {
   }
   return true;
 }
-
-} // namespace
-
-// Puts arrays into one piece of device memory of which the address is not known yet.
-class Arena {
-public:
-  // `*where` will point to a copy of `values`.
-  template <class T> void Put(const T** where, const std::vector<T>& values) {
-    const int64_t offset = Aligned(static_cast<int64_t>(uploaded_.size()));
-    uploaded_.resize(offset);
-    const char* bytes = reinterpret_cast<const char*>(values.data());
-    uploaded_.insert(uploaded_.end(), bytes, bytes + values.size() * sizeof(T));
-    Remember(where, offset, uploads_);
-  }
-  // `*where` will point to room for `count` elements.
-  template <class T> void Room(T** where, int64_t count) {
-    Remember(where, room_, rooms_);
-    room_ = Aligned(room_ + count * static_cast<int64_t>(sizeof(T)));
-  }
-
-  int64_t bytes() const { return Aligned(static_cast<int64_t>(uploaded_.size())) + room_; }
-  const std::vector<char>& uploaded() const { return uploaded_; }
-
-  void Resolve(char* base) const {
-    for (const auto& [where, offset] : uploads_) {
-      Point(where, base + offset);
-    }
-    char* rooms = base + Aligned(static_cast<int64_t>(uploaded_.size()));
-    for (const auto& [where, offset] : rooms_) {
-      Point(where, rooms + offset);
-    }
-  }
-
-private:
-  using Pointers = std::vector<std::pair<void*, int64_t>>;
-  template <class T> static void Remember(T** where, int64_t offset, Pointers& pointers) {
-    pointers.emplace_back(const_cast<void*>(static_cast<const void*>(where)), offset);
-  }
-  static void Point(void* where, const char* at) { std::memcpy(where, &at, sizeof at); }
-
-  std::vector<char> uploaded_;
-  int64_t room_ = 0;
-  Pointers uploads_;
-  Pointers rooms_;
-};
-
-namespace {
 
 // Of runs of so many elements, in blocks of `width`.
 std::vector<device::BlockOf> BlocksOf(const std::vector<int64_t>& counts, int64_t width) {
@@ -228,42 +163,6 @@ void DevicePlan::Upload(const Arena& arena, DeviceScratch& scratch, cudaStream_t
     const int64_t counters = level.slice.run_count * level.entries;
     CheckCuda(cudaMemsetAsync(level.slice.arrived, 0, counters * sizeof(int32_t), stream), "clear memory");
   }
-}
-
-bool DevicePlan::Fits(const std::vector<TensorView>& tensors, ElementType type,
-                      const std::vector<ReduceLevel>& wanted, double scale, const ReduceSettings& settings,
-                      const DeviceScratch& scratch) const {
-  const auto same = [](const TensorView& a, const TensorView& b) { return Same(a, b); };
-  bool fits = type == type_ && scale == scale_ && settings.replicate_bytes == replicate_bytes_ &&
-              wanted.size() == trees_.size() && (staging_ == nullptr || staging_ == scratch.staging.get()) &&
-              (received_ == nullptr || received_ == scratch.received.get()) &&
-              std::equal(tensors.begin(), tensors.end(), tensors_.begin(), tensors_.end(), same);
-  for (size_t k = 0; fits && k < wanted.size(); ++k) {
-    fits = wanted[k].transport->rank() == ranks_[k] && Same(*wanted[k].tree, trees_[k]);
-  }
-  return fits;
-}
-
-DevicePlan& DevicePlans::For(const std::vector<TensorView>& tensors, ElementType type,
-                             const std::vector<ReduceLevel>& levels, double scale,
-                             const ReduceSettings& settings, DeviceScratch& scratch, cudaStream_t stream) {
-  if (!kernels_loaded_) {
-    device::LoadKernels();
-    kernels_loaded_ = true;
-  }
-  const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const DevicePlan& plan) {
-    return plan.Fits(tensors, type, levels, scale, settings, scratch);
-  });
-  if (found != plans_.end()) {
-    plans_.splice(plans_.begin(), plans_, found);
-    return plans_.front();
-  }
-  auto memory = std::make_unique<DeviceBuffer>();
-  if (plans_.size() == kMost) { // what its last reduction still needs is used before it is written to
-    memory = plans_.back().TakeMemory();
-    plans_.pop_back();
-  }
-  return plans_.emplace_front(tensors, type, levels, scale, settings, std::move(memory), scratch, stream);
 }
 
 // The exchanges of sums after a level's slices have been summed; returns the row of every shared tensor.
