@@ -79,14 +79,14 @@ private:
   std::map<std::pair<int, int>, std::deque<T>> boxes_;
 };
 
-struct Offer {
+struct DeviceOffer {
   const void* from;
   int64_t bytes;
   cudaEvent_t ready;
 };
 
 struct Meeting {
-  Post<Offer> offers;
+  Post<DeviceOffer> offers;
   Post<cudaEvent_t> taken; // by the receiver
 };
 
@@ -109,7 +109,7 @@ public:
     }
     for (int peer = 0; peer < size_; ++peer) {
       if (peer != rank_ && messages[peer].receive_bytes > 0) {
-        const Offer offer = meeting_.offers.Take(peer, rank_);
+        const DeviceOffer offer = meeting_.offers.Take(peer, rank_);
         Check(offer.bytes == messages[peer].receive_bytes, "message of another length than expected");
         CheckCuda(cudaStreamWaitEvent(stream_, offer.ready, 0), "wait for a rank");
         CheckCuda(cudaMemcpyAsync(messages[peer].receive, offer.from, static_cast<size_t>(offer.bytes),

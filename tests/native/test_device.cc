@@ -206,15 +206,21 @@ struct Job {
     }
   }
 
-  // On all ranks; returns what the last rank has.
-  Bytes Reduce() {
+  void Enqueue() { // on all ranks
     InThreads(static_cast<int>(places.size()), [&](int rank) {
       CheckCuda(cudaSetDevice(DeviceOf(rank)), "choose a device");
       RankOnDevice& place = *places[rank];
       ReduceOnDevice(views[rank], kFloat32, {{place.transport.get(), &options.tree}}, options.scale,
                      options.settings, place.scratch, place.stream, [](Phase, int) {});
-      CheckCuda(cudaStreamSynchronize(place.stream), "reduce");
     });
+  }
+
+  // Returns what the last rank has.
+  Bytes Reduce() {
+    Enqueue();
+    for (const auto& place : places) {
+      CheckCuda(cudaStreamSynchronize(place->stream), "reduce");
+    }
     Bytes results;
     for (size_t k = 1; k < memory.back().size(); k += 2) {
       results.push_back(memory.back()[k].Read());
@@ -228,6 +234,20 @@ struct Job {
   std::vector<std::deque<OnDevice>> memory;
   std::vector<std::vector<TensorView>> views;
 };
+
+// The driver loads a kernel when it is first launched, and may wait for the device then: kernels that no
+// reduction has needed before are launched while the streams are held.
+void KernelsAreLoadedAtTheFirstReduction() {
+  Job(2, {300}, 37).Reduce();
+  Job job(7, {300, 20000}, 38);
+  Gate gate;
+  for (const auto& place : job.places) {
+    gate.Close(place->stream);
+  }
+  job.Enqueue();
+  Check(gate.Open(), "the host waited for the device");
+  Check(job.Reduce() == ReduceAll(job.tensors, job.options), "other bits");
+}
 
 // The same tensors again, at other addresses, with other factors, after scratch memory has grown, and after
 // so many others that the plan was given up.
@@ -284,6 +304,7 @@ void WhatIsEnqueued() {
 int main(int argc, char** argv) {
   return RunTests(argc, argv,
                   {
+                      {"kernels are loaded at the first reduction", KernelsAreLoadedAtTheFirstReduction},
                       {"memory goes in the order of its stream", MemoryGoesInTheOrderOfItsStream},
 #if defined(ADASUM_SIMULATED)
                       {"devices without memory pools", DevicesWithoutMemoryPools},
