@@ -169,8 +169,7 @@ def _root(env: Environment) -> Path:
 
 def _build_wheel(env: Environment, wheels: Path) -> Path:
     root = _root(env)
-    with locked(cache_dir()):
-        tree = source_tree(root)
+    tree = source_tree(root)
     sync_native(root / "adasum_native")
     wrapper = root / "cmake"
     wrapper.write_text(

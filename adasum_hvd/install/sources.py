@@ -121,7 +121,7 @@ def source_tree(root: Path) -> Path:
     tree = root / f"horovod-{HOROVOD_VERSION}"
     if (tree / "setup.py").exists():
         return tree
-    with locked(root):
+    with locked(cache_dir()):
         if not (tree / "setup.py").exists():
             _extract(_fetch_sdist(cache_dir()), tree)
     return tree
