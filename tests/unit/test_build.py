@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -204,3 +205,20 @@ def test_an_interrupted_extraction_is_not_reused(monkeypatch, tmp_path):
     tree = sources.source_tree(root)
     assert (tree / "last.cc").stat().st_size == 1_000_000
     assert not (root / "partial").exists()
+
+
+def test_a_build_extracts_while_it_holds_its_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    extracted = threading.Event()
+
+    def extract(archive: Path, tree: Path) -> None:
+        extracted.set()
+
+    monkeypatch.setattr(sources, "_fetch_sdist", lambda directory: tmp_path)
+    monkeypatch.setattr(sources, "_extract", extract)
+    monkeypatch.setattr(sources, "cache_dir", lambda: tmp_path / "cache")
+    root = tmp_path / "cache" / "build" / "key"
+    with sources.locked(root):  # as build() does
+        threading.Thread(target=sources.source_tree, args=(root,), daemon=True).start()
+        assert extracted.wait(30), "it waits for itself"
