@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from adasum_hvd.monitor.statistics import NAMES
 
@@ -26,7 +27,9 @@ class Jsonl:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if path.is_dir() or not os.access(
+            path if path.exists() else path.parent, os.W_OK
+        ):
             raise ValueError(f"required a file that can be written, got {path}")
 
     def __call__(self, record: Record) -> None:
@@ -52,16 +55,21 @@ class TensorBoard:
                 "pip install tensorboard, or name a file that ends in .jsonl"
             )
         self.folder = folder
-        self._writer: Any = None
+        self._file: IO[bytes] | None = None
 
     def __call__(self, record: Record) -> None:
-        """Write a record, and the file to the disk."""
+        """Append a record, so that a reader sees it at once."""
+        # Not its EventFileWriter, which imports TensorFlow where there is one.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        if self._writer is None:
-            self._writer = EventFileWriter(str(self.folder))
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            where = f"{int(record['time'])}.{socket.gethostname()}.{os.getpid()}"
+            self._file = (self.folder / f"events.out.tfevents.{where}").open("ab")
+            version = Event(wall_time=record["time"], file_version="brain.Event:2")
+            RecordWriter(self._file).write(version.SerializeToString())
         values = [
             Summary.Value(tag=f"adasum/{what}/{name}", simple_value=tensor[what])
             for name, tensor in record["tensors"].items()
@@ -70,14 +78,14 @@ class TensorBoard:
         ]
         event = Event(wall_time=record["time"], step=record["step"])
         event.summary.value.extend(values)
-        self._writer.add_event(event)
-        self._writer.flush()
+        RecordWriter(self._file).write(event.SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        """End the thread that writes."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class Sinks:
@@ -101,7 +109,9 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 sink(record)
-            except Exception as error:  # a full disk, or whatever a user's function raises
+            except (
+                Exception
+            ) as error:  # a full disk, or whatever a user's function raises
                 self._sinks.remove(sink)
                 warnings.warn(
                     f"AdasumMonitor: {sink!r} failed and gets no more records: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 NAMES = ("cosine", "orthogonality", "gain", "lowest", "highest")
 _SUMS = 5  # of a group, before its coefficients: native/reduce/observation.h
 
-Rows = NDArray[np.float64]
+Rows: TypeAlias = NDArray[np.float64]
 
 
 def width(sizes: Sequence[int]) -> int:

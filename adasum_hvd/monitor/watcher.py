@@ -17,7 +17,9 @@ from adasum_hvd.monitor.sinks import Record, Sinks
 from adasum_hvd.monitor.statistics import Rows, statistics, width
 from adasum_hvd.options import check_count
 
-Entries = Mapping[str, Sequence[str]]  # names of segments, by the tensor's name in Horovod
+Entries = Mapping[
+    str, Sequence[str]
+]  # names of segments, by the tensor's name in Horovod
 _numbers = itertools.count()
 
 
@@ -91,7 +93,9 @@ class Watcher:
         for other, refusal in zip(ranks, refusals, strict=True):
             if refusal is not None:
                 kind, text = refusal
-                raise kind(f"AdasumMonitor: {text} (on rank {other}, this is rank {rank})")
+                raise kind(
+                    f"AdasumMonitor: {text} (on rank {other}, this is rank {rank})"
+                )
         compare_settings(
             [{"every": each} for each in everys],
             rank,
@@ -101,7 +105,9 @@ class Watcher:
         )
         return max(numbers)
 
-    def after_step(self, entries_of: Callable[[], Entries], step: int | None = None) -> None:
+    def after_step(
+        self, entries_of: Callable[[], Entries], step: int | None = None
+    ) -> None:
         """Note that a step has been taken; all ranks have reduced the same in it.
 
         Args:

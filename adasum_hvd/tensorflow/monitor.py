@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +27,7 @@ class _Channel:
 
     def __init__(self, process_set: ProcessSet):
         self.rank = mpi_ops.rank()
-        self.ranks = process_set.ranks or range(mpi_ops.size())
+        self.ranks: Sequence[int] = process_set.ranks or range(mpi_ops.size())
         self._process_set = process_set
 
     def gather(self, obj: Any) -> list[Any]:

@@ -48,7 +48,10 @@ def records(file: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             step = int(record["step"])
-            {name: tensor["orthogonality"] for name, tensor in record["tensors"].items()}
+            {
+                name: tensor["orthogonality"]
+                for name, tensor in record["tensors"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"required records of hvd.AdasumMonitor, got something else in line {number} of "
@@ -78,7 +81,9 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
         arXiv 2006.02924, figure 1.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("required matplotlib, got none; pip install 'adasum-hvd[plot]'")
+        raise ValueError(
+            "required matplotlib, got none; pip install 'adasum-hvd[plot]'"
+        )
     import matplotlib
     import numpy as np
 
@@ -99,7 +104,8 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, figsize=(9, 3 + height), height_ratios=[height, 3], layout="constrained"
     )
-    edges = np.append(steps, steps[-1] + (steps[-1] - steps[-2] if steps[1:] else 1))
+    last = steps[-1] - steps[-2] if steps[1:] else 1
+    edges = [*steps, steps[-1] + last]
     mesh = above.pcolormesh(
         edges, np.arange(len(names) + 1) - 0.5, values, vmin=1 / ranks, vmax=1
     )

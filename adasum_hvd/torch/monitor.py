@@ -125,9 +125,7 @@ class AdasumMonitor:
     def _attach(self, watcher: Watcher) -> None:
         if isinstance(self._source, AdasumState):
             entries_of = self._entries_of_state
-            self._detach = self._source.on_round(
-                lambda: watcher.after_step(entries_of)
-            )
+            self._detach = self._source.on_round(lambda: watcher.after_step(entries_of))
         else:
             entries_of = self._entries_of_optimizer
             hook = self._source.register_step_post_hook(

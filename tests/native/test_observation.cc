@@ -26,7 +26,7 @@ Vector Walk(const Tree& tree, const Vectors& vectors, Vector& coefficients) {
     AddTo(nodes.emplace_back(vectors[leaf].size()), tree.leaf_weights[leaf], vectors[leaf]);
   }
   for (const Merge& merge : tree.merges) {
-    const Vector&a = nodes[merge.left], &b = nodes[merge.right];
+    const Vector &a = nodes[merge.left], &b = nodes[merge.right];
     const double dot = Dot(a, b);
     const double left = merge.adasum ? AdasumCoefficient(dot, Dot(a, a)) : 1.0;
     const double right = merge.adasum ? AdasumCoefficient(dot, Dot(b, b)) : 1.0;
@@ -133,8 +133,8 @@ void Compare(const Form& form, ElementType type, const Maker& maker, double tole
         vectors.push_back(rank.values[k]);
       }
       const Vector wanted = sizes[k] == 0 ? Vector(rows[k].size()) : Wanted(form, vectors);
-      Check(rows[k].size() == wanted.size(), "a row of " + std::to_string(rows[k].size()) +
-                                                 " doubles, not " + std::to_string(wanted.size()));
+      Check(rows[k].size() == wanted.size(),
+            "a row of " + std::to_string(rows[k].size()) + " doubles, not " + std::to_string(wanted.size()));
       for (size_t entry = 0; entry < wanted.size(); ++entry) {
         const double error = std::fabs(rows[k][entry] - wanted[entry]);
         Check(error <= tolerance * std::max(1.0, std::fabs(wanted[entry])),

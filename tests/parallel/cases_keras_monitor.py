@@ -8,6 +8,7 @@ import numpy_training as numerics
 import observed
 import pytest
 import tensorflow as tf
+from cases_keras_optimizer import align as align
 from cases_keras_optimizer import digest_of, fit, model_of
 
 import adasum_hvd.tensorflow as hvd
@@ -77,9 +78,7 @@ def case_tf1_monitor() -> None:
     monitor = hvd.AdasumMonitor(optimizer, 2, records.append)
     for step in range(STEPS):
         before = [variable.numpy() for variable in variables]
-        mine = numerics.gradients(
-            before, *numerics.batch_of(hvd.rank(), step, STEPS)
-        )
+        mine = numerics.gradients(before, *numerics.batch_of(hvd.rank(), step, STEPS))
         gradients = [tf.constant(g, tf.float32) for g in mine]
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         monitor.step()

@@ -132,7 +132,7 @@ def case_monitor_refuses() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum)
     with pytest.raises(ValueError, match=rf"every=2 on rank 1 .*rank {hvd.rank()}\)"):
         hvd.AdasumMonitor(optimizer, 1 + min(hvd.rank(), 1), [])
-    with pytest.raises(ValueError, match="every: required an integer >= 1, got 0 .on"):
+    with pytest.raises(ValueError, match=r"an integer >= 1, got 0 \(on rank 0"):
         hvd.AdasumMonitor(optimizer, hvd.rank() and 1, [])
     with pytest.raises(TypeError, match=r"required paths.*got 7 \(on rank 0, this is"):
         hvd.AdasumMonitor(optimizer, 1, 7)

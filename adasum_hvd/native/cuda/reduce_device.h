@@ -34,9 +34,9 @@ namespace adasum_hvd {
 //
 // The tensors' rows (TensorView::observed) are written by what is returned, once the stream has come so far;
 // null where there are none.
-std::shared_ptr<DeviceObservation>
-ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer);
+std::shared_ptr<DeviceObservation> ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
+                                                  const std::vector<ReduceLevel>& levels, double scale,
+                                                  const ReduceSettings& settings, DeviceScratch& scratch,
+                                                  cudaStream_t stream, const PhaseObserver& observer);
 
 } // namespace adasum_hvd

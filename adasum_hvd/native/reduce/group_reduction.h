@@ -31,7 +31,7 @@ struct Arithmetic {
   ElementType type;
   const Kernels& kernels;
   Workers& workers;
-  size_t tensors; // how many
+  size_t tensors;                 // how many
   const Observation* observation; // or null: nobody watches
   int64_t bytes() const { return ElementBytes(type); }
 };
@@ -113,7 +113,7 @@ private:
   const int rank_;
   const int size_;
   GroupReduction* below_;
-  const size_t index_; // of the level
+  const size_t index_;                // of the level
   const bool spreads_;                // the result goes straight to all ranks of the group
   const size_t blocks_at_once_;       // whose sums are kept until they are added
   std::vector<double> coefficients_;  // per run and rank
