@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = ["NAMES", "statistics"]
+
 NAMES = ("cosine", "orthogonality", "gain", "lowest", "highest")
 _SUMS = 5  # of a group, before its coefficients: native/reduce/observation.h
 

@@ -51,7 +51,7 @@ def case_keras_monitor_records_both_variants() -> None:
             records: list = []
             weights = [model.get_weights()]
             keep = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda *_, m=model, w=weights: w.append(
+                on_train_batch_end=lambda batch, logs, m=model, w=weights: w.append(
                     m.get_weights()
                 )
             )

@@ -45,7 +45,7 @@ def torch(
 # ranks share few processors. What is about Gloo, and more ranks, are in make soak, too.
 ALONE = torch("gloo", 1, OPTIMIZER, TOOLS, MONITOR, OFFLOAD, CELLS)
 GLOO_2 = torch("gloo", 2, OPTIMIZER, TOOLS, MONITOR, DRIFT)
-GLOO_3 = torch("gloo", 3, MONITOR, environment=NETWORK)
+GLOO_3 = torch("gloo", 3, environment=NETWORK)
 GLOO_4 = torch("gloo", 4)  # for its bits and its path; all of it in make soak
 MPI_2 = torch("mpi", 2, OPTIMIZER, TOOLS, MODES, environment=NETWORK)
 MPI_3 = torch("mpi", 3, OPTIMIZER, TOOLS, OFFLOAD, CELLS)  # 8 in make soak
