@@ -120,9 +120,14 @@ void Compare(const Form& form, ElementType type, const Maker& maker, double tole
              const std::vector<int64_t>& sizes) {
   const int ranks = static_cast<int>(form.hosts.size());
   const std::vector<Tensors> tensors = MakeTensors(ranks, sizes, type, maker);
-  for (int64_t replicate_bytes : {int64_t{0}, int64_t{1} << 30}) {
+  struct Way {
+    int64_t replicate_bytes;
+    bool share;
+  };
+  for (const Way& way : {Way{0, false}, Way{int64_t{1} << 30, false}, Way{0, true}}) {
     Options options = OptionsOf(form, type);
-    options.settings.replicate_bytes = replicate_bytes;
+    options.settings.replicate_bytes = way.replicate_bytes;
+    options.share = way.share;
     const auto plain = ReduceAll(tensors, options);
     std::vector<Vector> rows;
     options.observed = &rows;
