@@ -167,11 +167,6 @@ def observe(library: ctypes.CDLL, entry: str) -> None:
     library.horovod_adasum_observe(entry.encode())
 
 
-def forget_observed(library: ctypes.CDLL, entry: str) -> None:
-    """Undo :func:`observe`, and forget what was found."""
-    library.horovod_adasum_forget_observed(entry.encode())
-
-
 def observation(library: ctypes.CDLL, entry: str) -> Observation | None:
     """Return what the latest observed reduction of a tensor has found.
 

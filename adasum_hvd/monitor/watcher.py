@@ -169,19 +169,27 @@ class Watcher:
             return
         self._pending = None
         if self._sinks is not None:
-            self._sinks(_record(step, len(self._channel.ranks), parts, total))
+            tensors = _tensors(parts, total)
+            self._sinks(
+                {
+                    "step": step,
+                    "time": time.time(),
+                    "ranks": len(self._channel.ranks),
+                    "joined": math.prod(parts[0].sizes),
+                    "tensors": tensors,
+                }
+            )
 
     def close(self) -> None:
         """Hand over what is on its way, and close the sinks. Collective; blocks."""
         self._deliver(wait=True)
-        for entry in self._asked_for:
-            binding.forget_observed(self._channel.library, entry)
-        self._asked, self._asked_for = {}, {}
+        self._asked = {}
         if self._sinks is not None:
             self._sinks.close()
 
 
-def _record(step: int, ranks: int, parts: Sequence[_Part], total: Rows) -> Record:
+def _tensors(parts: Sequence[_Part], total: Rows) -> Record:
+    """Return the statistics by tensor, in the order of the model: the last travels first."""
     tensors = {}
     begin = 0
     for names, sizes in parts:
@@ -193,8 +201,7 @@ def _record(step: int, ranks: int, parts: Sequence[_Part], total: Rows) -> Recor
             values = {what: _plain(column[index]) for what, column in found.items()}
             if values["orthogonality"] is not None:  # else no rank has had anything
                 tensors[name] = values
-    in_order = dict(reversed(tensors.items()))  # what backward has last is reduced last
-    return {"step": step, "time": time.time(), "ranks": ranks, "tensors": in_order}
+    return dict(reversed(tensors.items()))
 
 
 def _plain(value: float) -> float | None:

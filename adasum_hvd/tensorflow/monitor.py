@@ -46,7 +46,8 @@ class AdasumMonitor:
     """Records, every k steps and for each variable, what AdaSum finds and does.
 
     A record is a dict: `step` (calls of :meth:`step`, or the number given there), `time` (seconds
-    since 1970), `ranks`, and `tensors`, which has of each variable, by its path, what
+    since 1970), `ranks`, `joined` (how many vectors AdaSum joins: the ranks, or groups that
+    average or sum), and `tensors`. That has of each variable, by its path, what
     :func:`adasum_hvd.monitor.statistics.statistics` computes: `cosine`, `orthogonality`, `gain`,
     `lowest` and `highest`; None where a value is not finite. Variables without a gradient on any
     rank are left out.
@@ -96,7 +97,9 @@ class AdasumMonitor:
             self._watcher = Watcher(every, to, _Channel(process_set))
 
     def step(self, number: int | None = None) -> None:
-        """Note that a step has been taken. Collective, and on recorded steps blocks.
+        """Note that a step has been taken; outside a `tf.function`.
+
+        Collective, and blocks on the steps that are recorded.
 
         Args:
             number: of the step, for the record; by default it counts.

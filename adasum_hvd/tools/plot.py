@@ -47,7 +47,7 @@ def records(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             record = json.loads(line)
-            step = int(record["step"])
+            step, _ = int(record["step"]), int(record["joined"])
             {
                 name: tensor["orthogonality"]
                 for name, tensor in record["tensors"].items()
@@ -99,7 +99,7 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
         ],
         float,
     )
-    ranks = found[-1]["ranks"]
+    joined = found[-1]["joined"]
     height = 3 + 0.16 * min(len(names), _MOST_LABELS)
     figure, (above, below) = pyplot.subplots(
         2, figsize=(9, 3 + height), height_ratios=[height, 3], layout="constrained"
@@ -107,19 +107,19 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
     last = steps[-1] - steps[-2] if steps[1:] else 1
     edges = [*steps, steps[-1] + last]
     mesh = above.pcolormesh(
-        edges, np.arange(len(names) + 1) - 0.5, values, vmin=1 / ranks, vmax=1
+        edges, np.arange(len(names) + 1) - 0.5, values, vmin=1 / joined, vmax=1
     )
     every = -(-len(names) // _MOST_LABELS)
     above.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
     above.invert_yaxis()
     above.set_title("|AdaSum|² / Σ|g|²")
-    figure.colorbar(mesh, ax=above, label=f"1/{ranks}: parallel    1: orthogonal")
+    figure.colorbar(mesh, ax=above, label=f"1/{joined}: parallel    1: orthogonal")
     below.plot(steps, values.T, linewidth=0.6, color="grey", alpha=0.6)
     with np.errstate(invalid="ignore"):
         mean = np.nansum(values, 0) / np.isfinite(values).sum(0)
     below.plot(steps, mean, linewidth=2, color="black", label="mean over tensors")
     below.set(xlabel="step", ylabel="orthogonality", ylim=(0, 1.05))
-    below.axhline(1 / ranks, linestyle=":", linewidth=0.8, color="grey")
+    below.axhline(1 / joined, linestyle=":", linewidth=0.8, color="grey")
     below.legend(loc="lower right")
     figure.savefig(target, dpi=120)
     pyplot.close(figure)

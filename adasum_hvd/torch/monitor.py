@@ -52,7 +52,8 @@ class AdasumMonitor:
     """Records, every k steps and for each parameter, what AdaSum finds and does.
 
     A record is a dict: `step` (steps since the monitor was made), `time` (seconds since 1970),
-    `ranks`, and `tensors`, which has of each parameter, by its name, what
+    `ranks`, `joined` (how many vectors AdaSum joins: the ranks, or groups that average or sum),
+    and `tensors`. That has of each parameter, by its name, what
     :func:`adasum_hvd.monitor.statistics.statistics` computes: `cosine`, `orthogonality`, `gain`,
     `lowest` and `highest`; None where a value is not finite. Parameters without a gradient on
     any rank are left out, and those marked with `mark_replicated_over` or `mark_worker_local`.

@@ -19,7 +19,13 @@ from adasum_hvd.tools import plot
 
 def record(step: int, **tensors: float | None) -> dict:
     by_name = {name: dict.fromkeys(NAMES, value) for name, value in tensors.items()}
-    return {"step": step, "time": 1e9 + step, "ranks": 2, "tensors": by_name}
+    return {
+        "step": step,
+        "time": 1e9 + step,
+        "ranks": 4,
+        "joined": 2,
+        "tensors": by_name,
+    }
 
 
 # ---- statistics ----
@@ -149,7 +155,7 @@ def test_plot_draws_the_latest_run(tmp_path: Path, capsys) -> None:
     ("text", "message"),
     [
         ("", "got none in"),
-        ('{"step": 1, "tensors": {}}\n', "got none in"),
+        ('{"step": 1, "joined": 2, "tensors": {}}\n', "got none in"),
         ("no json\n", "something else in line 1 of"),
         ('{"step": 1, "tensors": {"a": 3}}\n', "something else in line 1 of"),
     ],
