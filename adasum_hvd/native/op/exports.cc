@@ -42,10 +42,6 @@ __attribute__((visibility("default"))) void horovod_adasum_observe(const char* n
   adasum_hvd::Observe(name);
 }
 
-__attribute__((visibility("default"))) void horovod_adasum_forget_observed(const char* name) {
-  adasum_hvd::ForgetObserved(name);
-}
-
 // Returns the number of the latest observed reduction of the tensor `name`, from 1, or 0 where there was none
 // or its device has not come to it. Points to what it has found, by segment (reduce/observation.h); valid
 // until the next call on the same thread.

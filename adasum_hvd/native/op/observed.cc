@@ -12,7 +12,7 @@ struct Asked {
   bool due = false;
   std::shared_ptr<Observed> latest;
 };
-std::atomic<bool> any{false};
+std::atomic<int> due_tensors{0};
 std::mutex observed_mutex;
 std::unordered_map<std::string, Asked> observed_by_name;
 
@@ -20,18 +20,11 @@ std::unordered_map<std::string, Asked> observed_by_name;
 
 void Observe(const std::string& name) {
   std::lock_guard<std::mutex> guard(observed_mutex);
-  observed_by_name[name].due = true;
-  any = true;
-}
-
-void ForgetObserved(const std::string& name) {
-  std::lock_guard<std::mutex> guard(observed_mutex);
-  observed_by_name.erase(name);
-  any = !observed_by_name.empty();
+  due_tensors += std::exchange(observed_by_name[name].due, true) ? 0 : 1;
 }
 
 bool IsObserved(const std::string& name) {
-  if (!any) {
+  if (due_tensors == 0) {
     return false;
   }
   std::lock_guard<std::mutex> guard(observed_mutex);
@@ -65,12 +58,10 @@ void Observing::Keep(const std::function<bool()>& write) {
   for (auto& [name, observed] : by_name_) {
     observed->write = write;
     std::lock_guard<std::mutex> guard(observed_mutex);
-    const auto found = observed_by_name.find(name);
-    if (found != observed_by_name.end()) {
-      const std::shared_ptr<Observed>& before = found->second.latest;
-      observed->number = before == nullptr ? 1 : before->number + 1;
-      found->second = {false, std::move(observed)};
-    }
+    Asked& asked = observed_by_name[name];
+    due_tensors -= std::exchange(asked.due, false) ? 1 : 0;
+    observed->number = asked.latest == nullptr ? 1 : asked.latest->number + 1;
+    asked.latest = std::move(observed);
   }
 }
 

@@ -24,7 +24,6 @@ struct Observed {
 
 // The next reduction of the tensor is observed.
 void Observe(const std::string& name);
-void ForgetObserved(const std::string& name);
 
 // Whether it is to be observed now. Costs next to nothing where none is.
 bool IsObserved(const std::string& name);
