@@ -164,10 +164,10 @@ device::Tier DeviceReduction::WalkTrees(const DeviceLevel& level) {
 
 } // namespace
 
-std::shared_ptr<DeviceObservation>
-ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer) {
+std::shared_ptr<DeviceObservation> ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
+                                                  const std::vector<ReduceLevel>& levels, double scale,
+                                                  const ReduceSettings& settings, DeviceScratch& scratch,
+                                                  cudaStream_t stream, const PhaseObserver& observer) {
   DevicePlan& plan = scratch.plans.For(tensors, type, levels, scale, settings, scratch, stream);
   std::shared_ptr<DeviceObservation> observation;
   if (AnyObserved(tensors)) {
