@@ -13,6 +13,9 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 _BUILD_COMMAND = "adasum-hvd build"
 _SEGMENTS = "adasum.segments="  # in native/op/fused_tensors.cc, too
 
@@ -136,6 +139,54 @@ def shared_memory(
     )
     free.atexit = False  # the op may be at work until the process ends
     return memory
+
+
+class Observation(NamedTuple):
+    """What a reduction has found of a tensor's segments.
+
+    Attributes:
+        number: of the observed reductions of this tensor, from 1.
+        sizes: of every level in which AdaSum joins anything, outwards: how many vectors a group
+            joins there. Empty on one rank.
+        rows: float64 of (segments * width,): `monitor.statistics` says what they hold. A rank
+            has what it has solved, and zeros of all else: the sum over the ranks is complete.
+    """
+
+    number: int
+    sizes: tuple[int, ...]
+    rows: NDArray[np.float64]
+
+
+def observe(library: ctypes.CDLL, entry: str) -> None:
+    """Ask for what the next reduction of tensor `entry` finds.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's full name in Horovod ("allreduce." included).
+    """
+    library.horovod_adasum_observe(entry.encode())
+
+
+def observation(library: ctypes.CDLL, entry: str) -> Observation | None:
+    """Return what the latest observed reduction of a tensor has found.
+
+    None where there was none. On a device waits for the reduction, once.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: as of :func:`observe`.
+    """
+    sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
+    levels, doubles = ctypes.c_int64(), ctypes.c_int64()
+    call = library.horovod_adasum_observed
+    call.restype = ctypes.c_int64
+    where = (sizes, levels, rows, doubles)
+    number = call(entry.encode(), *(ctypes.byref(place) for place in where))
+    if not number:
+        return None
+    count = doubles.value
+    copied = np.ctypeslib.as_array(rows, (count,)).copy() if count else np.zeros(0)
+    return Observation(number, tuple(sizes[: levels.value]), copied)
 
 
 def segmented(name: str, elements: Sequence[int]) -> str:

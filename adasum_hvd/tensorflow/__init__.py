@@ -27,6 +27,7 @@ from adasum_hvd.ops import (
 )
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.mindspore import DistributedGradReducer
+from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.ops import (
     allreduce,
     counters,
@@ -45,6 +46,7 @@ __all__ = [
     "Adasum",
     "AdasumDelta",
     "AdasumGrad",
+    "AdasumMonitor",
     "Average",
     "DistributedGradReducer",
     "DistributedGradientTape",

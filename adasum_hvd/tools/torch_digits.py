@@ -22,8 +22,10 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools import plot
 
 TARGET_ACCURACY = 0.95
+WATCHED, EVERY, RECORDS = "adasum-grad", 2, "run.jsonl"  # of hvd.AdasumMonitor
 
 
 class LeNet5(nn.Module):
@@ -103,6 +105,10 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), op=op
     )
+    monitor = None
+    if op == WATCHED:
+        (arguments.output / RECORDS).unlink(missing_ok=True)
+        monitor = hvd.AdasumMonitor(optimizer, EVERY, arguments.output / RECORDS)
     batch = arguments.batch_size
     per_epoch = len(train_images) // (batch * hvd.size())
     steps = per_epoch * arguments.epochs
@@ -130,6 +136,8 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
             result.curve.append((step + 1, result.accuracy))
             if result.steps_to_target is None and result.accuracy >= TARGET_ACCURACY:
                 result.steps_to_target = step + 1
+    if monitor is not None:
+        monitor.close()
     result.seconds = time.perf_counter() - started
     result.identical = replicas_identical(model)
     return result
@@ -169,6 +177,10 @@ def report(results: list[Result], output: Path) -> None:
     axes.legend()
     figure.savefig(output / "demo.png", dpi=120)
     print(f"\nresults: {table}\npicture: {output / 'demo.png'}")
+    if any(result.op == WATCHED for result in results) and hvd.size() > 1:
+        drawn = output / RECORDS
+        plot.draw(plot.records(drawn), drawn.with_suffix(".png"))
+        print(f"monitor: {drawn}\npicture: {drawn.with_suffix('.png')}")
 
 
 def main() -> None:

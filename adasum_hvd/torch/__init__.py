@@ -38,6 +38,7 @@ from adasum_hvd.torch.mindspore import (
     AdaSumByGradWrapCell,
     DistributedGradReducer,
 )
+from adasum_hvd.torch.monitor import AdasumMonitor
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.ops import (
     allreduce,
@@ -65,6 +66,7 @@ __all__ = [
     "Adasum",
     "AdasumDelta",
     "AdasumGrad",
+    "AdasumMonitor",
     "Average",
     "Compression",
     "DistributedGradReducer",

@@ -82,6 +82,9 @@ class AdasumState:
         self._label = f"ddp.{next(numbers)}"
         self._names: dict[tuple[int, ...], str] = {}
         self._started: list[_Started] = []
+        # The parameters of the buckets of this backward pass, by the name Horovod has for it.
+        self.reduced: dict[str, list[torch.Tensor]] = {}
+        self._on_round: list[Callable[[], None]] = []
 
     def _name(self, index: int, elements: tuple[int, ...]) -> str:
         """Return a bucket's name: DDP builds others of the same index and size after a step."""
@@ -93,23 +96,28 @@ class AdasumState:
         return self._names[key]
 
     def start(
-        self, flat: torch.Tensor, index: int, elements: tuple[int, ...]
+        self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to reduce a bucket in place, and return what :meth:`finish` completes.
 
         Args:
             flat: the bucket's gradients, laid end to end.
             index: the bucket's number.
-            elements: how many elements each parameter has.
+            parameters: those whose gradients they are, in order.
         """
+        elements = tuple(parameter.numel() for parameter in parameters)
         future = _future_on(flat)
         if self.process_set.size() == 1:
             future.set_result(flat)
             return future
         sent, _ = self.compression.compress(flat)
+        name = self._name(index, elements)
+        as_bits = sent.dtype == torch.bfloat16
+        entry = f"allreduce.{wire.name_in_op(name, ops.AdasumGrad, as_bits)}"
+        self.reduced[entry] = parameters
         handle = torch_ops.allreduce_async_(
             sent,
-            name=self._name(index, elements),
+            name=name,
             op=ops.AdasumGrad,
             process_set=self.process_set,
         )
@@ -130,6 +138,16 @@ class AdasumState:
             if sent is not flat:
                 flat.copy_(sent)
             future.set_result(flat)
+
+    def on_round(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function whenever all gradients of a pass are reduced; return what ends that."""
+        self._on_round.append(call)
+        return lambda: self._on_round.remove(call)
+
+    def end_round(self) -> None:
+        """Note that all gradients of a backward pass are reduced."""
+        for call in self._on_round:
+            call()
 
 
 def _check(state: AdasumState) -> None:
@@ -198,10 +216,11 @@ def adasum_hook(
         )
     if bucket.index() == 0:
         state.finish()  # of a backward pass that broke off
-    elements = tuple(parameter.numel() for parameter in bucket.parameters())
-    future = state.start(bucket.buffer(), bucket.index(), elements)
+        state.reduced.clear()
+    future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state.finish()
+        state.end_round()
     return future
 
 

@@ -16,17 +16,16 @@ TESTS = Path(__file__).parents[1] / "native"
 
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
-PROGRAMS = ("test_reduce", "test_trees", "test_device")
+PROGRAMS = ("test_reduce", "test_trees", "test_device", "test_observation")
 # A device walks its trees itself; what does that for hosts stays out.
 PARTS = (
-    *(
-        f"reduce/{name}.cc"
-        for name in ("gram", "layout", "meeting", "placement", "plan", "tree")
-    ),
+    *(f"reduce/{name}.cc" for name in (
+        "gram", "layout", "meeting", "observation", "placement", "plan", "tree"
+    )),
     "transport/shared_memory.cc",
     "kernels",
     "cuda",
-)
+)  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The others differ in what they compare, not in what the kernels do.
 EVERY_KERNEL = (

@@ -13,6 +13,7 @@
 
 #include "kernels/kernels.h"
 #include "ranks_as_threads.h"
+#include "reduce/observation.h"
 #include "reduce/plan.h"
 #include "reduce/reduce.h"
 #include "reduce/tree.h"
@@ -40,6 +41,7 @@ struct Options {
   bool share = false;          // ranks reduce in memory that they share
   bool shared_tensors = false; // the tensors lie there
   bool adjacent = false;       // every rank has its tensors one behind the other in memory
+  std::vector<std::vector<double>>* observed = nullptr; // by tensor, the sum of the ranks' rows
 };
 
 inline Options For(int ranks, ElementType type) {
@@ -66,12 +68,13 @@ public:
   char* Share(std::vector<char>& bytes) { return Put(bytes); }
   void Reduce(const std::vector<TensorView>& views, const std::vector<ReduceLevel>& levels,
               const Options& options) {
-    ReduceOnDevice(views, options.type, levels, options.scale, options.settings, rank_.scratch, rank_.stream,
-                   [](Phase, int) {});
+    observation_ = ReduceOnDevice(views, options.type, levels, options.scale, options.settings, rank_.scratch,
+                                  rank_.stream, [](Phase, int) {});
   }
   // Copies everything back.
   int64_t Finish() {
     CheckCuda(cudaStreamSynchronize(rank_.stream), "reduce");
+    Check(observation_ == nullptr || observation_->Write(1), "what is observed has not come");
     for (size_t k = 0; k < hosts_.size(); ++k) {
       *hosts_[k] = devices_[k].Read();
     }
@@ -81,6 +84,7 @@ public:
 private:
   RankOnDevice& rank_;
   int64_t explicit_before_ = rank_.scratch.explicit_tensors.Read();
+  std::shared_ptr<DeviceObservation> observation_;
   std::vector<std::vector<char>*> hosts_;
   std::deque<OnDevice> devices_;
 };
@@ -208,6 +212,8 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     starts.push_back(options.starts == nullptr ? Bytes() : held(*options.starts));
   }
   std::vector<std::vector<TensorView>> views(ranks.size());
+  std::vector<int64_t> widths(ranks.size());
+  std::vector<std::vector<double>> rows(ranks.size());
   std::atomic<int64_t> explicit_count{0};
   auto prepare = [&](Rank& rank) {
     const int me = rank.transport().rank();
@@ -250,6 +256,13 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
       });
       levels.push_back({on_one_host ? group : &between_hosts.emplace_back(*group), &level.tree});
     }
+    if (options.observed != nullptr) {
+      widths[me] = Observation({}, levels, false).width();
+      rows[me].resize(widths[me] * views[me].size());
+      for (size_t k = 0; k < views[me].size(); ++k) {
+        views[me][k].observed = rows[me].data() + k * widths[me];
+      }
+    }
     rank.Reduce(views[me], levels, options);
   };
   auto finish = [&](Rank& rank) { explicit_count += rank.Finish(); };
@@ -259,6 +272,14 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     Check(options.starts == nullptr || starts[rank] == held(*options.starts),
           "the weights before were changed");
     Check(results[rank] == results[0], "rank " + std::to_string(rank) + " has other bits than rank 0");
+  }
+  if (options.observed != nullptr) {
+    options.observed->assign(ranks[0].bytes.size(), std::vector<double>(widths[0]));
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      for (size_t k = 0; k < rows[rank].size(); ++k) {
+        (*options.observed)[k / widths[rank]][k % widths[rank]] += rows[rank][k];
+      }
+    }
   }
   if (explicit_tensors != nullptr) {
     *explicit_tensors = explicit_count;

@@ -68,6 +68,35 @@ def by_optimizer(model: nn.Module, loss: Callable = loss_of, **options) -> torch
     return weights(model)
 
 
+def case_monitor_of_the_hook() -> None:
+    """It records what the optimizer's does, by the parameters' names, also in new buckets."""
+    of_hook: list = []
+    of_optimizer: list = []
+    model = model_of()
+    plain = copy.deepcopy(model)
+    state = AdasumState()
+    ddp = wrapped(model, state)
+    monitor = hvd.AdasumMonitor(state, 1, of_hook.append, model.named_parameters())
+    train(ddp, sgd(ddp.parameters()))
+    monitor.close()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(plain.parameters()), plain.named_parameters(), op=hvd.AdasumGrad
+    )
+    monitor = hvd.AdasumMonitor(optimizer, 1, of_optimizer.append)
+    train(plain, optimizer)
+    monitor.close()
+    assert torch.equal(weights(ddp.module), weights(plain))
+    if hvd.rank():
+        assert not of_hook and not of_optimizer
+        return
+    by_step = {record["step"]: record["tensors"] for record in of_optimizer}
+    assert list(by_step) == [1, 2, 3, 4]
+    # Which buckets there are shows in the first step, and others come after it.
+    assert [record["step"] for record in of_hook] == [3, 4]
+    for record in of_hook:
+        assert record["tensors"] == by_step[record["step"]]
+
+
 def check_bits(
     ddp: DistributedDataParallel,
     expected: torch.Tensor,

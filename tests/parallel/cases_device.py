@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
+import observed
 import pytest
 from simulated_horovod import Horovod
 
 from adasum_hvd import binding, reference
+from adasum_hvd.monitor import statistics
 
 SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
 TOLERANCE = {"float16": 2**-10, "float32": 1e-6, "float64": 1e-9}
@@ -128,6 +131,41 @@ def case_cancelling_pairs_keep_their_digits() -> None:
         set(HOSTS) == {0} and "ADASUM_HVD_GROUP_OP" not in os.environ
     ):
         assert bool(anywhere[0]) == (hvd.size() > 2)
+
+
+def case_observed_tensors() -> None:
+    """What the device's Gram matrices tell, added up over the ranks."""
+    names = [f"observed.{k}" for k in range(len(SIZES))]
+    mine = [array_of(hvd.rank(), size, "float32", 9) for size in SIZES]
+    for round_number in (1, 2):
+        for name in names:
+            binding.observe(hvd.library, name)
+        hvd.adasum(*mine, names=names)
+        found = [binding.observation(hvd.library, name) for name in names]
+        assert all(one is not None and one.number == round_number for one in found)
+    hvd.adasum(*mine, names=names)  # nobody has asked for
+    assert binding.observation(hvd.library, names[0]).number == 2
+    sizes = found[0].sizes
+    assert bool(sizes) == (hvd.size() > 1)
+    folder = Path(sys.argv[2])  # the launch's
+    np.save(folder / f"{hvd.rank()}.npy", np.stack([one.rows for one in found]))
+    align()
+    rows = sum(np.load(folder / f"{rank}.npy") for rank in range(hvd.size()))
+    if not sizes:
+        assert rows.size == 0
+        return
+    tensors = statistics.statistics(rows, sizes)
+    path = binding.path(hvd.library).split("devices: ")[-1]
+    for index, size in enumerate(SIZES):
+        if size < 2:
+            continue
+        vectors = [array_of(rank, size, "float32", 9) for rank in range(hvd.size())]
+        observed.check(
+            {"it": {what: values[index] for what, values in tensors.items()}},
+            {"it": vectors},
+            HOSTS,
+            path,
+        )
 
 
 def case_wrong_dtype_and_then_right() -> None:

@@ -47,7 +47,7 @@ _OURS = [
     "transport/shared_memory.cc", "transport/nccl.cc", "cuda",
     *(f"op/{name}.cc" for name in (
         "adasum_op", "adasum_device_op", "agreement", "exports", "fused_tensors", "network",
-        "settings", "shut_down", "statistics", "under_way",
+        "observed", "settings", "shut_down", "statistics", "under_way",
     )),
 ]  # fmt: skip
 _BOOST = [

@@ -19,6 +19,7 @@ from launch import (
 OPS = "cases_tensorflow_ops+cases_tensorflow_reducer+cases_tensorflow_legacy"
 OPTIMIZER = "cases_keras_optimizer"
 MODES = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks+cases_keras_elastic"
+MONITOR = "cases_keras_monitor"
 CELLS = "cases_keras_wrap_cells"
 AGREEMENT = "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing"
 
@@ -27,8 +28,8 @@ def tensorflow(backend: str, ranks: int, *cases: str) -> Configuration:
     return Configuration("+".join((OPS, *cases)), backend, ranks, label="tensorflow")
 
 
-GLOO_2 = tensorflow("gloo", 2, MODES, CELLS)
-MPI_3 = tensorflow("mpi", 3, OPTIMIZER, AGREEMENT)  # both on Gloo in make soak
+GLOO_2 = tensorflow("gloo", 2, MODES, MONITOR, CELLS)
+MPI_3 = tensorflow("mpi", 3, OPTIMIZER, MONITOR, AGREEMENT)  # both on Gloo in make soak
 STRICT_CELLS = Configuration("cases_keras_strict_cells", "gloo", 2)
 
 

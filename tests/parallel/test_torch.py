@@ -11,6 +11,7 @@ OPTIMIZER = (
 )
 TOOLS = "cases_torch_tools+cases_torch_functions"
 OFFLOAD = "cases_adam_offload"
+MONITOR = "cases_torch_monitor"
 CELLS = "cases_wrap_cells"
 MODES = "cases_parallel_modes"
 DRIFT = "cases_torch_drift+cases_torch_weights+cases_torch_misuse"
@@ -42,21 +43,21 @@ def torch(
 
 # Most of it runs over MPI: a message of Horovod's costs several times as much over Gloo, where
 # ranks share few processors. What is about Gloo, and more ranks, are in make soak, too.
-ALONE = torch("gloo", 1, OPTIMIZER, TOOLS, OFFLOAD, CELLS)
-GLOO_2 = torch("gloo", 2, OPTIMIZER, TOOLS, DRIFT)
+ALONE = torch("gloo", 1, OPTIMIZER, TOOLS, MONITOR, OFFLOAD, CELLS)
+GLOO_2 = torch("gloo", 2, OPTIMIZER, TOOLS, MONITOR, DRIFT)
 GLOO_3 = torch("gloo", 3, environment=NETWORK)
 GLOO_4 = torch("gloo", 4)  # for its bits and its path; all of it in make soak
 MPI_2 = torch("mpi", 2, OPTIMIZER, TOOLS, MODES, environment=NETWORK)
 MPI_3 = torch("mpi", 3, OPTIMIZER, TOOLS, OFFLOAD, CELLS)  # 8 in make soak
 MPI_4 = torch("mpi", 4, MODES, "cases_convergence", environment=NETWORK)
 MPI_5 = torch("mpi", 5, environment=NETWORK)  # and on Gloo in make soak
-TINY_MPI = torch("mpi", 3, environment=TINY + NETWORK)
+TINY_MPI = torch("mpi", 3, MONITOR, environment=TINY + NETWORK)
 PORTABLE_MPI = torch("mpi", 4, environment=PORTABLE)
 STAGED_MPI = torch("mpi", 3, environment=TINY + STAGED + THREADS)
 UNEQUAL_HOSTS = torch("gloo", 3, hosts="localhost:1,127.0.0.1:2")
 TWO_HOSTS = torch("gloo", 4, hosts="localhost:2,127.0.0.1:2")
-SPLIT_MPI = torch("mpi", 4, environment=TINY + SPLIT)
-GROUPED = torch("mpi", 4, environment=GROUPS)
+SPLIT_MPI = torch("mpi", 4, MONITOR, environment=TINY + SPLIT)
+GROUPED = torch("mpi", 4, MONITOR, environment=GROUPS)
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
     TINY_MPI, PORTABLE_MPI, STAGED_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,

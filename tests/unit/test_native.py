@@ -47,6 +47,7 @@ _ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
 PROGRAMS = {
     "test_reduce": Program("test_reduce.cc", ARITHMETIC),
     "test_trees": Program("test_trees.cc", ARITHMETIC),
+    "test_observation": Program("test_observation.cc", ARITHMETIC),
     "test_parts": Program("test_parts.cc", (*ARITHMETIC, "transport/last_words.cc")),
     "test_local": Program("test_local.cc", LOCAL),
     "test_local_connect": Program(
@@ -57,6 +58,9 @@ PROGRAMS = {
     "device_reduce": Program("test_reduce.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
     "device_trees": Program("test_trees.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
     "device_limits": Program("test_device.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
+    "device_observation": Program(
+        "test_observation.cc", ARITHMETIC + DEVICE, _ON_DEVICE
+    ),
 }
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,
@@ -118,8 +122,9 @@ CASES = [
     )
     for name in PROGRAMS
     for form in FORMS
-    # A kernel's threads are fibers, which the thread sanitizer does not know.
-    if not (name.startswith("device") and form == "tsan")
+    # A kernel's threads are fibers, which the thread sanitizer does not know; and what is
+    # observed is no thread's business but one's.
+    if form != "tsan" or not (name.startswith("device") or name == "test_observation")
 ]
 
 

@@ -17,11 +17,12 @@ PACKAGE = Path(__file__).parents[2] / "adasum_hvd"
 ROOMS: dict[str, set[str]] = {
     "install": set(),
     "mindspore": set(),
+    "monitor": set(),
     "parallel": {"mindspore"},
     "launch": set(),
     "tools": {"install", "mindspore", "torch", "tensorflow"},
-    "torch": {"parallel", "mindspore", "launch"},
-    "tensorflow": {"parallel", "mindspore", "launch"},
+    "torch": {"parallel", "mindspore", "monitor", "launch"},
+    "tensorflow": {"parallel", "mindspore", "monitor", "launch"},
 }
 # A command and a public name, which only pass on.
 DOORS = {"adasum_hvd.cli", "adasum_hvd.boost"}

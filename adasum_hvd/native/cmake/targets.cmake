@@ -30,9 +30,9 @@ if(TARGET tensorflow)
 endif()
 
 set(ADASUM_SOURCES
-  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/settings.cc op/shut_down.cc
+  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/observed.cc op/settings.cc op/shut_down.cc
   op/statistics.cc
-  reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/meeting.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
+  reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/meeting.cc reduce/observation.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
   kernels/kernels.cc kernels/portable.cc
   transport/last_words.cc transport/shared_memory.cc
   transport/local/bootstrap.cc transport/local/descriptors.cc transport/local/peer_memory.cc
@@ -49,7 +49,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
 endif()
 if(HAVE_CUDA AND HAVE_NCCL)
   list(APPEND ADASUM_SOURCES op/adasum_device_op.cc op/under_way.cc cuda/device_memory.cc cuda/device_plans.cc
-    cuda/plan_device.cc cuda/reduce_device.cc transport/nccl.cc)
+    cuda/observation_device.cc cuda/plan_device.cc cuda/reduce_device.cc transport/nccl.cc)
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 

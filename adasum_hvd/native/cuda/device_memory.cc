@@ -160,6 +160,22 @@ void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream
   CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
 }
 
+std::shared_ptr<char> Downloads::Take(int64_t bytes) {
+  for (const Pinned& pinned : pinned_) {
+    if (pinned.memory.use_count() == 1 && pinned.bytes >= bytes) {
+      return pinned.memory;
+    }
+  }
+  void* memory = nullptr;
+  const int64_t rounded = std::max(bytes, kLeastPinned);
+  CheckCuda(cudaHostAlloc(&memory, static_cast<size_t>(rounded), cudaHostAllocDefault), "pin host memory");
+  const auto unpin = [device = CurrentDevice()](char* pinned) {
+    DeviceGuard guard(device);
+    cudaFreeHost(pinned);
+  };
+  return pinned_.emplace_back(Pinned{{static_cast<char*>(memory), unpin}, rounded}).memory;
+}
+
 StreamMark::~StreamMark() {
   if (event_ != nullptr) {
     DeviceGuard guard(device_);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include <cuda_runtime.h>
@@ -73,6 +74,19 @@ private:
 
   int device_ = -1;
   std::deque<Pinned> pinned_; // the one used longest ago first
+};
+
+// Pinned host memory for what a device tells: taken again when nobody holds it any more.
+class Downloads {
+public:
+  std::shared_ptr<char> Take(int64_t bytes);
+
+private:
+  struct Pinned {
+    std::shared_ptr<char> memory;
+    int64_t bytes;
+  };
+  std::vector<Pinned> pinned_;
 };
 
 // A place in what has been enqueued on a stream.

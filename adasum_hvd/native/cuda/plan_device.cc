@@ -236,6 +236,7 @@ void DevicePlan::PlanSlice(size_t index, Arena& arena) {
     runs.push_back({placed.own[k], placed.out[k], run.offset, run.count, first_block,
                     row == rows.end() || run.whole ? -1 : row->second,
                     slot == sent.end() ? -1 : static_cast<int32_t>(slot - sent.begin())});
+    level.shared.push_back(runs.back().shared);
     first_block += runs.back().blocks();
   }
   slice.type = type_;

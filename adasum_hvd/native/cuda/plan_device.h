@@ -46,6 +46,7 @@ struct DeviceLevel {
   int size;
   int64_t entries = 0; // of the longest row
   device::Slice slice = {};
+  std::vector<int32_t> shared = {}; // per run: its row of the totals, or -1
   DoubleDouble* run_sums[kSets] = {};
   DoubleDouble* totals[kSets] = {};
   std::deque<SumExchange> exchanges; // from this level's group to the lowest level's
@@ -122,6 +123,7 @@ struct DeviceScratch {
   DeviceBuffer staging;  // fused tensors, where a slice is not contiguous in the caller's memory
   DeviceBuffer received; // the other ranks' elements of this rank's slices
   Uploads uploads;
+  Downloads downloads;
   DevicePlans plans;
   DeviceCounter explicit_tensors; // whose trees were walked
   StreamMark end;                 // of what is enqueued, when a reduction failed

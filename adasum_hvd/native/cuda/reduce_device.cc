@@ -7,8 +7,9 @@ namespace {
 
 class DeviceReduction {
 public:
-  DeviceReduction(DevicePlan& plan, const std::vector<ReduceLevel>& levels, cudaStream_t stream)
-      : plan_(plan), transports_(levels), stream_(stream) {}
+  DeviceReduction(DevicePlan& plan, const std::vector<ReduceLevel>& levels, DeviceObservation* observation,
+                  cudaStream_t stream)
+      : plan_(plan), transports_(levels), observation_(observation), stream_(stream) {}
   void Enqueue(const PhaseObserver& observer);
 
 private:
@@ -21,6 +22,7 @@ private:
 
   DevicePlan& plan_;
   const std::vector<ReduceLevel>& transports_;
+  DeviceObservation* const observation_; // or null: nobody watches
   const cudaStream_t stream_;
 };
 
@@ -41,7 +43,7 @@ void DeviceReduction::EnqueueSmall(const PhaseObserver& observer) {
 }
 
 void DeviceReduction::Enqueue(const PhaseObserver& observer) {
-  if (plan_.is_small()) {
+  if (plan_.is_small() && observation_ == nullptr) { // one kernel keeps its sums to itself
     EnqueueSmall(observer);
     return;
   }
@@ -65,7 +67,13 @@ void DeviceReduction::Enqueue(const PhaseObserver& observer) {
     observer(Phase::kSharedTensors, static_cast<int>(index));
     FoldOverRanks(level, entries, device::FoldBy::kAdd, 0);
     device::Solve(level.slice, level.SumsOf(entries, 0), stream_);
+    if (observation_ != nullptr) { // before other sums take the place of the Gram matrices
+      observation_->CopyGrams(index, level, stream_);
+    }
     last = WalkTrees(level);
+    if (observation_ != nullptr) {
+      observation_->CopyCoefficients(index, level, last, stream_);
+    }
     if (index + 1 < levels.size()) {
       device::Combine(level.slice, last, level.placed.scale, stream_);
     }
@@ -156,11 +164,17 @@ device::Tier DeviceReduction::WalkTrees(const DeviceLevel& level) {
 
 } // namespace
 
-void ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer) {
+std::shared_ptr<DeviceObservation> ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
+                                                  const std::vector<ReduceLevel>& levels, double scale,
+                                                  const ReduceSettings& settings, DeviceScratch& scratch,
+                                                  cudaStream_t stream, const PhaseObserver& observer) {
   DevicePlan& plan = scratch.plans.For(tensors, type, levels, scale, settings, scratch, stream);
-  DeviceReduction(plan, levels, stream).Enqueue(observer);
+  std::shared_ptr<DeviceObservation> observation;
+  if (AnyObserved(tensors)) {
+    observation = std::make_shared<DeviceObservation>(tensors, levels, plan, scratch);
+  }
+  DeviceReduction(plan, levels, observation.get(), stream).Enqueue(observer);
+  return observation;
 }
 
 } // namespace adasum_hvd

@@ -18,10 +18,12 @@
 //      put back, changes are added to the weights before.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include <cuda_runtime.h>
 
+#include "cuda/observation_device.h"
 #include "cuda/plan_device.h"
 #include "reduce/reduce.h"
 
@@ -29,8 +31,12 @@ namespace adasum_hvd {
 
 // As Reduce (reduce.h), with tensors in the memory of the current device and transports that enqueue their
 // exchanges on `stream`. Returns when all is enqueued. `observer` is called when a phase has been.
-void ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    DeviceScratch& scratch, cudaStream_t stream, const PhaseObserver& observer);
+//
+// The tensors' rows (TensorView::observed) are written by what is returned, once the stream has come so far;
+// null where there are none.
+std::shared_ptr<DeviceObservation> ReduceOnDevice(const std::vector<TensorView>& tensors, ElementType type,
+                                                  const std::vector<ReduceLevel>& levels, double scale,
+                                                  const ReduceSettings& settings, DeviceScratch& scratch,
+                                                  cudaStream_t stream, const PhaseObserver& observer);
 
 } // namespace adasum_hvd

@@ -12,6 +12,7 @@
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
 #include "op/device_hooks.h"
+#include "op/observed.h"
 #include "op/release.h"
 #include "op/shut_down.h"
 #include "op/statistics.h"
@@ -66,7 +67,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     communicator = *nccl_op_context_.nccl_comm_;
     gpu_op_context_.InitGPUQueue(entries, response);
     WaitForData(entries);
-    for (const FusedTensors& fused : by_type) {
+    for (FusedTensors& fused : by_type) {
       Enqueue(fused, agreement, *process_set.controller, scratch);
     }
   } catch (const std::exception& error) {
@@ -163,8 +164,8 @@ void AdasumDeviceOp::WaitForData(Entries& entries) {
   }
 }
 
-void AdasumDeviceOp::Enqueue(const FusedTensors& fused, const Agreement& agreement,
-                             hvd::Controller& controller, DeviceScratch& scratch) {
+void AdasumDeviceOp::Enqueue(FusedTensors& fused, const Agreement& agreement, hvd::Controller& controller,
+                             DeviceScratch& scratch) {
   const cudaStream_t stream = *gpu_op_context_.stream;
   NcclTransport everyone(*nccl_op_context_.nccl_comm_, controller.GetRank(), controller.GetSize(), stream);
   std::deque<GroupTransport> groups;
@@ -183,8 +184,12 @@ void AdasumDeviceOp::Enqueue(const FusedTensors& fused, const Agreement& agreeme
     end_phase();
     phase_under_way = fused.PhaseName(phase, level);
   };
-  ReduceOnDevice(fused.tensors, fused.type, levels, fused.scale, agreement.reduce, scratch, stream, observer);
+  Observing observing(fused, levels);
+  const std::shared_ptr<DeviceObservation> observed = ReduceOnDevice(
+      fused.tensors, fused.type, levels, fused.scale, agreement.reduce, scratch, stream, observer);
   end_phase();
+  const int seconds = settings_.local.timeout_seconds;
+  observing.Keep([observed, seconds] { return observed == nullptr || observed->Write(seconds); });
 }
 
 bool AdasumDeviceOp::IsDrained() {

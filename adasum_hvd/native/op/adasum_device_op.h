@@ -55,7 +55,7 @@ private:
   bool IsDrained();
   [[noreturn]] void EndThisProcess(const std::string& why) const;
   void CheckCommunicator(ncclComm_t communicator);
-  void Enqueue(const FusedTensors& fused, const Agreement& agreement, horovod::common::Controller& controller,
+  void Enqueue(FusedTensors& fused, const Agreement& agreement, horovod::common::Controller& controller,
                DeviceScratch& scratch);
 
   Settings settings_;

@@ -14,6 +14,7 @@
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
 #include "op/network.h"
+#include "op/observed.h"
 #include "op/registry.h"
 #include "op/release.h"
 #include "op/shut_down.h"
@@ -244,7 +245,7 @@ hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
     return status;
   }
   WaitForData(entries);
-  for (const FusedTensors& fused : by_type) {
+  for (FusedTensors& fused : by_type) {
     const ReduceResult result = ReduceInLevels(
         fused, state, [&](Phase phase, int level) { clock.Begin(phase, fused.PhaseName(phase, level)); });
     clock.End();
@@ -253,7 +254,7 @@ hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
   return hvd::Status::OK();
 }
 
-ReduceResult AdasumOp::ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
+ReduceResult AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state,
                                       const PhaseObserver& observer) {
   if (workers_ == nullptr || workers_->threads() != state.threads) {
     workers_ = std::make_unique<Workers>(state.threads);
@@ -271,8 +272,11 @@ ReduceResult AdasumOp::ReduceInLevels(const FusedTensors& fused, ProcessSetState
     groups.push_back(TransportOf(level, state));
     levels.push_back({groups.back().get(), &level.tree});
   }
-  return Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce, *settings_.kernels, *workers_,
-                scratch_, observer);
+  Observing observing(fused, levels);
+  const ReduceResult result = Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce,
+                                     *settings_.kernels, *workers_, scratch_, observer);
+  observing.Keep(nullptr);
+  return result;
 }
 
 std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, ProcessSetState& state) {

@@ -56,8 +56,7 @@ private:
                              const AllgatherTwo& allgather) const;
   void WatchOver(int process_set_id, const ProcessSetState& state) const;
   horovod::common::Status GiveUp(ProcessSetState& state, const std::string& why, int blamed);
-  ReduceResult ReduceInLevels(const FusedTensors& fused, ProcessSetState& state,
-                              const PhaseObserver& observer);
+  ReduceResult ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
   static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
 
   Settings settings_;

@@ -1,8 +1,10 @@
 // For ctypes. Horovod's link map exports names that contain "horovod", and nothing else.
 #include <exception>
+#include <memory>
 #include <string>
 
 #include "op/fused_tensors.h"
+#include "op/observed.h"
 #include "op/settings.h"
 #include "op/shut_down.h"
 #include "op/statistics.h"
@@ -34,6 +36,29 @@ __attribute__((visibility("default"))) void horovod_adasum_counters(int64_t* val
 
 // Says why this process is about to shut down, for the errors of the other ranks.
 __attribute__((visibility("default"))) void horovod_adasum_leave(const char* why) { adasum_hvd::Leave(why); }
+
+// Asks for what the next reduction of the tensor `name` finds; horovod_adasum_observed reads it afterwards.
+__attribute__((visibility("default"))) void horovod_adasum_observe(const char* name) {
+  adasum_hvd::Observe(name);
+}
+
+// Returns the number of the latest observed reduction of the tensor `name`, from 1, or 0 where there was none
+// or its device has not come to it. Points to what it has found, by segment (reduce/observation.h); valid
+// until the next call on the same thread.
+__attribute__((visibility("default"))) int64_t horovod_adasum_observed(const char* name, const int** sizes,
+                                                                       int64_t* levels, const double** rows,
+                                                                       int64_t* doubles) {
+  static thread_local std::shared_ptr<const adasum_hvd::Observed> observed;
+  observed = adasum_hvd::LatestObserved(name);
+  if (observed == nullptr || (observed->write && !observed->write())) {
+    return 0;
+  }
+  *sizes = observed->sizes.data();
+  *levels = static_cast<int64_t>(observed->sizes.size());
+  *rows = observed->rows.data();
+  *doubles = static_cast<int64_t>(observed->rows.size());
+  return observed->number;
+}
 
 // How the ranks of a process set reach each other; empty before the first reduction in it. Valid until the
 // next call on the same thread.

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "op/observed.h"
 #include "op/statistics.h"
 
 namespace adasum_hvd {
@@ -125,6 +126,9 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
                                           " elements in total, got " + std::to_string(total));
     }
     FusedTensors& fused = FusedTensorsFor(entry, by_type);
+    if (IsObserved(entry.tensor_name)) {
+      fused.observed.push_back({entry.tensor_name, fused.tensors.size(), sizes.size()});
+    }
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
     for (size_t k = 0; k < sizes.size(); ++k) {

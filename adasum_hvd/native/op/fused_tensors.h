@@ -17,6 +17,14 @@ struct FusedTensors {
   bool delta = false; // of the delta variant, by name
   std::vector<TensorView> tensors;
 
+  // The segments of a tensor that Python observes (observed.h).
+  struct Range {
+    std::string name;
+    size_t first; // of `tensors`
+    size_t count;
+  };
+  std::vector<Range> observed;
+
   // Of a phase, in Horovod's timeline.
   std::string PhaseName(Phase phase, int level) const;
 };

@@ -30,7 +30,7 @@ bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level) {
 GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below,
                                bool last)
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
-      below_(below), spreads_(level.shared && last),
+      below_(below), index_(below == nullptr ? 0 : below->index_ + 1), spreads_(level.shared && last),
       blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
       written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0),
       all_ones_(tree_.merges.size()), worker_scratch_(arithmetic.workers.threads()) {
@@ -132,8 +132,29 @@ void GroupReduction::FinishRun(size_t run_index) {
   const Run& run = mine().runs[run_index];
   if (!run.whole) {
     partial_grams_[run.tensor] = gram_;
-  } else if (!SolveCoefficients(tree_, Rounded(gram_).data(), CoefficientsOf(run_index))) {
+    return;
+  }
+  const std::vector<double> gram = Rounded(gram_);
+  if (!SolveCoefficients(tree_, gram.data(), CoefficientsOf(run_index))) {
     WalkTrees({run.tensor}, /*shared=*/false);
+  }
+  Observe(run_index, gram);
+}
+
+// Of a tensor that is solved.
+void GroupReduction::Observe(size_t run_index, const std::vector<double>& gram) const {
+  const Observation* observation = arithmetic_.observation;
+  const Run& run = mine().runs[run_index];
+  double* row = observation == nullptr ? nullptr : observation->RowOf(index_, run);
+  if (row == nullptr) {
+    return;
+  }
+  const double scale = tensor_scales_[run.tensor];
+  const auto walked = walked_.find(run.tensor);
+  if (walked != walked_.end()) {
+    observation->WriteWalked(index_, gram.data(), scale, walked->second.data(), row);
+  } else {
+    observation->Write(index_, gram.data(), scale, &coefficients_[run_index * size_], row);
   }
 }
 
@@ -263,6 +284,11 @@ void GroupReduction::Solve() {
   }
   if (!ill_conditioned.empty()) {
     WalkTrees(ill_conditioned, /*shared=*/true);
+  }
+  if (arithmetic_.observation != nullptr) {
+    for (const Run* run : mine().PartialRuns()) {
+      Observe(run - mine().runs.data(), Rounded(partial_grams_.at(run->tensor)));
+    }
   }
 }
 

@@ -18,6 +18,7 @@
 
 #include "kernels/kernels.h"
 #include "reduce/gram.h"
+#include "reduce/observation.h"
 #include "reduce/placement.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
@@ -30,7 +31,8 @@ struct Arithmetic {
   ElementType type;
   const Kernels& kernels;
   Workers& workers;
-  size_t tensors; // how many
+  size_t tensors;                 // how many
+  const Observation* observation; // or null: nobody watches
   int64_t bytes() const { return ElementBytes(type); }
 };
 
@@ -88,6 +90,7 @@ private:
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
+  void Observe(size_t run, const std::vector<double>& gram) const;
   void WriteSolved(const std::vector<Block>& blocks);
   void CombineBlocks(const std::vector<Block>& blocks);
   void CombineBlock(const Block& block, char* to, WorkerScratch& scratch);
@@ -110,6 +113,7 @@ private:
   const int rank_;
   const int size_;
   GroupReduction* below_;
+  const size_t index_;                // of the level
   const bool spreads_;                // the result goes straight to all ranks of the group
   const size_t blocks_at_once_;       // whose sums are kept until they are added
   std::vector<double> coefficients_;  // per run and rank

@@ -3,16 +3,25 @@
 #include <algorithm>
 #include <deque>
 #include <new>
+#include <optional>
 
 #include <sys/mman.h>
 
 #include "reduce/group_reduction.h"
+#include "reduce/observation.h"
 #include "reduce/placement.h"
 
 namespace adasum_hvd {
 namespace {
 
 constexpr int64_t kHugePageBytes = 2 << 20;
+
+// None where nobody watches a tensor.
+std::optional<Observation> Observe(const std::vector<TensorView>& tensors,
+                                   const std::vector<ReduceLevel>& levels, bool replicated) {
+  return AnyObserved(tensors) ? std::optional<Observation>(std::in_place, tensors, levels, replicated)
+                              : std::nullopt;
+}
 
 class Reduction {
 public:
@@ -42,8 +51,9 @@ private:
   void Unpack(int rank, int64_t begin, int64_t end) { Execute(placement_.unpacks()[rank], rank, begin, end); }
   void Execute(const Placement::Copies& copies, int rank, int64_t begin, int64_t end);
 
-  const Arithmetic arithmetic_;
   Placement placement_;
+  const std::optional<Observation> observation_;
+  const Arithmetic arithmetic_;
   const int64_t chunk_elements_;      // a multiple of kBlockElements
   std::deque<GroupReduction> groups_; // by level; they do not move
 };
@@ -51,12 +61,13 @@ private:
 Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
                      const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                      const Kernels& kernels, Workers& workers, Scratch& scratch)
-    : arithmetic_{type, kernels, workers, tensors.size()},
-      placement_(
+    : placement_(
           tensors, type, levels, scale, settings,
           [&](int64_t bytes) { return scratch.staging.Reserve(bytes); },
           [&](int64_t bytes) { return scratch.shared_staging.Reserve(bytes); },
           [&](int64_t bytes) { return scratch.received.Reserve(bytes); }),
+      observation_(Observe(tensors, levels, placement_.replicates())),
+      arithmetic_{type, kernels, workers, tensors.size(), observation_ ? &*observation_ : nullptr},
       chunk_elements_(std::max<int64_t>(settings.chunk_bytes / arithmetic_.bytes() / kBlockElements, 1) *
                       kBlockElements) {
   for (const PlacedLevel& level : placement_.levels()) {

@@ -36,6 +36,8 @@ struct TensorView {
   int64_t elements;
   // Where not null: weights before `input`. Their difference is reduced, and the output is `start` plus that.
   const void* start = nullptr;
+  // Where not null: a row of zeros for what is found of the tensor (observation.h).
+  double* observed = nullptr;
 };
 
 // A level is a step of the hierarchy, and nothing else here: first the ranks of a host reduce, then those at

@@ -20,11 +20,13 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 from adasum_hvd.tensorflow.keras.learning_rate import (
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
+from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 from adasum_hvd.tensorflow.replicas import check_replicas
 
 __all__ = [
+    "AdasumMonitorCallback",
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "CheckReplicasCallback",
@@ -39,6 +41,46 @@ def _has_windows(optimizer: Any) -> bool:
     """Return whether several local steps go between two reductions."""
     optimizer = inner(optimizer)
     return is_distributed(optimizer) and optimizer._adasum.starts.length > 1
+
+
+class AdasumMonitorCallback(keras.callbacks.Callback):
+    """Records what AdaSum finds and does in `fit`: `adasum_hvd.tensorflow.AdasumMonitor`.
+
+    With `steps_per_execution` a batch here is so many steps, of which one is looked at.
+
+    Args:
+        every: batches between two records, whose `step` is the optimizer's `iterations`.
+        to: where records go, on the first rank: paths that end in `.jsonl`, other paths (folders
+            for TensorBoard), functions of a record; or one of these.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: in `fit`, as `AdasumMonitor`.
+
+    Collective: on all ranks, with the same `every`.
+
+    Example:
+        >>> model.fit(data, callbacks=[AdasumMonitorCallback(50, "run.jsonl")])  # doctest: +SKIP
+    """
+
+    def __init__(self, every: int = 50, to: Any = ()):
+        super().__init__()
+        self._every, self._to = every, to
+        self._monitor: AdasumMonitor | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin. Collective; blocks."""
+        self._monitor = AdasumMonitor(self.model.optimizer, self._every, self._to)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the step; collective and blocks where it is recorded."""
+        if self._monitor is not None:
+            self._monitor.step(int(self.model.optimizer.iterations))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Close the sinks. Collective."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

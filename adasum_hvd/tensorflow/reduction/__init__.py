@@ -51,6 +51,10 @@ class Reduction:
         options: op, wire, factors, process set, groups and bucket size.
         many_lists: the lists of variables may come to differ; that is then an error on every
             rank. Otherwise there is one, all variables of an optimizer.
+
+    Attributes:
+        entries: of the latest list, each variable's name (a list of it alone) by what Horovod
+            calls its tensor.
     """
 
     def __init__(self, what: str, options: Options, many_lists: bool = False):
@@ -61,6 +65,7 @@ class Reduction:
         self._known: dict[Hashable, Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
+        self.entries: dict[str, list[str]] = {}
 
     def number(self, variables: Sequence[Any]) -> None:
         """Take note of all variables, of which ranks may come to use different ones.
@@ -111,7 +116,8 @@ class Reduction:
                     tensors, variables, agreed.kinds, strict=True
                 )
             ]
-        results = reduce_list(label, full, variables, self._options)
+        self.entries = {}
+        results = reduce_list(label, full, variables, self._options, self.entries)
         with tf.control_dependencies(checks):
             return [tf.identity(result) for result in results], used
 

@@ -46,6 +46,7 @@ def reduce_list(
     tensors: Sequence[Any],
     variables: Sequence[Any],
     options: Options,
+    entries: dict[str, list[str]],
 ) -> list[Any]:
     """Return `tensors` reduced, each with coefficients of its own.
 
@@ -54,6 +55,7 @@ def reduce_list(
         tensors: one per variable, of the same forms on all ranks.
         variables: what they belong to.
         options: op, wire, factors, process set, groups and bucket size.
+        entries: gets the name of each variable, by what Horovod calls its tensor.
 
     Collective: every rank of the process set; blocks (eagerly).
     """
@@ -74,9 +76,14 @@ def reduce_list(
     for number, members in enumerate(buckets):
         indices = [index for index, _ in members]
         wire = kinds[id(members[0][1])][0]
+        name = f"{label}.{number}"
+        for entry, (_, variable) in zip(
+            named.entries_of(name, options.op, len(members)), members, strict=True
+        ):
+            entries[entry] = [name_of(variable)]
         reduced = named.reduce_named(
             [tf.cast(tensors[index], wire) for index in indices],
-            f"{label}.{number}",
+            name,
             options.op,
             options.process_set,
             options.factors,

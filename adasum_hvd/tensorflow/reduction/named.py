@@ -56,6 +56,15 @@ def reduce_named(
     return list(function(*tensors))
 
 
+def entries_of(name: str, op: ops.ReduceOp, count: int) -> list[str]:
+    """Return what Horovod calls the tensors of :func:`reduce_named`, outside TF1 graphs."""
+    return [f"{_shown(name, op)}_{k + 1}of{count}" for k in range(count)]
+
+
+def _shown(name: str, op: ops.ReduceOp) -> str:
+    return ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
+
+
 def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     """Return all ranks' tensors, one behind the other, gathered under exactly this name.
 
@@ -118,7 +127,7 @@ def _reducing(
     specs: tuple[tf.TensorSpec, ...],
 ) -> Any:
     code = int(ops.Adasum if ops.is_adasum(op) else op)
-    shown = ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
+    shown = _shown(name, op)
 
     def reduce(*tensors: Any) -> Any:
         return mpi_ops.MPI_LIB.horovod_grouped_allreduce(

@@ -23,6 +23,10 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 class Bucket:
     """Parameters of one wire dtype on one device, and the flat tensor that carries them.
 
+    Attributes:
+        names: the parameters'.
+        entry: what Horovod calls the flat tensor.
+
     Args:
         label: what is carried; makes the bucket's name in Horovod unique.
         named: the parameters; the same names and shapes in the same order on all ranks.
@@ -45,6 +49,7 @@ class Bucket:
         with_flags: bool = False,
     ):
         self.params = [parameter for _, parameter in named]
+        self.names = [name for name, _ in named]
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
         self._op = op
@@ -68,7 +73,7 @@ class Bucket:
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
-        self._entry = f"allreduce.{wire.name_in_op(self._name, op, as_bits)}"
+        self.entry = f"allreduce.{wire.name_in_op(self._name, op, as_bits)}"
 
     def _make_flat(
         self, elements: int, dtype: torch.dtype, device: torch.device
@@ -136,4 +141,4 @@ class Bucket:
         if self.in_flight:
             self.finish()
         if ops.is_adasum(self._op):
-            binding.forget_weights(wire.LIBRARY, self._entry)
+            binding.forget_weights(wire.LIBRARY, self.entry)

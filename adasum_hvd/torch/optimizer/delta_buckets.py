@@ -145,7 +145,7 @@ class ChangeInOpBucket(ChangeBucket):
             self._check_converted()
             binding.register_weights(
                 wire.LIBRARY,
-                self._entry,
+                self.entry,
                 self.flat.data_ptr(),
                 [param.numel() for param in self.params],
                 addresses,

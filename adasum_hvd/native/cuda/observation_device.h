@@ -1,0 +1,66 @@
+// An Observation (reduce/observation.h) of tensors on a device: what it is made of is copied to the host in
+// the order of the stream, and rows are written when somebody asks for them. Nothing waits for the device
+// before.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+#include "cuda/device_memory.h"
+#include "cuda/plan_device.h"
+#include "reduce/observation.h"
+
+namespace adasum_hvd {
+
+class DeviceObservation {
+public:
+  DeviceObservation(const std::vector<TensorView>& tensors, const std::vector<ReduceLevel>& levels,
+                    const DevicePlan& plan, DeviceScratch& scratch);
+
+  // To be enqueued when a level is solved, and when its trees have been walked up to the tier `last`, whose
+  // sums are there but not its sides.
+  void CopyGrams(size_t index, const DeviceLevel& level, cudaStream_t stream);
+  void CopyCoefficients(size_t index, const DeviceLevel& level, const device::Tier& last,
+                        cudaStream_t stream);
+
+  // Writes the tensors' rows, once. False where the device has not come there after so long.
+  bool Write(int seconds);
+
+private:
+  // Sums of a slice's tensors, copied: a row per run, and one per tensor that slices share.
+  struct Rows {
+    DoubleDouble* runs;
+    DoubleDouble* totals;
+  };
+  // What is copied of a level (device.h), by run.
+  struct Level {
+    std::vector<Run> runs;
+    std::vector<int32_t> shared; // row of the totals, or -1
+    std::vector<int> last_tier;  // of the tree's merges, above the first
+    int64_t totals;              // rows
+    int64_t size;                // ranks
+    int64_t merges;
+    std::shared_ptr<char> memory;
+    Rows gram;
+    Rows last;
+    double* coefficients;
+    device::Sides* sides;
+    double* scales; // null but for float64
+    int32_t* walk_tree;
+  };
+
+  void Place(Level& level, ElementType type, DeviceScratch& scratch) const;
+  static void CopyRows(const Level& level, const DeviceLevel& on_device, int entries, int set, Rows& to,
+                       cudaStream_t stream);
+  void WriteRun(const Level& level, size_t index, size_t run) const;
+
+  const Observation observation_;
+  std::vector<Level> levels_;
+  StreamMark copied_;
+  bool written_ = false;
+};
+
+} // namespace adasum_hvd

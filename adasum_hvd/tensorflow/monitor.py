@@ -1,0 +1,126 @@
+"""`AdasumMonitor`: what AdaSum does in a run, for Keras and TF1 optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from adasum_hvd import agreement, ops
+from adasum_hvd.monitor.statistics import Rows
+from adasum_hvd.monitor.watcher import Watcher
+from adasum_hvd.options import Options, ProcessSet
+from adasum_hvd.tensorflow import legacy
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.broadcasting import allgather_object
+from adasum_hvd.tensorflow.optimizer import is_distributed
+from adasum_hvd.tensorflow.optimizer.slots import inner
+from adasum_hvd.tensorflow.reduction import Reduction, named
+
+
+class _Channel:
+    """The ranks of a process set."""
+
+    library = tf_ops.LIBRARY
+
+    def __init__(self, process_set: ProcessSet):
+        self.rank = mpi_ops.rank()
+        self.ranks: Sequence[int] = process_set.ranks or range(mpi_ops.size())
+        self._process_set = process_set
+
+    def gather(self, obj: Any) -> list[Any]:
+        return allgather_object(
+            obj, name="adasum.monitor", process_set=self._process_set
+        )
+
+    def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
+        with tf.init_scope(), tf.device("CPU:0"):
+            tensors = [tf.constant(rows)]
+            (total,) = named.reduce_named(tensors, name, ops.Sum, self._process_set)
+            return lambda wait: total.numpy()
+
+
+class AdasumMonitor:
+    """Records, every k steps and for each variable, what AdaSum finds and does.
+
+    A record is a dict: `step` (calls of :meth:`step`, or the number given there), `time` (seconds
+    since 1970), `ranks`, `joined` (how many vectors AdaSum joins: the ranks, or groups that
+    average or sum), and `tensors`. That has of each variable, by its path, what
+    :func:`adasum_hvd.monitor.statistics.statistics` computes: `cosine`, `orthogonality`, `gain`,
+    `lowest` and `highest`; None where a value is not finite. Variables without a gradient on any
+    rank are left out.
+
+    Results of the reduction do not change by a bit. Under `fit` use
+    `adasum_hvd.tensorflow.keras.callbacks.AdasumMonitorCallback`, which calls :meth:`step`.
+
+    Args:
+        optimizer: from `DistributedOptimizer` with an AdaSum op, of Keras or
+            `tf.compat.v1.train` (executed eagerly or in a `tf.function`, not in a TF1 session).
+        every: steps between two records.
+        to: where records go, on the first rank of the process set: paths that end in `.jsonl`,
+            other paths (folders for TensorBoard), functions of a record; or one of these.
+
+    Raises:
+        TypeError: another optimizer, or something else in `to`.
+        ValueError: an optimizer with another op; `every` is no integer of at least 1; a file that
+            cannot be written; TensorBoard is not installed. On every rank.
+        RuntimeError: `ADASUM_HVD_OP=off`: Horovod's own op tells nothing.
+        NotImplementedError: an elastic job.
+
+    Collective: every rank of the process set; blocks.
+
+    Example:
+        >>> monitor = hvd.AdasumMonitor(optimizer, 50, "run.jsonl")  # doctest: +SKIP
+
+    References:
+        docs/monitor.md; arXiv 2006.02924, figure 1.
+    """
+
+    def __init__(self, optimizer: Any, every: int = 50, to: Any = ()):
+        agreement.refuse_elastic("AdasumMonitor")
+        if tf_ops.settings()["op"] == "off":
+            raise RuntimeError(
+                "AdasumMonitor: required the AdaSum op, got ADASUM_HVD_OP=off; unset it on all "
+                "ranks"
+            )
+        options, self._reduction = _reduction_of(optimizer)
+        if not ops.is_adasum(options.op):
+            raise ValueError(
+                "AdasumMonitor: required an optimizer with an AdaSum op, got op="
+                f"{options.op.name}; it tells nothing of others"
+            )
+        self._watcher: Watcher | None = None
+        process_set = options.process_set
+        if process_set.included() and process_set.size() > 1:
+            self._watcher = Watcher(every, to, _Channel(process_set))
+
+    def step(self, number: int | None = None) -> None:
+        """Note that a step has been taken; outside a `tf.function`.
+
+        Collective, and blocks on the steps that are recorded.
+
+        Args:
+            number: of the step, for the record; by default it counts.
+        """
+        if self._watcher is not None:
+            self._watcher.after_step(lambda: self._reduction.entries, number)
+
+    def close(self) -> None:
+        """Stop. Collective; blocks."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+
+
+def _reduction_of(optimizer: Any) -> tuple[Options, Reduction]:
+    if legacy.is_distributed(optimizer):
+        return optimizer._adasum_options, optimizer._adasum_reduction
+    if is_distributed(optimizer):
+        state = inner(optimizer)._adasum
+        return state.options, state.reduction
+    raise TypeError(
+        "AdasumMonitor: required an optimizer from DistributedOptimizer, got "
+        f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    )

@@ -1,0 +1,125 @@
+"""Draw what a monitor has recorded: how orthogonal the ranks' tensors are, over a training."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_MOST_LABELS = 40  # that can be read beside a heat map
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "plot", help="draw the records of hvd.AdasumMonitor: a heat map and curves"
+    )
+    parser.add_argument("file", type=Path, help="a .jsonl file", metavar="run.jsonl")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="picture (default: beside the records, .png)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw a file and return the exit status."""
+    target = arguments.output or arguments.file.with_suffix(".png")
+    try:
+        draw(records(arguments.file), target)
+    except (OSError, ValueError) as error:
+        print(f"adasum-hvd plot: {error}", file=sys.stderr)
+        return 1
+    print(f"picture: {target}")
+    return 0
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """Return the records of the latest run in a file; runs are appended to one another.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no records, or something else.
+    """
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            step, _ = int(record["step"]), int(record["joined"])
+            {
+                name: tensor["orthogonality"]
+                for name, tensor in record["tensors"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"required records of hvd.AdasumMonitor, got something else in line {number} of "
+                f"{file} ({type(error).__name__}: {error})"
+            ) from error
+        if found and step <= found[-1]["step"]:
+            found = []
+        found.append(record)
+    if not any(record["tensors"] for record in found):
+        raise ValueError(
+            f"required records of hvd.AdasumMonitor, got none in {file}; on one rank there are none"
+        )
+    return found
+
+
+def draw(found: list[dict[str, Any]], target: Path) -> None:
+    """Draw the orthogonality of every tensor: as a heat map, and as curves with their mean.
+
+    Args:
+        found: of :func:`records`.
+        target: the picture; its suffix says in which format.
+
+    Raises:
+        ValueError: matplotlib is not installed, or knows no such format.
+
+    References:
+        arXiv 2006.02924, figure 1.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "required matplotlib, got none; pip install 'adasum-hvd[plot]'"
+        )
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(name for one in found for name in one["tensors"]))
+    steps = [one["step"] for one in found]
+    values = np.array(
+        [
+            [one["tensors"].get(name, {}).get("orthogonality") for one in found]
+            for name in names
+        ],
+        float,
+    )
+    joined = found[-1]["joined"]
+    height = 3 + 0.16 * min(len(names), _MOST_LABELS)
+    figure, (above, below) = pyplot.subplots(
+        2, figsize=(9, 3 + height), height_ratios=[height, 3], layout="constrained"
+    )
+    last = steps[-1] - steps[-2] if steps[1:] else 1
+    edges = [*steps, steps[-1] + last]
+    mesh = above.pcolormesh(
+        edges, np.arange(len(names) + 1) - 0.5, values, vmin=1 / joined, vmax=1
+    )
+    every = -(-len(names) // _MOST_LABELS)
+    above.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+    above.invert_yaxis()
+    above.set_title("|AdaSum|² / Σ|g|²")
+    figure.colorbar(mesh, ax=above, label=f"1/{joined}: parallel    1: orthogonal")
+    below.plot(steps, values.T, linewidth=0.6, color="grey", alpha=0.6)
+    with np.errstate(invalid="ignore"):
+        mean = np.nansum(values, 0) / np.isfinite(values).sum(0)
+    below.plot(steps, mean, linewidth=2, color="black", label="mean over tensors")
+    below.set(xlabel="step", ylabel="orthogonality", ylim=(0, 1.05))
+    below.axhline(1 / joined, linestyle=":", linewidth=0.8, color="grey")
+    below.legend(loc="lower right")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
