@@ -397,6 +397,8 @@ def case_allgather_object() -> None:
 
 def case_gradients_are_views_of_buckets() -> None:
     """Without a copy back, and without one in where they are kept; the same weights as with."""
+    if hvd.size() == 1:
+        pytest.skip("one rank has no buckets")
     models = [model_of(), model_of()]
     optimizers = [distributed(model, hvd.AdasumGrad) for model in models]
     for step in range(STEPS):
