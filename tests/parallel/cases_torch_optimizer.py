@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-from pathlib import Path
 
 import numpy as np
 import process_sets
@@ -393,69 +391,3 @@ def case_allgather_object() -> None:
     gathered = hvd.allgather_object({"rank": hvd.rank(), "text": "x" * hvd.rank()})
     assert [g["rank"] for g in gathered] == list(range(hvd.size()))
     assert np.array_equal([len(g["text"]) for g in gathered], range(hvd.size()))
-
-
-def case_gradients_are_views_of_buckets() -> None:
-    """Without a copy back, and without one in where they are kept; the same weights as with."""
-    if hvd.size() == 1:
-        pytest.skip("one rank has no buckets")
-    models = [model_of(), model_of()]
-    optimizers = [distributed(model, hvd.AdasumGrad) for model in models]
-    for step in range(STEPS):
-        addresses = [p.grad.data_ptr() if step else 0 for p in models[0].parameters()]
-        optimizers[0].zero_grad(set_to_none=False)
-        optimizers[1].zero_grad(set_to_none=True)
-        assert all(p.grad is None for p in models[1].parameters())
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-            memory = {b.flat.untyped_storage().data_ptr() for b in optimizer._buckets}
-            for parameter in model.parameters():
-                assert parameter.grad.untyped_storage().data_ptr() in memory
-        kept = [p.grad.data_ptr() for p in models[0].parameters()]
-        assert step == 0 or kept == addresses
-    check_equal(models[0], models[1], 0)
-    check_same_everywhere(models[0])
-    optimizers[0].zero_grad(set_to_none=False)
-    loss_of(models[0], hvd.rank(), 0).backward()
-    next(models[0].parameters()).grad.mul_(2)
-    with pytest.raises(RuntimeError, match="required as backward has left it"):
-        optimizers[0].step()
-    optimizers[0].zero_grad()
-
-
-def case_gradients_keep_their_parameters_layout() -> None:
-    """A view of the bucket would be of another one, on which fused optimizers are slow."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
-    model = model.to(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    optimizer = distributed(model, hvd.AdasumGrad)
-    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    for one in (model, plain):
-        one(images).sum().backward()
-    optimizer.step()
-    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert parameter.grad.stride() == other.grad.stride()
-        # All ranks had the same gradient, which is then its own AdaSum.
-        assert torch.equal(parameter.grad, other.grad)
-
-
-def case_buckets_give_their_memory_back() -> None:
-    """Descriptors and mapped memory, of this rank's and of the others' buckets."""
-
-    def held() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text().count("memfd:adasum_hvd")
-        return maps, len(list(Path("/proc/self/fd").iterdir()))
-
-    seen = []
-    for _ in range(8):
-        model = nn.Linear(700, 700)  # more than every rank reduces by itself
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        optimizer = distributed(model, hvd.AdasumGrad)
-        model(torch.ones(1, 700)).sum().backward()
-        optimizer.step()
-        seen.append(held())
-        del model, optimizer
-        gc.collect()
-    assert max(seen[4:]) <= max(seen[:4]), seen

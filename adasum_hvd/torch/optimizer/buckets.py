@@ -63,8 +63,9 @@ class Bucket:
         ]
         # The same memory, with version counters of their own: what `fill` copies beside a gradient
         # must not look like a change of it.
-        self._handed_out = [view.data for view in self.views]
+        self._gradients = [view.data for view in self.views]
         self._factors, self.process_set = factors, process_set
+        self._hands_out = _repeats(op, factors)
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
@@ -99,7 +100,7 @@ class Bucket:
                 self.views[index].zero_()
                 if self.flags.numel():
                     self.flags[index] = 0
-            elif source is not self._handed_out[index]:
+            elif source is not self._gradients[index]:
                 views.append(self.views[index])
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
@@ -108,11 +109,12 @@ class Bucket:
     def hand_out(self, index: int) -> torch.Tensor | None:
         """Return a parameter's part of the bucket for its `.grad`, as DDP's bucket views.
 
-        None where that would be of another dtype or layout than the parameter.
+        None where that would be of another dtype or layout than the parameter; and where a round
+        that is dropped (the parameters changed before `step`) must find the rank's own again.
         """
         parameter = self.params[index]
         fits = parameter.dtype == self.flat.dtype and parameter.is_contiguous()
-        return self._handed_out[index] if fits else None
+        return self._gradients[index] if fits and self._hands_out else None
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""
@@ -142,3 +144,12 @@ class Bucket:
             self.finish()
         if ops.is_adasum(self._op):
             binding.forget_weights(wire.LIBRARY, self.entry)
+
+
+def _repeats(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
+    """Return whether a result that is reduced again, by the ranks that had a part, stays."""
+    return (
+        ops.is_adasum(op)
+        and factors == (1.0, 1.0)
+        and torch_ops.settings()["group_op"] == "adasum"
+    )
