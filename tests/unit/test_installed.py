@@ -28,9 +28,17 @@ else:
 
 
 def packages_without(tmp_path: Path, *names: str) -> Path:
-    """Return a folder that holds every installed package but these."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
+    """Return a folder that holds every installed package but these.
+
+    It lies as deep in a folder of libraries as the real one: Horovod's library finds MPI by
+    its place relative to itself.
+    """
+    libraries = SITE.parents[1]
+    folder = tmp_path / SITE.relative_to(libraries.parent)
+    folder.mkdir(parents=True)
+    for entry in libraries.iterdir():
+        if entry != SITE.parent:
+            (tmp_path / libraries.name / entry.name).symlink_to(entry)
     for entry in SITE.iterdir():
         if entry.name.partition("-")[0] not in names and entry.suffix != ".pth":
             (folder / entry.name).symlink_to(entry)
