@@ -22,6 +22,7 @@ PARTS = (
     *(f"reduce/{name}.cc" for name in (
         "gram", "layout", "meeting", "observation", "placement", "plan", "tree"
     )),
+    "transport/descriptors.cc",
     "transport/shared_memory.cc",
     "kernels",
     "cuda",

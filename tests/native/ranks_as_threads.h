@@ -85,9 +85,7 @@ public:
   }
 
   bool shares_memory() const override { return shares_; }
-  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>&) override {
-    mail_.Offer(region);
-  }
+  void Offer(int, const std::shared_ptr<const SharedRegion>& region) override { mail_.Offer(region); }
   MemorySpan Reach(int, uint64_t region) override { return mail_.Reach(region); }
 
   int64_t sent_bytes(int peer) const { return sent_bytes_[peer]; }

@@ -223,7 +223,7 @@ void FreedMemoryIsGivenBack() {
   Check(fstat(other, &status) == 0 && status.st_blocks > 0, "it takes no memory");
   auto owner = std::make_unique<SharedRegion>(1 << 20);
   owner->begin()[1] = 1;
-  const MappedRegion mapped(dup(owner->descriptor()), owner->bytes());
+  const MappedRegion mapped(owner->descriptor(), owner->bytes());
   const int theirs = dup(owner->descriptor());
   owner.reset();
   Check(fstat(theirs, &status) == 0 && status.st_blocks == 0, "a peer that has it mapped keeps it");
@@ -246,13 +246,14 @@ void ForeignMemoryIsRefused() {
   const int unsealed = memfd_create("other", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   Check(ftruncate(unsealed, 1 << 20) == 0, "ftruncate");
   for (const auto& [descriptor, bytes] :
-       std::vector<std::pair<int, int64_t>>{{unsealed, 1 << 20}, {dup(region.descriptor()), 2 << 20}}) {
+       std::vector<std::pair<int, int64_t>>{{unsealed, 1 << 20}, {region.descriptor(), 2 << 20}}) {
     try {
       const MappedRegion mapped(descriptor, bytes);
       Check(false, "memory of another size, or whose size may change, was taken");
     } catch (const std::runtime_error&) {
     }
   }
+  close(unsealed);
 }
 
 void OnlyWholeRegionsAreFound() {
@@ -270,11 +271,11 @@ void MemoryKeepsItsSize() {
     Check(ftruncate(segment.descriptor(), bytes) != 0 && errno == EPERM, "its size was changed");
     Check(ftruncate(region.descriptor(), bytes) != 0 && errno == EPERM, "a region's size was changed");
   }
-  const int unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const Descriptor unsealed(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   struct stat status;
-  Check(fstat(segment.descriptor(), &status) == 0 && ftruncate(unsealed, status.st_size) == 0, "ftruncate");
+  Check(fstat(segment.descriptor(), &status) == 0 && ftruncate(unsealed.value(), status.st_size) == 0, "ftruncate");
   try {
-    LocalSegment(unsealed, 2, 4096);
+    LocalSegment(unsealed.value(), 2, 4096);
   } catch (const std::runtime_error& error) {
     Check(std::string(error.what()).find("may still change") != std::string::npos, error.what());
     return;

@@ -44,7 +44,7 @@ _GLOO = [
 ]  # fmt: skip
 _OURS = [
     "reduce", "kernels", "transport/local", "transport/gloo.cc", "transport/last_words.cc",
-    "transport/shared_memory.cc", "transport/nccl.cc", "cuda",
+    "transport/descriptors.cc", "transport/shared_memory.cc", "transport/nccl.cc", "cuda",
     *(f"op/{name}.cc" for name in (
         "adasum_op", "adasum_device_op", "agreement", "exports", "fused_tensors", "network",
         "observed", "settings", "shut_down", "statistics", "under_way",

@@ -20,9 +20,10 @@ from adasum_hvd.install.sources import NATIVE
 TESTS = Path(__file__).parents[1] / "native"
 
 SIMULATED = TESTS / "simulated_cuda"
-ARITHMETIC = ("reduce", "kernels", "op/settings.cc", "transport/shared_memory.cc")
+SHARED = ("transport/descriptors.cc", "transport/shared_memory.cc")
+ARITHMETIC = ("reduce", "kernels", "op/settings.cc", *SHARED)
 DEVICE = ("cuda", "transport/nccl.cc")
-LOCAL = ("transport/local", "transport/shared_memory.cc")
+LOCAL = ("transport/local", *SHARED)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 #include "reduce/meeting.h"
 
-#include <numeric>
 #include <stdexcept>
 
 namespace adasum_hvd {
@@ -24,8 +23,6 @@ void Share(Transport& transport, const void* send, std::vector<void*> receive, i
 
 // Where the pieces are, after having offered the regions that hold them.
 std::vector<Place> Offer(Transport& transport, const std::vector<MemoryPiece>& mine) {
-  std::vector<int> everyone(transport.size());
-  std::iota(everyone.begin(), everyone.end(), 0);
   std::vector<Place> places;
   std::shared_ptr<const SharedRegion> region; // mostly the same for all
   for (const MemoryPiece& piece : mine) {
@@ -38,7 +35,11 @@ std::vector<Place> Offer(Transport& transport, const std::vector<MemoryPiece>& m
       if (region == nullptr) {
         throw std::logic_error("AdaSum: memory that is to be shared is not");
       }
-      transport.Offer(region, everyone);
+      for (int rank = 0; rank < transport.size(); ++rank) {
+        if (rank != transport.rank()) {
+          transport.Offer(rank, region);
+        }
+      }
     }
     places.push_back({region->number(), static_cast<uint64_t>(piece.at - region->begin())});
   }

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -17,22 +15,21 @@
 namespace adasum_hvd {
 namespace {
 
-// A peer that could shrink what others have mapped could end them: touching what is gone is a SIGBUS.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int64_t kPageBytes = 4096;
 
 std::mutex regions_mutex;
 std::map<uintptr_t, std::shared_ptr<const SharedRegion>> regions; // by the first byte
 
-char* MapAll(int descriptor, int64_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (memory == MAP_FAILED) {
-    const int error = errno;
-    close(descriptor);
-    throw std::system_error(error, std::generic_category(), "mapping of shared memory");
-  }
+int64_t WholePages(int64_t bytes) {
+  return (std::max<int64_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+// Of tensors: large, and read from end to end.
+char* MapRegion(int descriptor, int64_t bytes) {
+  char* memory = MapSharedMemory(descriptor, bytes);
   madvise(memory, bytes, MADV_HUGEPAGE); // a hint: where it is refused, small pages do
-  return static_cast<char*>(memory);
+  return memory;
 }
 
 uint64_t NextNumber() {
@@ -42,27 +39,44 @@ uint64_t NextNumber() {
 
 } // namespace
 
-SharedRegion::SharedRegion(int64_t bytes)
-    : descriptor_(memfd_create("adasum_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)),
-      bytes_((std::max<int64_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes), number_(NextNumber()),
-      owner_(getpid()) {
-  if (descriptor_ < 0) {
-    throw std::system_error(errno, std::generic_category(), "memfd_create");
+Descriptor MakeSharedMemory(int64_t bytes) {
+  Descriptor memory(memfd_create("adasum_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory.value() < 0) {
+    ThrowErrno("memfd_create");
   }
-  if (ftruncate(descriptor_, bytes_) != 0 || fcntl(descriptor_, F_ADD_SEALS, kSeals) != 0) {
-    const int error = errno;
-    close(descriptor_);
-    throw std::system_error(error, std::generic_category(), "size of shared memory");
+  if (ftruncate(memory.value(), bytes) != 0 || fcntl(memory.value(), F_ADD_SEALS, kSeals) != 0) {
+    ThrowErrno("size of shared memory");
   }
-  begin_ = MapAll(descriptor_, bytes_);
+  return memory;
 }
+
+void CheckSharedMemory(int descriptor, int64_t bytes) {
+  struct stat status;
+  if (fstat(descriptor, &status) != 0 || status.st_size != bytes) {
+    throw std::runtime_error("shared memory of another size than agreed");
+  }
+  if (const int seals = fcntl(descriptor, F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
+    throw std::runtime_error("shared memory whose size may still change");
+  }
+}
+
+char* MapSharedMemory(int descriptor, int64_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (memory == MAP_FAILED) {
+    ThrowErrno("mapping of shared memory");
+  }
+  return static_cast<char*>(memory);
+}
+
+SharedRegion::SharedRegion(int64_t bytes)
+    : bytes_(WholePages(bytes)), descriptor_(MakeSharedMemory(bytes_)), number_(NextNumber()),
+      owner_(getpid()), begin_(MapRegion(descriptor(), bytes_)) {}
 
 SharedRegion::~SharedRegion() {
   if (getpid() == owner_) {
-    fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes_);
+    fallocate(descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes_);
   }
   munmap(begin_, bytes_);
-  close(descriptor_);
 }
 
 bool SharedRegion::Holds(const void* at, int64_t bytes) const {
@@ -71,14 +85,8 @@ bool SharedRegion::Holds(const void* at, int64_t bytes) const {
 }
 
 MappedRegion::MappedRegion(int descriptor, int64_t bytes) : span_{nullptr, bytes} {
-  struct stat status;
-  const int seals = fcntl(descriptor, F_GET_SEALS);
-  if (fstat(descriptor, &status) != 0 || status.st_size != bytes || seals < 0 || (seals & kSeals) != kSeals) {
-    close(descriptor);
-    throw std::runtime_error("AdaSum: a rank of this host offers memory that is not as ranks make it");
-  }
-  span_.begin = MapAll(descriptor, bytes);
-  close(descriptor);
+  CheckSharedMemory(descriptor, bytes);
+  span_.begin = MapRegion(descriptor, bytes);
 }
 
 MappedRegion::~MappedRegion() { munmap(span_.begin, span_.bytes); }

@@ -54,8 +54,8 @@ public:
   // Whether the ranks map one another's shared memory. The same on all ranks.
   virtual bool shares_memory() const { return false; }
 
-  // Lets the ranks `to` map a region: before the first message that names it.
-  virtual void Offer(const std::shared_ptr<const SharedRegion>&, const std::vector<int>& /*to*/) {
+  // Lets a rank map a region: before the first message to it that names the region.
+  virtual void Offer(int /*rank*/, const std::shared_ptr<const SharedRegion>&) {
     throw std::logic_error("this transport shares no memory");
   }
 
@@ -88,12 +88,8 @@ public:
   void Wait() override { everyone_.Wait(); }
 
   bool shares_memory() const override { return everyone_.shares_memory(); }
-  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) override {
-    std::vector<int> members;
-    for (int rank : to) {
-      members.push_back(members_[rank]);
-    }
-    everyone_.Offer(region, members);
+  void Offer(int rank, const std::shared_ptr<const SharedRegion>& region) override {
+    everyone_.Offer(members_[rank], region);
   }
   MemorySpan Reach(int rank, uint64_t region) override { return everyone_.Reach(members_[rank], region); }
 

@@ -167,9 +167,9 @@ void MeetCallers(int listening, int ranks, Clock::time_point until,
 void Join(LocalGroup& group, int listening, const std::vector<int>& names, const std::vector<int>& nonces) {
   const int size = static_cast<int>(names.size());
   const Clock::time_point until = Clock::now() + std::chrono::seconds(group.settings.handshake_seconds);
-  auto keep = [&](int peer, Descriptor& socket_, Descriptor& memory) {
+  auto keep = [&](int peer, Descriptor& socket_, const Descriptor& memory) {
     group.peers[peer].segment =
-        std::make_unique<LocalSegment>(memory.Release(), size, group.settings.ring_bytes);
+        std::make_unique<LocalSegment>(memory.value(), size, group.settings.ring_bytes);
     group.peers[peer].process_id = PeerOf(socket_.value()).pid;
     group.peers[peer].process = WatchProcess(group.peers[peer].process_id);
     group.peers[peer].socket = std::move(socket_);

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/local/descriptors.h"
+#include "transport/descriptors.h"
 #include "transport/local/segment.h"
 
 namespace adasum_hvd {

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "transport/local/descriptors.h"
+#include "transport/descriptors.h"
 
 namespace adasum_hvd {
 namespace {
@@ -40,13 +40,13 @@ const MemorySpan& PeerMemory::Reach(int socket, uint64_t region) {
 
 void PeerMemory::TakeOffer(int socket) {
   Note note = {};
-  Descriptor descriptor = ReceiveWithDescriptor(socket, note);
+  const Descriptor descriptor = ReceiveWithDescriptor(socket, note);
   if (note.bytes == 0) {
     mapped_.erase(note.region);
   } else if (descriptor.value() < 0) {
     throw std::runtime_error("shared memory did not come along; see ulimit -n");
   } else {
-    mapped_[note.region] = std::make_unique<MappedRegion>(descriptor.Release(), note.bytes);
+    mapped_[note.region] = std::make_unique<MappedRegion>(descriptor.value(), note.bytes);
   }
 }
 

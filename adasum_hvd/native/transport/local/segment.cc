@@ -1,28 +1,20 @@
 #include "transport/local/segment.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
 #include <cstring>
 #include <ctime>
 #include <new>
 #include <stdexcept>
-#include <system_error>
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "transport/shared_memory.h"
+
 namespace adasum_hvd {
-namespace {
-
-// A peer that could shrink what others have mapped could end them: touching what is gone is a SIGBUS.
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-
-} // namespace
 
 void Bell::Wake() {
   wakes.fetch_add(1, std::memory_order_seq_cst);
@@ -70,16 +62,8 @@ int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
 }
 
 LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
-    : descriptor_(memfd_create("adasum_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)), ranks_(ranks),
-      ring_bytes_(ring_bytes) {
-  if (descriptor_ < 0) {
-    ThrowErrno("memfd_create");
-  }
-  if (ftruncate(descriptor_, Bytes(ranks, ring_bytes)) != 0 || fcntl(descriptor_, F_ADD_SEALS, kSeals) != 0) {
-    close(descriptor_);
-    ThrowErrno("size of shared memory");
-  }
-  Map();
+    : descriptor_(MakeSharedMemory(Bytes(ranks, ring_bytes))), ranks_(ranks), ring_bytes_(ring_bytes),
+      memory_(MapSharedMemory(descriptor(), Bytes(ranks, ring_bytes))) {
   new (memory_) SegmentHeader();
   if (sched_getaffinity(0, sizeof header().allowed, &header().allowed) != 0) {
     CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
@@ -91,41 +75,12 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
 }
 
 LocalSegment::LocalSegment(int descriptor, int ranks, int64_t ring_bytes)
-    : descriptor_(descriptor), ranks_(ranks), ring_bytes_(ring_bytes) {
-  struct stat status;
-  if (fstat(descriptor_, &status) != 0 || status.st_size != Bytes(ranks, ring_bytes)) {
-    close(descriptor_);
-    throw std::runtime_error("shared memory of another size than this rank's");
-  }
-  if (const int seals = fcntl(descriptor_, F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
-    close(descriptor_);
-    throw std::runtime_error("shared memory whose size may still change");
-  }
-  Map();
-  CloseDescriptor();
+    : ranks_(ranks), ring_bytes_(ring_bytes) {
+  CheckSharedMemory(descriptor, Bytes(ranks, ring_bytes));
+  memory_ = MapSharedMemory(descriptor, Bytes(ranks, ring_bytes));
 }
 
-void LocalSegment::CloseDescriptor() {
-  if (descriptor_ >= 0) {
-    close(descriptor_);
-    descriptor_ = -1;
-  }
-}
-
-void LocalSegment::Map() {
-  void* memory =
-      mmap(nullptr, Bytes(ranks_, ring_bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-  if (memory == MAP_FAILED) {
-    close(descriptor_);
-    ThrowErrno("mapping of shared memory");
-  }
-  memory_ = static_cast<char*>(memory);
-}
-
-LocalSegment::~LocalSegment() {
-  munmap(memory_, Bytes(ranks_, ring_bytes_));
-  CloseDescriptor();
-}
+LocalSegment::~LocalSegment() { munmap(memory_, Bytes(ranks_, ring_bytes_)); }
 
 RingPositions& LocalSegment::positions(int peer) {
   return reinterpret_cast<RingPositions*>(memory_ + sizeof(SegmentHeader))[peer];

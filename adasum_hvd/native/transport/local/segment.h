@@ -1,6 +1,4 @@
 // The memory that one rank shares with the other ranks of its host: a bell and one ring of bytes per peer.
-//
-// A memfd, not a file under /dev/shm: containers limit that to 64 MB, and a crash leaves it behind.
 #pragma once
 
 #include <atomic>
@@ -10,7 +8,7 @@
 
 #include <sched.h>
 
-#include "transport/local/descriptors.h"
+#include "transport/descriptors.h"
 #include "transport/local/processor_quota.h"
 
 namespace adasum_hvd {
@@ -69,30 +67,29 @@ struct SegmentHeader {
 
 class LocalSegment {
 public:
-  // Makes the segment of this rank, whose size nobody can change any more; throws std::system_error.
+  // Makes the segment of this rank; throws std::system_error.
   LocalSegment(int ranks, int64_t ring_bytes);
-  // Maps the segment that a peer made with the same arguments; takes the descriptor over. Throws
-  // std::runtime_error for one that is not as that peer makes it.
+  // Maps the segment that a peer made with the same arguments. Throws std::runtime_error for one that is not
+  // as that peer makes it.
   LocalSegment(int descriptor, int ranks, int64_t ring_bytes);
   ~LocalSegment();
   LocalSegment(const LocalSegment&) = delete;
   LocalSegment& operator=(const LocalSegment&) = delete;
 
-  int descriptor() const { return descriptor_; }
-  void CloseDescriptor(); // the mapping stays
+  int descriptor() const { return descriptor_.value(); }
+  void CloseDescriptor() { descriptor_ = Descriptor(); } // the mapping stays
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
   Ring ring(int peer);
   std::atomic<uint32_t>& awaits(int peer) { return positions(peer).awaits; } // whether the owner does
 
 private:
   static int64_t Bytes(int ranks, int64_t ring_bytes);
-  void Map();
   RingPositions& positions(int peer);
 
-  int descriptor_;
+  Descriptor descriptor_; // none of a peer's
   int ranks_;
   int64_t ring_bytes_;
-  char* memory_ = nullptr;
+  char* memory_;
 };
 
 } // namespace adasum_hvd

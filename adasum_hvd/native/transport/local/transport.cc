@@ -173,16 +173,12 @@ bool LocalTransport::Receive(int peer) {
   return moved;
 }
 
-void LocalTransport::Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) {
-  for (int peer : to) {
-    try {
-      if (peer != rank()) {
-        memory_[peer].Offer(group_->peers[peer].socket.value(), region);
-      }
-    } catch (const std::system_error& error) {
-      CheckStopped(peer);
-      Fail(peer, error.what());
-    }
+void LocalTransport::Offer(int peer, const std::shared_ptr<const SharedRegion>& region) {
+  try {
+    memory_[peer].Offer(group_->peers[peer].socket.value(), region);
+  } catch (const std::system_error& error) {
+    CheckStopped(peer);
+    Fail(peer, error.what());
   }
 }
 

@@ -48,7 +48,7 @@ public:
   void WaitAnd(const std::function<void()>& meanwhile);
 
   bool shares_memory() const override { return group_->shares; }
-  void Offer(const std::shared_ptr<const SharedRegion>& region, const std::vector<int>& to) override;
+  void Offer(int peer, const std::shared_ptr<const SharedRegion>& region) override;
   MemorySpan Reach(int peer, uint64_t region) override;
 
 private:

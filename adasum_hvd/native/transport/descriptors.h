@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 
 namespace adasum_hvd {
 
@@ -12,11 +13,10 @@ namespace adasum_hvd {
 class Descriptor {
 public:
   explicit Descriptor(int value = -1) : value_(value) {}
-  Descriptor(Descriptor&& other) noexcept : value_(other.Release()) {}
+  Descriptor(Descriptor&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept;
   ~Descriptor();
   int value() const { return value_; }
-  int Release();
 
 private:
   int value_;

@@ -1,9 +1,8 @@
-#include "transport/local/descriptors.h"
+#include "transport/descriptors.h"
 
 #include <cerrno>
 #include <cstring>
 #include <system_error>
-#include <utility>
 
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -24,12 +23,6 @@ Descriptor::~Descriptor() {
   if (value_ >= 0) {
     close(value_);
   }
-}
-
-int Descriptor::Release() {
-  const int value = value_;
-  value_ = -1;
-  return value;
 }
 
 void SendBytesWithDescriptor(int socket, const void* bytes, size_t count, int descriptor) {
