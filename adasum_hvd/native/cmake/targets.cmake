@@ -32,7 +32,7 @@ endif()
 set(ADASUM_SOURCES
   op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/observed.cc op/settings.cc op/shut_down.cc
   op/statistics.cc
-   reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/meeting.cc reduce/observation.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/tree.cc reduce/workers.cc
+  reduce/fold.cc reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/meeting.cc reduce/observation.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/scratch.cc reduce/tree.cc reduce/workers.cc
   kernels/kernels.cc kernels/portable.cc
   transport/descriptors.cc transport/last_words.cc transport/shared_memory.cc
   transport/local/bootstrap.cc transport/local/peer_memory.cc

@@ -124,34 +124,28 @@ bool Placement::CanBeShared(const TensorView& tensor) const {
 // The slice of the result that the next level reduces has to be in one piece.
 void Placement::PlaceFirstShared(const Reserve& staging) {
   PlacedLevel& first = levels_.front();
-  std::vector<int64_t> starts; // bytes
   int64_t bytes = 0;
   bool staged = false;
   for (const TensorView& tensor : tensors_) {
-    starts.push_back(bytes);
     bytes += tensor.elements * element_bytes_;
     homes_.push_back(CanBeShared(tensor) ? static_cast<char*>(tensor.output) : nullptr);
     staged = staged || homes_.back() == nullptr;
   }
-  const std::vector<Run>& runs = first.mine().runs;
-  const bool in_one_piece =
-      levels_.size() == 1 || std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
-        char* home = homes_[run.tensor];
-        return home != nullptr &&
-               home + run.first * element_bytes_ ==
-                   homes_[runs.front().tensor] + (runs.front().first + run.offset) * element_bytes_;
-      });
-  char* base = staged || !in_one_piece ? staging(bytes) : nullptr;
-  for (size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
-    homes_[tensor] = homes_[tensor] == nullptr ? base + starts[tensor] : homes_[tensor];
+  char* next = staged ? staging(bytes) : nullptr;
+  for (size_t tensor = 0; staged && tensor < tensors_.size(); ++tensor) {
+    homes_[tensor] = homes_[tensor] == nullptr ? next : homes_[tensor];
+    next += tensors_[tensor].elements * element_bytes_;
   }
   for (int rank = 0; rank < first.size(); ++rank) {
-    char* there = base == nullptr ? nullptr : base + first.shares.starts[rank] * element_bytes_;
-    const bool any = !first.slice(rank).runs.empty();
-    first.result.push_back(in_one_piece && any && rank == first.rank() ? Home(runs.front()) : there);
     AddCopiesOfStaged(rank);
   }
-  first.send.resize(first.size());
+  const Slice& mine = first.mine();
+  first.result.resize(first.size());
+  if (levels_.size() > 1 && !IsContiguous(mine, &Placement::Home)) {
+    first.result[first.rank()] = staging(bytes) + first.shares.starts[first.rank()] * element_bytes_;
+  } else if (!mine.runs.empty()) {
+    first.result[first.rank()] = Home(mine.runs.front());
+  }
 }
 
 // Nobody else reads this rank's own slice of its tensors, so that stays where it is.
@@ -214,14 +208,15 @@ void Placement::PlaceNext() {
 void Placement::PlaceReceived(const Reserve& received) {
   int64_t bytes = 0;
   for (const PlacedLevel& level : levels_) {
-    if (level.shared) {
-      continue;
-    }
-    bytes += (level.size() - 1) * Aligned(level.mine().elements * element_bytes_);
+    const int others = level.shared ? 0 : level.size() - 1;
+    bytes += others * Aligned(level.mine().elements * element_bytes_);
   }
   char* room = received(bytes);
   for (PlacedLevel& level : levels_) {
-    for (int rank = 0; rank < level.size() && !level.shared; ++rank) {
+    if (level.shared) {
+      continue;
+    }
+    for (int rank = 0; rank < level.size(); ++rank) {
       const bool mine = rank == level.rank();
       level.receive.push_back(mine ? nullptr : room);
       room += mine ? 0 : Aligned(level.mine().elements * element_bytes_);

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <deque>
-#include <new>
 #include <optional>
-
-#include <sys/mman.h>
 
 #include "reduce/group_reduction.h"
 #include "reduce/observation.h"
@@ -13,8 +10,6 @@
 
 namespace adasum_hvd {
 namespace {
-
-constexpr int64_t kHugePageBytes = 2 << 20;
 
 // None where nobody watches a tensor.
 std::optional<Observation> Observe(const std::vector<TensorView>& tensors,
@@ -294,38 +289,6 @@ void Reduction::Spread(size_t index) {
 }
 
 } // namespace
-
-SharedScratchBuffer& SharedScratchBuffer::operator=(SharedScratchBuffer&& other) noexcept {
-  std::swap(memory_, other.memory_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-SharedScratchBuffer::~SharedScratchBuffer() { FreeShared(memory_); }
-
-char* SharedScratchBuffer::Reserve(int64_t bytes) {
-  if (bytes > bytes_ || memory_ == nullptr) {
-    FreeShared(std::exchange(memory_, nullptr));
-    bytes_ = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-    memory_ = static_cast<char*>(AllocateShared(bytes_));
-  }
-  return memory_;
-}
-
-char* ScratchBuffer::Reserve(int64_t bytes) {
-  if (bytes > bytes_) {
-    memory_.reset();
-    const int64_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-    memory_.reset(static_cast<char*>(std::aligned_alloc(kHugePageBytes, rounded)));
-    if (memory_ == nullptr) {
-      bytes_ = 0;
-      throw std::bad_alloc();
-    }
-    madvise(memory_.get(), rounded, MADV_HUGEPAGE); // a hint: where it is refused, small pages do
-    bytes_ = rounded;
-  }
-  return memory_.get();
-}
 
 ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
                     const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,

@@ -14,15 +14,12 @@
 // itself).
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <functional>
-#include <memory>
-#include <utility>
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "reduce/scratch.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
 #include "transport/transport.h"
@@ -51,40 +48,6 @@ struct ReduceLevel {
 struct ReduceSettings {
   int64_t chunk_bytes = 1 << 20;      // sent at a time, so that arithmetic and transport overlap
   int64_t replicate_bytes = 32 << 10; // up to this many bytes times ranks, every rank reduces everything
-};
-
-// Memory that grows and is never initialised; one of each lives as long as the op.
-class ScratchBuffer {
-public:
-  char* Reserve(int64_t bytes);
-
-private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  int64_t bytes_ = 0;
-};
-
-// The same, of memory that is shared.
-class SharedScratchBuffer {
-public:
-  SharedScratchBuffer() = default;
-  SharedScratchBuffer(SharedScratchBuffer&& other) noexcept
-      : memory_(std::exchange(other.memory_, nullptr)) {}
-  SharedScratchBuffer& operator=(SharedScratchBuffer&& other) noexcept;
-  ~SharedScratchBuffer();
-  char* Reserve(int64_t bytes);
-
-private:
-  char* memory_ = nullptr;
-  int64_t bytes_ = 0;
-};
-
-struct Scratch {
-  ScratchBuffer staging;              // fused tensors, where a slice is not contiguous in the caller's memory
-  ScratchBuffer received;             // the other ranks' elements of this rank's slices
-  SharedScratchBuffer shared_staging; // fused tensors that do not lie in memory that the ranks share
 };
 
 enum class Phase { kExchangeAndGram, kSharedTensors, kCombineAndGather };

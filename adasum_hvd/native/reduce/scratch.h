@@ -1,0 +1,48 @@
+// Memory that reductions work in; one of each lives as long as the op.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace adasum_hvd {
+
+constexpr int64_t kHugePageBytes = 2 << 20;
+
+struct PrivateMemory {
+  static char* Allocate(int64_t bytes); // of whole huge pages; never null
+  void operator()(char* memory) const;  // frees it
+};
+
+// That the other ranks of the host can map.
+struct SharedMemory {
+  static char* Allocate(int64_t bytes);
+  void operator()(char* memory) const;
+};
+
+// Grows; what was in it is gone then.
+template <class Memory> class ScratchBuffer {
+public:
+  char* Reserve(int64_t bytes) {
+    if (bytes > bytes_) {
+      memory_.reset();
+      bytes_ = 0; // should the next line throw
+      const int64_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+      memory_.reset(Memory::Allocate(rounded));
+      bytes_ = rounded;
+    }
+    return memory_.get();
+  }
+
+private:
+  std::unique_ptr<char, Memory> memory_;
+  int64_t bytes_ = 0;
+};
+
+struct Scratch {
+  ScratchBuffer<PrivateMemory>
+      staging; // fused tensors, where a slice is not contiguous in the caller's memory
+  ScratchBuffer<PrivateMemory> received;      // the other ranks' elements of this rank's slices
+  ScratchBuffer<SharedMemory> shared_staging; // fused tensors that do not lie in memory that the ranks share
+};
+
+} // namespace adasum_hvd
