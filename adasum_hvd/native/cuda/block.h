@@ -80,7 +80,7 @@ template <class T> struct Block {
   int64_t position; // element of the run
   int n;
 
-  __device__ Block(const Slice& of, int which) : slice(of), index(static_cast<int>(which)) {
+  __device__ Block(const Slice& of, int which) : slice(of), index(which) {
     const BlockOf& place = of.blocks.at[which];
     run = place.run;
     position = place.block * kBlockElements;

@@ -45,12 +45,6 @@ struct Blocks {
   int count;
 };
 
-// The coefficients of the two sides of a merge, where a tree is walked explicitly.
-struct Sides {
-  double left;
-  double right;
-};
-
 // A tree.h Tree. Node n has the members members[first_member[n]] up to members[first_member[n + 1] - 1];
 // its vector is what `program` leaves on a stack between first_step[n] and first_step[n] + steps(n): step
 // s >= 0 pushes leaf s, step s < 0 merges the two topmost by merge ~s.

@@ -57,7 +57,7 @@ void DeviceObservation::Place(Level& level, ElementType type, DeviceScratch& scr
   level.gram = take_rows(entries);
   level.last = take_rows(last_entries);
   level.coefficients = take(runs * level.size);
-  level.sides = reinterpret_cast<device::Sides*>(take(2 * runs * level.merges));
+  level.sides = reinterpret_cast<Sides*>(take(2 * runs * level.merges));
   level.scales = scales > 0 ? take(scales) : nullptr;
   level.walk_tree = reinterpret_cast<int32_t*>(at);
 }
@@ -128,7 +128,7 @@ void DeviceObservation::WriteRun(const Level& level, size_t index, size_t run) c
     observation_.Write(index, gram.data(), scale, level.coefficients + run * level.size, row);
     return;
   }
-  device::Sides* sides = level.sides + run * level.merges;
+  Sides* sides = level.sides + run * level.merges;
   const auto tier = static_cast<int64_t>(level.last_tier.size());
   for (int64_t k = 0; k < tier; ++k) {
     const DoubleDouble* merge = sums(level.last, 3 * tier) + 3 * k;

@@ -47,7 +47,7 @@ private:
     Rows gram;
     Rows last;
     double* coefficients;
-    device::Sides* sides;
+    Sides* sides;
     double* scales; // null but for float64
     int32_t* walk_tree;
   };

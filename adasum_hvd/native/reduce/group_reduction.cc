@@ -1,7 +1,6 @@
 #include "reduce/group_reduction.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace adasum_hvd {
 namespace {
@@ -17,20 +16,17 @@ size_t BlocksInCaches(const Arithmetic& arithmetic, int ranks) {
   return std::max<int64_t>(kCachedBytes / bytes, 1) * arithmetic.workers.threads();
 }
 
-bool Holds(const std::vector<int>& tensors, int one) {
-  return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
-}
-
 } // namespace
 
 bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level) {
   return level.mine().elements * arithmetic.bytes() * level.size() * level.size() > kPastCachesBytes;
 }
 
-GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below,
-                               bool last)
+GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level,
+                               const GroupReduction* below, bool last)
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
-      below_(below), index_(below == nullptr ? 0 : below->index_ + 1), spreads_(level.shared && last),
+      over_ranks_(level, below == nullptr ? nullptr : &below->over_ranks_),
+      index_(below == nullptr ? 0 : below->index_ + 1), spreads_(level.shared && last),
       blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
       written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0),
       all_ones_(tree_.merges.size()), worker_scratch_(arithmetic.workers.threads()) {
@@ -119,9 +115,8 @@ void GroupReduction::WriteSolved(const std::vector<Block>& blocks) {
   for (const Block& block : blocks) {
     const Run& run = mine().runs[block.run];
     if (run.whole && block.position + block.n == run.count) {
-      for (int64_t position = 0; position < run.count; position += kBlockElements) {
-        solved.push_back({block.run, position, std::min(kBlockElements, run.count - position)});
-      }
+      const std::vector<Block> whole = Blocks(mine(), run.offset, run.offset + run.count);
+      solved.insert(solved.end(), whole.begin(), whole.end());
       written_[block.run] = true;
     }
   }
@@ -182,7 +177,7 @@ void GroupReduction::FindScales() {
       partial[run.tensor] = {DoubleDouble{of_runs[index], 0.0}};
     }
   }
-  FoldOverRanks(partial, nullptr, 1, Fold::kMaximum);
+  over_ranks_.Fold(partial, nullptr, 1, FoldOp::kMaximum);
   for (const auto& [tensor, largest] : partial) {
     tensor_scales_[tensor] = PowerOfTwoScale(largest[0].high);
   }
@@ -190,86 +185,8 @@ void GroupReduction::FindScales() {
 
 // ---- tensors that cross slice borders ----
 
-// The tensors that a rank of the group holds a part of, or only those of them in `only`.
-std::vector<int> GroupReduction::PartsOf(int rank, const std::set<int>* only) const {
-  std::vector<int> parts;
-  for (int tensor : level_.shares.shared[rank]) {
-    if (only == nullptr || only->count(tensor) != 0) {
-      parts.push_back(tensor);
-    }
-  }
-  return parts;
-}
-
-// Whether all ranks of the group need a tensor's total, also those that hold no part of it: on the level
-// below they hold one, in slices that lie side by side, and tell the others there.
-bool GroupReduction::IsPassedOn(int tensor) const {
-  return below_ != nullptr && Holds(below_->level_.shares.shared[below_->rank_], tensor);
-}
-
-// Exchanges `entries` sums of each partial run in the group and folds them in rank order; every rank that
-// needs a tensor's total gets it, from the same bytes in the same order. `only` restricts it to some tensors,
-// null to none; the group's ranks agree on those that concern them, having seen the same totals before.
-void GroupReduction::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  std::vector<std::vector<int>> parts;
-  for (int rank = 0; rank < size_; ++rank) {
-    parts.push_back(PartsOf(rank, only));
-  }
-  const auto wanted = [&](int from, int by) { // of the parts of one rank
-    std::vector<int> tensors;
-    std::copy_if(parts[from].begin(), parts[from].end(), std::back_inserter(tensors),
-                 [&](int tensor) { return Holds(parts[by], tensor) || IsPassedOn(tensor); });
-    return tensors;
-  };
-  std::vector<Sums> out(size_), in(size_);
-  std::vector<Message> messages(size_);
-  bool any = false;
-  for (int rank = 0; rank < size_; ++rank) {
-    for (int tensor : wanted(rank_, rank)) {
-      out[rank].insert(out[rank].end(), sums.at(tensor).begin(), sums.at(tensor).end());
-    }
-    if (rank == rank_) {
-      in[rank] = out[rank];
-      continue;
-    }
-    in[rank].resize(wanted(rank, rank_).size() * entries);
-    const auto bytes = [](const Sums& some) { return static_cast<int64_t>(some.size() * sizeof some[0]); };
-    messages[rank] = {out[rank].data(), bytes(out[rank]), in[rank].data(), bytes(in[rank])};
-    any = any || !out[rank].empty() || !in[rank].empty();
-  }
-  if (!any) {
-    return;
-  }
-  level_.transport->Exchange(messages);
-  SumsByTensor totals;
-  for (int rank = 0; rank < size_; ++rank) {
-    const DoubleDouble* values = in[rank].data();
-    for (int tensor : wanted(rank, rank_)) {
-      Sums& total = totals[tensor];
-      total.resize(entries);
-      if (fold == Fold::kAdd) {
-        Add(values, total);
-      } else {
-        std::transform(total.begin(), total.end(), values, total.begin(),
-                       [](const DoubleDouble& a, const DoubleDouble& b) { return a.high < b.high ? b : a; });
-      }
-      values += entries;
-    }
-  }
-  for (auto& [tensor, total] : totals) {
-    sums[tensor] = std::move(total);
-  }
-}
-
-// From the ranks whose slices lie side by side, the group of this level, to those of the lowest level.
-void GroupReduction::FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold) {
-  for (GroupReduction* level = this; level != nullptr; level = level->below_) {
-    level->FoldOverGroup(sums, only, entries, fold);
-  }
-}
-
 void GroupReduction::Solve() {
-  FoldOverRanks(partial_grams_, nullptr, GramSize(size_));
+  over_ranks_.Fold(partial_grams_, nullptr, GramSize(size_), FoldOp::kAdd);
   std::set<int> ill_conditioned;
   std::vector<double> coefficients(size_);
   for (const auto& [tensor, gram] : partial_grams_) {
@@ -312,7 +229,7 @@ void GroupReduction::WalkTrees(const std::set<int>& tensors, bool shared) {
     }
     const std::vector<int>& merges = tree_.tiers[tier];
     if (shared) {
-      FoldOverRanks(sums, &tensors, 3 * merges.size());
+      over_ranks_.Fold(sums, &tensors, 3 * merges.size(), FoldOp::kAdd);
     }
     for (const auto& [tensor, sum] : sums) {
       for (size_t k = 0; k < merges.size(); ++k) {
@@ -354,7 +271,7 @@ void GroupReduction::EvaluateNodes(const Block& block, size_t tiers, double scal
 }
 
 // For each merge of a tier, |left|^2, left.right and |right|^2 over one run.
-GroupReduction::Sums GroupReduction::TierSums(size_t run, size_t tier, const TreeSides& sides) {
+Sums GroupReduction::TierSums(size_t run, size_t tier, const TreeSides& sides) {
   const std::vector<int>& merges = tree_.tiers[tier];
   const Run& whole = mine().runs[run];
   const std::vector<Block> blocks = Blocks(mine(), whole.offset, whole.offset + whole.count);

@@ -6,9 +6,7 @@
 //   2. Solve: the sums of the tensors that lie on several slices are exchanged, and these solved;
 //   3. Combine: the slice of the result, any part of it as often as it is wanted.
 //
-// The next level's region is this rank's slice, and its group are ranks of other groups. A tensor may then
-// lie on slices of many ranks, in this group and in all groups below: what is added up over them takes one
-// small exchange in each of these groups.
+// The next level's region is this rank's slice, and its group are ranks of other groups.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +15,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "reduce/fold.h"
 #include "reduce/gram.h"
 #include "reduce/observation.h"
 #include "reduce/placement.h"
@@ -43,7 +42,8 @@ bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level);
 class GroupReduction {
 public:
   // `below` is the level whose results this one reduces, or null.
-  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, GroupReduction* below, bool last);
+  GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, const GroupReduction* below,
+                 bool last);
 
   int64_t explicit_tensors() const { return static_cast<int64_t>(walked_.size()); }
 
@@ -65,15 +65,7 @@ public:
   void Spread();
 
 private:
-  // The coefficients of the two sides of a merge, of a tree that is walked on vectors.
-  struct Sides {
-    double left = 1;
-    double right = 1;
-  };
   using TreeSides = std::vector<Sides>; // by merge
-  using Sums = std::vector<DoubleDouble>;
-  using SumsByTensor = std::map<int, Sums>;
-  enum class Fold { kAdd, kMaximum };
 
   // What a thread needs room for.
   struct WorkerScratch {
@@ -95,10 +87,6 @@ private:
   void CombineBlocks(const std::vector<Block>& blocks);
   void CombineBlock(const Block& block, char* to, WorkerScratch& scratch);
   void SpreadBlock(const Block& block, const char* from, WorkerScratch& scratch) const;
-  std::vector<int> PartsOf(int rank, const std::set<int>* only) const;
-  bool IsPassedOn(int tensor) const;
-  void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold);
-  void FoldOverRanks(SumsByTensor& sums, const std::set<int>* only, size_t entries, Fold fold = Fold::kAdd);
   void WalkTrees(const std::set<int>& tensors, bool shared);
   void EvaluateNodes(const Block& block, size_t tiers, double scale, const std::vector<double>& leaves,
                      const TreeSides& sides, WorkerScratch& scratch) const;
@@ -112,7 +100,7 @@ private:
   const Tree& tree_;
   const int rank_;
   const int size_;
-  GroupReduction* below_;
+  const SumsOverRanks over_ranks_;
   const size_t index_;                // of the level
   const bool spreads_;                // the result goes straight to all ranks of the group
   const size_t blocks_at_once_;       // whose sums are kept until they are added

@@ -118,4 +118,19 @@ void Observation::Write(size_t index, const double* gram, double scale, const do
   to[4] = Root(result) / scale;
 }
 
+void Observation::WriteWalked(size_t index, const double* gram, double scale, const Sides* sides,
+                              double* row) const {
+  const Tree& tree = levels_[index].tree;
+  std::vector<double> coefficients = tree.leaf_weights;
+  for (size_t k = 0; k < tree.merges.size(); ++k) {
+    for (int i : tree.members[tree.merges[k].left]) {
+      coefficients[i] *= sides[k].left;
+    }
+    for (int i : tree.members[tree.merges[k].right]) {
+      coefficients[i] *= sides[k].right;
+    }
+  }
+  Write(index, gram, scale, coefficients.data(), row);
+}
+
 } // namespace adasum_hvd

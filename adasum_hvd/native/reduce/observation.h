@@ -39,21 +39,8 @@ public:
   // `gram` is that of the inputs times `scale`, `coefficients` are those of the ranks of the group.
   void Write(size_t level, const double* gram, double scale, const double* coefficients, double* row) const;
 
-  // Where the tree was walked: Sides has the coefficients of a merge's `left` and `right`.
-  template <class Sides>
-  void WriteWalked(size_t level, const double* gram, double scale, const Sides* sides, double* row) const {
-    const Tree& tree = levels_[level].tree;
-    std::vector<double> coefficients = tree.leaf_weights;
-    for (size_t k = 0; k < tree.merges.size(); ++k) {
-      for (int i : tree.members[tree.merges[k].left]) {
-        coefficients[i] *= sides[k].left;
-      }
-      for (int i : tree.members[tree.merges[k].right]) {
-        coefficients[i] *= sides[k].right;
-      }
-    }
-    Write(level, gram, scale, coefficients.data(), row);
-  }
+  // Where the tree was walked, with `sides` by merge.
+  void WriteWalked(size_t level, const double* gram, double scale, const Sides* sides, double* row) const;
 
 private:
   struct Level {

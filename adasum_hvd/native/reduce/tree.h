@@ -22,6 +22,12 @@ struct Merge {
   bool adasum;
 };
 
+// The coefficients of a merge's two sides, where it is formed on vectors.
+struct Sides {
+  double left = 1;
+  double right = 1;
+};
+
 // Nodes 0..leaves-1 are the ranks, node leaves+k is the result of merges[k], the last one is the root.
 struct Tree {
   int leaves = 0;

@@ -1,0 +1,84 @@
+#include "reduce/fold.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace adasum_hvd {
+namespace {
+
+bool Holds(const std::vector<int>& tensors, int one) {
+  return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
+}
+
+void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
+  if (op == FoldOp::kAdd) {
+    Add(values, total);
+    return;
+  }
+  std::transform(total.begin(), total.end(), values, total.begin(),
+                 [](const DoubleDouble& a, const DoubleDouble& b) { return a.high < b.high ? b : a; });
+}
+
+} // namespace
+
+// From the ranks whose slices lie side by side, the group of this level, to those of the lowest level.
+void SumsOverRanks::Fold(SumsByTensor& sums, const std::set<int>* only, size_t entries, FoldOp op) const {
+  for (const SumsOverRanks* level = this; level != nullptr; level = level->below_) {
+    level->FoldOverGroup(sums, only, entries, op);
+  }
+}
+
+// Whether all ranks of the group need a tensor's total, also those that hold no part of it: on the level
+// below they hold one, in slices that lie side by side, and tell the others there.
+bool SumsOverRanks::IsPassedOn(int tensor) const {
+  return below_ != nullptr && Holds(below_->PartsOf(below_->level_.rank()), tensor);
+}
+
+void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries,
+                                  FoldOp op) const {
+  const int size = level_.size(), mine = level_.rank();
+  const auto wanted = [&](int from, int by) { // of the parts of one rank
+    std::vector<int> tensors;
+    for (int tensor : PartsOf(from)) {
+      if ((only == nullptr || only->count(tensor) != 0) &&
+          (Holds(PartsOf(by), tensor) || IsPassedOn(tensor))) {
+        tensors.push_back(tensor);
+      }
+    }
+    return tensors;
+  };
+  std::vector<Sums> out(size), in(size);
+  std::vector<Message> messages(size);
+  bool any = false;
+  for (int rank = 0; rank < size; ++rank) {
+    for (int tensor : wanted(mine, rank)) {
+      out[rank].insert(out[rank].end(), sums.at(tensor).begin(), sums.at(tensor).end());
+    }
+    if (rank == mine) {
+      in[rank] = out[rank];
+      continue;
+    }
+    in[rank].resize(wanted(rank, mine).size() * entries);
+    const auto bytes = [](const Sums& some) { return static_cast<int64_t>(some.size() * sizeof some[0]); };
+    messages[rank] = {out[rank].data(), bytes(out[rank]), in[rank].data(), bytes(in[rank])};
+    any = any || !out[rank].empty() || !in[rank].empty();
+  }
+  if (!any) {
+    return;
+  }
+  level_.transport->Exchange(messages);
+  SumsByTensor totals;
+  for (int rank = 0; rank < size; ++rank) {
+    const DoubleDouble* values = in[rank].data();
+    for (int tensor : wanted(rank, mine)) {
+      totals[tensor].resize(entries);
+      FoldInto(totals[tensor], values, op);
+      values += entries;
+    }
+  }
+  for (auto& [tensor, total] : totals) {
+    sums[tensor] = std::move(total);
+  }
+}
+
+} // namespace adasum_hvd
