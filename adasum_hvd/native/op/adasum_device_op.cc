@@ -10,7 +10,6 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
-#include "horovod/common/logging.h"
 #include "op/device_hooks.h"
 #include "op/observed.h"
 #include "op/release.h"
@@ -93,9 +92,7 @@ DeviceScratch& AdasumDeviceOp::ScratchOf(int device) {
 }
 
 void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
-  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
-      << "[" << global_state_->global_controller->GetRank()
-      << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
+  LogEnd(global_state_->global_controller->GetRank(), why);
   EndProcess();
 }
 

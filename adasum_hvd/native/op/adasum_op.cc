@@ -49,16 +49,12 @@ int CopiesOfTheOp() {
 }
 
 WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {
-  const auto rank = [&global_state] { return global_state.global_controller->GetRank(); };
   return {[&global_state] { // written by the background thread, of the size of a register
             return __atomic_load_n(reinterpret_cast<const int64_t*>(&global_state.last_cycle_start),
                                    __ATOMIC_RELAXED);
           },
           [&global_state] { return global_state.shut_down.load(); },
-          [rank](const std::string& why) {
-            hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
-                << "[" << rank() << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
-          },
+          [&global_state](const std::string& why) { LogEnd(global_state.global_controller->GetRank(), why); },
           [&global_state] {
             if (!global_state.elastic_enabled) {
               EndProcess();

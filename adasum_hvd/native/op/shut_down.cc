@@ -15,6 +15,8 @@
 #include <mpi.h>
 #endif
 
+#include "horovod/common/logging.h"
+
 namespace adasum_hvd {
 namespace {
 
@@ -173,6 +175,11 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
   }
   std::lock_guard<std::mutex> guard(cause_mutex);
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
+}
+
+void LogEnd(int rank, const std::string& why) {
+  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
+      << "[" << rank << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
 }
 
 void EndProcess() {

@@ -30,6 +30,9 @@ bool NoteLeaving(horovod::common::Controller& controller, bool leaving);
 horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
                                       const horovod::common::Status& horovods);
 
+// Logs why this process, of a global rank, is about to end.
+void LogEnd(int rank, const std::string& why);
+
 // Ends the process so that the launcher ends the job.
 [[noreturn]] void EndProcess();
 
