@@ -42,6 +42,12 @@ void Shuffle(void* value, size_t bytes, unsigned from);
 // Before the first launch of a kernel the driver loads it, and may wait for all that the device does.
 void Load(const void* kernel);
 
+// Until all streams have nothing more to do, as CUDA does where it frees memory.
+void WaitForDevice();
+
+// NCCL has enqueued a group.
+void CountGroup();
+
 // Runs `body` for every thread of every block.
 void RunKernel(dim3 blocks, dim3 threads, const std::function<void()>& body);
 
