@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +44,18 @@ class Kernel:
     spilled: int  # bytes
 
 
-def capabilities(nvcc: Path) -> list[int]:
-    """Return those of `WANTED` for which `nvcc` compiles."""
+def capabilities(nvcc: Path, wanted: Iterable[int]) -> list[int]:
+    """Return those of `wanted` for which `nvcc` compiles."""
     shown = subprocess.run(
         [str(nvcc), "--list-gpu-code"], capture_output=True, text=True, check=True
     )
-    return [number for number in WANTED if f"sm_{number}\n" in shown.stdout + "\n"]
+    return [number for number in wanted if f"sm_{number}\n" in shown.stdout + "\n"]
 
 
-def _said_of(source: Path, nvcc: Path) -> str:
+def _said_of(source: Path, nvcc: Path, wanted: Iterable[int]) -> str:
     """Return what ptxas says of a source, from the cache folder where nothing has changed."""
     command = [str(nvcc), "-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings"]
-    for number in capabilities(nvcc):
+    for number in capabilities(nvcc, wanted):
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     command += ["--threads", "2", "-Xptxas", "-v", f"-I{NATIVE}", "-c", str(source)]
     headers = [NATIVE / name for name in INCLUDED] + list((NATIVE / "cuda").glob("*.h"))
@@ -74,8 +74,8 @@ def _said_of(source: Path, nvcc: Path) -> str:
     return kept.read_text()
 
 
-def kernels() -> Iterator[Kernel]:
-    """Yield every kernel, for every compute capability that the toolkit has.
+def kernels(wanted: Iterable[int] = WANTED) -> Iterator[Kernel]:
+    """Yield every kernel, for every compute capability of these that the toolkit has.
 
     Raises:
         nccl.Missing: there is no nvcc.
@@ -83,7 +83,7 @@ def kernels() -> Iterator[Kernel]:
     """
     nvcc = nccl.cuda_home() / "bin" / "nvcc"
     for source in sorted((NATIVE / "cuda").glob("*.cu")):
-        for found in _ENTRY.finditer(_said_of(source, nvcc)):
+        for found in _ENTRY.finditer(_said_of(source, nvcc, wanted)):
             ranks = f"<{found['ranks']}>" if found["ranks"] else ""
             yield Kernel(
                 found["kernel"] + ranks,

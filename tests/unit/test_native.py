@@ -38,7 +38,7 @@ class Program:
         """Return what to compile, each file with flags of its own."""
         found = sources(*self.parts)
         if DEVICE[0] in self.parts:
-            found[SIMULATED / "simulated_cuda.cc"] = ()
+            found |= dict.fromkeys(SIMULATED.glob("*.cc"), ())
         # A test that is on no list is a function that nothing uses.
         own = (*self.flags, "-Werror=unused-function")
         return found | {TESTS / self.source: own}
@@ -181,11 +181,9 @@ def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
         )
 
 
-def test_kernels_spill_nothing_and_their_registers_are_listed() -> None:
-    """`python docs/kernels.py` writes the list."""
+def test_kernels_spill_nothing() -> None:
+    """For one kind of device; `make soak` has all."""
     nvcc()
-    found = list(kernels.kernels())
+    found = list(kernels.kernels((90,)))
     assert {kernel.name for kernel in found} >= {"GramKernel<8>", "SolveKernel"}
     assert [kernel for kernel in found if kernel.spilled] == []
-    if kernels.written().startswith(f"nvcc {nccl.nvcc_version(nccl.cuda_home())}"):
-        assert kernels.written() == kernels.table(found)
