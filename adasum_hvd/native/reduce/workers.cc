@@ -1,7 +1,9 @@
 #include "reduce/workers.h"
 
+#include <chrono>
 #include <exception>
 
+#include <sched.h>
 #include <sys/prctl.h>
 
 #include "transport/pause.h"
@@ -9,8 +11,10 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kWorthSharing = 4; // jobs; a job is a block of some 10 us, waking a thread costs as much
-constexpr int kSpins = 20000;        // looks for the next round before a helper sleeps: some 100 us
+constexpr int64_t kWorthSharing = 4; // jobs; each is a block of some 10 us
+constexpr int64_t kWorthWaking = 8;  // what waking a thread costs, and more on virtual machines
+constexpr int kLooks = 64;           // between two looks at the clock
+constexpr std::chrono::microseconds kPatience{500}; // of a helper that has nothing to do, before it sleeps
 
 } // namespace
 
@@ -29,7 +33,6 @@ Workers::~Workers() {
   {
     std::lock_guard<std::mutex> guard(mutex_);
     stop_ = true;
-    round_.fetch_add(1);
   }
   wake_.notify_all();
   for (std::thread& helper : helpers_) {
@@ -46,16 +49,21 @@ void Workers::Run(int64_t jobs, const Body& body) {
   }
   jobs_ = jobs;
   body_ = &body;
-  next_.store(0);
-  busy_.store(static_cast<int>(helpers_.size()));
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    round_.fetch_add(1);
+  next_.store(0, std::memory_order_relaxed);
+  gate_.store((gate_.load(std::memory_order_relaxed) & -kRound) + kRound + kOpen);
+  if (jobs >= kWorthWaking && asleep_.load() > 0) {
+    std::lock_guard<std::mutex> guard(mutex_); // whoever is about to sleep has looked before, or sleeps
+    wake_.notify_all();
   }
-  wake_.notify_all();
   TakeJobs(0);
-  while (busy_.load(std::memory_order_acquire) > 0) { // each is at its last job
-    Pause();
+  gate_.fetch_and(~kOpen, std::memory_order_acquire);
+  // Each is at its last job, unless it has lost its processor.
+  for (int looks = 0; (gate_.load(std::memory_order_acquire) & (kRound - 1)) != 0; ++looks) {
+    if (looks < kLooks) {
+      Pause();
+    } else {
+      sched_yield();
+    }
   }
 }
 
@@ -65,22 +73,47 @@ void Workers::TakeJobs(int worker) {
   }
 }
 
-void Workers::Help(int worker) {
-  prctl(PR_SET_NAME, "adasum", 0, 0, 0); // for top -H
-  for (uint64_t seen = 0;;) {
-    for (int spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin) {
+// Returns the gate's round as soon as it is another than `seen`, or when all is over.
+uint64_t Workers::AwaitRound(uint64_t seen) {
+  const auto changed = [&] { return stop_.load() || (gate_.load() & -kRound) != seen; };
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  do {
+    for (int look = 0; look < kLooks; ++look) {
+      if (changed()) {
+        return gate_.load() & -kRound;
+      }
       Pause();
     }
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
-      if (stop_) {
-        return;
-      }
+  } while (std::chrono::steady_clock::now() < until);
+  std::unique_lock<std::mutex> lock(mutex_);
+  asleep_.fetch_add(1);
+  wake_.wait(lock, changed);
+  asleep_.fetch_sub(1);
+  return gate_.load() & -kRound;
+}
+
+// False when the round is over.
+bool Workers::Enter(uint64_t round) {
+  uint64_t gate = gate_.load(std::memory_order_relaxed);
+  while ((gate & -kRound) == round && (gate & kOpen) != 0) {
+    if (gate_.compare_exchange_weak(gate, gate + kHelper, std::memory_order_acquire)) {
+      return true;
     }
-    ++seen; // Run returns only when every helper is through, so no round is missed
-    TakeJobs(worker);
-    busy_.fetch_sub(1, std::memory_order_release);
+  }
+  return false;
+}
+
+void Workers::Help(int worker) {
+  prctl(PR_SET_NAME, "adasum", 0, 0, 0); // for top -H
+  for (uint64_t round = 0;;) {
+    round = AwaitRound(round);
+    if (stop_.load()) {
+      return;
+    }
+    if (Enter(round)) {
+      TakeJobs(worker);
+      gate_.fetch_sub(kHelper, std::memory_order_release);
+    }
   }
 }
 

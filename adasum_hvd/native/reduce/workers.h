@@ -23,21 +23,26 @@ public:
 
   int threads() const { return 1 + static_cast<int>(helpers_.size()); }
 
-  // Calls body once for every job in 0 .. jobs - 1, in any order, and returns when all are done.
+  // Calls body once for every job in 0 .. jobs - 1, in any order, and returns when all are done. Helpers take
+  // jobs if they come in time: nobody waits for one that has none.
   void Run(int64_t jobs, const Body& body);
 
 private:
   void Help(int worker);
   void TakeJobs(int worker);
+  uint64_t AwaitRound(uint64_t seen);
+  bool Enter(uint64_t round);
 
+  // A round is a Run. The gate holds its number, how many helpers are inside, and whether more may come.
+  static constexpr uint64_t kOpen = 1, kHelper = 2, kRound = 1 << 16;
+  alignas(64) std::atomic<uint64_t> gate_{0};
+  alignas(64) std::atomic<int64_t> next_{0}; // job
+  alignas(64) int64_t jobs_ = 0;
+  const Body* body_ = nullptr;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> round_{0}; // one per Run
-  std::atomic<int> busy_{0};       // helpers that have not finished the round
-  bool stop_ = false;
-  std::atomic<int64_t> next_{0};
-  int64_t jobs_ = 0;
-  const Body* body_ = nullptr;
+  std::atomic<int> asleep_{0}; // helpers
+  std::atomic<bool> stop_{false};
   std::vector<std::thread> helpers_;
 };
 
