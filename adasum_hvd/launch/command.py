@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -17,6 +20,15 @@ from adasum_hvd.launch.route import Route
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL, for the others when one has failed
 _POLL_SECONDS = 0.02
+# Becomes the program, and ends with its parent, whatever ends that (PR_SET_PDEATHSIG). In a
+# process of its own: between fork and exec this one, which has threads, must not run Python.
+_TETHERED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def run(command: list[str], processes: int | None) -> int:
@@ -76,12 +88,15 @@ class _Ranks:
         self._status = 0
         self._kill_at = float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        words = [sys.executable, "-S", "-c", _TETHERED, str(os.getpid()), *command]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         for environment in environments:
             stdin = subprocess.DEVNULL if self._processes else None
             self._processes.append(
-                subprocess.Popen(command, env=environment, stdin=stdin)
+                subprocess.Popen(words, env=environment, stdin=stdin)
             )
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

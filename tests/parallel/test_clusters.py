@@ -168,6 +168,22 @@ def test_exec_ends_all_ranks_when_one_fails(
     assert status == expected and output.count("BEGUN") == 3, (status, output[-3000:])
 
 
+def test_ranks_end_with_exec_whatever_ends_it(tmp_path: Path) -> None:
+    script = write(tmp_path, FAILING.replace("END", "time.sleep(600)"))
+    words = [*EXEC, "--nprocs", "2", "--", sys.executable, script]
+    launcher = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert [launcher.stdout.readline() for _ in range(2)] == [b"BEGUN\n"] * 2
+    launcher.kill()
+    launcher.communicate(timeout=SECONDS)  # until nobody is left who could write
+
+
+def test_exec_of_what_is_no_program() -> None:
+    words = [*EXEC, "--nprocs", "2", "--", "no-such-program"]
+    status, output = run_launcher(words, environment(), SECONDS)
+    assert status == 1 and "No such file or directory: 'no-such-program'" in output
+
+
 def slurm(rank: int, ranks: int) -> dict[str, str]:
     return {
         "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
