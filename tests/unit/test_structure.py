@@ -34,7 +34,12 @@ PER_FRAMEWORK = re.compile(r"(?:parallel|tools)/(torch|tensorflow)_\w+\.py")
 INCLUDED: dict[str, set[str]] = {
     "op": {"cuda", "reduce", "transport", "kernels/kernels.h"},
     "cuda": {"reduce", "transport/transport.h", "kernels/kernels.h"},
-    "reduce": {"transport/transport.h", "transport/pause.h", "kernels/kernels.h"},
+    "reduce": {
+        "transport/transport.h",
+        "transport/shared_memory.h",
+        "transport/pause.h",
+        "kernels/kernels.h",
+    },
     "transport": set(),
     "kernels": set(),
 }
