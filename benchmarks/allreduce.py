@@ -180,17 +180,12 @@ def rank_main(case: str, off: bool, repetitions: int, output: Path) -> None:
     torch.set_num_threads(1)
     wrong = 0 if off else wrong_elements(case)
     everyone = hvd.allgather_object(measure(case, off, repetitions))
-    slowest = {
-        name: [
-            max(times) for times in zip(*(rank[name] for rank in everyone), strict=True)
-        ]
-        for name in everyone[0]
-        if name not in PHASES
-    }
-    phases = {name: everyone[0].get(name, []) for name in PHASES}
     if hvd.rank() == 0:
+        times = jobs.slowest(everyone)
+        phases = {name: everyone[0].get(name, []) for name in PHASES}
+        times = {name: of for name, of in times.items() if name not in PHASES}
         output.write_text(
-            json.dumps({"times": slowest, "phases": phases, "wrong": wrong})
+            json.dumps({"times": times, "phases": phases, "wrong": wrong})
         )
 
 
@@ -350,9 +345,7 @@ def main() -> None:
                     )
                 )
                 show(rows[-1])
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
-    print(f"results: {arguments.output}")
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

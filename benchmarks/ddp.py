@@ -100,11 +100,7 @@ def rank_main(model_name: str, repetitions: int, output: Path) -> None:
                 times[name].append(time.perf_counter() - started)
     everyone = hvd.allgather_object(times)
     if hvd.rank() == 0:
-        slowest = {
-            name: [max(of) for of in zip(*(r[name] for r in everyone), strict=True)]
-            for name in runs
-        }
-        output.write_text(json.dumps(slowest))
+        output.write_text(json.dumps(jobs.slowest(everyone)))
     hvd.barrier()
 
 
@@ -134,8 +130,7 @@ def main() -> None:
                     f"{model_name:6s} {ranks:5d} {name:22s} {median * 1e3:8.2f} {ratio:7.2f}x",
                     flush=True,
                 )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

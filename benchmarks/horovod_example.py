@@ -114,9 +114,7 @@ def main() -> None:
             rows.append({"ranks": ranks, "form": form, "accuracies": found})
             shown = " ".join(f"{100 * accuracy:5.1f}" for accuracy in found)
             print(f"{ranks:2d} ranks {form:20s} {shown}", flush=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": jobs.machine(), "rows": rows}
-    arguments.output.write_text(json.dumps(report, indent=1))
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -184,9 +184,7 @@ def main() -> None:
                         }
                     )
                     show(rows[-1])
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
-    print(f"results: {arguments.output}")
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,25 @@ def run(
         if not output.exists():
             raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said[-3000:]}")
         return json.loads(output.read_text())
+
+
+def slowest(times: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Return by name, for every repetition, the time of the rank that took longest.
+
+    Args:
+        times: of every rank, by name, a time for each repetition.
+    """
+    return {
+        name: [max(of) for of in zip(*(rank[name] for rank in times), strict=True)]
+        for name in times[0]
+    }
+
+
+def save(rows: Sequence[Any], output: Path) -> None:
+    """Write what was measured, and on which machine, as JSON."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    print(f"results: {output}")
 
 
 def machine() -> dict[str, Any]:

@@ -106,11 +106,7 @@ def rank_main(name: str, repetitions: int, output: Path) -> None:
                 times[what].append(time.perf_counter() - started)
     everyone = hvd.allgather_object(times)
     if hvd.rank() == 0:
-        slowest = {
-            what: [max(of) for of in zip(*(r[what] for r in everyone), strict=True)]
-            for what in runs
-        }
-        output.write_text(json.dumps(slowest))
+        output.write_text(json.dumps(jobs.slowest(everyone)))
     hvd.barrier()
 
 
@@ -157,8 +153,7 @@ def main() -> None:
                     f"  {middle:+.2f} ({low:+.2f} to {high:+.2f})",
                     flush=True,
                 )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -114,15 +114,7 @@ def rank_main(model_name: str, repetitions: int, output: Path) -> None:
                 times[name]["step"].append(ended - before_step)
     everyone = hvd.allgather_object(times)
     if hvd.rank() == 0:
-        slowest = {
-            name: {
-                kind: [
-                    max(v) for v in zip(*(r[name][kind] for r in everyone), strict=True)
-                ]
-                for kind in ("total", "step")
-            }
-            for name in runs
-        }
+        slowest = {name: jobs.slowest([r[name] for r in everyone]) for name in runs}
         output.write_text(json.dumps(slowest))
 
 
@@ -162,8 +154,7 @@ def main() -> None:
                     f" {of['step'] * 1e3:9.2f} {of['step'] / plain['step']:7.2f}x",
                     flush=True,
                 )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"machine": jobs.machine(), "rows": rows}))
+    jobs.save(rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adasum_hvd import binding
-from adasum_hvd.agreement import compare_settings
+from adasum_hvd import binding, ops
+from adasum_hvd.agreement import compare_settings, refuse_elastic
 from adasum_hvd.monitor.sinks import Record, Sinks
 from adasum_hvd.monitor.statistics import Rows, statistics, width
 from adasum_hvd.options import check_count
@@ -39,6 +39,32 @@ class Channel(Protocol):
         Returns:
             What waits for the sum if told to, and otherwise returns None where it is not there.
         """
+
+
+def check_job(settings: Mapping[str, object]) -> None:
+    """Check that this job can have a monitor.
+
+    Args:
+        settings: of the op, :func:`adasum_hvd.binding.settings`.
+
+    Raises:
+        NotImplementedError: an elastic job.
+        RuntimeError: `ADASUM_HVD_OP=off`.
+    """
+    refuse_elastic("AdasumMonitor")
+    if settings["op"] == "off":
+        raise RuntimeError(
+            "AdasumMonitor: required the AdaSum op, got ADASUM_HVD_OP=off; unset it on all ranks"
+        )
+
+
+def check_op(op: ops.ReduceOp) -> None:
+    """Raise ValueError unless an optimizer's op is one of AdaSum's."""
+    if not ops.is_adasum(op):
+        raise ValueError(
+            f"AdasumMonitor: required an optimizer with an AdaSum op, got op={op.name}; it tells "
+            "nothing of others"
+        )
 
 
 class _Part(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd import agreement, ops
+from adasum_hvd import ops
 from adasum_hvd.monitor.statistics import Rows
-from adasum_hvd.monitor.watcher import Watcher
+from adasum_hvd.monitor.watcher import Watcher, check_job, check_op
 from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
@@ -79,18 +79,9 @@ class AdasumMonitor:
     """
 
     def __init__(self, optimizer: Any, every: int = 50, to: Any = ()):
-        agreement.refuse_elastic("AdasumMonitor")
-        if tf_ops.settings()["op"] == "off":
-            raise RuntimeError(
-                "AdasumMonitor: required the AdaSum op, got ADASUM_HVD_OP=off; unset it on all "
-                "ranks"
-            )
+        check_job(tf_ops.settings())
         options, self._reduction = _reduction_of(optimizer)
-        if not ops.is_adasum(options.op):
-            raise ValueError(
-                "AdasumMonitor: required an optimizer with an AdaSum op, got op="
-                f"{options.op.name}; it tells nothing of others"
-            )
+        check_op(options.op)
         self._watcher: Watcher | None = None
         process_set = options.process_set
         if process_set.included() and process_set.size() > 1:

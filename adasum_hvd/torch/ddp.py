@@ -112,9 +112,7 @@ class AdasumState:
             return future
         sent, _ = self.compression.compress(flat)
         name = self._name(index, elements)
-        as_bits = sent.dtype == torch.bfloat16
-        entry = f"allreduce.{wire.name_in_op(name, ops.AdasumGrad, as_bits)}"
-        self.reduced[entry] = parameters
+        self.reduced[wire.entry(name, ops.AdasumGrad, sent.dtype)] = parameters
         handle = torch_ops.allreduce_async_(
             sent,
             name=name,
@@ -133,8 +131,7 @@ class AdasumState:
         """
         started, self._started = self._started, []
         for future, handle, flat, sent in started:
-            wire.wait_idly(handle)
-            wire.synchronize(handle)
+            wire.synchronize_idly(handle)
             if sent is not flat:
                 flat.copy_(sent)
             future.set_result(flat)

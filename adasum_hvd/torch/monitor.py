@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, ops
+from adasum_hvd import ops
 from adasum_hvd.monitor.statistics import Rows
-from adasum_hvd.monitor.watcher import Entries, Watcher
+from adasum_hvd.monitor.watcher import Entries, Watcher, check_job, check_op
 from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -93,12 +93,7 @@ class AdasumMonitor:
         to: Any = (),
         named_parameters: Iterable[NamedParameter] | None = None,
     ):
-        agreement.refuse_elastic("AdasumMonitor")
-        if torch_ops.settings()["op"] == "off":
-            raise RuntimeError(
-                "AdasumMonitor: required the AdaSum op, got ADASUM_HVD_OP=off; unset it on all "
-                "ranks"
-            )
+        check_job(torch_ops.settings())
         self._source = source
         self._names = {id(p): name for name, p in named_parameters or ()}
         self._watcher: Watcher | None = None
@@ -116,11 +111,7 @@ class AdasumMonitor:
                 "AdasumMonitor: required an optimizer from DistributedOptimizer or an "
                 f"AdasumState, got {type(source).__name__}"
             )
-        if not ops.is_adasum(source._options.op):
-            raise ValueError(
-                f"AdasumMonitor: required an optimizer with an AdaSum op, got op="
-                f"{source._options.op.name}; it tells nothing of others"
-            )
+        check_op(source._options.op)
         return source._options.process_set
 
     def _attach(self, watcher: Watcher) -> None:

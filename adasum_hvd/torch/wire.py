@@ -75,11 +75,17 @@ def _as_bits(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
+def _name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
     """Return the name that tells the op what a tensor is."""
     if as_bits:
         name = ops.BFLOAT16_PREFIX + name
     return ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
+
+
+def entry(name: str, op: ops.ReduceOp, dtype: torch.dtype) -> str:
+    """Return what Horovod calls a tensor of this dtype that :func:`enqueue` sends as `name`."""
+    as_bits = dtype == torch.bfloat16 and ops.is_adasum(op) and _op_is_on()
+    return f"allreduce.{_name_in_op(name, op, as_bits)}"
 
 
 def nameless(process_set: ProcessSet) -> str:
@@ -150,7 +156,7 @@ def enqueue(
     if name is None:
         name = nameless(process_set)
     as_bits = _as_bits(tensors)
-    name = name_in_op(name, op, as_bits)
+    name = _name_in_op(name, op, as_bits)
     sent, received, carried = tensors, outputs, []
     in_place = outputs is tensors
     if not all(map(_travels_as_is, tensors if in_place else (*tensors, *outputs))):
@@ -203,6 +209,17 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     return result
 
 
+def synchronize_idly(handle: int) -> Any:
+    """Wait as :func:`synchronize`, and leave the processor to who works for the operation.
+
+    Horovod's `synchronize` asks without a pause, and so slows the ranks down that share its
+    processors.
+    """
+    while not poll(handle):
+        time.sleep(_PAUSE_SECONDS)
+    return synchronize(handle)
+
+
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a flat tensor that the op reduces without copying it, where there is such memory."""
     memory = None
@@ -211,16 +228,6 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     if memory is None:
         return torch.zeros(elements, dtype=dtype, device=device)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-def wait_idly(handle: int) -> None:
-    """Wait for an asynchronous operation, and leave the processor to who works for it.
-
-    Horovod's `synchronize` asks without a pause, and so slows the ranks down that share its
-    processors.
-    """
-    while not poll(handle):
-        time.sleep(_PAUSE_SECONDS)
 
 
 def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rooms import sources
+import rooms
 
 from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
@@ -17,16 +17,6 @@ TESTS = Path(__file__).parents[1] / "native"
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 PROGRAMS = ("test_reduce", "test_trees", "test_device", "test_observation")
-# A device walks its trees itself; what does that for hosts stays out.
-PARTS = (
-    *(f"reduce/{name}.cc" for name in (
-        "gram", "layout", "meeting", "observation", "placement", "plan", "tree"
-    )),
-    "transport/descriptors.cc",
-    "transport/shared_memory.cc",
-    "kernels",
-    "cuda",
-)  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The others differ in what they compare, not in what the kernels do.
 EVERY_KERNEL = (
@@ -59,7 +49,7 @@ def compile_programs(directory: Path, architecture: str) -> list[Path]:
         subprocess.run(line, check=True)
         return target
 
-    parts = sources(*PARTS)
+    parts = rooms.ARITHMETIC | rooms.KERNELS
     shared = [compile_one(source, own) for source, own in parts.items()]
     programs = []
     for name in PROGRAMS:

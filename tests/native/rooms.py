@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from pathlib import Path
 
 from adasum_hvd.install.sources import NATIVE
 
+SIMULATED = Path(__file__).with_name("simulated_cuda")
 X86 = platform.machine() == "x86_64"
 _X86_FLAGS = {
     "kernels/avx2.cc": ("-mavx2", "-mfma", "-mf16c"),
@@ -17,15 +19,33 @@ _X86_FLAGS = {
 }  # fmt: skip
 
 
-def sources(*parts: str) -> dict[Path, tuple[str, ...]]:
+def sources(*parts: str, without: Collection[str] = ()) -> dict[Path, tuple[str, ...]]:
     """Return the sources to compile, each with flags of its own.
 
     Args:
-        parts: folders, without those in them, or files, below `adasum_hvd/native`.
+        parts: folders, with those in them, or files, below `adasum_hvd/native`.
+        without: files in these folders that are left out.
     """
     found: list[Path] = []
     for part in parts:
         path = NATIVE / part
-        found += sorted(path.glob("*.c[cu]")) if path.is_dir() else [path]
+        found += sorted(path.rglob("*.c[cu]")) if path.is_dir() else [path]
     flags = {NATIVE / name: own for name, own in _X86_FLAGS.items()}
-    return {path: flags.get(path, ()) for path in found if X86 or path not in flags}
+    left_out = {NATIVE / name for name in without}
+    assert left_out <= set(found), left_out
+    left_out |= set() if X86 else flags.keys()
+    return {path: flags.get(path, ()) for path in found if path not in left_out}
+
+
+# What reduces without Horovod, on hosts and on devices.
+ARITHMETIC = sources(
+    "reduce", "kernels", "transport", "op/settings.cc",
+    without=["transport/gloo.cc", "transport/mpi.cc", "transport/nccl.cc"],
+)  # fmt: skip
+KERNELS = sources("cuda")
+# What Horovod calls, over Gloo and NCCL.
+OP = sources(
+    "op", "reduce", "kernels", "transport", "cuda",
+    without=["op/tensorflow_stream.cc", "transport/mpi.cc"],
+)  # fmt: skip
+SIMULATED_DEVICE = dict.fromkeys(sorted(SIMULATED.glob("*.cc")), ())

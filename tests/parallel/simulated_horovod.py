@@ -21,7 +21,6 @@ from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
 
 REPOSITORY = Path(__file__).parents[2]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"
-SIMULATED = NATIVE_TESTS / "simulated_cuda"
 ROOM = "tests/horovod"  # in the cache folder
 _COMMON = [
     "common", "controller", "fusion_buffer_manager", "group_table", "half",
@@ -41,14 +40,6 @@ _GLOO = [
     "common/linux", "common/logging", "transport/address", "transport/buffer",
     "transport/context", "transport/device", "transport/pair",
     "transport/unbound_buffer", "common/memory",
-]  # fmt: skip
-_OURS = [
-    "reduce", "kernels", "transport/local", "transport/gloo.cc", "transport/last_words.cc",
-    "transport/descriptors.cc", "transport/shared_memory.cc", "transport/nccl.cc", "cuda",
-    *(f"op/{name}.cc" for name in (
-        "adasum_op", "adasum_device_op", "agreement", "exports", "fused_tensors", "network",
-        "observed", "settings", "shut_down", "statistics", "under_way",
-    )),
 ]  # fmt: skip
 _BOOST = [
     "assert", "config", "core", "detail", "iterator", "lockfree", "mpl",
@@ -96,7 +87,7 @@ def make() -> Path:
     includes = [
         tree,
         NATIVE,
-        SIMULATED,
+        rooms.SIMULATED,
         _configure_gloo(gloo, cache_dir() / ROOM),
     ]
     includes += [
@@ -115,8 +106,7 @@ def make() -> Path:
             str(NATIVE / "op" / header),
         )
     sources |= dict.fromkeys(_gloo_sources(gloo), ())
-    sources |= rooms.sources(*_OURS)
-    sources |= dict.fromkeys(SIMULATED.glob("*.cc"), ())
+    sources |= rooms.OP | rooms.SIMULATED_DEVICE
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
     compiled = compiling.objects(sources, flags, ROOM)
     link = ["-shared", "-pthread", "-Wl,-z,defs"]

@@ -12,56 +12,44 @@ from pathlib import Path
 import compiling
 import kernels
 import pytest
-from rooms import X86, sources
+import rooms
+from rooms import SIMULATED, X86
 
 from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
 
 TESTS = Path(__file__).parents[1] / "native"
 
-SIMULATED = TESTS / "simulated_cuda"
-SHARED = ("transport/descriptors.cc", "transport/shared_memory.cc")
-ARITHMETIC = ("reduce", "kernels", "op/settings.cc", *SHARED)
-DEVICE = ("cuda", "transport/nccl.cc")
-LOCAL = ("transport/local", *SHARED)
-
 
 @dataclass(frozen=True)
 class Program:
-    """A test program: its own source, and what it tests."""
+    """A test program, for ranks on hosts or on simulated devices."""
 
     source: str
-    parts: tuple[str, ...]
-    flags: tuple[str, ...] = ()
+    on_device: bool = False
 
     def sources(self) -> dict[Path, tuple[str, ...]]:
         """Return what to compile, each file with flags of its own."""
-        found = sources(*self.parts)
-        if DEVICE[0] in self.parts:
-            found |= dict.fromkeys(SIMULATED.glob("*.cc"), ())
+        found = dict(rooms.ARITHMETIC)
+        if self.on_device:
+            found |= rooms.KERNELS | rooms.sources("transport/nccl.cc")
+            found |= rooms.SIMULATED_DEVICE
         # A test that is on no list is a function that nothing uses.
-        own = (*self.flags, "-Werror=unused-function")
+        own = (*(_ON_DEVICE if self.on_device else ()), "-Werror=unused-function")
         return found | {TESTS / self.source: own}
 
 
 _ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
 PROGRAMS = {
-    "test_reduce": Program("test_reduce.cc", ARITHMETIC),
-    "test_trees": Program("test_trees.cc", ARITHMETIC),
-    "test_observation": Program("test_observation.cc", ARITHMETIC),
-    "test_parts": Program("test_parts.cc", (*ARITHMETIC, "transport/last_words.cc")),
-    "test_local": Program("test_local.cc", LOCAL),
-    "test_local_connect": Program(
-        "test_local_connect.cc", (*LOCAL, "reduce/meeting.cc")
-    ),
-    "test_local_processors": Program("test_local_processors.cc", LOCAL),
+    path.stem: Program(path.name)
+    for path in sorted(TESTS.glob("test_*.cc"))
+    if path.stem != "test_device"
+} | {
     # The same tests on devices, which here are simulated; tests/gpu has the real ones.
-    "device_reduce": Program("test_reduce.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
-    "device_trees": Program("test_trees.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
-    "device_limits": Program("test_device.cc", ARITHMETIC + DEVICE, _ON_DEVICE),
-    "device_observation": Program(
-        "test_observation.cc", ARITHMETIC + DEVICE, _ON_DEVICE
-    ),
+    "device_reduce": Program("test_reduce.cc", on_device=True),
+    "device_trees": Program("test_trees.cc", on_device=True),
+    "device_limits": Program("test_device.cc", on_device=True),
+    "device_observation": Program("test_observation.cc", on_device=True),
 }
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,

@@ -29,27 +29,22 @@ if(TARGET tensorflow)
   endif()
 endif()
 
-set(ADASUM_SOURCES
-  op/adasum_op.cc op/agreement.cc op/exports.cc op/fused_tensors.cc op/network.cc op/observed.cc op/settings.cc op/shut_down.cc
-  op/statistics.cc
-  reduce/fold.cc reduce/gram.cc reduce/group_reduction.cc reduce/layout.cc reduce/meeting.cc reduce/observation.cc reduce/placement.cc reduce/plan.cc reduce/reduce.cc reduce/scratch.cc reduce/tree.cc reduce/workers.cc
-  kernels/kernels.cc kernels/portable.cc
-  transport/descriptors.cc transport/last_words.cc transport/shared_memory.cc
-  transport/local/bootstrap.cc transport/local/peer_memory.cc
-  transport/local/processor_quota.cc transport/local/processors.cc
-  transport/local/segment.cc transport/local/silence.cc transport/local/transport.cc transport/local/watch.cc)
-if(HAVE_GLOO)
-  list(APPEND ADASUM_SOURCES transport/gloo.cc)
+# Every file of these folders is compiled; what needs a backend or an instruction set is named here. A file that is
+# new or gone is seen by the next build.
+file(GLOB_RECURSE ADASUM_SOURCES CONFIGURE_DEPENDS RELATIVE "${ADASUM_NATIVE_DIR}" "${ADASUM_NATIVE_DIR}/*.cc")
+list(REMOVE_ITEM ADASUM_SOURCES op/tensorflow_stream.cc)
+if(NOT HAVE_GLOO)
+  list(REMOVE_ITEM ADASUM_SOURCES transport/gloo.cc)
 endif()
-if(HAVE_MPI)
-  list(APPEND ADASUM_SOURCES transport/mpi.cc)
+if(NOT HAVE_MPI)
+  list(REMOVE_ITEM ADASUM_SOURCES transport/mpi.cc)
 endif()
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(APPEND ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
+if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(REMOVE_ITEM ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
 endif()
-if(HAVE_CUDA AND HAVE_NCCL)
-  list(APPEND ADASUM_SOURCES op/adasum_device_op.cc op/under_way.cc cuda/device_memory.cc cuda/device_plans.cc
-    cuda/observation_device.cc cuda/plan_device.cc cuda/reduce_device.cc transport/nccl.cc)
+if(NOT (HAVE_CUDA AND HAVE_NCCL))
+  list(REMOVE_ITEM ADASUM_SOURCES op/adasum_device_op.cc op/under_way.cc transport/nccl.cc)
+  list(FILTER ADASUM_SOURCES EXCLUDE REGEX "^cuda/")
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
 
@@ -97,8 +92,7 @@ endforeach()
 
 list(REMOVE_DUPLICATES ADASUM_KERNEL_LIBRARIES)
 foreach(library IN LISTS ADASUM_KERNEL_LIBRARIES)
-  set(sources cuda/combine.cu cuda/gram.cu cuda/small.cu cuda/solve.cu)
-  list(TRANSFORM sources PREPEND "${ADASUM_NATIVE_DIR}/")
+  file(GLOB sources CONFIGURE_DEPENDS "${ADASUM_NATIVE_DIR}/cuda/*.cu")
   target_sources(${library} PRIVATE ${sources})
   set_target_properties(${library} PROPERTIES CUDA_STANDARD 17)
   # Sums that are error-free are so only where no compiler joins a product and a sum.

@@ -73,8 +73,7 @@ class Bucket:
         self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
-        as_bits = wire_dtype == torch.bfloat16 and ops.is_adasum(op)
-        self.entry = f"allreduce.{wire.name_in_op(self._name, op, as_bits)}"
+        self.entry = wire.entry(self._name, op, wire_dtype)
 
     def _make_flat(
         self, elements: int, dtype: torch.dtype, device: torch.device
@@ -131,8 +130,7 @@ class Bucket:
         """Wait until the views hold the reduced values."""
         handle, self._handle = self._handle, None
         assert handle is not None
-        wire.wait_idly(handle)
-        wire.synchronize(handle)
+        wire.synchronize_idly(handle)
 
     def drop(self) -> None:
         """Forget a reduction that ended with Horovod."""
