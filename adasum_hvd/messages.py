@@ -34,7 +34,19 @@ if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 
 
+_silenced = False  # by `speak_on`, and not by the program
+
+
 def speak_on(rank: int) -> None:
-    """Leave what all ranks would say to the first one, unless a program has set a level."""
+    """Leave what all ranks would say to the first one, unless a program has set a level.
+
+    Args:
+        rank: this one's; in an elastic job another may become the first.
+    """
+    global _silenced
     if rank and logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
+        _silenced = True
+    elif rank == 0 and _silenced and logger.level == logging.WARNING:
+        logger.setLevel(logging.INFO)
+        _silenced = False

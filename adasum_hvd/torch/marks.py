@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, rank
+from horovod.torch.mpi_ops import ProcessSet, global_process_set, rank
 
+from adasum_hvd.agreement import refuse_process_set
 from adasum_hvd.marks import check_tensors, is_marked_local, mark
 
 _HOLDERS = "_adasum_holders"
@@ -32,6 +33,7 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
     Raises:
         ValueError: the process set is not registered, or this rank is not in it.
         TypeError: `process_set` is none, or something in `tensors` is no tensor.
+        NotImplementedError: the job is elastic: process sets end when ranks come or go.
 
     Example:
         >>> pair = hvd.add_process_set([0, 1])                          # doctest: +SKIP
@@ -44,6 +46,7 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
             "make one with hvd.add_process_set"
         )
     check_tensors("mark_replicated_over", tensors)
+    refuse_process_set(process_set, global_process_set)
     if process_set.process_set_id is None or not process_set.included():
         raise ValueError(
             "mark_replicated_over: required a registered process set with this rank in it, "

@@ -74,6 +74,37 @@ def case_elastic_survivors_and_newcomers() -> None:
         check_same_everywhere(model)
 
 
+def case_elastic_mixed_float16() -> None:
+    """The loss scale is committed, restored and given to newcomers with the weights."""
+    survivor = hvd.size() - 1
+    for op in VARIANTS:
+        scaled = keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=2.0**10)
+        optimizer = hvd.DistributedOptimizer(scaled, op=op)
+        model = model_of(dtype="mixed_float16")
+        hvd.compile(model, optimizer, loss="mse")
+        fit(model)
+        state = hvd.elastic.KerasState(model)
+        committed = digest_of(model)
+        fit(model, 2)
+        images, targets = numerics.batch_of(hvd.rank(), 0, 4)
+        model.train_on_batch(images, np.full_like(targets, np.inf))
+        assert float(optimizer.dynamic_scale) == 2.0**9
+        state.restore()
+        assert digest_of(model) == committed
+        assert float(optimizer.dynamic_scale) == 2.0**10
+        # As where one rank goes on and others have just come.
+        optimizer.dynamic_scale.assign(2.0 ** (5 + hvd.rank()))
+        model.set_weights([weight + hvd.rank() for weight in model.get_weights()])
+        state._survived = hvd.rank() == survivor
+        state.sync()
+        check_same_everywhere(model)
+        assert float(optimizer.dynamic_scale) == 2.0 ** (5 + survivor)
+        before = digest_of(model)
+        fit(model)
+        check_same_everywhere(model)
+        assert digest_of(model) != before
+
+
 def case_elastic_commits_inside_windows() -> None:
     for options in ({"local_steps": 4}, {"backward_passes_per_step": 4}):
         optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-delta", **options)

@@ -19,6 +19,7 @@ from torch_training import (
 )
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.torch import ddp
 from adasum_hvd.torch.optimizer import rounds
 
 
@@ -276,9 +277,15 @@ def case_an_earlier_optimizer_of_the_same_parameters() -> None:
 
 
 def case_process_sets_are_refused_in_elastic_jobs() -> None:
+    model, some = model_of(), process_sets.of(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_ELASTIC", "1")
-        with pytest.raises(
-            NotImplementedError, match="process_set: required all ranks"
+        for use in (
+            lambda: distributed(model, "average", process_set=some),
+            lambda: hvd.mark_replicated_over(some, *model.parameters()),
         ):
-            distributed(model_of(), "average", process_set=process_sets.of(0))
+            with pytest.raises(NotImplementedError, match="required all ranks in an"):
+                use()
+        for fixed in (hvd.DistributedGradReducer, ddp.AdasumState):
+            with pytest.raises(NotImplementedError, match="got an elastic one"):
+                fixed(model.parameters())

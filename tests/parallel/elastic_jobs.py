@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import mean
 
 from elastic_plan import SAMPLES
+from jobs import search_path
 from launch import HOROVODRUN, environment, run_launcher
+from namespaces import INTERFACE, Hosts
 
 LIMIT_SECONDS = 400
 
@@ -48,9 +50,14 @@ class Story:
 
 
 def run_job(
-    tmp_path: Path, script: str, first_hosts: str, limit=LIMIT_SECONDS, **plan: object
+    tmp_path: Path,
+    script: str,
+    first_hosts: str,
+    machines: Hosts | None = None,
+    variables: tuple[tuple[str, str], ...] = (),
+    **plan: object,
 ) -> Story:
-    """Run an elastic job to its end and return its story."""
+    """Run an elastic job to its end and return its story; with `machines`, on these."""
     known = tmp_path / "hosts"
     known.write_text(first_hosts)
     discover = tmp_path / "discover"
@@ -61,12 +68,21 @@ def run_job(
     plan = {"epochs": 2, "commit": 3} | plan | {"log": str(log), "file": str(known)}
     file.write_text(json.dumps(plan))
     slots = sum(int(line.partition(":")[2]) for line in first_hosts.split())
-    words = [sys.executable, str(HOROVODRUN), "-np", str(slots), "--gloo"]
+    words = machines.enter(machines.names[0]) if machines else []
+    words += [sys.executable, str(HOROVODRUN), "-np", str(slots), "--gloo"]
     # Without an interface horovodrun waits for a second host, to see which ones they share.
-    words += ["--min-np", "1", "--max-np", "5", "--network-interfaces", "lo"]
-    words += ["--host-discovery-script", str(discover)]
+    words += ["--network-interfaces", INTERFACE if machines else "lo"]
+    words += [
+        "--min-np",
+        "1",
+        "--max-np",
+        "5",
+        "--host-discovery-script",
+        str(discover),
+    ]
     words += [sys.executable, str(HOROVODRUN.with_name(script)), str(file)]
-    status, output = run_launcher(words, environment(), limit)
+    variables = (("PATH", search_path(machines)), *variables)
+    status, output = run_launcher(words, environment(variables), LIMIT_SECONDS)
     assert status == 0, output[-6000:]
     return Story([json.loads(line) for line in log.read_text().splitlines()], output)
 

@@ -4,10 +4,11 @@
 
 The plan: `op`, `local_steps`, `epochs`, `commit` (steps between commits), `hidden` (width of the
 model); `log`, a file of JSON lines; `hosts`, what the discovery script shows from a step on, and
-its `file`; `faults`, by step: what the ranks of a `host` do, an "exception" or a "kill", and in
-which `phase`: "negotiation", before they send anything of the step, or "exchange" or "gather", in
-the middle of a reduction; `late`: the first rank on a `host` sleeps for some `seconds` before it
-comes to the others, or dies by a "kill". Each fault happens once.
+its `file`; `faults`, by step: what the ranks of a `host` do, or the one of a `rank`, an
+"exception", a "kill" or a "cut", for which they wait, and in which `phase`: "negotiation", before
+they send anything of the step, or "exchange" or "gather", in the middle of a reduction; `late`: the
+first rank on a `host` sleeps for some `seconds` before it comes to the others, or dies by a "kill".
+Each fault happens once.
 """
 
 from __future__ import annotations
@@ -96,12 +97,17 @@ class Plan:
                 time.sleep(0.05)
         fault = self.entries.get("faults", {}).get(str(step))
         host, slot = self.place
-        if fault and fault["host"] == host and self.once(f"fault-{step}-{slot}"):
+        here = {"host": host, "rank": self.hvd.rank()}
+        if fault and fault.items() & here.items() and self.once(f"fault-{step}-{slot}"):
             self._fail(fault["kind"], fault["phase"])
 
     def _fail(self, kind: str, phase: str) -> None:
         if kind == "exception":
             raise RuntimeError("a fault of the plan")
+        if kind == "cut":
+            while not self.log.with_name("cut").exists():
+                time.sleep(0.05)
+            return
         if phase == "negotiation":
             os.kill(os.getpid(), signal.SIGKILL)
         # Calls are counted when data begins to move; times are, when a phase ends.

@@ -9,15 +9,17 @@ from elastic_jobs import check, run_job
 
 
 @pytest.mark.parametrize(
-    ("script", "op"),
+    ("script", "op", "rank"),
     [
-        ("elastic_torch_job.py", "adasum-delta"),
-        ("elastic_keras_job.py", "adasum-grad"),
+        ("elastic_torch_job.py", "adasum-delta", 0),
+        ("elastic_keras_job.py", "adasum-grad", 1),
     ],
 )
-def test_a_rank_dies(tmp_path: Path, script: str, op: str) -> None:
-    faults = {"7": {"host": "127.0.0.1", "kind": "kill", "phase": "negotiation"}}
+def test_a_rank_dies(tmp_path: Path, script: str, op: str, rank: int) -> None:
+    faults = {"7": {"rank": rank, "kind": "kill", "phase": "negotiation"}}
     hosts = "localhost:1\n127.0.0.1:1"
     story = run_job(tmp_path, script, hosts, op=op, loop="fit", epochs=1, faults=faults)
     check(story)
     assert story.sizes() == [2, 1], story.output[-6000:]
+    # Who is the first rank then says so.
+    assert story.output.count("1 ranks on 1 host over Gloo") == 1, story.output[-6000:]
