@@ -1,12 +1,14 @@
 """What DDP's communication hook costs, beside DDP's own average and no reduction at all.
 
     python benchmarks/ddp.py            # 2 and 4 ranks, 25 M parameters and 400 small layers
-    python benchmarks/ddp.py --ranks 2 --models small
+    python benchmarks/ddp.py --ranks 2 --models small --launcher mpi
+    python benchmarks/ddp.py plot build/ddp.json docs/pictures/step.png
 
-A training step of plain DDP over Gloo, of DDP with `adasum_hook`, of `DistributedOptimizer`
-(op=AdasumGrad), and of DDP with `keep_local_hook`, which reduces nothing: interleaved, after a
-warm-up, in one run of ranks that `adasum-hvd exec` starts; the figures are medians over the
-repetitions of the slowest rank.
+A training step of plain DDP over Gloo, of DDP with `adasum_hook`, of `DistributedOptimizer` with
+both variants, and of DDP with `keep_local_hook`, which reduces nothing: interleaved, after a
+warm-up, in one run; the figures are medians over the repetitions of the slowest rank. Below an
+optimizer's: what a step is made of on rank 0. What the gradient variant fills while backward
+runs is not counted there.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import jobs
 
 AVERAGE, HOOK = "DDP, Gloo's average", "DDP, adasum_hook"
-OPTIMIZER, LOCAL = "DistributedOptimizer", "DDP, keep_local_hook"
+GRADIENT, DELTA = "optimizer, AdasumGrad", "optimizer, AdasumDelta"
+LOCAL = "DDP, keep_local_hook"
+PARTS = ("backward", "fill", "wait", "write back", "step")
 
 
 def large_model():
@@ -44,6 +50,53 @@ def small_model():
 MODELS: dict[str, Callable] = {"25 M": large_model, "small": small_model}
 
 
+class Stopwatch:
+    """Where the time of an optimizer goes: its methods, watched from outside."""
+
+    def __init__(self) -> None:
+        from adasum_hvd.torch.optimizer import buckets, delta_buckets, gradient
+
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        self._inside = False
+        watched = {
+            buckets.Bucket: {"fill": "fill", "start": "fill", "finish": "wait"},
+            delta_buckets.ChangeBucket: {"open": "fill", "start": "fill"},
+            delta_buckets.ChangeInOpBucket: {
+                "start": "fill", "finish": "wait", "apply": "write back",
+            },
+            gradient.GradientOptimizer: {"_write_back": "write back"},
+        }  # fmt: skip
+        for owner, methods in watched.items():
+            for name, part in methods.items():
+                setattr(owner, name, self._watch(getattr(owner, name), part))
+
+    def _watch(self, method: Callable, part: str) -> Callable:
+        @wraps(method)
+        def watched(*arguments: Any) -> Any:
+            if self._inside:  # of a method that another one calls
+                return method(*arguments)
+            self._inside, started = True, time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                self._inside = False
+                self.spent[part] += time.perf_counter() - started
+
+        return watched
+
+    def lap(self, backward: float, filled: float, step: float) -> dict[str, float]:
+        """Return the seconds of every part of a step, and start anew.
+
+        Args:
+            backward: seconds of forward and backward.
+            filled: seconds of "fill" in them; the others are of `step()`.
+            step: seconds of `step()`.
+        """
+        found, self.spent = self.spent, dict.fromkeys(PARTS, 0.0)
+        inside = found["fill"] - filled + found["wait"] + found["write back"]
+        return found | {"backward": backward - filled, "step": step - inside}
+
+
 def contenders(model_name: str):
     """Return (model, input, optimizer) by name, every one with a model of its own."""
     import torch
@@ -53,13 +106,14 @@ def contenders(model_name: str):
     from adasum_hvd.torch import ddp
 
     runs = {}
-    for name in (AVERAGE, HOOK, OPTIMIZER, LOCAL):
+    for name in (AVERAGE, HOOK, GRADIENT, DELTA, LOCAL):
         torch.manual_seed(0)
         model, inputs = MODELS[model_name]()
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
-        if name == OPTIMIZER:
+        if name in (GRADIENT, DELTA):
+            op = hvd.AdasumGrad if name == GRADIENT else hvd.AdasumDelta
             optimizer = hvd.DistributedOptimizer(
-                optimizer, model.named_parameters(), op=hvd.AdasumGrad
+                optimizer, model.named_parameters(prefix=op.name), op=op
             )
         else:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -79,7 +133,7 @@ def rank_main(model_name: str, repetitions: int, output: Path) -> None:
     import adasum_hvd.torch as hvd
 
     hvd.init()
-    # A file, for exec gives no MASTER_ADDR.
+    # A file, for not every launcher gives MASTER_ADDR.
     dist.init_process_group(
         "gloo",
         init_method=f"file://{output}.store",
@@ -87,21 +141,80 @@ def rank_main(model_name: str, repetitions: int, output: Path) -> None:
         world_size=hvd.size(),
     )
     torch.set_num_threads(1)
-    runs = contenders(model_name)
+    watch, runs = Stopwatch(), contenders(model_name)
     times: dict[str, list[float]] = {name: [] for name in runs}
+    parts: dict[str, list[dict[str, float]]] = {GRADIENT: [], DELTA: []}
     for repetition in range(-3, repetitions):
         for name, (model, inputs, optimizer) in runs.items():
             optimizer.zero_grad()
             hvd.barrier()
             started = time.perf_counter()
             model(inputs).mean().backward()
+            stepping, filled = time.perf_counter(), watch.spent["fill"]
             optimizer.step()
+            ended = time.perf_counter()
+            lap = watch.lap(stepping - started, filled, ended - stepping)
             if repetition >= 0:
-                times[name].append(time.perf_counter() - started)
+                times[name].append(ended - started)
+                if name in parts:
+                    parts[name].append(lap)
     everyone = hvd.allgather_object(times)
     if hvd.rank() == 0:
-        output.write_text(json.dumps(jobs.slowest(everyone)))
+        output.write_text(json.dumps({"times": jobs.slowest(everyone), "parts": parts}))
     hvd.barrier()
+
+
+def middle(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of every part."""
+    return {part: statistics.median(lap[part] for lap in parts) for part in PARTS}
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a line for every contender, and one for the parts of an optimizer's step."""
+    medians = {name: statistics.median(of) for name, of in row["times"].items()}
+    for name, median in medians.items():
+        print(
+            f"{row['model']:6s} {row['ranks']:5d} {name:22s} {median * 1e3:8.2f}"
+            f" {median / medians[AVERAGE]:7.2f}x",
+            flush=True,
+        )
+        if name in row["parts"]:
+            split = middle(row["parts"][name]).items()
+            said = ", ".join(f"{part} {spent * 1e3:.1f}" for part, spent in split)
+            print(" " * 13 + said)
+
+
+def plot(source: Path, target: Path) -> None:
+    """Draw every contender's step, an optimizer's in its parts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = json.loads(source.read_text())["rows"]
+    size = (3.2 * len(rows), 4)
+    figure, [panels] = pyplot.subplots(1, len(rows), figsize=size, squeeze=False)
+    for axes, row in zip(panels, rows, strict=True):
+        for place, (name, of) in enumerate(row["times"].items()):
+            whole = statistics.median(of) * 1e3
+            if name not in row["parts"]:
+                axes.bar(place, whole, color="lightgrey", edgecolor="black")
+                continue
+            split, below = middle(row["parts"][name]), 0.0
+            for number, part in enumerate(PARTS):
+                label = part if name == GRADIENT else None
+                height = split[part] * 1e3
+                axes.bar(place, height, bottom=below, color=f"C{number}", label=label)
+                below += height
+        axes.set_xticks(
+            range(len(row["times"])), list(row["times"]), rotation=60, ha="right"
+        )
+        axes.tick_params(axis="x", labelsize=7)
+        axes.set_title(f"{row['model']}, {row['ranks']} ranks", fontsize=9)
+    panels[0].set_ylabel("a training step, ms")
+    panels[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
 
 
 def main() -> None:
@@ -109,11 +222,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
         return
+    if sys.argv[1:2] == ["plot"]:
+        plot(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), choices=list(MODELS)
     )
+    parser.add_argument("--launcher", default="exec", choices=["exec", "gloo", "mpi"])
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--output", type=Path, default=Path("build/ddp.json"))
     arguments = parser.parse_args()
@@ -121,15 +238,11 @@ def main() -> None:
     print(f"{'model':6s} ranks {'step of':22s} {'ms':>8s}  / {AVERAGE}")
     for model_name in arguments.models:
         for ranks in arguments.ranks:
-            times = jobs.run("exec", ranks, __file__, model_name, arguments.repetitions)
-            rows.append({"model": model_name, "ranks": ranks, "times": times})
-            medians = {name: statistics.median(of) for name, of in times.items()}
-            for name, median in medians.items():
-                ratio = median / medians[AVERAGE]
-                print(
-                    f"{model_name:6s} {ranks:5d} {name:22s} {median * 1e3:8.2f} {ratio:7.2f}x",
-                    flush=True,
-                )
+            found = jobs.run(
+                arguments.launcher, ranks, __file__, model_name, arguments.repetitions
+            )
+            rows.append({"model": model_name, "ranks": ranks, **found})
+            show(rows[-1])
     jobs.save(rows, arguments.output)
 
 
