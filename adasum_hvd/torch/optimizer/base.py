@@ -262,8 +262,8 @@ class DistributedBase(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if (
-                        parameter.grad is not None
-                        and not parameter.requires_grad
+                        not parameter.requires_grad
+                        and parameter.grad is not None
                         and not marks.is_worker_local(parameter)
                     ):
                         parameter.grad = None

@@ -53,25 +53,27 @@ class GradientCountdown:
 
         def on_gradient(parameter: torch.Tensor) -> None:
             countdown = counting()
-            if countdown is not None:
-                countdown._note(parameter, slot, index)
+            if countdown is None:
+                return
+            countdown.touched = True
+            gradient = parameter.grad
+            if gradient is not None:
+                countdown._seen[slot] = gradient, gradient._version
+            left = countdown._left[slot] = countdown._left[slot] - 1
+            if left == 0:
+                countdown._complete(index)
+            elif left < 0:
+                countdown._refuse(parameter)
 
         return on_gradient
 
-    def _note(self, parameter: torch.Tensor, slot: int, index: int) -> None:
-        self.touched = True
-        gradient = parameter.grad
-        if gradient is not None:
-            self._seen[slot] = gradient, gradient._version
-        self._left[slot] -= 1
-        if self._left[slot] < 0:
-            self._refuse(parameter)
-        if self._left[slot] == 0:
-            self._missing[index] -= 1
-            if self._missing[index] == 0:
-                on_complete: Any = self._on_complete()
-                if on_complete is not None:
-                    on_complete(index)
+    def _complete(self, index: int) -> None:
+        """Count a parameter of a bucket as complete."""
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            on_complete: Any = self._on_complete()
+            if on_complete is not None:
+                on_complete(index)
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
@@ -85,6 +87,8 @@ class GradientCountdown:
 
     def reset(self) -> None:
         """Start counting anew."""
+        if not self.touched:
+            return  # thousands of entries, on every step
         self._left[:] = [self._passes] * len(self._left)
         self._missing[:] = self._sizes
         self.touched = False
