@@ -17,7 +17,7 @@ from typing import Any
 from adasum_hvd.install import environment, findings
 from adasum_hvd.install.findings import BUILD, Finding, State
 from adasum_hvd.installed import library_path
-from adasum_hvd.tools import jobs, machine
+from adasum_hvd.tools import jobs, machine, trial
 
 RANKS = 2
 _SECONDS = 300  # a job that hangs; one that is well takes a few
@@ -27,7 +27,6 @@ _WORDS = {
     State.BROKEN: "BROKEN",
     State.WRONG: "WRONG",
 }
-_Results = dict[str, dict[str, Any]]
 
 
 def add_to(commands: Any) -> None:
@@ -72,9 +71,8 @@ def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
     backends = ["gloo"]
     if "mpi" in (environment.detect_mpi() and _built_with(frameworks)):
         backends.append("mpi")
-    seen: _Results = {}
-    for backend in backends:
-        results = _try(backend, frameworks)
+    seen: trial.Results = {}
+    for backend, results in _try(backends, frameworks).items():
         for framework, result in results.items():
             yield _judged(backend, framework, result)
             if "error" not in result:
@@ -89,21 +87,25 @@ def _built_with(frameworks: Sequence[str]) -> set[str]:
     return {"mpi"} if path and b"MPI_Init_thread" in path.read_bytes() else set()
 
 
-def _try(backend: str, frameworks: Sequence[str]) -> _Results:
-    """Return what each framework's ranks found, or {"error": ...}.
+def _try(
+    backends: Sequence[str], frameworks: Sequence[str]
+) -> dict[str, trial.Results]:
+    """Return by backend what each framework's ranks found, or {"error": ...}.
 
-    All frameworks run in one job, which saves half of the time; where that gives nothing, each
-    is tried by itself.
+    All of them run in one job, which loads each framework once; where that gives nothing, each
+    backend and then each framework is tried by itself.
     """
-    module, names = "adasum_hvd.tools.trial", ",".join(frameworks)
+    words = [",".join(backends), ",".join(frameworks)]
     try:
-        return jobs.run(backend, RANKS, module, [names], _SECONDS)
+        return jobs.run(backends[-1], RANKS, "adasum_hvd.tools.trial", words, _SECONDS)
     except jobs.JobError as error:
-        if len(frameworks) == 1:
-            return {frameworks[0]: {"error": str(error)}}
-    found: _Results = {}
-    for framework in frameworks:
-        found |= _try(backend, [framework])
+        if len(backends) == len(frameworks) == 1:
+            return {backends[0]: {frameworks[0]: {"error": str(error)}}}
+    found: dict[str, trial.Results] = {backend: {} for backend in backends}
+    for backend in backends:
+        parts = [frameworks] if len(backends) > 1 else [[name] for name in frameworks]
+        for part in parts:
+            found[backend] |= _try([backend], part)[backend]
     return found
 
 

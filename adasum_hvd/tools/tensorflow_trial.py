@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
 import adasum_hvd.tensorflow as hvd
-from adasum_hvd.tools.trial import Array, examine
+from adasum_hvd.tensorflow.ops import LIBRARY
+from adasum_hvd.tools.trial import Array
+
+__all__ = ["LIBRARY", "hvd", "reduce"]
 
 
-def _reduce(name: str, array: Array) -> Array:
+def reduce(name: str, array: Array) -> Array:
+    """Return the AdaSum of every rank's array. Collective; blocks."""
     return hvd.allreduce(tf.constant(array), op=hvd.Adasum, name=name).numpy()
-
-
-def rank() -> int:
-    """Return this process's rank."""
-    return hvd.rank()
-
-
-def run() -> dict[str, object]:
-    """Return what the ranks find; see :func:`adasum_hvd.tools.trial.examine`."""
-    hvd.init()
-    library = mpi_ops._basics.MPI_LIB_CTYPES
-    found = examine(library, hvd.rank(), hvd.size(), _reduce)
-    wrong = hvd.allgather_object(found["wrong"])
-    return {**found, "wrong": sorted({name for theirs in wrong for name in theirs})}

@@ -1,6 +1,8 @@
 """What a rank of `adasum-hvd doctor` does: reductions whose results the reference knows.
 
-python -m adasum_hvd.tools.trial torch,tensorflow OUTPUT
+python -m adasum_hvd.tools.trial gloo,mpi torch,tensorflow OUTPUT
+
+Started by mpirun where MPI is tried: ranks find one another over Gloo there, too.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from adasum_hvd import binding, reference
 
 Array: TypeAlias = NDArray[Any]
+Results: TypeAlias = dict[str, dict[str, Any]]  # by framework
 SIZES = (1, 1000, 70_000)  # one block, several, and more than one exchange
 DTYPES = (np.float32, np.float64)
 
@@ -43,27 +47,28 @@ def is_right(got: Array, tensors: list[Array]) -> bool:
     return bool(np.all(error <= np.finfo(got.dtype).eps * np.abs(wanted).max()))
 
 
-def examine(
-    library: Any, rank: int, ranks: int, reduce: Callable[[str, Array], Array]
-) -> dict[str, object]:
-    """Return what this rank finds.
+def examine(framework: Any) -> dict[str, object]:
+    """Return what the ranks find. Collective: all ranks, all on one host; blocks.
 
     Args:
-        library: Horovod's, of the framework.
-        rank: this rank.
-        ranks: of the job, all on this host.
-        reduce: takes a name and this rank's array, and returns the AdaSum.
+        framework: a module with its `hvd`, its `LIBRARY` and `reduce(name, array)`.
     """
+    hvd, library = framework.hvd, framework.LIBRARY
+    hvd.init()
+    rank, ranks = hvd.rank(), hvd.size()
     wrong = [
         name
         for name, tensors in inputs(ranks).items()
-        if not is_right(reduce(name, tensors[rank]), tensors)
+        if not is_right(framework.reduce(name, tensors[rank]), tensors)
     ]
     backends = ("gloo", "mpi", "nccl")
     return {
+        "rank": rank,
         "ranks": ranks,
         "tried": len(SIZES) * len(DTYPES),
-        "wrong": wrong,
+        "wrong": sorted(
+            {name for all_of in hvd.allgather_object(wrong) for name in all_of}
+        ),
         "version": binding.version(library),
         "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
         "settings": binding.settings(library),
@@ -71,23 +76,72 @@ def examine(
     }
 
 
-def main() -> None:
-    """Try each framework; rank 0 writes what it found, or the error, by framework."""
-    names, output = sys.argv[1].split(","), Path(sys.argv[2])
-    found: dict[str, dict[str, object]] = {}
-    first = True
-    for name in names:
+def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
+    """Return what each framework's ranks find over one backend, or what ails it.
+
+    Args:
+        backend: "gloo" or "mpi", chosen for the life of this process.
+        frameworks: by name, a module for :func:`examine`, or an error.
+    """
+    os.environ["HOROVOD_CONTROLLER"] = backend
+    found: Results = {}
+    for name, framework in frameworks.items():
         try:
-            program = importlib.import_module(f"adasum_hvd.tools.{name}_trial")
-            found[name] = program.run()
-            first = program.rank() == 0
-        except (
-            Exception
-        ) as error:  # whatever ails this framework, the next one is tried
-            traceback.print_exc()
+            if isinstance(framework, Exception):
+                raise framework
+            found[name] = examine(framework)
+        except Exception as error:  # whatever ails one, the next one is tried
+            traceback.print_exception(error)
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    if first:
-        partial = output.with_suffix(f".{os.getpid()}")
+    return found
+
+
+def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
+    """Return the same as :func:`over`, from a copy of this process that ends with it.
+
+    Loading the frameworks is nearly all that a trial costs, and a process of Horovod's can have
+    one backend only. They have started no thread yet, so a copy is as good as a new process.
+    """
+    reader, writer = os.pipe()
+    copy = os.fork()
+    if copy == 0:
+        try:
+            found = over(backend, frameworks)
+            os.write(writer, json.dumps(found).encode())
+            for framework in frameworks.values():
+                if isinstance(framework, ModuleType):
+                    framework.hvd.shutdown()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(copy, 0)
+    if not said:
+        sys.exit(
+            f"the ranks over {backend} ended with status {status} and said nothing"
+        )
+    return dict(json.loads(said))
+
+
+def _loaded(name: str) -> Any:
+    """Return a framework's module, or what it says when it does not load."""
+    try:
+        return importlib.import_module(f"adasum_hvd.tools.{name}_trial")
+    except Exception as error:
+        return error
+
+
+def main() -> None:
+    """Try all; rank 0 writes, by backend and framework, what was found or the error."""
+    backends, names, output = *(word.split(",") for word in sys.argv[1:3]), sys.argv[3]
+    frameworks = {name: _loaded(name) for name in names}
+    found = {backend: over_in_a_copy(backend, frameworks) for backend in backends[:-1]}
+    found[backends[-1]] = over(backends[-1], frameworks)
+    results = [result for of in found.values() for result in of.values()]
+    if not any(result.get("rank") for result in results):
+        partial = Path(f"{output}.{os.getpid()}")
         partial.write_text(json.dumps(found))
         partial.rename(output)
 

@@ -59,8 +59,19 @@ def test_wrong_numbers_and_errors_are_told_apart() -> None:
 
 
 def test_a_framework_that_does_not_load_says_why() -> None:
-    result = jobs.run("gloo", 1, "adasum_hvd.tools.trial", ["nosuch"], 100)
-    assert re.match("ModuleNotFoundError: .*nosuch_trial", result["nosuch"]["error"])
+    result = jobs.run("gloo", 1, "adasum_hvd.tools.trial", ["gloo", "nosuch"], 100)
+    error = result["gloo"]["nosuch"]["error"]
+    assert re.match("ModuleNotFoundError: .*nosuch_trial", error)
+
+
+def test_a_backend_that_does_not_start_leaves_the_other(monkeypatch) -> None:
+    launchers = {"mpi": ["false"], "gloo": jobs.launcher("gloo", 1)}
+    monkeypatch.setattr(jobs, "launcher", lambda backend, _: launchers[backend])
+    found = doctor._try(["gloo", "mpi"], ["nosuch", "none"])
+    silent = {"error": "the job said nothing"}
+    assert found["mpi"] == {"nosuch": silent, "none": silent}
+    assert "nosuch_trial" in found["gloo"]["nosuch"]["error"]
+    assert "none_trial" in found["gloo"]["none"]["error"]
 
 
 def test_a_job_that_hangs_is_ended() -> None:
