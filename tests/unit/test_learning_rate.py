@@ -24,7 +24,7 @@ COUNTS = {
     "adam": [1, 32],
     "adamw": [1, 8, 32, 64],
 }
-SEEDS = {"momentum": 5, "adam": 3, "adamw": 1}  # at least
+SEEDS = {"momentum": 5, "adam": 3, "adamw": 5}  # at least
 
 
 def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
@@ -126,7 +126,7 @@ def test_adam_has_figures_of_its_own():
     assert "Adam, 3 seeds" in rate.reason and "98.8 +- 0.4 %" in rate.reason
     rate = adasum_lr(0.003, "average", 64, optimizer="adamw")
     assert rate.lr == pytest.approx(0.01, rel=1e-3)
-    assert "2.842 +- 0.038 nats per byte on 64" in rate.reason
+    assert "2.877 +- 0.061 nats per byte on 64" in rate.reason
     assert adasum_lr(0.1, "average", 16, optimizer="adamw").certainty == "interpolated"
     assert adasum_lr(0.1, "adasum", 64, optimizer="adam").certainty == "extrapolated"
     with pytest.raises(
