@@ -154,6 +154,7 @@ def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:
             tensor.open.pop().end(at)
             if not tensor.open:
                 _measure(tensor, event.get("args", {}))
+                del tensors[event["pid"]]  # nameless ones never come again
     ordered = sorted(phases.values(), key=lambda phase: -phase.microseconds)
     return ordered, (last or 0) - (first or 0)
 
@@ -165,7 +166,6 @@ def _measure(tensor: _Tensor, said: dict[str, str]) -> None:
         total = math.prod(shape) * _BYTES.get(str(said.get("dtype")), 0)
         for phase in tensor.passed:
             phase.bytes += total
-    tensor.passed.clear()
 
 
 def table(phases: list[Phase], microseconds: int) -> str:

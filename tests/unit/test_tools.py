@@ -239,20 +239,20 @@ def event(phase: str, at: int, tensor: int, name: str = "", **args: str) -> str:
     return f'{{"ph": "{phase}"{named}, "ts": {at}, "pid": {tensor}{said}}}'
 
 
-def two_fused_tensors() -> list[str]:
+def two_fused_tensors(one: int = 1, other: int = 2) -> list[str]:
     """As Horovod writes them: both are in a phase at the same time."""
     told = {"dtype": "float32", "shape": "[250, 1000]"}
     return [
-        event("B", 0, 1, "NEGOTIATE"),
-        event("E", 100, 1),
-        event("B", 100, 1, "ALLREDUCE"),
-        event("B", 110, 2, "ALLREDUCE"),
-        event("B", 200, 1, "GRAM"),
-        event("B", 200, 2, "GRAM"),
-        event("E", 700, 1),
-        event("E", 700, 2),
-        event("E", 1100, 1, **told),
-        event("E", 1100, 2, **told),
+        event("B", 0, one, "NEGOTIATE"),
+        event("E", 100, one),
+        event("B", 100, one, "ALLREDUCE"),
+        event("B", 110, other, "ALLREDUCE"),
+        event("B", 200, one, "GRAM"),
+        event("B", 200, other, "GRAM"),
+        event("E", 700, one),
+        event("E", 700, other),
+        event("E", 1100, one, **told),
+        event("E", 1100, other, **told),
     ]
 
 
@@ -281,9 +281,16 @@ def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path, capsys) -> No
 
 
 def test_a_long_timeline_needs_little_memory(tmp_path: Path) -> None:
-    """All of it is one line, as of Horovod; the limit leaves no room for a third of it."""
-    path, piece = tmp_path / "long.json", ",".join(two_fused_tensors() * 2000)
-    path.write_text("[\n" + ",".join([piece] * 16))
+    """All of it is one line, as of Horovod; the limit leaves no room for a third of it.
+
+    Nor for what is known of each of so many tensors, which have no name and never come again.
+    """
+    path = tmp_path / "long.json"
+    with path.open("w") as file:
+        for k in range(32_000):
+            file.write(
+                ("," if k else "[\n") + ",".join(two_fused_tensors(2 * k, 2 * k + 1))
+            )
     script = (
         "import resource, sys; from adasum_hvd import cli; "
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096; "

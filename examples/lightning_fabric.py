@@ -1,0 +1,68 @@
+"""Train LeNet-5 on handwritten digits with a loop of one's own in Lightning's Fabric.
+
+torchrun --nproc-per-node 2 examples/lightning_fabric.py --devices 2
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import adasum_hvd.torch as hvd
+from adasum_hvd.tools.torch_digits import LeNet5, digits
+from adasum_hvd.torch.ddp import AdasumState, adasum_hook
+
+
+class AdasumStrategy(DDPStrategy):
+    """Fabric's DDP with AdaSum, on any device."""
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap a model, start Horovod with the same ranks, and register the hook."""
+        model = super().setup_module(module)
+        hvd.init()
+        model.register_comm_hook(AdasumState(), adasum_hook)
+        return model
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=2, help="ranks on this host")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=0.03, help="for one process")
+    arguments = parser.parse_args()
+    torch.manual_seed(42)
+    torch.set_num_threads(1)
+    images, labels, test_images, test_labels = digits()
+    loader = DataLoader(TensorDataset(images, labels), 32, shuffle=True, drop_last=True)
+    fabric = Fabric(arguments.accelerator, AdasumStrategy(), arguments.devices)
+    fabric.launch()
+    net = LeNet5()
+    optimizer = torch.optim.SGD(net.parameters(), arguments.lr, momentum=0.9)
+    model, optimizer = fabric.setup(net, optimizer)
+    batches = fabric.setup_dataloaders(loader)
+    for epoch in range(arguments.epochs):
+        batches.sampler.set_epoch(epoch)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            fabric.backward(functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+    net = net.cpu().eval()
+    hvd.check_replicas(net)
+    with torch.no_grad():
+        hits = net(test_images).argmax(1) == test_labels
+    if hvd.rank() == 0:
+        print(f"{hvd.size()} ranks, {hvd.counters().calls} reductions by AdaSum")
+        print(f"test accuracy {hits.float().mean().item():.3f}", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
