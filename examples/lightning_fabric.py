@@ -42,7 +42,9 @@ def main() -> None:
     torch.set_num_threads(1)
     images, labels, test_images, test_labels = digits()
     loader = DataLoader(TensorDataset(images, labels), 32, shuffle=True, drop_last=True)
-    fabric = Fabric(arguments.accelerator, AdasumStrategy(), arguments.devices)
+    fabric = Fabric(
+        accelerator=arguments.accelerator, devices=arguments.devices, strategy=AdasumStrategy()
+    )  # fmt: skip
     fabric.launch()
     net = LeNet5()
     optimizer = torch.optim.SGD(net.parameters(), arguments.lr, momentum=0.9)

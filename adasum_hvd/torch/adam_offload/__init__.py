@@ -28,11 +28,11 @@ _CUDA_BATCH_ELEMENTS = 1 << 20  # handed to the kernel at once while others trav
 
 
 class AdamOffload(HostStateOptimizer):
-    r"""Adam on the host, for parameters on CUDA devices or the CPU.
+    """Adam on the host, for parameters on CUDA devices or the CPU.
 
-    .. math::
-        m &= \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
-        w &= w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        w = w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
 
     with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`. All of it is float32
     (float64 for float64 parameters) in host memory. A contiguous float32 parameter on the CPU
