@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "tests/parallel",
     "tests/native",
+    "tests/unit",
     "tests/compatibility",
     "benchmarks",
     "examples",

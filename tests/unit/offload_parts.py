@@ -43,7 +43,7 @@ class Reference:
 
     def __init__(self, params, **settings):
         self.params, self.settings = params, {"lr": 0.01, **settings}
-        self.weights = [p.detach().double().numpy().copy() for p in params]
+        self.weights = [p.detach().double().cpu().numpy().copy() for p in params]
         self.m = [np.zeros(w.shape) for w in self.weights]
         self.v = [np.zeros(w.shape) for w in self.weights]
         self.t = 0
@@ -51,7 +51,7 @@ class Reference:
     def step(self, **settings):
         self.t += 1
         for p, w, m, v in zip(self.params, self.weights, self.m, self.v, strict=True):
-            g = p.grad.detach().double().numpy()
+            g = p.grad.detach().double().cpu().numpy()
             adam.reference_step(w, g, m, v, self.t, **{**self.settings, **settings})
 
     def check(self, tensors, tolerance=TOLERANCE):
