@@ -53,9 +53,9 @@ def adasum_lr(
 ) -> LearningRate:
     """Return the learning rate to start from, given the one that is best for one process.
 
-    The factor over `base_lr` is the best one of `FIGURES[optimizer]`; between two numbers of
-    workers it is interpolated, both on a logarithmic scale. It was found with one model: a
-    start to tune from, not a law.
+    The factor over `base_lr` is the better of the two of `FIGURES[optimizer]`, one and the best of
+    a grid; between two numbers of workers it is interpolated, both on a logarithmic scale. It was
+    found with one model: a start to tune from, not a law.
 
     Args:
         base_lr: the learning rate tuned on a single process, with the same batch per rank.
@@ -159,17 +159,14 @@ def _factor(
     figures: Figures, op: ops.ReduceOp, size: float
 ) -> tuple[float, str, tuple[Measured, ...]]:
     """Return the factor, how sure it is, and the rows that it comes from."""
-    tuned = [
-        (row, row.factor)
-        for row in figures.rows[op]
-        if row.factor is not None and figures.is_trained(row)
-    ]
+    known = [(row, figures.best(row)) for row in figures.rows[op]]
+    tuned = [(row, best.factor) for row, best in known if best is not None]
     below, factor = [pair for pair in tuned if pair[0].workers <= size][-1]
     if below.workers == size:
-        return float(factor), "measured", (below,)
+        return factor, "measured", (below,)
     above = [pair for pair in tuned if pair[0].workers > size][:1]
     if not above:
-        return float(factor), "extrapolated", (below,)
+        return factor, "extrapolated", (below,)
     (more, larger), less = above[0], below.workers
     part = math.log(size / less) / math.log(more.workers / less)
     return factor * (larger / factor) ** part, "interpolated", (below, more)
@@ -183,9 +180,10 @@ def _reason(
     rows: tuple[Measured, ...],
 ) -> str:
     said = " and ".join(
-        f"{row.accuracy} +- {row.deviation} {figures.unit} on {row.workers} at "
-        f"{row.factor:g} times the rate of one worker"
+        f"{best.result} +- {best.deviation} {figures.unit} on {row.workers} at "
+        f"{best.factor:g} times the rate of one worker"
         for row in rows
+        if (best := figures.best(row)) is not None
     )
     here = next((row for row in figures.rows[op] if row.workers == size), None)
     if here:

@@ -71,9 +71,8 @@ def test_the_rule_is_what_the_figures_say():
         level = not learning_rate.variant_advice(ops.AdasumDelta, gradient.workers)
         assert level == (gradient.workers <= 16)
         assert (abs(gradient.unscaled - delta.unscaled) < 1) == level
-        if gradient.accuracy is not None:
-            assert (abs(gradient.accuracy - delta.accuracy) < 1) == level
-            assert gradient.accuracy > delta.accuracy - 0.1
+        assert (abs(gradient.accuracy - delta.accuracy) < 1) == level
+        assert round(gradient.accuracy - delta.accuracy, 1) >= -0.1
     best = [max(MEASURED, key=lambda op: MEASURED[op][k].accuracy) for k in (5, 6)]
     assert best == [ops.AdasumGrad] * 2
 
@@ -88,7 +87,9 @@ def test_the_rule_is_what_the_figures_say():
         ("adasum-delta", 64, 10, "measured"),
         ("adasum", 64, 10, "measured"),
         ("adasum-delta", 48, 3 * (10 / 3) ** math.log2(1.5), "interpolated"),
-        ("average", 4, 10**0.5, "interpolated"),
+        ("adasum-grad", 4, 1, "measured"),  # the grid's choice came out worse
+        ("average", 4, 3, "measured"),
+        ("average", 12, 3 * (10 / 3) ** math.log2(1.5), "interpolated"),
         ("average", 32, 10, "measured"),
         ("sum", 32, 0.3, "measured"),
         ("sum", 64, 0.3, "extrapolated"),  # where nothing trained, nothing is the best
@@ -99,7 +100,8 @@ def test_answers_come_from_the_figures(op, size, factor, certainty):
     assert rate.factor == pytest.approx(factor)
     assert rate.lr == pytest.approx(0.1 * rate.factor)
     assert rate.certainty == certainty and rate.reason.startswith(certainty)
-    assert all(str(row.accuracy) in rate.reason for row in rate.figures)
+    figures = FIGURES["momentum"]
+    assert all(str(figures.best(row).result) in rate.reason for row in rate.figures)
     assert len(rate.figures) == (2 if certainty == "interpolated" else 1)
 
 
@@ -107,7 +109,7 @@ def test_answers_come_from_the_figures(op, size, factor, certainty):
 def test_factors_between_two_sizes_lie_between_theirs(op):
     for size in range(1, 130):
         rate = adasum_lr(1.0, op, size)
-        factors = [row.factor for row in rate.figures]
+        factors = [FIGURES["momentum"].best(row).factor for row in rate.figures]
         assert min(factors) <= rate.factor * 1.000001
         assert rate.factor <= max(factors) * 1.000001
 
@@ -122,8 +124,8 @@ def test_adam_has_figures_of_its_own():
     assert study_of(type("AdamW", (AdamLike,), {})()) == "adamw"
     assert study_of(SimpleNamespace()) == "momentum"
     rate = adasum_lr(0.1, "adasum-grad", 32, optimizer="adam")
-    assert (rate.factor, rate.certainty) == (3, "measured")
-    assert "Adam, 3 seeds" in rate.reason and "98.8 +- 0.4 %" in rate.reason
+    assert (rate.factor, rate.certainty) == (1, "measured")
+    assert "Adam, 3 seeds" in rate.reason and "99.0 +- 0.2 %" in rate.reason
     rate = adasum_lr(0.003, "average", 64, optimizer="adamw")
     assert rate.lr == pytest.approx(0.01, rel=1e-3)
     assert "2.877 +- 0.061 nats per byte on 64" in rate.reason
@@ -178,7 +180,7 @@ def test_the_banner_says_the_same():
     assert learning_rate.variant_advice(ops.AdasumDelta, 64) in line
     line = banner(ops.AdasumGrad, 64)
     assert "learning rate 3 times" in line and "below" not in line
-    assert "learning rate 1.78 times" in banner(ops.Average, 2)
+    assert "learning rate 1.9 times" in banner(ops.Average, 3)
     assert "below" not in banner(ops.AdasumDelta, 16)
     averaged = {"group_op": "average", "group_size": 16}
     assert "30 times the best of one worker (extra" in banner(
