@@ -124,7 +124,7 @@ def run(fault: Fault) -> Consequence:
             if time.monotonic() > gone_by:
                 break
             time.sleep(0.05)
-        ended = time.clock_gettime(time.CLOCK_MONOTONIC)
+        job_ended = time.clock_gettime(time.CLOCK_MONOTONIC)
         reports = {
             int(path.stem.removeprefix("rank-")): json.loads(path.read_text())
             for path in folder.glob("rank-*.json")
@@ -139,7 +139,7 @@ def run(fault: Fault) -> Consequence:
             rank: report["seconds_at"] - float(struck)
             for rank, report in reports.items()
         },
-        ended - float(struck),
+        job_ended - float(struck),
         output,
         runs,
         ended,
