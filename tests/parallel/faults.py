@@ -96,7 +96,7 @@ EVERY = [
 EVERY += [
     Fault(transport, fault, phase, sets=True)
     for fault, phases in PHASES.items()
-    for phase in phases
+    for phase in phases[:2]
     for transport in ("shared memory, Gloo", "Gloo")
 ]
 
