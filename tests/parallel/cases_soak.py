@@ -8,6 +8,8 @@ from pathlib import Path
 import cases_torch_fuzz as fuzz
 import cases_torch_ops
 
+import adasum_hvd.torch as hvd
+
 ROUNDS = int(os.environ.get("ADASUM_SOAK_ROUNDS", "1200"))
 WARM_ROUNDS = 200  # until every buffer has been as large as it gets, or nearly
 LEAK_BYTES = 64 << 20
@@ -24,7 +26,7 @@ def _held() -> tuple[int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
 
 
-def case_random_reductions() -> int:
+def case_random_reductions() -> dict[str, int]:
     for number in range(WARM_ROUNDS):
         fuzz.reduce_round(number)
     memory, descriptors = _held()
@@ -33,4 +35,9 @@ def case_random_reductions() -> int:
     grown = _held()[0] - memory
     assert grown < LEAK_BYTES, f"{grown} bytes more after {ROUNDS} rounds"
     assert _held()[1] == descriptors, f"{_held()[1]} descriptors, not {descriptors}"
-    return ROUNDS
+    return {
+        "rounds": ROUNDS,
+        "tensors": hvd.counters().tensors,
+        "bytes more": grown,
+        "descriptors": descriptors,
+    }

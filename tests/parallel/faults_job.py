@@ -1,9 +1,12 @@
 """A rank of a job in which something happens to rank 1; the others write what they learn, and when.
 
-faults_job.py FAULT PHASE FOLDER: what happens, and where rank 1 is then. It writes the time to
-FOLDER/fault, every rank its error and the time to FOLDER/rank-R.json.
+faults_job.py FAULT PHASE SET FOLDER: what happens, where rank 1 is then, and whether all ranks
+reduce, or in process sets "01" and "12". It writes the time to FOLDER/fault, every rank its error
+and the time to FOLDER/rank-R.json.
 """
 
+import atexit
+import functools
 import json
 import os
 import resource
@@ -19,7 +22,7 @@ from horovod.common.exceptions import HorovodInternalError
 import adasum_hvd.torch as hvd
 
 VICTIM = 1
-FAULT, PHASE, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+FAULT, PHASE, SETS, FOLDER = *sys.argv[1:4], Path(sys.argv[4])
 # What the op holds must be more than malloc may have in reserve.
 ELEMENTS = 50_000_000 if FAULT == "memory" else 20_000_000
 
@@ -62,11 +65,25 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
-def reduce() -> None:
+def process_set() -> hvd.ProcessSet:
+    """Return the ranks that reduce with this one; rank 1 and those that wait for it are in two."""
+    if SETS == "all":
+        return hvd.global_process_set
+    both = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
+    for one in both:
+        if one.included():
+            hvd.allreduce(torch.ones(10), op=hvd.Adasum, name="set", process_set=one)
+    return both[hvd.rank() // 2]
+
+
+def reduce(together: hvd.ProcessSet) -> None:
     """Reduce what the ranks have in common, with the fault on one of them."""
     tensor = torch.full((ELEMENTS,), 1.0 + hvd.rank())
+    reduction = functools.partial(
+        hvd.allreduce_, tensor, op=hvd.Adasum, name="gradient", process_set=together
+    )
     if hvd.rank() != VICTIM:
-        hvd.allreduce_(tensor, op=hvd.Adasum, name="gradient")
+        reduction()
         return
     if PHASE == "negotiation":
         strike()
@@ -78,21 +95,37 @@ def reduce() -> None:
         begun = threading.Event()
         threading.Thread(target=strike_in_phase, args=(begun,), daemon=True).start()
         begun.wait()
-    hvd.allreduce_(tensor, op=hvd.Adasum, name="gradient")
+    reduction()
+
+
+def wait_for_reports() -> None:
+    """Let the others write, if they come to it soon: a launcher ends all with the first."""
+    limit = now() + 10
+    while len(list(FOLDER.glob("rank-[02].json"))) < 2 and now() < limit:
+        time.sleep(0.02)
 
 
 def main() -> None:
     """Run until there is an error, and write it."""
+    if FAULT == "raise":
+        atexit.register(wait_for_reports)  # which is when Horovod has shut down
     hvd.init()
     if hvd.rank() != VICTIM:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers end the others early
     hvd.allreduce(torch.ones(1000), op=hvd.Adasum, name="small")
+    together = process_set()
     hvd.barrier()
     try:
-        reduce()
+        reduce(together)
     except HorovodInternalError as error:
         report = {"seconds_at": now(), "error": str(error)}
-        (FOLDER / f"rank-{hvd.rank()}.json").write_text(json.dumps(report))
+        rank = hvd.rank()
+        (FOLDER / f"rank-{rank}.json").write_text(json.dumps(report))
+        if SETS != "all":
+            hvd.shutdown()
+            (FOLDER / f"ended-{rank}").touch()
+        if rank == VICTIM:
+            wait_for_reports()
         os._exit(1)
     print("DONE")
 

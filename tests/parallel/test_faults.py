@@ -13,6 +13,8 @@ from faults import Consequence, Fault, check, run
 CHOSEN = [
     Fault("Gloo", "missing", "negotiation"),
     Fault("MPI", "missing", "negotiation"),
+    Fault("Gloo", "stop", "negotiation"),
+    Fault("MPI", "stop", "negotiation"),
     Fault("Gloo", "stop", "exchange"),
     Fault("MPI", "stop", "gather"),
     Fault("shared memory, MPI", "stop", "negotiation"),
@@ -22,6 +24,9 @@ CHOSEN = [
     Fault("Gloo", "raise", "negotiation"),
     Fault("Gloo", "kill", "gather"),
     Fault("MPI", "kill", "exchange"),
+    Fault("Gloo", "kill", "exchange", sets=True),
+    Fault("shared memory, Gloo", "memory", "exchange", sets=True),
+    Fault("shared memory, Gloo", "missing", "negotiation", sets=True),
 ]
 
 

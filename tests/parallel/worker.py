@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-CASE_SECONDS = 240  # a rank that is stuck shows where it stands, and ends
+# A rank that is stuck shows where it stands, and ends.
+CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 
 
 def main() -> None:

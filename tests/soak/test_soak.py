@@ -7,13 +7,19 @@ import test_tensorflow
 import test_torch
 from launch import Configuration, case_names, launch
 
+PATIENT = (
+    "ADASUM_CASE_SECONDS",
+    "1400",
+)  # many rounds, or many ranks on few processors
+
 
 @pytest.mark.parametrize("local", ["auto", "staged", "off"])
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("gloo", 4), ("mpi", 3)])
 def test_random_reductions(backend: str, ranks: int, local: str) -> None:
-    environment = (("ADASUM_HVD_LOCAL", local),)
+    environment = (("ADASUM_HVD_LOCAL", local), PATIENT)
     outcome = launch(Configuration("cases_soak", backend, ranks, environment))
     outcome.check("case_random_reductions", ranks)
+    print(outcome.results("case_random_reductions"))
 
 
 @pytest.mark.parametrize(
@@ -28,8 +34,8 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
         Configuration(test_torch.OPS, "gloo", 4),
         Configuration(test_torch.OPS, "gloo", 5, test_torch.NETWORK),
         Configuration(test_torch.OPS, "mpi", 8),
-        Configuration("cases_convergence", "gloo", 8),
-        Configuration("cases_sixteen", "mpi", 16),  # MindSpore's least
+        Configuration("cases_convergence", "gloo", 8, (PATIENT,)),
+        Configuration("cases_sixteen", "mpi", 16, (PATIENT,)),  # MindSpore's least
     ],
     ids=str,
 )

@@ -69,12 +69,30 @@ def test_without_nccl_nothing_is_reduced_on_devices():
     assert binding.reduces_on_devices(wire.LIBRARY) is False
 
 
-def test_local_size_divides_only_what_registry_h_leaves_undivided():
-    """Horovod's source: three uses of GetLocalSize, of which one divides a factor."""
+def source_of(name: str) -> str:
+    """Return a file of Horovod's common/."""
     trees = sorted(sources.cache_dir().glob(f"**/horovod-{sources.HOROVOD_VERSION}"))
     if not trees:
         pytest.skip("Horovod's source is not unpacked here")
-    source = (trees[0] / "horovod" / "common" / "operations.cc").read_text()
+    return (trees[0] / "horovod" / "common" / name).read_text()
+
+
+def test_process_sets_end_where_shut_down_cc_ends_them():
+    """The loop's turns have one place, and so has what removes a process set from the table."""
+    operations = source_of("operations.cc")
+    (turn,) = re.findall(r"(\S+)->ComputeResponseList\(([^)]*)\)", operations)
+    assert turn[0] == "process_set.controller"
+    assert re.sub(r"\s+", " ", turn[1]).endswith(", state, process_set")
+    ends = re.findall(r"process_set_table\.Finalize\(\w+,\s+(\w+)\);", operations)
+    assert ends == ["SHUT_DOWN_ERROR", "SHUT_DOWN_ERROR"]
+    table = source_of("process_set.cc")
+    assert "id_to_process_set_[id_to_be_removed_].Finalize(removal_status);" in table
+    assert "void ProcessSetTable::DeregisterProcessSet(int32_t process_set_id)" in table
+
+
+def test_local_size_divides_only_what_registry_h_leaves_undivided():
+    """Horovod's source: three uses of GetLocalSize, of which one divides a factor."""
+    source = source_of("operations.cc")
     uses = re.findall(r"(\S+ \S+) \S*GetLocalSize\(\);", source)
     assert sorted(uses) == ["local_size =", "postscale_factor /="]
     assert len(re.findall(r"GetLocalSize\(\)", source)) == 3

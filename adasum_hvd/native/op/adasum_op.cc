@@ -136,7 +136,7 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
     watch_ =
         std::make_unique<Watch>(LoopOf(*global_state_), std::chrono::seconds(settings_.local.timeout_seconds),
                                 std::chrono::seconds(settings_.stall_seconds));
-    SetWitness([this] { return watch_->RankThatDoesNotRun(); });
+    SetWitness([this](bool agreed) { return watch_->Conclude(agreed); });
   }
   return agreements_.Of(
       process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
@@ -154,12 +154,15 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
       });
 }
 
-// Only the ranks of process set 0 watch each other: it lives as long as Horovod does.
+// Only in process set 0 ranks watch each other: it lives as long as Horovod does, and all are in it.
 void AdasumOp::WatchOver(int process_set_id, const ProcessSetState& state) const {
   watch_->Oversee(state.network);
   BoundStalls(*state.controller.lock(), settings_.stall_seconds);
-  if (process_set_id == 0 && state.local != nullptr) {
-    watch_->Include(state.local->group());
+  if (process_set_id == 0) {
+    watch_->ListenTo(state.network);
+    if (state.local != nullptr) {
+      watch_->Include(state.local->group());
+    }
   }
 }
 
@@ -229,6 +232,9 @@ hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int
   }
   if (!state.one_host || state.local == nullptr) {
     state.network->GiveUp({{blamed}, why});
+  }
+  if (state.controller.lock() != global_state_->global_controller) {
+    TellEverybody({{blamed}, why}); // who is not in this process set, too
   }
   return hvd::Status::UnknownError(why);
 }

@@ -92,6 +92,16 @@ inline double& operator/=(double& factor, LocalSize size) {
   return IsLeftToHorovod() ? factor = factor / size.ranks : factor;
 }
 
+// Beside what a turn of Horovod's loop has negotiated in a process set.
+struct Turn {
+  const horovod::common::HorovodGlobalState& state;
+  const horovod::common::ProcessSet& process_set;
+};
+inline horovod::common::ResponseList operator+(horovod::common::ResponseList responses, const Turn& turn) {
+  NoteTurn(turn.state, *turn.process_set.controller, responses.shutdown());
+  return responses;
+}
+
 } // namespace adasum_hvd
 
 namespace horovod {
@@ -115,6 +125,10 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
   set_reduce_op((op) == ::horovod::common::ReduceOp::ADASUM ? ::horovod::common::ReduceOp::SUM : (op))
 
 #define GetLocalSize() GetLocalSize() + ::adasum_hvd::AsLocalSize()
+
+// Its only use in operations.cc is in the loop.
+#define ComputeResponseList(leaving, state, process_set)                                                     \
+  ComputeResponseList(leaving, state, process_set) + ::adasum_hvd::Turn { state, process_set }
 
 // Horovod's words for a shutdown name no cause.
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)

@@ -28,10 +28,19 @@ constexpr int kUsualLookSeconds = 60; // Horovod's
 // What this rank knows of the cause, as it is told to callers; they ask on their own threads.
 std::mutex cause_mutex;
 std::string cause;
-std::string leave;                    // why this process is about to shut down
-std::function<std::string()> witness; // of the background thread
+std::string leave; // why this process is about to shut down
+Witness witness;   // of the background thread
 
 thread_local bool asked_to_leave = false; // this process, by its own script
+thread_local bool all_agreed = false;     // that Horovod shuts down
+
+// A private member, which an explicit instantiation may name.
+using Deregister = void (hvd::ProcessSetTable::*)(int32_t);
+Deregister DeregisterProcessSet();
+template <Deregister member> struct Private {
+  friend Deregister DeregisterProcessSet() { return member; }
+};
+template struct Private<&hvd::ProcessSetTable::DeregisterProcessSet>;
 
 // Protected members of Horovod's, named through derived classes.
 struct InspectorTables : hvd::StallInspector {
@@ -80,9 +89,24 @@ std::string PendingNames(hvd::HorovodGlobalState& state) {
   return List(names);
 }
 
+// As Horovod does when it shuts down, without asking the other ranks.
+void RemoveProcessSets(hvd::ProcessSetTable& table, const hvd::Status& status) {
+  for (const int id : table.Ids()) {
+    if (id != 0) {
+      table.Get(id).Finalize(status);
+      (table.*DeregisterProcessSet())(id);
+    }
+  }
+}
+
 bool NoCause() {
   std::lock_guard<std::mutex> guard(cause_mutex);
   return cause.empty();
+}
+
+hvd::Status WithCause(const hvd::Status& horovods) {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
 }
 
 } // namespace
@@ -125,11 +149,18 @@ bool NoteStalled(hvd::Controller& controller) {
                           std::to_string(limit.count()) + " s " + List(tensors) +
                           "; call the same operations on all ranks, or raise ADASUM_HVD_STALL_SECONDS";
   NoteFailure(why);
-  const auto networks = KnownNetworks();
-  if (const auto found = networks.find(&controller); found != networks.end()) {
-    found->second->Tell({blamed, why});
-  }
+  TellEverybody({blamed, why});
   return true;
+}
+
+void NoteTurn(const hvd::HorovodGlobalState& state, const hvd::Controller& controller, bool is_last) {
+  all_agreed = is_last && &controller == state.global_controller.get();
+}
+
+void TellEverybody(const LastWords& words) {
+  for (const auto& [controller, network] : KnownNetworks()) {
+    network->Tell(words);
+  }
 }
 
 void Leave(const std::string& why) {
@@ -152,7 +183,7 @@ bool NoteLeaving(hvd::Controller& controller, bool leaving) {
 hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& horovods) {
   const auto networks = KnownNetworks(); // of Horovod's background thread alone
   const std::string pending = networks.empty() ? "" : PendingNames(state);
-  if (const std::string seen = networks.empty() || !witness ? "" : witness(); !seen.empty()) {
+  if (const std::string seen = networks.empty() || !witness ? "" : witness(all_agreed); !seen.empty()) {
     NoteFailure(seen);
   }
   for (const auto& [controller, network] : networks) {
@@ -173,8 +204,11 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
   if (!pending.empty()) {
     NoteFailure("rank " + std::to_string(state.global_controller->GetRank()) + " waited for " + pending);
   }
-  std::lock_guard<std::mutex> guard(cause_mutex);
-  return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
+  const hvd::Status status = WithCause(horovods);
+  if (!networks.empty() && !all_agreed) {
+    RemoveProcessSets(state.process_set_table, status);
+  }
+  return status;
 }
 
 void LogEnd(int rank, const std::string& why) {
@@ -204,13 +238,14 @@ void NoteFailure(const std::string& why) {
   }
 }
 
-void SetWitness(std::function<std::string()> one) { witness = std::move(one); }
+void SetWitness(Witness one) { witness = std::move(one); }
 
 void ForgetFailures() {
   std::lock_guard<std::mutex> guard(cause_mutex);
   cause.clear();
   leave.clear();
   witness = nullptr;
+  all_agreed = false;
 }
 
 } // namespace adasum_hvd

@@ -8,6 +8,7 @@
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "op/network.h"
+#include "transport/last_words.h"
 
 namespace adasum_hvd {
 
@@ -26,7 +27,17 @@ void Leave(const std::string& why);
 // In every turn of Horovod's loop; `leaving` when this process is to shut down. True.
 bool NoteLeaving(horovod::common::Controller& controller, bool leaving);
 
-// Horovod's own error, and what this rank knows of the cause.
+// Whether this turn of Horovod's loop is its last by agreement of all ranks: of the `controller` of a process
+// set.
+void NoteTurn(const horovod::common::HorovodGlobalState& state, const horovod::common::Controller& controller,
+              bool is_last);
+
+// Tells all ranks why this one takes part no more.
+void TellEverybody(const LastWords& words);
+
+// Horovod's own error, and what this rank knows of the cause. On Horovod's own thread this is the end of its
+// loop: where the ranks have not agreed on it, other process sets than all ranks' are gone afterwards, since
+// Horovod would negotiate that over connections that are closed.
 horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
                                       const horovod::common::Status& horovods);
 
@@ -39,8 +50,10 @@ void LogEnd(int rank, const std::string& why);
 // A reduction of this rank has failed.
 void NoteFailure(const std::string& why);
 
-// Asked when Horovod shuts down: what is wrong with a rank, or an empty string.
-void SetWitness(std::function<std::string()> witness);
+// Asked when Horovod shuts down, whether all ranks have `agreed` or not: what is wrong with a rank, or an
+// empty string.
+using Witness = std::function<std::string(bool agreed)>;
+void SetWitness(Witness witness);
 
 // Horovod starts anew.
 void ForgetFailures();

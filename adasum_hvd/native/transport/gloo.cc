@@ -11,6 +11,7 @@ namespace {
 // Gloo's own uses these.
 constexpr uint64_t kSlotPrefix = uint64_t{0xad} << 56;
 constexpr uint64_t kLastWordsSlot = uint64_t{0xae} << 56;
+constexpr uint64_t kBeatsSlot = uint64_t{0xaf} << 56;
 constexpr int32_t kNothingSaid = -2;
 constexpr std::chrono::seconds kShow{1};        // after so long others are shown who is awaited
 constexpr std::chrono::seconds kGloosOwnEnd{5}; // behind ours
@@ -124,6 +125,38 @@ void GlooTransport::Look() {
   if (told || elapsed >= settings_.timeout) {
     awaited_->receives ? awaited_->buffer->abortWaitRecv() : awaited_->buffer->abortWaitSend();
   }
+}
+
+std::vector<int> GlooTransport::ExchangeBeats(bool say) {
+  const bool first = beats_.empty();
+  std::vector<int> counts(size());
+  if (first) {
+    beats_ = std::vector<Beats>(size());
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    Beats& beats = beats_[peer];
+    if (peer == rank()) {
+      continue;
+    }
+    try {
+      if (first) {
+        beats.sending = context_->createUnboundBuffer(&beats.sent, sizeof beats.sent);
+        beats.receiving = context_->createUnboundBuffer(&beats.received, sizeof beats.received);
+      }
+      // Never waited for: a wait that ends for its length would close all connections.
+      const bool came = __atomic_exchange_n(&beats.received, char{0}, __ATOMIC_ACQUIRE) != 0;
+      beats.count += came ? 1 : 0;
+      if (first || came) {
+        beats.receiving->recv(peer, kBeatsSlot);
+      }
+      if (say) {
+        beats.sending->send(peer, kBeatsSlot);
+      }
+    } catch (const std::exception&) { // the connection is closed; so the others hear nothing either
+    }
+    counts[peer] = beats.count;
+  }
+  return counts;
 }
 
 const Heard& GlooTransport::Listen() {

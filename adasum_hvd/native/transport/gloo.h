@@ -33,6 +33,7 @@ public:
   void GiveUp(const LastWords& words) override;
   const Heard& Listen() override;
   void Look() override;
+  std::vector<int> ExchangeBeats(bool say) override;
 
 private:
   using Buffer = gloo::transport::UnboundBuffer;
@@ -51,6 +52,15 @@ private:
     std::unique_ptr<Buffer> buffer;
   };
 
+  // A byte each way, sent and received again and again.
+  struct Beats {
+    char sent = 1;
+    char received = 0;
+    std::unique_ptr<Buffer> sending;
+    std::unique_ptr<Buffer> receiving;
+    int count = 0;
+  };
+
   void Post(const Pending& pending, uint64_t slot);
   void WaitFor(const Pending& pending);
   [[noreturn]] void Fail(int peer, const std::string& why);
@@ -64,6 +74,7 @@ private:
   LastWords said_;
   std::vector<std::unique_ptr<Buffer>> saying_; // to each peer, once something is said
   bool gave_up_ = false;
+  std::vector<Beats> beats_; // per peer, from the first exchange on
 
   std::mutex waiting_; // guards what Look reads
   const Pending* awaited_ = nullptr;

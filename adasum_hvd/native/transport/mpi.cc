@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kTag = 0xada;
 constexpr int kLastWordsTag = 0xadb;
+constexpr int kBeatsTag = 0xadc;
 constexpr int kSpins = 2000;                    // looks, each of which moves what is under way
 constexpr std::chrono::milliseconds kAwake{20}; // then turns for other ranks, for so long
 constexpr std::chrono::microseconds kNap{100};  // then naps: the peer is late, not the message
@@ -136,6 +137,33 @@ const Heard& MpiTransport::Listen() {
                    MPI_STATUS_IGNORE),
           "MPI_Recv");
   }
+}
+
+std::vector<int> MpiTransport::ExchangeBeats(bool say) {
+  static const char beat = 1;
+  int provided = 0;
+  beats_.resize(size_);
+  if (MPI_Query_thread(&provided) != MPI_SUCCESS || provided != MPI_THREAD_MULTIPLE) {
+    return {}; // the loop's thread is inside MPI
+  }
+  for (int peer = 0; say && peer < size_; ++peer) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    if (peer != rank_ &&
+        MPI_Isend(&beat, sizeof beat, MPI_BYTE, peer, kBeatsTag, communicator_, &request) == MPI_SUCCESS) {
+      MPI_Request_free(&request);
+    }
+  }
+  for (int there = 1; there != 0;) {
+    MPI_Status status;
+    MPI_Iprobe(MPI_ANY_SOURCE, kBeatsTag, communicator_, &there, &status);
+    if (there != 0) {
+      char received = 0;
+      MPI_Recv(&received, sizeof received, MPI_BYTE, status.MPI_SOURCE, kBeatsTag, communicator_,
+               MPI_STATUS_IGNORE);
+      ++beats_[status.MPI_SOURCE];
+    }
+  }
+  return beats_;
 }
 
 // No message may come when the caller's buffers are gone.

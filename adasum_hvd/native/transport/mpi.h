@@ -25,6 +25,7 @@ public:
   void GiveUp(const LastWords& words) override { Tell(words); }
   const Heard& Listen() override;
   void Progress() override;
+  std::vector<int> ExchangeBeats(bool say) override;
 
 private:
   // What was started together: requests, and the rank at the other end of each.
@@ -46,6 +47,7 @@ private:
   std::deque<Exchange> started_;
   Heard heard_;
   bool told_ = false;
+  std::vector<int> beats_; // received, per peer
 };
 
 } // namespace adasum_hvd

@@ -46,6 +46,12 @@ public:
   // On another thread, several times a second, while a reduction may wait.
   virtual void Look() {}
 
+  // Says to all others that this process runs, and returns how many times each rank has said so, as far as
+  // this one has looked: one time of each a call. On one other thread, while Horovod's loop waits.
+  virtual std::vector<int> ExchangeBeats(bool say) = 0;
+
+  const std::vector<int>& global_ranks() const { return settings_.global_ranks; }
+
   // Where other ranks of the host read which global rank this one waits for, plus one; or null.
   void ShowAwaitedIn(std::atomic<int32_t>* awaits) { awaits_ = awaits; }
 

@@ -8,6 +8,7 @@ namespace adasum_hvd {
 namespace {
 
 constexpr std::chrono::milliseconds kBeat{200};
+constexpr int kBeatsPerTimeout = 8;            // over the network
 constexpr std::chrono::seconds kToShutDown{5}; // what Horovod may take when a rank leaves
 constexpr std::chrono::seconds kToBeRead{2};   // between what is said and the end, for others to say it too
 
@@ -31,6 +32,11 @@ void Watch::Include(std::shared_ptr<LocalGroup> group) {
   group_ = std::move(group);
 }
 
+void Watch::ListenTo(std::weak_ptr<NetworkTransport> everyone) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  everyone_ = std::move(everyone);
+}
+
 void Watch::Oversee(std::weak_ptr<NetworkTransport> network) {
   std::lock_guard<std::mutex> guard(mutex_);
   networks_.push_back(std::move(network));
@@ -47,6 +53,7 @@ void Watch::Run() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (bool said = false; !wake_.wait_for(lock, kBeat, stopped);) {
     Beat();
+    BeatOverNetwork();
     Look();
     const std::string reason = LoopIsStuck() && !said ? Reason() : "";
     if (reason.empty()) {
@@ -64,18 +71,44 @@ void Watch::Run() {
   }
 }
 
+void Watch::Heart::See(uint32_t now) {
+  if (now != beats) {
+    beats = now;
+    still.Moved();
+  }
+  silent = still.Elapsed();
+}
+
 void Watch::Beat() {
   for (size_t rank = 0; rank < hearts_.size(); ++rank) {
-    Heart& heart = hearts_[rank];
     std::atomic<uint32_t>& beats = group_->header(static_cast<int>(rank)).beats;
     if (static_cast<int>(rank) == group_->rank) {
       beats.fetch_add(1, std::memory_order_relaxed);
     }
-    if (const uint32_t now = beats.load(std::memory_order_relaxed); now != heart.beats) {
-      heart.beats = now;
-      heart.still.Moved();
-    }
-    heart.silent = heart.still.Elapsed();
+    hearts_[rank].See(beats.load(std::memory_order_relaxed));
+  }
+}
+
+// Where one rank makes Horovod's loop wait, it waits on all others, too: they say so, and it does not.
+void Watch::BeatOverNetwork() {
+  const Duration period = Duration(timeout_) / kBeatsPerTimeout;
+  const std::shared_ptr<NetworkTransport> everyone = everyone_.lock();
+  if (everyone == nullptr) {
+    return;
+  }
+  if (WithoutTurn() < period) {
+    far_hearts_.clear();
+    return;
+  }
+  const bool begins = far_hearts_.empty();
+  const bool say = begins || unsaid_.Elapsed() >= period;
+  const std::vector<int> beats = everyone->ExchangeBeats(say);
+  far_hearts_.resize(beats.size());
+  for (size_t rank = 0; rank < beats.size(); ++rank) {
+    far_hearts_[rank].See(static_cast<uint32_t>(beats[rank]));
+  }
+  if (say) {
+    unsaid_.Moved();
   }
 }
 
@@ -89,16 +122,20 @@ void Watch::Look() {
   }
 }
 
-bool Watch::LoopIsStuck() {
+Watch::Duration Watch::WithoutTurn() {
   if (const int64_t turns = loop_.turns(); turns != turns_) {
     turns_ = turns;
     without_turn_.Moved();
   }
-  return without_turn_.Elapsed() >= (loop_.leaving() ? std::min(timeout_, kToShutDown) : timeout_);
+  return without_turn_.Elapsed();
+}
+
+bool Watch::LoopIsStuck() {
+  return WithoutTurn() >= (loop_.leaving() ? std::min(timeout_, kToShutDown) : timeout_);
 }
 
 std::string Watch::Reason() {
-  const std::string silent = SilentHeart();
+  const std::string silent = SilentHeart(timeout_);
   if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || without_turn_.Elapsed() < stall_) {
     return silent.empty() ? failure_ : silent;
   }
@@ -106,12 +143,38 @@ std::string Watch::Reason() {
          " s (ADASUM_HVD_STALL_SECONDS)";
 }
 
-std::string Watch::RankThatDoesNotRun() {
+std::string Watch::Conclude(bool agreed) {
   std::lock_guard<std::mutex> guard(mutex_);
-  return SilentHeart();
+  const std::string silent = SilentHeart(Duration(timeout_) / 2); // Gloo's own wait may have ended first
+  everyone_.reset();
+  if (!agreed && failure_.empty()) {
+    failure_ = "Horovod's loop has ended on this rank, and not on all";
+  }
+  return silent;
 }
 
-std::string Watch::SilentHeart() const {
+// Of ranks of other hosts, those that have said nothing for `far_away`.
+std::string Watch::SilentHeart(Duration far_away) const {
+  if (const std::string near = SilentNeighbour(); !near.empty()) {
+    return near;
+  }
+  const std::shared_ptr<NetworkTransport> everyone = everyone_.lock();
+  std::string silent;
+  Duration longest{};
+  for (size_t rank = 0; everyone != nullptr && rank < far_hearts_.size(); ++rank) {
+    if (static_cast<int>(rank) != everyone->rank() && far_hearts_[rank].silent >= far_away) {
+      silent += (silent.empty() ? "" : ", ") + std::to_string(everyone->global_ranks()[rank]);
+      longest = std::max(longest, far_hearts_[rank].silent);
+    }
+  }
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(longest).count();
+  return silent.empty() ? ""
+                        : "required every rank to run, got nothing of ranks " + silent + " on rank " +
+                              std::to_string(everyone->global_ranks()[everyone->rank()]) + " for " +
+                              std::to_string(seconds) + " s, while Horovod waits";
+}
+
+std::string Watch::SilentNeighbour() const {
   for (size_t rank = 0; rank < hearts_.size(); ++rank) {
     if (hearts_[rank].silent >= timeout_) {
       return "required every rank of this host to run, got none of rank " +

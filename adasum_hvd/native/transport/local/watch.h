@@ -24,10 +24,10 @@ struct WatchedLoop {
   std::function<void()> end; // the process
 };
 
-// A thread that shows the other ranks of the host that this process runs, and looks whether theirs do, and
-// after waits over the network. Ends
-// the process when the loop has not turned for the timeout, or for some seconds where this rank is to shut
-// down, and there is a reason: a reduction has failed, or a rank of the host does not run.
+// A thread that shows the other ranks that this process runs, and looks whether theirs do, and after waits
+// over the network. On a host they see it in shared memory, at any time; over the network they say so while
+// Horovod's loop waits. Ends the process when the loop has not turned for the timeout, or for some seconds
+// where this rank is to shut down, and there is a reason: a reduction has failed, or a rank does not run.
 class Watch {
 public:
   // `stall` ends what has no other end, for whatever reason; 0 does not.
@@ -38,23 +38,37 @@ public:
 
   // The ranks of the host, which must all include one another, until the end.
   void Include(std::shared_ptr<LocalGroup> group);
+  // All ranks of the job, which must do so too, before any can wait.
+  void ListenTo(std::weak_ptr<NetworkTransport> everyone);
+
   void NoteFailure(const std::string& why);
-  std::string RankThatDoesNotRun();                      // on this host, and for how long; or empty
+
+  // The loop has ended: which ranks do not run, and for how long; or empty. Nothing is sent any more. If the
+  // ranks have not `agreed` on it, what Horovod still does may wait for the others without an end.
+  std::string Conclude(bool agreed);
+
   void Oversee(std::weak_ptr<NetworkTransport> network); // calls its Look
 
 private:
+  using Duration = IdleClock::Clock::duration;
+
   // Of a rank, as this one sees it.
   struct Heart {
     uint32_t beats = 0;
     IdleClock still;
-    IdleClock::Clock::duration silent{};
+    Duration silent{};
+
+    void See(uint32_t now);
   };
 
   void Run();
   void Beat();
+  void BeatOverNetwork();
   void Look();
   std::string Reason();
-  std::string SilentHeart() const;
+  std::string SilentHeart(Duration far_away) const;
+  std::string SilentNeighbour() const;
+  Duration WithoutTurn();
   bool LoopIsStuck();
 
   const WatchedLoop loop_;
@@ -65,6 +79,9 @@ private:
   bool stop_ = false;
   std::shared_ptr<LocalGroup> group_;
   std::vector<Heart> hearts_; // by rank on the host
+  std::weak_ptr<NetworkTransport> everyone_;
+  std::vector<Heart> far_hearts_; // by rank, while the loop waits
+  IdleClock unsaid_;              // since this rank said that it runs
   std::string failure_;
   std::vector<std::weak_ptr<NetworkTransport>> networks_;
   int64_t turns_ = 0;
