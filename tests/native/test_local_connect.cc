@@ -273,7 +273,8 @@ void MemoryKeepsItsSize() {
   }
   const Descriptor unsealed(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   struct stat status;
-  Check(fstat(segment.descriptor(), &status) == 0 && ftruncate(unsealed.value(), status.st_size) == 0, "ftruncate");
+  Check(fstat(segment.descriptor(), &status) == 0 && ftruncate(unsealed.value(), status.st_size) == 0,
+        "ftruncate");
   try {
     LocalSegment(unsealed.value(), 2, 4096);
   } catch (const std::runtime_error& error) {

@@ -197,9 +197,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (const hvd::Status status = CheckType(entries.front()); !status.ok()) {
     return status;
   }
-  const int process_set_id = entries.front().process_set_id;
-  hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  ProcessSetState& state = StateOf(process_set_id);
+  ProcessSetState& state = StateOf(entries.front().process_set_id);
   if (!state.disagreement.empty()) {
     return hvd::Status::InvalidArgument(state.disagreement);
   }
