@@ -76,8 +76,9 @@ def _made(
 ) -> Path:
     """Return what the command makes of what it reads, made now or earlier."""
     directory = cache_dir() / room
-    # The same in every clone.
-    words = "\0".join(command).replace(f"{_REPOSITORY}/", "")
+    # The same in every clone, and in every environment with the wheel.
+    words = "\0".join(command).replace(str(NATIVE), "native")
+    words = words.replace(f"{_REPOSITORY}/", "")
     key = hashlib.sha256(words.encode())
     for path in read:
         key.update(path.read_bytes())
