@@ -168,6 +168,7 @@ size_t MapsOfSharedMemory() {
 }
 
 void NothingStaysBehind() {
+  InThreads(1, [](int) {}); // the thread sanitizer keeps one of its own behind the first
   const size_t descriptors = CountIn("/proc/self/fd"), threads = CountIn("/proc/self/task");
   for (int round = 0; round < 3; ++round) {
     Board board(3);

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,14 +138,20 @@ def test_program(name: str, form: str) -> None:
     chosen = CHOSEN.get((name, form)) or listed_by(command)
     # Devices exchange over NCCL, which here is simulated; under sanitizers by copies.
     over = {"ADASUM_TEST_TRANSPORT": "copy" if FORMS[form] else "nccl"}
-    result = subprocess.run(
-        [*command, *chosen], capture_output=True, text=True, timeout=900, check=False,
-        env=os.environ | over,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "FAILED" not in result.stdout
-    ran = re.findall(r"^ok (.*) \(", result.stdout, re.MULTILINE)
-    skipped = dict(re.findall(r"^skipped (.*?): (.*)", result.stdout, re.MULTILINE))
+
+    def run(test: str) -> str:
+        result = subprocess.run(
+            [*command, test], capture_output=True, text=True, timeout=900, check=False,
+            env=os.environ | over,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    with ThreadPoolExecutor(4) as pool:  # many of them mostly wait
+        output = "".join(pool.map(run, chosen))
+    assert "FAILED" not in output
+    ran = re.findall(r"^ok (.*) \(", output, re.MULTILINE)
+    skipped = dict(re.findall(r"^skipped (.*?): (.*)", output, re.MULTILINE))
     for test, why in skipped.items():
         warnings.warn(f"{test}: skipped: {why}", stacklevel=1)
     assert chosen and sorted([*ran, *skipped]) == sorted(chosen)

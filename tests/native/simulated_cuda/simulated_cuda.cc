@@ -202,14 +202,12 @@ Kernels& loaded_kernels() {
 
 } // namespace
 
+// Other threads that want the kernel, too, wait until it is there.
 void Load(const void* kernel) {
-  {
-    std::lock_guard<std::mutex> guard(loaded_kernels().mutex);
-    if (!loaded_kernels().loaded.insert(kernel).second) {
-      return;
-    }
+  std::lock_guard<std::mutex> guard(loaded_kernels().mutex);
+  if (loaded_kernels().loaded.insert(kernel).second) {
+    WaitForDevice();
   }
-  WaitForDevice();
 }
 
 void WaitForDevice() {
