@@ -212,8 +212,9 @@ def plot(source: Path, target: Path) -> None:
         axes.tick_params(axis="x", labelsize=7)
         axes.set_title(f"{row['model']}, {row['ranks']} ranks", fontsize=9)
     panels[0].set_ylabel("a training step, ms")
-    panels[0].legend(fontsize=7)
-    figure.tight_layout()
+    bars, names = panels[0].get_legend_handles_labels()
+    figure.legend(bars, names, loc="upper center", ncols=len(PARTS), fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(target, dpi=110)
 
 
