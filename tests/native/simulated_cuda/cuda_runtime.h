@@ -39,6 +39,9 @@ void WaitForWarp();
 // Gives every lane of the warp the bytes of lane `from`.
 void Shuffle(void* value, size_t bytes, unsigned from);
 
+// Runs all blocks of a kernel, whose body is called for every thread.
+void RunKernel(dim3 blocks, dim3 threads, const std::function<void()>& body);
+
 // Before the first launch of a kernel the driver loads it, and may wait for all that the device does.
 void Load(const void* kernel);
 
