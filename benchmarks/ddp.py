@@ -59,7 +59,9 @@ class Stopwatch:
         self.spent = dict.fromkeys(PARTS, 0.0)
         self._inside = False
         watched = {
-            buckets.Bucket: {"fill": "fill", "start": "fill", "finish": "wait"},
+            buckets.Bucket: {
+                "take": "fill", "fill": "fill", "start": "fill", "finish": "wait",
+            },
             delta_buckets.ChangeBucket: {"open": "fill", "start": "fill"},
             delta_buckets.ChangeInOpBucket: {
                 "start": "fill", "finish": "wait", "apply": "write back",

@@ -17,6 +17,9 @@ from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 
+LARGE_BYTES = (
+    1 << 16
+)  # copied in less time than a call of its own takes are smaller ones
 NamedParameter = tuple[str, torch.nn.Parameter]
 
 
@@ -26,6 +29,9 @@ class Bucket:
     Attributes:
         names: the parameters'.
         entry: what Horovod calls the flat tensor.
+        gradients: the parameters' parts of it that may be their `.grad`, as DDP's bucket views;
+            None for one of another dtype or layout than the parameter, and where a round that is
+            dropped (the parameters changed before `step`) must find the rank's own again.
 
     Args:
         label: what is carried; makes the bucket's name in Horovod unique.
@@ -61,11 +67,10 @@ class Bucket:
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        # The same memory, with version counters of their own: what `fill` copies beside a gradient
-        # must not look like a change of it.
-        self._gradients = [view.data for view in self.views]
+        self.gradients = (
+            self._gradients() if _repeats(op, factors) else [None] * len(sizes)
+        )
         self._factors, self.process_set = factors, process_set
-        self._hands_out = _repeats(op, factors)
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
@@ -82,16 +87,23 @@ class Bucket:
             return wire.zeros(elements, dtype, device)
         return torch.zeros(elements, dtype=dtype, device=device)
 
+    def _gradients(self) -> list[torch.Tensor | None]:
+        # Version counters of their own: what `fill` copies beside a gradient must not look like a
+        # change of it.
+        return [
+            view.data
+            if parameter.dtype == view.dtype and parameter.is_contiguous()
+            else None
+            for view, parameter in zip(self.views, self.params, strict=True)
+        ]
+
     @property
     def in_flight(self) -> bool:
         """Whether the bucket was started and not yet finished."""
         return self._handle is not None
 
     def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Copy one tensor per parameter in, densely; None counts as zeros and clears its flag.
-
-        What :meth:`hand_out` has returned is there already.
-        """
+        """Copy one tensor per parameter in, densely; None counts as zeros and clears its flag."""
         self.flags.fill_(1)
         views, tensors = [], []
         for index, source in enumerate(sources):
@@ -99,21 +111,26 @@ class Bucket:
                 self.views[index].zero_()
                 if self.flags.numel():
                     self.flags[index] = 0
-            elif source is not self._gradients[index]:
+            elif source is not self.gradients[index]:
                 views.append(self.views[index])
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
             torch._foreach_copy_(views, tensors)
 
-    def hand_out(self, index: int) -> torch.Tensor | None:
-        """Return a parameter's part of the bucket for its `.grad`, as DDP's bucket views.
+    def take(self, index: int) -> None:
+        """Move a large gradient in, so that backward finds its memory again for the next one.
 
-        None where that would be of another dtype or layout than the parameter; and where a round
-        that is dropped (the parameters changed before `step`) must find the rank's own again.
+        Small ones go together, in `fill`. `.grad` is the bucket's part from here on.
         """
         parameter = self.params[index]
-        fits = parameter.dtype == self.flat.dtype and parameter.is_contiguous()
-        return self._gradients[index] if fits and self._hands_out else None
+        if parameter.nbytes < LARGE_BYTES:
+            return
+        mine, gradient = self.gradients[index], parameter.grad
+        if mine is None or gradient is None or gradient is mine:
+            return
+        if gradient.layout is torch.strided and not gradient.requires_grad:
+            mine.copy_(gradient)
+            parameter.grad = mine
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""

@@ -16,6 +16,8 @@ class GradientCountdown:
         members: the parameters of each bucket, each parameter in one of them.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
+        on_gradient: bound method, called with the bucket's index and the parameter's place in it
+            when backward is done with its gradient, which it may replace; held weakly.
         on_complete: bound method, called with the bucket's index; held weakly.
     """
 
@@ -24,30 +26,34 @@ class GradientCountdown:
         members: Sequence[Sequence[torch.Tensor]],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
+        on_gradient: Callable[[int, int], None],
         on_complete: Callable[[int], None],
     ):
         self._passes = passes
         self._name_of = weakref.WeakMethod(name_of)
+        self._on_gradient = weakref.WeakMethod(on_gradient)
         self._on_complete = weakref.WeakMethod(on_complete)
         self._sizes = [len(parameters) for parameters in members]
         self._left = [passes] * sum(self._sizes)
         self._missing = list(self._sizes)
         self.touched = False  # a gradient has come since the last reset
         places = [
-            (parameter, index)
+            (parameter, index, place)
             for index, parameters in enumerate(members)
-            for parameter in parameters
+            for place, parameter in enumerate(parameters)
         ]
         # The gradient of each, and its version, when backward last added to it.
         self._seen: list[tuple[torch.Tensor, int] | None] = [None] * len(places)
-        self._parameters = [parameter for parameter, _ in places]
+        self._parameters = [parameter for parameter, *_ in places]
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(slot, index))
-            for slot, (parameter, index) in enumerate(places)
+            parameter.register_post_accumulate_grad_hook(self._hook(slot, index, place))
+            for slot, (parameter, index, place) in enumerate(places)
         ]
         self.close = weakref.finalize(self, _remove, handles)
 
-    def _hook(self, slot: int, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(
+        self, slot: int, index: int, place: int
+    ) -> Callable[[torch.Tensor], None]:
         # A parameter keeps its hooks, which must not keep the parameter.
         counting = weakref.ref(self)
 
@@ -56,10 +62,12 @@ class GradientCountdown:
             if countdown is None:
                 return
             countdown.touched = True
+            left = countdown._left[slot] = countdown._left[slot] - 1
+            if left == 0:
+                _call(countdown._on_gradient, index, place)
             gradient = parameter.grad
             if gradient is not None:
                 countdown._seen[slot] = gradient, gradient._version
-            left = countdown._left[slot] = countdown._left[slot] - 1
             if left == 0:
                 countdown._complete(index)
             elif left < 0:
@@ -71,9 +79,7 @@ class GradientCountdown:
         """Count a parameter of a bucket as complete."""
         self._missing[index] -= 1
         if self._missing[index] == 0:
-            on_complete: Any = self._on_complete()
-            if on_complete is not None:
-                on_complete(index)
+            _call(self._on_complete, index)
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
@@ -114,6 +120,12 @@ class GradientCountdown:
             and other.untyped_storage().data_ptr() == memory
             for other, version in filter(None, self._seen)
         )
+
+
+def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
+    alive = method()
+    if alive is not None:
+        alive(*arguments)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -79,6 +79,7 @@ class GradientOptimizer(DistributedBase):
             [carrier.params for carrier in self._carriers],
             self._options.backward_passes_per_step,
             self._name_of,
+            self._on_gradient,
             self._on_complete,
         )
 
@@ -105,7 +106,17 @@ class GradientOptimizer(DistributedBase):
         if self._countdown:
             self._countdown.reset()
 
+    def restart(self) -> None:
+        """As the base's. Gradients are dropped: what was under way may have reduced a part."""
+        for carrier in self._carriers:
+            for parameter in carrier.params:
+                parameter.grad = None
+        super().restart()
+
     # ---- a round: all buckets, on all ranks ----
+
+    def _on_gradient(self, index: int, place: int) -> None:
+        self._carriers[index].take(place)
 
     def _on_complete(self, index: int) -> None:
         self._start(self._carriers[index])
@@ -222,7 +233,7 @@ class GradientOptimizer(DistributedBase):
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
             elif gradient is None and bucket.flags[index] == 0:
                 continue  # no rank has one
-            elif (mine := bucket.hand_out(index)) is not None:
+            elif (mine := bucket.gradients[index]) is not None:
                 if gradient is not mine:
                     parameter.grad = mine
             elif gradient is None:
