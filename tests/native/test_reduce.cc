@@ -52,6 +52,13 @@ void SameBitsInEveryForm() {
       Check(ReduceAll(tensors, shared) == fused, "staged in shared memory");
       shared.in_place = true;
       Check(ReduceAll(tensors, shared) == fused, "in place, staged in shared memory");
+      for (int64_t window_bytes : {1, 100000}) { // every tensor by itself, and some at a time
+        Options in_windows = shared;
+        in_windows.settings.window_bytes = window_bytes;
+        Check(ReduceAll(tensors, in_windows) == fused, "in windows");
+        in_windows.shared_tensors = true;
+        Check(ReduceAll(tensors, in_windows) == fused, "where they lie, without windows");
+      }
       shared.shared_tensors = true;
       Check(ReduceAll(tensors, shared) == fused, "where they lie in shared memory");
       shared.threads = 3;
@@ -263,6 +270,8 @@ void ChangesOfWeights() {
         Check(ReduceAll(after, options) == in_levels, "in levels: other bits when replicated");
         options.share = true;
         Check(ReduceAll(after, options) == in_levels, "in levels: other bits in shared memory");
+        options.settings.window_bytes = 1;
+        Check(ReduceAll(after, options) == in_levels, "in levels: other bits in windows");
         for (size_t k = 0; k < kSizes.size(); ++k) {
           Check(RelativeError(Decode(in_levels[k], type), Decode(wanted[k], type), 0.3) <=
                     4 * kRounding[type],

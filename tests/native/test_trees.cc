@@ -80,6 +80,8 @@ void LevelsWalkTheSameTree() {
       Check(ReduceAll(tensors, other) == result, which + ": other bits in place, in small chunks");
       other.share = true;
       Check(ReduceAll(tensors, other) == result, which + ": other bits staged in shared memory");
+      other.settings.window_bytes = 1;
+      Check(ReduceAll(tensors, other) == result, which + ": other bits in windows of shared memory");
       other.shared_tensors = true;
       Check(ReduceAll(tensors, other) == result, which + ": other bits in shared memory");
       other.adjacent = true;

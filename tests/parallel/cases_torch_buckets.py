@@ -21,6 +21,8 @@ from torch_training import (
 from torch_training import start as start
 
 import adasum_hvd.torch as hvd
+from adasum_hvd import binding
+from adasum_hvd.torch.wire import LIBRARY
 
 
 def case_gradients_are_views_of_buckets() -> None:
@@ -139,6 +141,30 @@ def case_buckets_give_their_memory_back() -> None:
         del model, optimizer
         gc.collect()
     assert max(seen[4:]) <= max(seen[:4]), seen
+
+
+def case_many_tensors_are_staged_a_window_at_a_time() -> None:
+    """64 MB, of which no more than 16 are copied to memory that ranks share at once."""
+
+    def mapped() -> dict[str, int]:
+        sizes = {}
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "memfd:adasum_hvd" in line:
+                span, _, _, _, inode, *_ = line.split()
+                first, last = (int(end, 16) for end in span.split("-"))
+                sizes[inode] = last - first
+        return sizes
+
+    if hvd.size() == 1 or "network" in binding.path(LIBRARY):
+        pytest.skip("needs ranks that share memory")
+    before = mapped()
+    torch.manual_seed(hvd.rank())
+    tensors = [torch.randn(1 << 18) for _ in range(64)]
+    together = hvd.grouped_allreduce(tensors, op=hvd.AdasumGrad)
+    new = [size for inode, size in mapped().items() if inode not in before]
+    assert max(new, default=0) <= 18 << 20, new
+    for tensor, reduced in list(zip(tensors, together, strict=True))[::9]:
+        assert torch.equal(hvd.allreduce(tensor, op=hvd.AdasumGrad), reduced)
 
 
 def case_a_round_that_is_dropped_changes_no_gradient() -> None:

@@ -1,5 +1,6 @@
 #include "reduce/meeting.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace adasum_hvd {
@@ -86,14 +87,15 @@ std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::ve
   return pieces;
 }
 
-void Meet(Transport& transport) {
-  const char here = 0;
+bool Meet(Transport& transport, bool mine) {
+  const char here = mine;
   std::vector<char> there(transport.size());
   std::vector<void*> receive;
   for (char& of_rank : there) {
     receive.push_back(&of_rank);
   }
   Share(transport, &here, receive, 1);
+  return mine || std::any_of(there.begin(), there.end(), [](char said) { return said != 0; });
 }
 
 } // namespace adasum_hvd

@@ -16,6 +16,11 @@ size_t ScaledLevel(double scale, size_t levels) { return std::fabs(scale) < 1 ? 
 
 } // namespace
 
+bool LiesInSharedMemory(const TensorView& tensor, int64_t element_bytes) {
+  return tensor.start == nullptr && tensor.input == tensor.output &&
+         FindShared(tensor.input, tensor.elements * element_bytes) != nullptr;
+}
+
 Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
                      const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                      const Reserve& staging, const Reserve& shared_staging, const Reserve& received)
@@ -115,12 +120,6 @@ void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
   }
 }
 
-// Changes of weights have yet to be formed, and what is not reduced in place must stay as it is.
-bool Placement::CanBeShared(const TensorView& tensor) const {
-  return tensor.start == nullptr && tensor.input == tensor.output &&
-         FindShared(tensor.input, tensor.elements * element_bytes_) != nullptr;
-}
-
 // The slice of the result that the next level reduces has to be in one piece.
 void Placement::PlaceFirstShared(const Reserve& staging) {
   PlacedLevel& first = levels_.front();
@@ -128,7 +127,8 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
   bool staged = false;
   for (const TensorView& tensor : tensors_) {
     bytes += tensor.elements * element_bytes_;
-    homes_.push_back(CanBeShared(tensor) ? static_cast<char*>(tensor.output) : nullptr);
+    homes_.push_back(LiesInSharedMemory(tensor, element_bytes_) ? static_cast<char*>(tensor.output)
+                                                                : nullptr);
     staged = staged || homes_.back() == nullptr;
   }
   char* next = staged ? staging(bytes) : nullptr;

@@ -49,6 +49,10 @@ struct PlacedLevel {
   const Slice& mine() const { return slice(rank()); }
 };
 
+// Whether a tensor is reduced where it lies by ranks that share memory: not changes of weights, which have
+// yet to be formed, and nothing that must stay as it is.
+bool LiesInSharedMemory(const TensorView& tensor, int64_t element_bytes);
+
 class Placement {
 public:
   // Returns memory for so many bytes.
@@ -75,7 +79,6 @@ private:
   void CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale);
   void PlaceFirst(const Reserve& staging);
   void PlaceFirstShared(const Reserve& staging);
-  bool CanBeShared(const TensorView& tensor) const;
   std::vector<MemoryPiece> MyPieces(size_t level) const;
   void PlaceNext();
   void PlaceReceived(const Reserve& received);

@@ -288,13 +288,64 @@ void Reduction::Spread(size_t index) {
   }
 }
 
+// ---- windows ----
+
+// Whether some rank copies more to shared staging memory than fits a window. Collective, where it may be so.
+bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
+                  const std::vector<ReduceLevel>& levels, const ReduceSettings& settings) {
+  int64_t elements = 0;
+  for (const TensorView& tensor : tensors) {
+    elements += tensor.elements;
+  }
+  const bool on_one_host = std::all_of(levels.begin(), levels.end(), [](const ReduceLevel& level) {
+    return level.transport->shares_memory();
+  });
+  if (!on_one_host || elements * element_bytes <= settings.window_bytes) {
+    return false;
+  }
+  bool any = std::any_of(tensors.begin(), tensors.end(), [&](const TensorView& tensor) {
+    return tensor.elements > 0 && !LiesInSharedMemory(tensor, element_bytes);
+  });
+  for (const ReduceLevel& level : levels) {
+    any = Meet(*level.transport, any);
+  }
+  return any;
+}
+
+// Which tensors are reduced before the next ones are.
+std::vector<std::vector<TensorView>> Windows(const std::vector<TensorView>& tensors, int64_t element_bytes,
+                                             int64_t window_bytes) {
+  std::vector<std::vector<TensorView>> windows;
+  int64_t left = 0;
+  for (const TensorView& tensor : tensors) {
+    const int64_t bytes = tensor.elements * element_bytes;
+    if (windows.empty() || bytes > left) {
+      windows.emplace_back();
+      left = window_bytes;
+    }
+    windows.back().push_back(tensor);
+    left -= bytes;
+  }
+  return windows;
+}
+
 } // namespace
 
 ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
                     const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                     const Kernels& kernels, Workers& workers, Scratch& scratch,
                     const PhaseObserver& observer) {
-  return Reduction(tensors, type, levels, scale, settings, kernels, workers, scratch).Execute(observer);
+  const int64_t element_bytes = ElementBytes(type);
+  std::vector<std::vector<TensorView>> windows = {tensors};
+  if (NeedsWindows(tensors, element_bytes, levels, settings)) {
+    windows = Windows(tensors, element_bytes, settings.window_bytes);
+  }
+  ReduceResult result;
+  for (const std::vector<TensorView>& window : windows) {
+    Reduction reduction(window, type, levels, scale, settings, kernels, workers, scratch);
+    result.explicit_tensors += reduction.Execute(observer).explicit_tensors;
+  }
+  return result;
 }
 
 } // namespace adasum_hvd
