@@ -39,7 +39,8 @@ def goal_of(study: Study, runs: Runs) -> float:
     """Return what `reached` compares with: TARGET, or the single worker's last loss."""
     if study.sequential.work == "digits":
         return TARGET
-    kept = study.records(Row(study.sequential), runs)
+    alone = (row for row in study.rows if row.setting.workers == 1)
+    kept = study.records(next(alone, Row(study.sequential)), runs)
     ends = [record["validation"] for record in kept if is_trained(record)]
     return -statistics.mean(ends) if ends else float("inf")
 
@@ -107,9 +108,9 @@ def tuning(study: Study, runs: Runs) -> tuple[int, int]:
     """Return how many runs chose learning rates, and how many of them diverged."""
     seen: dict[str, Record] = {}
     for row in [Row(study.sequential), *study.rows]:
-        if row.rate != "own":
+        setting = row.setting if row.rate == "own" else row.base
+        if setting is None:
             continue
-        setting = row.setting
         split = "validation" if setting.work == "digits" else setting.split
         for lr in study.grids[setting.optimizer]:
             tried = replace(setting, lr=lr, seed=1, split=split)

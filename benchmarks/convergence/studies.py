@@ -112,6 +112,23 @@ def adamw(scale: Scale) -> Study:
     return Study("adamw", "AdamW on a transformer", one, rows, scale.seeds)
 
 
+def larger(scale: Scale) -> Study:
+    """Beside study 1: its rates at 32 workers, for the full model and a sixteenth of its text."""
+    small, full = adamw(scale), SCALES["full"]
+    tokens = full.tokens // 16 if scale.model != "gpt-tiny" else scale.tokens
+
+    def row(lr_of: Setting, **what: Any) -> Row:
+        setting = replace(lr_of, work=full.model, budget=tokens, **what)
+        return Row(setting, "base", lr_of)
+
+    one = small.sequential
+    many = [replace(one, op=op, workers=32) for op in ("average", "adasum-grad")]
+    rows = [row(one, op=each.op, workers=32) for each in many]
+    rows += [row(each) for each in many] + [row(one)]
+    title = "AdamW on a larger transformer"
+    return Study("larger", title, one, rows, min(scale.seeds, 3))
+
+
 def momentum(scale: Scale) -> Study:
     """Study 2: momentum SGD on digits, every reduction tuned at every number of workers."""
     one = Setting("digits", "momentum", "adasum-delta", 1, UNKNOWN, scale.epochs)
@@ -189,5 +206,5 @@ def groups(scale: Scale) -> Study:
 
 STUDIES = {
     study.__name__: study
-    for study in (adamw, momentum, adam, lamb, local_steps, repairs, groups)
+    for study in (adamw, larger, momentum, adam, lamb, local_steps, repairs, groups)
 }

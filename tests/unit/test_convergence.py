@@ -194,7 +194,7 @@ def test_rates_are_chosen_on_validation(tmp_path):
 def test_studies_name_each_run_once(name):
     for scale in studies.SCALES.values():
         study = studies.STUDIES[name](scale)
-        said = [(row.setting.key, row.rate) for row in study.rows]
+        said = [(row.setting, row.rate, row.base) for row in study.rows]
         assert len(said) == len(set(said)) >= 3
         for row in study.rows:
             assert row.setting.workers % row.setting.group_size == 0
