@@ -98,17 +98,17 @@ def reduce(together: hvd.ProcessSet) -> None:
     reduction()
 
 
-def wait_for_reports() -> None:
+def wait_for(files: str = "rank-[02].json") -> None:
     """Let the others write, if they come to it soon: a launcher ends all with the first."""
     limit = now() + 10
-    while len(list(FOLDER.glob("rank-[02].json"))) < 2 and now() < limit:
+    while len(list(FOLDER.glob(files))) < 2 and now() < limit:
         time.sleep(0.02)
 
 
 def main() -> None:
     """Run until there is an error, and write it."""
     if FAULT == "raise":
-        atexit.register(wait_for_reports)  # which is when Horovod has shut down
+        atexit.register(wait_for)  # which is when Horovod has shut down
     hvd.init()
     if hvd.rank() != VICTIM:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers end the others early
@@ -124,8 +124,9 @@ def main() -> None:
         if SETS != "all":
             hvd.shutdown()
             (FOLDER / f"ended-{rank}").touch()
+            wait_for("ended-[02]")
         if rank == VICTIM:
-            wait_for_reports()
+            wait_for()
         os._exit(1)
     print("DONE")
 

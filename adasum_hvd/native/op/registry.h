@@ -10,17 +10,13 @@
 #include <vector>
 
 #include "horovod/common/ops/operation_manager.h"
-#include "op/settings.h"
+#include "op/host_hooks.h"
 #include "op/shut_down.h"
 #if ADASUM_ON_DEVICES
 #include "op/device_hooks.h"
 #endif
 
 namespace adasum_hvd {
-
-// Defined in adasum_op.cc.
-std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumOp(horovod::common::HorovodGlobalState* state);
-bool IsLeftToHorovod(); // ADASUM_HVD_OP=off, as it was at init
 
 // HorovodOp::global_state_ is protected; a pointer to member named through a derived class reads it from
 // the join op, the one op that exists in every configuration.
@@ -102,6 +98,16 @@ inline horovod::common::ResponseList operator+(horovod::common::ResponseList res
   return responses;
 }
 
+// Beside a refusal of what somebody submits: after the end, when Horovod's process sets are gone, it is the
+// end that is told, and not that there is no such set.
+struct UnlessEnded {
+  horovod::common::HorovodGlobalState& state;
+};
+inline horovod::common::Status operator+(horovod::common::Status refusal, UnlessEnded submitted) {
+  return submitted.state.shut_down ? ShutDownError(submitted.state, horovod::common::SHUT_DOWN_ERROR)
+                                   : refusal;
+}
+
 } // namespace adasum_hvd
 
 namespace horovod {
@@ -132,3 +138,6 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
 
 // Horovod's words for a shutdown name no cause.
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)
+
+#define InvalidArgument(...)                                                                                 \
+  InvalidArgument(__VA_ARGS__) + ::adasum_hvd::UnlessEnded { horovod_global }
