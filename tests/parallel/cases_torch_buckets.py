@@ -17,6 +17,8 @@ from torch_training import (
     distributed,
     loss_of,
     model_of,
+    wide_loss,
+    wide_model,
 )
 from torch_training import start as start
 
@@ -52,58 +54,6 @@ def case_gradients_are_views_of_buckets() -> None:
     with pytest.raises(RuntimeError, match="required as backward has left it"):
         optimizers[0].step()
     optimizers[0].zero_grad()
-
-
-def case_large_gradients_move_into_their_bucket_at_once() -> None:
-    """Before backward is through; they are reduced as if each had come alone."""
-    model = wide_model()
-    mine = wide_model()
-    optimizer = distributed(model, hvd.AdasumGrad, lr=0.0)
-    for step in range(2):
-        optimizer.zero_grad()
-        mine.zero_grad()
-        for one in (model, mine):
-            wide_loss(one, step).backward()
-        memory = {b.flat.untyped_storage().data_ptr() for b in optimizer._buckets}
-        for parameter in model.parameters():
-            moved = parameter.grad.untyped_storage().data_ptr() in memory
-            assert moved == (parameter.dim() == 2 and hvd.size() > 1)
-        optimizer.step()
-        for p, q in zip(model.parameters(), mine.parameters(), strict=True):
-            alone = hvd.allreduce(q.grad, op=hvd.AdasumGrad, name=f"alone.{q.shape}")
-            assert torch.equal(p.grad, alone)
-    if hvd.size() > 1:
-        wide_loss(model, 0).backward()
-        next(model.parameters()).grad.mul_(2)
-        with pytest.raises(RuntimeError, match="required as backward has left it"):
-            optimizer.step()
-        optimizer.zero_grad()
-
-
-def wide_model() -> nn.Module:
-    """Return a model whose matrices are large enough to move one by one."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 150))
-
-
-def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return another loss for every rank and step."""
-    torch.manual_seed(100 * step + hvd.rank())
-    return model(torch.randn(4, 300)).square().sum()
-
-
-def case_a_gradient_with_a_graph_stays() -> None:
-    """It can be differentiated, as in a gradient penalty; a part of the bucket could not."""
-    model = wide_model()
-    optimizer = distributed(model, hvd.AdasumGrad)
-    wide_loss(model, 0).backward(create_graph=True)
-    weight = next(model.parameters())
-    assert weight.grad.requires_grad
-    (second,) = torch.autograd.grad(weight.grad.square().sum(), weight)
-    assert second.abs().sum() > 0
-    optimizer.step()
-    optimizer.zero_grad()
-    check_same_everywhere(model)
 
 
 def case_gradients_keep_their_parameters_layout() -> None:

@@ -194,3 +194,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> No
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def wide_model() -> nn.Module:
+    """Return a model whose matrices are large enough to move one by one."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 150))
+
+
+def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Return another loss for every rank and step."""
+    torch.manual_seed(100 * step + hvd.rank())
+    images = torch.randn(4, 300).to(model[0].weight.dtype)
+    return model(images).square().sum()

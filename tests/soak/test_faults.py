@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from faults import EVERY, JOB, Fault, check, run
 
-PASSING_SECONDS = (
-    60  # what other programs of this machine open ends, and a leak does not
-)
+# What other programs of this machine open ends by then; a leak does not.
+PASSING_SECONDS = 60
 
 
 @pytest.mark.parametrize("fault", EVERY, ids=str)

@@ -100,10 +100,10 @@ inline horovod::common::ResponseList operator+(horovod::common::ResponseList res
 
 // Beside a refusal of what somebody submits: after the end, when Horovod's process sets are gone, it is the
 // end that is told, and not that there is no such set.
-struct UnlessEnded {
+struct OrTheEnd {
   horovod::common::HorovodGlobalState& state;
 };
-inline horovod::common::Status operator+(horovod::common::Status refusal, UnlessEnded submitted) {
+inline horovod::common::Status operator+(horovod::common::Status refusal, OrTheEnd submitted) {
   return submitted.state.shut_down ? ShutDownError(submitted.state, horovod::common::SHUT_DOWN_ERROR)
                                    : refusal;
 }
@@ -140,4 +140,4 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)
 
 #define InvalidArgument(...)                                                                                 \
-  InvalidArgument(__VA_ARGS__) + ::adasum_hvd::UnlessEnded { horovod_global }
+  InvalidArgument(__VA_ARGS__) + ::adasum_hvd::OrTheEnd { horovod_global }

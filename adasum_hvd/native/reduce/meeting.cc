@@ -87,7 +87,9 @@ std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::ve
   return pieces;
 }
 
-bool Meet(Transport& transport, bool mine) {
+void Meet(Transport& transport) { AnyRank(transport, false); }
+
+bool AnyRank(Transport& transport, bool mine) {
   const char here = mine;
   std::vector<char> there(transport.size());
   std::vector<void*> receive;

@@ -18,7 +18,10 @@ struct MemoryPiece {
 // on every rank, and written when this returns. Collective.
 std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine);
 
-// Returns when every rank has come here: whether any of them says `mine`. Collective.
-bool Meet(Transport& transport, bool mine = false);
+// Returns when every rank has come here. Collective.
+void Meet(Transport& transport);
+
+// Returns whether any rank says so. Collective.
+bool AnyRank(Transport& transport, bool mine);
 
 } // namespace adasum_hvd

@@ -290,9 +290,11 @@ void Reduction::Spread(size_t index) {
 
 // ---- windows ----
 
-// Whether some rank copies more to shared staging memory than fits a window. Collective, where it may be so.
+// Whether tensors that some rank copies to shared staging memory are too many for one window. Collective if
+// they are.
 bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
-                  const std::vector<ReduceLevel>& levels, const ReduceSettings& settings) {
+                  const std::vector<ReduceLevel>& levels, const ReduceSettings& settings,
+                  const PhaseObserver& observer) {
   int64_t elements = 0;
   for (const TensorView& tensor : tensors) {
     elements += tensor.elements;
@@ -303,11 +305,12 @@ bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
   if (!on_one_host || elements * element_bytes <= settings.window_bytes) {
     return false;
   }
+  observer(Phase::kExchangeAndGram, 0);
   bool any = std::any_of(tensors.begin(), tensors.end(), [&](const TensorView& tensor) {
     return tensor.elements > 0 && !LiesInSharedMemory(tensor, element_bytes);
   });
   for (const ReduceLevel& level : levels) {
-    any = Meet(*level.transport, any);
+    any = AnyRank(*level.transport, any);
   }
   return any;
 }
@@ -336,14 +339,16 @@ ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
                     const Kernels& kernels, Workers& workers, Scratch& scratch,
                     const PhaseObserver& observer) {
   const int64_t element_bytes = ElementBytes(type);
-  std::vector<std::vector<TensorView>> windows = {tensors};
-  if (NeedsWindows(tensors, element_bytes, levels, settings)) {
-    windows = Windows(tensors, element_bytes, settings.window_bytes);
+  const auto reduce = [&](const std::vector<TensorView>& some) {
+    return Reduction(some, type, levels, scale, settings, kernels, workers, scratch).Execute(observer);
+  };
+  if (!NeedsWindows(tensors, element_bytes, levels, settings, observer)) {
+    return reduce(tensors);
   }
   ReduceResult result;
-  for (const std::vector<TensorView>& window : windows) {
-    Reduction reduction(window, type, levels, scale, settings, kernels, workers, scratch);
-    result.explicit_tensors += reduction.Execute(observer).explicit_tensors;
+  for (const std::vector<TensorView>& window : Windows(tensors, element_bytes, settings.window_bytes)) {
+    observer(Phase::kExchangeAndGram, 0);
+    result.explicit_tensors += reduce(window).explicit_tensors;
   }
   return result;
 }

@@ -48,7 +48,8 @@ struct ReduceLevel {
 struct ReduceSettings {
   int64_t chunk_bytes = 1 << 20;      // sent at a time, so that arithmetic and transport overlap
   int64_t replicate_bytes = 32 << 10; // up to this many bytes times ranks, every rank reduces everything
-  int64_t window_bytes = 16 << 20;    // copied to shared staging memory at a time; a larger tensor by itself
+  // Copied to shared staging memory at a time; a larger tensor by itself. A bucket of 16 MiB is less.
+  int64_t window_bytes = 18 << 20;
 };
 
 enum class Phase { kExchangeAndGram, kSharedTensors, kCombineAndGather };

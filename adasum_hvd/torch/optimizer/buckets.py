@@ -17,9 +17,8 @@ from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 
-LARGE_BYTES = (
-    1 << 16
-)  # copied in less time than a call of its own takes are smaller ones
+# Smaller gradients are copied together, in `fill`: a call of its own would cost more than the copy.
+LARGE_BYTES = 64 << 10
 NamedParameter = tuple[str, torch.nn.Parameter]
 
 
@@ -29,9 +28,6 @@ class Bucket:
     Attributes:
         names: the parameters'.
         entry: what Horovod calls the flat tensor.
-        gradients: the parameters' parts of it that may be their `.grad`, as DDP's bucket views;
-            None for one of another dtype or layout than the parameter, and where a round that is
-            dropped (the parameters changed before `step`) must find the rank's own again.
 
     Args:
         label: what is carried; makes the bucket's name in Horovod unique.
@@ -67,9 +63,8 @@ class Bucket:
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self.gradients = (
-            self._gradients() if _repeats(op, factors) else [None] * len(sizes)
-        )
+        self._hands_out = _repeats(op, factors)
+        self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
@@ -87,15 +82,36 @@ class Bucket:
             return wire.zeros(elements, dtype, device)
         return torch.zeros(elements, dtype=dtype, device=device)
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        # Version counters of their own: what `fill` copies beside a gradient must not look like a
-        # change of it.
-        return [
-            view.data
-            if parameter.dtype == view.dtype and parameter.is_contiguous()
-            else None
-            for view, parameter in zip(self.views, self.params, strict=True)
-        ]
+    def may_hold_gradient(self, index: int) -> bool:
+        """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
+
+        Not where it is of another dtype or layout, nor where a round that is dropped (the
+        parameters changed before `step`) has to find the rank's own gradient again.
+        """
+        parameter, view = self.params[index], self.views[index]
+        return (
+            self._hands_out
+            and parameter.dtype == view.dtype
+            and parameter.device == view.device
+            and parameter.is_contiguous()
+        )
+
+    def holds(self, index: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is a parameter's part of the bucket.
+
+        By its memory, for `.data` may have been set: by pruning, or by a conversion of the model.
+        """
+        return (
+            gradient.layout is torch.strided
+            and gradient.data_ptr() == self._addresses[index]
+            and gradient.dtype == self.flat.dtype
+            and gradient.is_contiguous()
+        )
+
+    def hand_out(self, index: int) -> None:
+        """Make a parameter's part of the bucket its `.grad`."""
+        # A version counter of its own: what is written beside it must not look like a change of it.
+        self.params[index].grad = self.views[index].data
 
     @property
     def in_flight(self) -> bool:
@@ -111,26 +127,33 @@ class Bucket:
                 self.views[index].zero_()
                 if self.flags.numel():
                     self.flags[index] = 0
-            elif source is not self.gradients[index]:
+            elif not self.holds(index, source):
                 views.append(self.views[index])
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
             torch._foreach_copy_(views, tensors)
 
-    def take(self, index: int) -> None:
+    def take(self, index: int) -> bool:
         """Move a large gradient in, so that backward finds its memory again for the next one.
 
-        Small ones go together, in `fill`. `.grad` is the bucket's part from here on.
+        `.grad` is the parameter's part of the bucket from here on. Small ones go in `fill`.
+
+        Returns:
+            Whether `.grad` is the bucket's now, which others write to.
         """
-        parameter = self.params[index]
-        if parameter.nbytes < LARGE_BYTES:
-            return
-        mine, gradient = self.gradients[index], parameter.grad
-        if mine is None or gradient is None or gradient is mine:
-            return
-        if gradient.layout is torch.strided and not gradient.requires_grad:
-            mine.copy_(gradient)
-            parameter.grad = mine
+        gradient = self.params[index].grad
+        if gradient is None or self.holds(index, gradient):
+            return gradient is not None
+        if (
+            gradient.nbytes < LARGE_BYTES
+            or gradient.layout is not torch.strided
+            or gradient.requires_grad
+            or not self.may_hold_gradient(index)
+        ):
+            return False
+        self.views[index].copy_(gradient)
+        self.hand_out(index)
+        return True
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""

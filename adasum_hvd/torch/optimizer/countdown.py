@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Seen(NamedTuple):
+    """A gradient as backward has left it."""
+
+    gradient: torch.Tensor
+    version: int
+    address: int | None  # of its memory, where that is a bucket's
 
 
 class GradientCountdown:
@@ -16,8 +24,9 @@ class GradientCountdown:
         members: the parameters of each bucket, each parameter in one of them.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
-        on_gradient: bound method, called with the bucket's index and the parameter's place in it
-            when backward is done with its gradient, which it may replace; held weakly.
+        take: bound method, called with the bucket's index and the parameter's place in it when
+            backward is done with its gradient; returns whether `.grad` is the bucket's memory
+            now; held weakly.
         on_complete: bound method, called with the bucket's index; held weakly.
     """
 
@@ -26,12 +35,12 @@ class GradientCountdown:
         members: Sequence[Sequence[torch.Tensor]],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
-        on_gradient: Callable[[int, int], None],
+        take: Callable[[int, int], bool],
         on_complete: Callable[[int], None],
     ):
         self._passes = passes
         self._name_of = weakref.WeakMethod(name_of)
-        self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._take = weakref.WeakMethod(take)
         self._on_complete = weakref.WeakMethod(on_complete)
         self._sizes = [len(parameters) for parameters in members]
         self._left = [passes] * sum(self._sizes)
@@ -42,8 +51,8 @@ class GradientCountdown:
             for index, parameters in enumerate(members)
             for place, parameter in enumerate(parameters)
         ]
-        # The gradient of each, and its version, when backward last added to it.
-        self._seen: list[tuple[torch.Tensor, int] | None] = [None] * len(places)
+        # As backward last left them.
+        self._seen: list[Seen | None] = [None] * len(places)
         self._parameters = [parameter for parameter, *_ in places]
         handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(slot, index, place))
@@ -63,11 +72,11 @@ class GradientCountdown:
                 return
             countdown.touched = True
             left = countdown._left[slot] = countdown._left[slot] - 1
-            if left == 0:
-                _call(countdown._on_gradient, index, place)
+            in_bucket = left == 0 and _call(countdown._take, index, place)
             gradient = parameter.grad
             if gradient is not None:
-                countdown._seen[slot] = gradient, gradient._version
+                address = gradient.data_ptr() if in_bucket else None
+                countdown._seen[slot] = Seen(gradient, gradient._version, address)
             if left == 0:
                 countdown._complete(index)
             elif left < 0:
@@ -100,32 +109,43 @@ class GradientCountdown:
         self.touched = False
         self._seen[:] = [None] * len(self._seen)
 
-    def changed(self) -> torch.Tensor | None:
-        """Return a parameter whose gradient is not as backward has left it."""
+    def changed(self, in_buckets: bool = False) -> torch.Tensor | None:
+        """Return a parameter whose gradient is not as backward has left it.
+
+        Args:
+            in_buckets: look only at gradients that were a bucket's memory, and were not dropped.
+        """
         for parameter, seen in zip(self._parameters, self._seen, strict=True):
-            if seen is not None:
-                gradient, version = seen
-                if parameter.grad is not gradient or (
-                    gradient._version != version and not self._is_shared(gradient)
-                ):
-                    return parameter
+            if seen is None or (
+                in_buckets and (seen.address is None or parameter.grad is None)
+            ):
+                continue
+            if parameter.grad is not seen.gradient or self._is_changed(seen):
+                return parameter
         return None
+
+    def _is_changed(self, seen: Seen) -> bool:
+        gradient, version, address = seen
+        if address is not None:
+            return gradient._version != version or gradient.data_ptr() != address
+        return gradient._version != version and not self._is_shared(gradient)
 
     def _is_shared(self, gradient: torch.Tensor) -> bool:
         """Return whether backward was last to write to memory that gradients may share."""
         memory = gradient.untyped_storage().data_ptr()
         return any(
-            version == gradient._version
-            and other.layout is torch.strided
-            and other.untyped_storage().data_ptr() == memory
-            for other, version in filter(None, self._seen)
+            other.version == gradient._version
+            and other.address is None
+            and other.gradient.layout is torch.strided
+            and other.gradient.untyped_storage().data_ptr() == memory
+            for other in self._seen
+            if other is not None
         )
 
 
-def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
+def _call(method: weakref.WeakMethod[Any], *arguments: int) -> Any:
     alive = method()
-    if alive is not None:
-        alive(*arguments)
+    return None if alive is None else alive(*arguments)
 
 
 def _remove(handles: Sequence[Any]) -> None:

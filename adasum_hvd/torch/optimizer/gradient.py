@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,7 @@ class GradientOptimizer(DistributedBase):
         return [(name, p) for name, p in named if name not in self._sparse_names]
 
     def _build_buckets(self) -> None:
+        self._check_unchanged(in_buckets=True)
         self._drain()
         if self._countdown:
             self._countdown.close()
@@ -79,14 +80,24 @@ class GradientOptimizer(DistributedBase):
             [carrier.params for carrier in self._carriers],
             self._options.backward_passes_per_step,
             self._name_of,
-            self._on_gradient,
+            self._take,
             self._on_complete,
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As the base's. Collective where a backward pass has not been followed by `step()`."""
+        """As the base's.
+
+        Raises:
+            RuntimeError: a backward pass has not been followed by `step()` or `zero_grad()`: what
+                it has made may be reduced already, and more passes could not add to it.
+        """
+        if self._touched:
+            raise RuntimeError(
+                "set_backward_passes_per_step(): required no backward pass since the last step() "
+                "or zero_grad(), got one, whose gradients may be reduced already; call step() or "
+                "zero_grad() of this optimizer first"
+            )
         super().set_backward_passes_per_step(passes)
-        self._drain()
         if self._countdown:
             self._countdown.close()
         self._count()
@@ -107,16 +118,24 @@ class GradientOptimizer(DistributedBase):
             self._countdown.reset()
 
     def restart(self) -> None:
-        """As the base's. Gradients are dropped: what was under way may have reduced a part."""
-        for carrier in self._carriers:
-            for parameter in carrier.params:
-                parameter.grad = None
+        """As the base's. Gradients are dropped where a part of them may be half reduced."""
+        if any(self._is_under_way(bucket) for bucket in self._buckets):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         super().restart()
+
+    @staticmethod
+    def _is_under_way(bucket: Bucket) -> bool:
+        return bucket.in_flight or any(
+            parameter.grad is not None and bucket.holds(index, parameter.grad)
+            for index, parameter in enumerate(bucket.params)
+        )
 
     # ---- a round: all buckets, on all ranks ----
 
-    def _on_gradient(self, index: int, place: int) -> None:
-        self._carriers[index].take(place)
+    def _take(self, index: int, place: int) -> bool:
+        return self._carriers[index].take(place)
 
     def _on_complete(self, index: int) -> None:
         self._start(self._carriers[index])
@@ -158,15 +177,31 @@ class GradientOptimizer(DistributedBase):
 
         Where ranks used different parameters, a bucket may be under way on one rank and not
         on another: all ranks start what they have not, or the first would wait for ever.
+        Gradients that were moved into their buckets are the reduced ones then. So those that
+        could have been become these, too, on all ranks: reduced once more, they stay as they are.
         """
         if self._touched:
             self._run_round()
+            for bucket in self._buckets:
+                places = range(len(bucket.params))
+                self._write_back(bucket, filter(bucket.may_hold_gradient, places))
             self._reset(synchronized=False)
             self._follow_sparse()
 
     def _reduce(self) -> None:
         self._follow_parameters()
-        changed = self._countdown.changed() if self._countdown else None
+        self._check_unchanged()
+        self._run_round()
+        for bucket in self._buckets:
+            self._write_back(bucket, range(len(bucket.params)))
+        for rows in self._sparse:
+            rows.write_back()
+        self._reset(synchronized=True)
+        self._follow_sparse()
+
+    def _check_unchanged(self, in_buckets: bool = False) -> None:
+        """Raise where a gradient (of those in buckets) is not as backward has left it."""
+        changed = self._countdown.changed(in_buckets) if self._countdown else None
         if changed is not None:
             raise RuntimeError(
                 f"gradient of {self._name_of(changed)}: required as backward has left it, got "
@@ -174,13 +209,6 @@ class GradientOptimizer(DistributedBase):
                 "in one bucket and not in another; call optimizer.synchronize(), change it, "
                 "and step inside optimizer.skip_synchronize()"
             )
-        self._run_round()
-        for bucket in self._buckets:
-            self._write_back(bucket)
-        for rows in self._sparse:
-            rows.write_back()
-        self._reset(synchronized=True)
-        self._follow_sparse()
 
     def _has_news(self) -> bool:
         return bool(self._new_sparse_names())
@@ -223,19 +251,20 @@ class GradientOptimizer(DistributedBase):
         self._reduce()
         self._handed_out = [p.grad for c in self._carriers for p in c.params]
 
-    def _write_back(self, bucket: Bucket) -> None:
-        """Set the gradients to what was reduced: to the bucket's own memory, without a copy."""
+    def _write_back(self, bucket: Bucket, places: Iterable[int]) -> None:
+        """Set gradients to what was reduced: to the bucket's own memory, without a copy."""
         gradients, views = [], []
-        for index, parameter in enumerate(bucket.params):
-            gradient, view = parameter.grad, bucket.views[index]
+        for index in places:
+            parameter, view = bucket.params[index], bucket.views[index]
+            gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 dense = view.to(gradient.dtype)
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
             elif gradient is None and bucket.flags[index] == 0:
                 continue  # no rank has one
-            elif (mine := bucket.gradients[index]) is not None:
-                if gradient is not mine:
-                    parameter.grad = mine
+            elif bucket.may_hold_gradient(index):
+                if gradient is None or not bucket.holds(index, gradient):
+                    bucket.hand_out(index)
             elif gradient is None:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:
@@ -326,6 +355,7 @@ class GradientOptimizer(DistributedBase):
             self._check_synchronized()
             consistent = self._alone or (self._synchronized and not self._any_partial)
             if amp.must_skip(self, consistent):
+                self._drain()
                 result = None
             else:
                 if not self._synchronized:

@@ -45,8 +45,9 @@ class SparseBucket:
         """Whether the rows were sent and not yet received."""
         return bool(self._finishers)
 
-    def take(self, index: int) -> None:
-        """Leave a gradient where it is: rows travel from there."""
+    def take(self, index: int) -> bool:
+        """Leave a gradient where it is, and return False: rows travel from there."""
+        return False
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take one gradient per parameter; None counts as no rows."""
