@@ -28,6 +28,7 @@ class Bucket:
     Attributes:
         names: the parameters'.
         entry: what Horovod calls the flat tensor.
+        fits: by parameter, what `may_hold_gradient` said when the bucket was made.
 
     Args:
         label: what is carried; makes the bucket's name in Horovod unique.
@@ -65,6 +66,7 @@ class Bucket:
         ]
         self._hands_out = _repeats(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
+        self.fits = [self.may_hold_gradient(index) for index in range(len(sizes))]
         self._factors, self.process_set = factors, process_set
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
@@ -133,10 +135,14 @@ class Bucket:
         if tensors:
             torch._foreach_copy_(views, tensors)
 
-    def take(self, index: int) -> bool:
-        """Move a large gradient in, so that backward finds its memory again for the next one.
+    def takes_at_once(self, index: int) -> bool:
+        """Return whether a parameter's gradients are large enough for `take`."""
+        return self._hands_out and self.views[index].nbytes >= LARGE_BYTES
 
-        `.grad` is the parameter's part of the bucket from here on. Small ones go in `fill`.
+    def take(self, index: int) -> bool:
+        """Move a gradient in, so that backward finds its memory again for the next one.
+
+        `.grad` is the parameter's part of the bucket from here on.
 
         Returns:
             Whether `.grad` is the bucket's now, which others write to.
@@ -145,8 +151,7 @@ class Bucket:
         if gradient is None or self.holds(index, gradient):
             return gradient is not None
         if (
-            gradient.nbytes < LARGE_BYTES
-            or gradient.layout is not torch.strided
+            gradient.layout is not torch.strided
             or gradient.requires_grad
             or not self.may_hold_gradient(index)
         ):

@@ -4,56 +4,48 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Seen(NamedTuple):
-    """A gradient as backward has left it."""
-
-    gradient: torch.Tensor
-    version: int
-    address: int | None  # of its memory, where that is a bucket's
+# A gradient as backward has left it, its version, and where it lies if that is in a bucket.
+Seen = tuple[torch.Tensor, int, int | None]
 
 
 class GradientCountdown:
     """Hooks on the parameters of all buckets that tell when a bucket is complete.
 
     Args:
-        members: the parameters of each bucket, each parameter in one of them.
+        carriers: the buckets, each parameter in one of them. Where one takes a gradient at once it
+            does so when backward is done with it.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
-        take: bound method, called with the bucket's index and the parameter's place in it when
-            backward is done with its gradient; returns whether `.grad` is the bucket's memory
-            now; held weakly.
         on_complete: bound method, called with the bucket's index; held weakly.
     """
 
     def __init__(
         self,
-        members: Sequence[Sequence[torch.Tensor]],
+        carriers: Sequence[Any],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
-        take: Callable[[int, int], bool],
         on_complete: Callable[[int], None],
     ):
         self._passes = passes
         self._name_of = weakref.WeakMethod(name_of)
-        self._take = weakref.WeakMethod(take)
         self._on_complete = weakref.WeakMethod(on_complete)
-        self._sizes = [len(parameters) for parameters in members]
+        self._carriers = carriers
+        self._sizes = [len(carrier.params) for carrier in carriers]
         self._left = [passes] * sum(self._sizes)
         self._missing = list(self._sizes)
         self.touched = False  # a gradient has come since the last reset
         places = [
             (parameter, index, place)
-            for index, parameters in enumerate(members)
-            for place, parameter in enumerate(parameters)
+            for index, carrier in enumerate(carriers)
+            for place, parameter in enumerate(carrier.params)
         ]
         # As backward last left them.
         self._seen: list[Seen | None] = [None] * len(places)
-        self._parameters = [parameter for parameter, *_ in places]
+        self._places = places
         handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(slot, index, place))
             for slot, (parameter, index, place) in enumerate(places)
@@ -65,6 +57,7 @@ class GradientCountdown:
     ) -> Callable[[torch.Tensor], None]:
         # A parameter keeps its hooks, which must not keep the parameter.
         counting = weakref.ref(self)
+        at_once = self._carriers[index].takes_at_once(place)
 
         def on_gradient(parameter: torch.Tensor) -> None:
             countdown = counting()
@@ -72,11 +65,11 @@ class GradientCountdown:
                 return
             countdown.touched = True
             left = countdown._left[slot] = countdown._left[slot] - 1
-            in_bucket = left == 0 and _call(countdown._take, index, place)
+            in_bucket = at_once and left == 0 and countdown._carriers[index].take(place)
             gradient = parameter.grad
             if gradient is not None:
                 address = gradient.data_ptr() if in_bucket else None
-                countdown._seen[slot] = Seen(gradient, gradient._version, address)
+                countdown._seen[slot] = gradient, gradient._version, address
             if left == 0:
                 countdown._complete(index)
             elif left < 0:
@@ -88,7 +81,9 @@ class GradientCountdown:
         """Count a parameter of a bucket as complete."""
         self._missing[index] -= 1
         if self._missing[index] == 0:
-            _call(self._on_complete, index)
+            on_complete: Any = self._on_complete()
+            if on_complete is not None:
+                on_complete(index)
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
@@ -115,37 +110,34 @@ class GradientCountdown:
         Args:
             in_buckets: look only at gradients that were a bucket's memory, and were not dropped.
         """
-        for parameter, seen in zip(self._parameters, self._seen, strict=True):
-            if seen is None or (
-                in_buckets and (seen.address is None or parameter.grad is None)
-            ):
+        for (parameter, index, place), seen in zip(
+            self._places, self._seen, strict=True
+        ):
+            if seen is None:
                 continue
-            if parameter.grad is not seen.gradient or self._is_changed(seen):
+            gradient, version, address = seen
+            if in_buckets and (address is None or parameter.grad is None):
+                continue
+            if parameter.grad is not gradient:
+                return parameter
+            if address is not None and gradient.data_ptr() != address:
+                return parameter
+            if gradient._version != version and (
+                self._carriers[index].holds(place, gradient)
+                or not self._is_shared(gradient)
+            ):
                 return parameter
         return None
-
-    def _is_changed(self, seen: Seen) -> bool:
-        gradient, version, address = seen
-        if address is not None:
-            return gradient._version != version or gradient.data_ptr() != address
-        return gradient._version != version and not self._is_shared(gradient)
 
     def _is_shared(self, gradient: torch.Tensor) -> bool:
         """Return whether backward was last to write to memory that gradients may share."""
         memory = gradient.untyped_storage().data_ptr()
         return any(
-            other.version == gradient._version
-            and other.address is None
-            and other.gradient.layout is torch.strided
-            and other.gradient.untyped_storage().data_ptr() == memory
-            for other in self._seen
-            if other is not None
+            version == gradient._version
+            and other.layout is torch.strided
+            and other.untyped_storage().data_ptr() == memory
+            for other, version, _ in filter(None, self._seen)
         )
-
-
-def _call(method: weakref.WeakMethod[Any], *arguments: int) -> Any:
-    alive = method()
-    return None if alive is None else alive(*arguments)
 
 
 def _remove(handles: Sequence[Any]) -> None:

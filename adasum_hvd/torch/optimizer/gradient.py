@@ -77,10 +77,9 @@ class GradientOptimizer(DistributedBase):
 
     def _count(self) -> None:
         self._countdown = GradientCountdown(
-            [carrier.params for carrier in self._carriers],
+            self._carriers,
             self._options.backward_passes_per_step,
             self._name_of,
-            self._take,
             self._on_complete,
         )
 
@@ -133,9 +132,6 @@ class GradientOptimizer(DistributedBase):
         )
 
     # ---- a round: all buckets, on all ranks ----
-
-    def _take(self, index: int, place: int) -> bool:
-        return self._carriers[index].take(place)
 
     def _on_complete(self, index: int) -> None:
         self._start(self._carriers[index])
@@ -262,7 +258,7 @@ class GradientOptimizer(DistributedBase):
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
             elif gradient is None and bucket.flags[index] == 0:
                 continue  # no rank has one
-            elif bucket.may_hold_gradient(index):
+            elif bucket.fits[index]:
                 if gradient is None or not bucket.holds(index, gradient):
                     bucket.hand_out(index)
             elif gradient is None:

@@ -45,8 +45,12 @@ class SparseBucket:
         """Whether the rows were sent and not yet received."""
         return bool(self._finishers)
 
-    def take(self, index: int) -> bool:
-        """Leave a gradient where it is, and return False: rows travel from there."""
+    def takes_at_once(self, index: int) -> bool:
+        """Return False: rows travel from where they are."""
+        return False
+
+    def holds(self, index: int, gradient: torch.Tensor) -> bool:
+        """Return False."""
         return False
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
