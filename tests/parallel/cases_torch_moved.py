@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch_training import (
+    backward,
     check_equal,
     check_same_everywhere,
     distributed,
-    wide_loss,
+    loss_of,
+    train,
     wide_model,
 )
 from torch_training import start as start
@@ -30,7 +32,7 @@ def case_large_gradients_move_into_their_bucket_at_once() -> None:
         optimizer.zero_grad()
         mine.zero_grad()
         for one in (model, mine):
-            wide_loss(one, step).backward()
+            backward(one, step)
         memory = {b.flat.untyped_storage().data_ptr() for b in optimizer._buckets}
         for parameter in model.parameters():
             moved = parameter.grad.untyped_storage().data_ptr() in memory
@@ -40,7 +42,7 @@ def case_large_gradients_move_into_their_bucket_at_once() -> None:
             alone = hvd.allreduce(q.grad, op=hvd.AdasumGrad, name=f"alone.{q.shape}")
             assert torch.equal(p.grad, alone)
     if hvd.size() > 1:
-        wide_loss(model, 0).backward()
+        backward(model, 0)
         next(model.parameters()).grad.mul_(2)
         with pytest.raises(RuntimeError, match=CHANGED):
             optimizer.step()
@@ -51,7 +53,7 @@ def case_a_gradient_with_a_graph_stays() -> None:
     """It can be differentiated, as in a gradient penalty; a part of the bucket could not."""
     model = wide_model()
     optimizer = distributed(model, hvd.AdasumGrad)
-    wide_loss(model, 0).backward(create_graph=True)
+    loss_of(model, hvd.rank(), 0).backward(create_graph=True)
     weight = next(model.parameters())
     assert weight.grad.requires_grad
     (second,) = torch.autograd.grad(weight.grad.square().sum(), weight)
@@ -61,20 +63,13 @@ def case_a_gradient_with_a_graph_stays() -> None:
     check_same_everywhere(model)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Take a step, with the gradients of the last one kept until backward."""
-    optimizer.zero_grad()
-    wide_loss(model, step).backward()
-    optimizer.step()
-
-
 def check_like_a_plain_run(disturb: Callable[[nn.Module], None]) -> None:
     """Check that what is done to a model between two steps changes nothing."""
     models = [wide_model(), wide_model()]
     optimizers = [distributed(model, hvd.AdasumGrad, lr=1e-3) for model in models]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            step_of(model, optimizer, step)
+            train(model, optimizer, step)
         if step == 0:
             disturb(models[0])
         check_same_everywhere(models[0])
@@ -98,11 +93,10 @@ def case_a_model_of_large_layers_is_converted_between_steps() -> None:
     for kind in ("double", "half", "bfloat16"):
         model = wide_model()
         optimizer = distributed(model, hvd.AdasumGrad, lr=1e-4)
-        step_of(model, optimizer, 0)
+        train(model, optimizer, 0)
         optimizer.zero_grad()
         getattr(model, kind)()
-        for step in (1, 2):
-            step_of(model, optimizer, step)
+        train(model, optimizer, 1, 2)
         assert next(model.parameters()).grad.dtype == getattr(torch, kind)
         hvd.check_replicas(model)
 
@@ -125,10 +119,10 @@ def case_what_is_done_to_a_moved_gradient_is_refused() -> None:
         model = wide_model()
         optimizer = distributed(model, hvd.AdasumGrad, lr=1e-3)
         # Without a part of the first layer: versions of the two then differ.
-        model[2](torch.ones(2, 200)).sum().backward()
+        model[2](torch.ones(2, 2000)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        wide_loss(model, 1).backward()
+        backward(model, 1)
         change(model)
         with pytest.raises(RuntimeError, match=CHANGED):
             optimizer.step()
@@ -138,14 +132,14 @@ def case_what_is_done_to_a_moved_gradient_is_refused() -> None:
 def case_passes_are_not_changed_behind_a_backward_pass() -> None:
     model = wide_model()
     optimizer = distributed(model, hvd.AdasumGrad)
-    wide_loss(model, 0).backward()
+    backward(model, 0)
     if hvd.size() > 1:
         with pytest.raises(RuntimeError, match="required no backward pass since"):
             optimizer.set_backward_passes_per_step(2)
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(2)
     for step in range(2):
-        wide_loss(model, step).backward()
+        backward(model, step)
     optimizer.step()
     check_same_everywhere(model)
 
@@ -158,7 +152,7 @@ def case_a_parameter_is_frozen_behind_uneven_passes() -> None:
             model, hvd.AdasumGrad, lr=1e-3, backward_passes_per_step=2
         )
         for step in range(2 - hvd.rank() % 2):
-            wide_loss(model, step).backward()
+            backward(model, step)
         if model is models[0]:
             model[0].bias.requires_grad_(False)
         optimizer.step()

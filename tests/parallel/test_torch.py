@@ -7,8 +7,8 @@ from launch import Configuration, Outcome, every_case
 
 OPS = "cases_torch_ops+cases_torch_fuzz"
 OPTIMIZER = (
-    "cases_torch_optimizer+cases_torch_buckets+cases_torch_moved+cases_torch_parameters+cases_torch_scaler"
-    "+cases_torch_delta"
+    "cases_torch_optimizer+cases_torch_buckets+cases_torch_moved+cases_torch_parameters"
+    "+cases_torch_scaler+cases_torch_delta"
 )
 TOOLS = "cases_torch_tools+cases_torch_functions"
 OFFLOAD = "cases_adam_offload"

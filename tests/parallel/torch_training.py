@@ -74,6 +74,12 @@ def model_of(seed: int = 0) -> nn.Module:
     )
 
 
+def wide_model(seed: int = 0) -> nn.Module:
+    """Return a model of the same inputs whose matrices are large enough to move one by one."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 2000), nn.Tanh(), nn.Linear(2000, 150))
+
+
 def batch_of(rank: int, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return (
@@ -84,6 +90,7 @@ def batch_of(rank: int, step: int, size: int = 8) -> tuple[torch.Tensor, torch.T
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     images, labels = batch_of(rank, step)
+    images = images.to(next(model.parameters()).dtype)
     return functional.cross_entropy(model(images), labels)
 
 
@@ -194,16 +201,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> No
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def wide_model() -> nn.Module:
-    """Return a model whose matrices are large enough to move one by one."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 150))
-
-
-def wide_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return another loss for every rank and step."""
-    torch.manual_seed(100 * step + hvd.rank())
-    images = torch.randn(4, 300).to(model[0].weight.dtype)
-    return model(images).square().sum()

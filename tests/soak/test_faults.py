@@ -53,9 +53,9 @@ def test_a_hundred_crashes_leave_nothing() -> None:
         fault = draw.choice(kinds)
         check(fault, run(fault))
     until = time.monotonic() + PASSING_SECONDS
-    while any(new := _new(before).values()) and time.monotonic() < until:
+    while any((new := _new(before)).values()) and time.monotonic() < until:
         time.sleep(1)
-    assert not any(new), _new(before)
+    assert not any(new.values()), new
 
 
 def _new(before: dict[str, list[str]]) -> dict[str, list[str]]:

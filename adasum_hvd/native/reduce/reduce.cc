@@ -347,7 +347,7 @@ ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
   }
   ReduceResult result;
   for (const std::vector<TensorView>& window : Windows(tensors, element_bytes, settings.window_bytes)) {
-    observer(Phase::kExchangeAndGram, 0);
+    observer(Phase::kExchangeAndGram, 0); // where placing it fails, this is no longer the window before
     result.explicit_tensors += reduce(window).explicit_tensors;
   }
   return result;

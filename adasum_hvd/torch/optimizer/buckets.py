@@ -28,7 +28,6 @@ class Bucket:
     Attributes:
         names: the parameters'.
         entry: what Horovod calls the flat tensor.
-        fits: by parameter, what `may_hold_gradient` said when the bucket was made.
 
     Args:
         label: what is carried; makes the bucket's name in Horovod unique.
@@ -66,7 +65,6 @@ class Bucket:
         ]
         self._hands_out = _repeats(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
-        self.fits = [self.may_hold_gradient(index) for index in range(len(sizes))]
         self._factors, self.process_set = factors, process_set
         self._handle: int | None = None
         shape_hash = hashlib.sha256(

@@ -119,9 +119,7 @@ class GradientOptimizer(DistributedBase):
     def restart(self) -> None:
         """As the base's. Gradients are dropped where a part of them may be half reduced."""
         if any(self._is_under_way(bucket) for bucket in self._buckets):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            torch.optim.Optimizer.zero_grad(self)
         super().restart()
 
     @staticmethod
@@ -258,7 +256,7 @@ class GradientOptimizer(DistributedBase):
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
             elif gradient is None and bucket.flags[index] == 0:
                 continue  # no rank has one
-            elif bucket.fits[index]:
+            elif bucket.may_hold_gradient(index):
                 if gradient is None or not bucket.holds(index, gradient):
                     bucket.hand_out(index)
             elif gradient is None:
