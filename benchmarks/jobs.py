@@ -49,8 +49,10 @@ def launcher(
     else:
         words += ["--prtemca", "plm_ssh_agent", str(hosts.tools / "ssh")]
         words += ["--mca", "btl_tcp_if_include", INTERFACE]
-        # No host knows that the others have the same processors, and Open MPI's ranks spin.
+        # No host knows that the others have the same processors, and Open MPI's ranks spin. In
+        # sessions of their own, hosts whose ranks yield starve others (Linux 6.18, autogroups).
         words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        words += ["--leave-session-attached"]
     return [*hosts.enter(hosts.names[0]), *words]
 
 

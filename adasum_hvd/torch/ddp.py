@@ -131,7 +131,7 @@ class AdasumState:
         """
         started, self._started = self._started, []
         for future, handle, flat, sent in started:
-            wire.synchronize_idly(handle)
+            wire.synchronize(handle)
             if sent is not flat:
                 flat.copy_(sent)
             future.set_result(flat)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from adasum_hvd.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 NOTHING = -1  # the handle of an empty group
-_PAUSE_SECONDS = 1e-4
 
 # Handles whose tensors travel as a copy, and where that copy goes when it is back.
 _carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -207,17 +205,6 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     for copy, output in carried:
         write_back(output.detach(), copy)
     return result
-
-
-def synchronize_idly(handle: int) -> Any:
-    """Wait as :func:`synchronize`, and leave the processor to who works for the operation.
-
-    Horovod's `synchronize` asks without a pause, and so slows the ranks down that share its
-    processors.
-    """
-    while not poll(handle):
-        time.sleep(_PAUSE_SECONDS)
-    return synchronize(handle)
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

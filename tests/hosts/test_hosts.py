@@ -179,7 +179,8 @@ def test_a_link_that_goes_down_ends_every_rank(tmp_path: Path) -> None:
     cut_at = []
     with Hosts(2) as hosts:
         path = ("PATH", jobs.search_path(hosts))
-        variables = environment((path, ("HOROVOD_GLOO_TIMEOUT_SECONDS", "10")))
+        waits = "HOROVOD_GLOO_TIMEOUT_SECONDS", "ADASUM_HVD_TIMEOUT_SECONDS"
+        variables = environment((path, *((name, "10") for name in waits)))
         words = [*jobs.launcher("gloo", 4, hosts), sys.executable]
 
         def cut() -> None:

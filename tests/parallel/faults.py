@@ -33,6 +33,7 @@ FAULTS = {
     "raise": "its script raises",
     "kill": "SIGKILL",
     "stop": "SIGSTOP",
+    "pause": "SIGSTOP, and SIGCONT after 5 s",
     "missing": "it never submits the tensor",
 }
 PHASES = {
@@ -40,6 +41,7 @@ PHASES = {
     "raise": ("negotiation",),
     "kill": ("negotiation", "exchange", "gather"),
     "stop": ("negotiation", "exchange", "gather"),
+    "pause": ("exchange",),
     "missing": ("negotiation",),
 }
 
@@ -92,12 +94,13 @@ EVERY = [
     for phase in phases
     for transport in TRANSPORTS
 ]
-# Horovod negotiates the end of process sets; over MPI that has no end of its own.
+# Horovod negotiates the end of process sets; over MPI, without a rank, that has no end of its own.
 EVERY += [
     Fault(transport, fault, phase, sets=True)
     for fault, phases in PHASES.items()
     for phase in phases[:2]
-    for transport in ("shared memory, Gloo", "Gloo")
+    for transport in TRANSPORTS
+    if "Gloo" in transport or fault in ("memory", "pause")
 ]
 
 
@@ -150,7 +153,7 @@ def seconds_allowed(fault: Fault) -> float:
     """Return how long the others may wait, by docs/reliability.md, on a machine of our own."""
     if fault.fault == "missing":
         return STALL_SECONDS
-    if fault.fault != "stop":
+    if fault.fault not in ("stop", "pause"):
         return 2.0
     if fault.phase != "negotiation":
         return SILENCE_SECONDS + 2.0
@@ -170,6 +173,7 @@ def check(fault: Fault, consequence: Consequence) -> None:
     assert "killed after" not in consequence.output, said
     assert "terminate called" not in consequence.output, said
     assert not consequence.victim_left, "the victim's process stays"
+    assert fault.fault != "pause" or VICTIM in consequence.errors, said
     others = {r: e for r, e in consequence.errors.items() if r != VICTIM}
     backend, _ = TRANSPORTS[fault.transport]
     # mpirun ends a job that loses a process; a wait of Horovod's over MPI ends with the process.
@@ -186,7 +190,7 @@ def check(fault: Fault, consequence: Consequence) -> None:
     assert not fault.sets or consequence.ended >= set(others), said
     # Shared machines are slow at times: what is checked is that there is an end, not its tenths.
     slack = 3 * seconds_allowed(fault) + 10
-    for rank in others:
+    for rank in consequence.errors:
         assert consequence.seconds[rank] <= slack, (rank, consequence.seconds)
     assert consequence.job_seconds <= slack + 30, consequence.job_seconds
 

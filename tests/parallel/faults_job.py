@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from horovod.common.exceptions import HorovodInternalError
 import adasum_hvd.torch as hvd
 
 VICTIM = 1
+PAUSE_SECONDS = 5  # longer than the others wait
 FAULT, PHASE, SETS, FOLDER = *sys.argv[1:4], Path(sys.argv[4])
 # What the op holds must be more than malloc may have in reserve.
 ELEMENTS = 50_000_000 if FAULT == "memory" else 20_000_000
@@ -38,6 +40,10 @@ def strike() -> None:
     if FAULT == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif FAULT == "pause":
+        words = f"sleep {PAUSE_SECONDS}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", words])
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "raise":
         raise RuntimeError("the training step of rank 1 failed")
@@ -98,10 +104,10 @@ def reduce(together: hvd.ProcessSet) -> None:
     reduction()
 
 
-def wait_for(files: str = "rank-[02].json") -> None:
+def wait_for(files: str = "rank-[02].json", count: int = 2) -> None:
     """Let the others write, if they come to it soon: a launcher ends all with the first."""
     limit = now() + 10
-    while len(list(FOLDER.glob(files))) < 2 and now() < limit:
+    while len(list(FOLDER.glob(files))) < count and now() < limit:
         time.sleep(0.02)
 
 
@@ -117,6 +123,7 @@ def main() -> None:
     hvd.barrier()
     try:
         reduce(together)
+        hvd.barrier()  # a rank that comes back has what the others gave up
     except HorovodInternalError as error:
         report = {"seconds_at": now(), "error": str(error)}
         rank = hvd.rank()
@@ -125,7 +132,9 @@ def main() -> None:
             hvd.shutdown()
             (FOLDER / f"ended-{rank}").touch()
             wait_for("ended-[02]")
-        if rank == VICTIM:
+        if FAULT == "pause":
+            wait_for("rank-*.json", 3)
+        elif rank == VICTIM:
             wait_for()
         os._exit(1)
     print("DONE")

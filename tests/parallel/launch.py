@@ -168,7 +168,9 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",  # a busy machine is not a broken one
+        # A busy machine is not a broken one.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+        "ADASUM_HVD_TIMEOUT_SECONDS": "120",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **dict(extra),

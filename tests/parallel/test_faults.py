@@ -26,6 +26,9 @@ CHOSEN = [
     Fault("MPI", "kill", "exchange"),
     Fault("Gloo", "kill", "exchange", sets=True),
     Fault("shared memory, Gloo", "memory", "exchange", sets=True),
+    Fault("MPI", "memory", "exchange", sets=True),
+    Fault("shared memory, MPI", "pause", "exchange", sets=True),
+    Fault("Gloo", "pause", "exchange"),
     Fault("shared memory, Gloo", "missing", "negotiation", sets=True),
 ]
 

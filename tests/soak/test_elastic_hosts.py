@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 )
 def test_a_host_is_cut_off(tmp_path: Path, script: str, op: str) -> None:
     faults = {"7": {"host": "adasum2", "kind": "cut", "phase": "negotiation"}}
-    variables = (("HOROVOD_GLOO_TIMEOUT_SECONDS", "10"),)
+    waits = "HOROVOD_GLOO_TIMEOUT_SECONDS", "ADASUM_HVD_TIMEOUT_SECONDS"
+    variables = tuple((name, "10") for name in waits)
     with Hosts(2) as machines:
 
         def cut() -> None:

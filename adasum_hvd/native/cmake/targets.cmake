@@ -62,11 +62,12 @@ foreach(target IN ITEMS pytorch tensorflow)
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
   # registry.h puts our op in front of Horovod's where the list of ops is made; controller_hooks.h mends join() and
-  # the search for stalled tensors.
-  foreach(pair IN ITEMS operations:registry controller:controller_hooks)
+  # the search for stalled tensors, wait_hooks.h waits that take processors from others.
+  foreach(pair IN ITEMS common/operations:registry common/controller:controller_hooks torch/mpi_ops_v2:wait_hooks
+          tensorflow/mpi_ops:wait_hooks)
     string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
     set(header "${ADASUM_NATIVE_DIR}/op/${CMAKE_MATCH_2}.h")
-    set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/common/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
+    set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
       PROPERTIES COMPILE_OPTIONS "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-include;${header}" OBJECT_DEPENDS "${header}")
   endforeach()
   if(target STREQUAL tensorflow AND HAVE_CUDA)

@@ -8,7 +8,8 @@
 // reserves, and so never finds one. It gets the whole vector, and what it finds is kept for the errors that
 // all ranks get.
 //
-// Leaving: when this rank is to shut down, the others hear why, if it is known.
+// Leaving: a rank on which a reduction has failed shuts down with all others, which may be through with that
+// reduction and wait for the next one. When a rank is to shut down, the others hear why, if it is known.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +36,5 @@ inline std::vector<int32_t> WithRoomFor(size_t length, int ranks) {
 #define CheckForStalledTensors(global_ranks)                                                                 \
   CheckForStalledTensors(::adasum_hvd::GlobalRanks(*this)) && ::adasum_hvd::NoteStalled(*this)
 
-// Asked in every turn of the loop, beside `this_process_requested_shutdown`.
-#define ShouldPerformCheck()                                                                                 \
-  ShouldPerformCheck() & ::adasum_hvd::NoteLeaving(*this, this_process_requested_shutdown)
+// Asked in every turn of the loop, beside `should_shut_down`, which is true when the script wants to.
+#define ShouldPerformCheck() ShouldPerformCheck() & ::adasum_hvd::NoteLeaving(*this, should_shut_down)

@@ -31,8 +31,9 @@ std::string cause;
 std::string leave; // why this process is about to shut down
 Witness witness;   // of the background thread
 
-thread_local bool asked_to_leave = false; // this process, by its own script
-thread_local bool all_agreed = false;     // that Horovod shuts down
+thread_local bool asked_to_leave = false;               // this process, by its own script
+thread_local bool all_agreed = false;                   // that Horovod shuts down
+thread_local const hvd::Controller* everyone = nullptr; // where all ranks agree on it
 
 // A private member, which an explicit instantiation may name.
 using Deregister = void (hvd::ProcessSetTable::*)(int32_t);
@@ -154,7 +155,8 @@ bool NoteStalled(hvd::Controller& controller) {
 }
 
 void NoteTurn(const hvd::HorovodGlobalState& state, const hvd::Controller& controller, bool is_last) {
-  all_agreed = is_last && &controller == state.global_controller.get();
+  everyone = state.global_controller.get();
+  all_agreed = is_last && &controller == everyone;
 }
 
 void TellEverybody(const LastWords& words) {
@@ -168,7 +170,7 @@ void Leave(const std::string& why) {
   leave = why;
 }
 
-bool NoteLeaving(hvd::Controller& controller, bool leaving) {
+bool NoteLeaving(hvd::Controller& controller, bool& leaving) {
   asked_to_leave = leaving;
   if (leaving) {
     std::lock_guard<std::mutex> guard(cause_mutex);
@@ -177,6 +179,7 @@ bool NoteLeaving(hvd::Controller& controller, bool leaving) {
       found->second->Tell({{GlobalRanks(controller)[controller.GetRank()]}, leave});
     }
   }
+  leaving = leaving || (&controller == everyone && !NoCause()); // else ranks of a process set leave alone
   return true;
 }
 

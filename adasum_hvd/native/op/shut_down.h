@@ -24,8 +24,9 @@ bool NoteStalled(horovod::common::Controller& controller);
 // Why this process is about to shut down; the others hear it when it does.
 void Leave(const std::string& why);
 
-// In every turn of Horovod's loop; `leaving` when this process is to shut down. True.
-bool NoteLeaving(horovod::common::Controller& controller, bool leaving);
+// In every turn of Horovod's loop; `leaving` when this process is to shut down by its own script, and
+// afterwards also when a reduction has failed on it. True.
+bool NoteLeaving(horovod::common::Controller& controller, bool& leaving);
 
 // Whether this turn of Horovod's loop is its last by agreement of all ranks: of the `controller` of a process
 // set.

@@ -173,7 +173,7 @@ class Bucket:
         """Wait until the views hold the reduced values."""
         handle, self._handle = self._handle, None
         assert handle is not None
-        wire.synchronize_idly(handle)
+        wire.synchronize(handle)
 
     def drop(self) -> None:
         """Forget a reduction that ended with Horovod."""
