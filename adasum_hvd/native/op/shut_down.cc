@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
@@ -24,12 +25,15 @@ namespace hvd = horovod::common;
 
 constexpr size_t kMostNames = 5;      // in one message
 constexpr int kUsualLookSeconds = 60; // Horovod's
+constexpr std::chrono::seconds kToConclude{2};
 
 // What this rank knows of the cause, as it is told to callers; they ask on their own threads.
 std::mutex cause_mutex;
 std::string cause;
-std::string leave; // why this process is about to shut down
-Witness witness;   // of the background thread
+std::condition_variable concluded_signal;
+bool concluded = false; // Horovod's loop has ended, and the cause is what it will be
+std::string leave;      // why this process is about to shut down
+Witness witness;        // of the background thread
 
 thread_local bool asked_to_leave = false;               // this process, by its own script
 thread_local bool all_agreed = false;                   // that Horovod shuts down
@@ -105,8 +109,14 @@ bool NoCause() {
   return cause.empty();
 }
 
+// Who submits something while the loop ends hears of the same cause.
 hvd::Status WithCause(const hvd::Status& horovods) {
-  std::lock_guard<std::mutex> guard(cause_mutex);
+  std::unique_lock<std::mutex> lock(cause_mutex);
+  if (everyone != nullptr) { // on the loop's thread
+    concluded = true;
+    concluded_signal.notify_all();
+  }
+  concluded_signal.wait_for(lock, kToConclude, [] { return concluded; });
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
 }
 
@@ -247,6 +257,7 @@ void ForgetFailures() {
   std::lock_guard<std::mutex> guard(cause_mutex);
   cause.clear();
   leave.clear();
+  concluded = false;
   witness = nullptr;
   all_agreed = false;
 }

@@ -11,6 +11,7 @@ constexpr std::chrono::milliseconds kBeat{200};
 constexpr int kBeatsPerTimeout = 8;            // over the network
 constexpr std::chrono::seconds kToShutDown{5}; // what Horovod may take when a rank leaves
 constexpr std::chrono::seconds kToBeRead{2};   // between what is said and the end, for others to say it too
+constexpr uint32_t kHasLeft = UINT32_MAX;      // instead of beats: nobody waits for this rank's any more
 
 } // namespace
 
@@ -24,6 +25,9 @@ Watch::~Watch() {
   }
   wake_.notify_all();
   thread_.join();
+  if (group_ != nullptr) {
+    group_->mine->header().beats.store(kHasLeft, std::memory_order_relaxed);
+  }
 }
 
 void Watch::Include(std::shared_ptr<LocalGroup> group) {
@@ -72,7 +76,7 @@ void Watch::Run() {
 }
 
 void Watch::Heart::See(uint32_t now) {
-  if (now != beats) {
+  if (now != beats || now == kHasLeft) {
     beats = now;
     still.Moved();
   }
