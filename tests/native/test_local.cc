@@ -344,7 +344,8 @@ void AWatchEndsWhatIsStuckForNoKnownReason() {
 }
 
 // Without a failed reduction, too: where Horovod itself waits for a rank that does not run.
-void AWatchNamesARankThatDoesNotRun() {
+// Three ranks that watch each other, without rank 1: it `leaves` after a while, or has never begun.
+void ThreeWatchWithoutOne(bool leaves) {
   Board board(3);
   std::vector<Loop> loops(3);
   std::atomic<int> done{0};
@@ -354,10 +355,15 @@ void AWatchNamesARankThatDoesNotRun() {
     Check(group != nullptr, why_not);
     auto watch =
         std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
-    watch->Include(group);
+    if (rank != 1 || leaves) {
+      watch->Include(group);
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     if (rank == 1) {
       watch.reset();
+    } else if (leaves) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+      Check(loops[rank].Said().empty(), loops[rank].Said());
     } else {
       WaitUntil([&] { return loops[rank].ended.load(); }, "nothing was noticed");
       Check(loops[rank].Said().find("got none of rank 1 on rank " + std::to_string(rank)) !=
@@ -370,6 +376,10 @@ void AWatchNamesARankThatDoesNotRun() {
     }
   });
 }
+
+void AWatchNamesARankThatDoesNotRun() { ThreeWatchWithoutOne(false); }
+
+void AWatchNamesNoRankThatHasLeft() { ThreeWatchWithoutOne(true); }
 
 } // namespace
 
@@ -391,5 +401,6 @@ int main(int argc, char** argv) {
           {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
           {"a watch ends what is stuck for no known reason", AWatchEndsWhatIsStuckForNoKnownReason},
           {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},
+          {"a watch names no rank that has left", AWatchNamesNoRankThatHasLeft},
       });
 }
