@@ -10,7 +10,8 @@ offloads, as network cards have them. The bytes of one reduction that leave the 
 counted in jobs without them, and printed divided by the reduced bytes:
 
     counter   what the link's own counter saw, headers and negotiation included
-    payload   the same without 66 bytes of Ethernet, IP and TCP header per packet
+    payload   the same without 66 bytes of Ethernet, IP and TCP header per packet, and without
+              what TCP sent again (a host that gets no processor acknowledges too late)
     limit     2 (1 - 1/H), what two levels send; a ring over H hosts of R ranks each
               sends 2 (1 - 1/(H R))
 
@@ -20,24 +21,27 @@ counted in jobs without them, and printed divided by the reduced bytes:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jobs
 from namespaces import Hosts, missing, sent
 
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
+SEGMENT_BYTES = 1500 - 20 - 32  # of a full packet
 
 
 # ---- one rank of one job ----
 
 
 def rank_main(elements: int, repetitions: int, output: Path) -> None:
-    """Measure; rank 0 writes seconds and (bytes, packets) per operation and repetition."""
+    """Measure; rank 0 writes seconds and what `sent` counts per operation and repetition."""
     import horovod.torch as horovod_torch
     import torch
 
@@ -73,19 +77,29 @@ def rank_main(elements: int, repetitions: int, output: Path) -> None:
     path = binding.path(ops.LIBRARY)
     if hvd.rank() == 0:
         rows = [
-            (same[0][0], *(max(rank[k] for rank in same) for k in (1, 2, 3)))
+            (same[0][0], max(seconds for _, seconds, *_ in same), *busiest(same))
             for same in zip(*everyone, strict=True)
         ]
         output.write_text(json.dumps({"rows": rows, "path": path}))
 
 
+def busiest(same: Sequence[Sequence]) -> Sequence[int]:
+    """Return what left the host that most bytes left."""
+    return max(wire for _, _, *wire in same)
+
+
 # ---- the launcher ----
+
+
+def payload(counter: float, packets: float, again: float) -> float:
+    """Return the bytes of data among what `sent` counts without segmentation offloads."""
+    return counter - HEADER_BYTES * packets - SEGMENT_BYTES * again
 
 
 def run_case(
     backend: str, hosts: Hosts, ranks: int, elements: int, rounds: int, repetitions: int
 ) -> dict[str, dict]:
-    """Return per operation its seconds, and bytes and packets of the busiest host."""
+    """Return per operation its seconds, and the bytes of the busiest host, all and payload."""
     forms = {"AdaSum": {}, "flat": {"ADASUM_HVD_RADICES": "flat"}}
     if backend == "mpi" and ranks & (ranks - 1) == 0:
         forms["Horovod AdaSum"] = {"ADASUM_HVD_OP": "off"}
@@ -113,9 +127,8 @@ def run_case(
                 )
     for operation in found.values():
         wire = operation.pop("wire")
-        operation["bytes"], operation["packets"] = map(
-            statistics.median, zip(*wire, strict=True)
-        )
+        operation["bytes"] = statistics.median(counter for counter, *_ in wire)
+        operation["payload"] = statistics.median(itertools.starmap(payload, wire))
     return found
 
 
@@ -127,12 +140,12 @@ def show(row: dict) -> None:
     for name, operation in row["operations"].items():
         middle = statistics.median(operation["seconds"])
         counter = operation["bytes"] / total
-        payload = (operation["bytes"] - HEADER_BYTES * operation["packets"]) / total
+        data = operation["payload"] / total
         ratio = f"{ours / middle:5.2f}x" if name != "AdaSum" else ""
         print(
             f"{row['backend']:5s}{row['hosts']:2d} x {row['ranks'] // row['hosts']} "
             f"{name:15s}{total:11d} |{min(operation['seconds']) * 1e3:9.1f}{middle * 1e3:9.1f}"
-            f"{max(operation['seconds']) * 1e3:9.1f} |{counter:8.3f}{payload:8.3f}{limit:7.2f}"
+            f"{max(operation['seconds']) * 1e3:9.1f} |{counter:8.3f}{data:8.3f}{limit:7.2f}"
             f" | {ratio:6s} "
             f"{operation['path'] if name in ('AdaSum', 'flat') else ''}",
             flush=True,

@@ -164,9 +164,12 @@ def _wait_for_namespaces(process: subprocess.Popen) -> None:
         time.sleep(0.001)
 
 
-def sent() -> tuple[int, int]:
-    """Return (bytes, packets) that left this process's host since it began."""
+def sent() -> tuple[int, int, int]:
+    """Return (bytes, packets, segments that TCP sent again) of this process's host so far."""
     with open("/proc/net/dev") as table:
         line = next(line for line in table if line.strip().startswith(f"{INTERFACE}:"))
     fields = line.split(":")[1].split()
-    return int(fields[8]), int(fields[9])
+    with open("/proc/net/snmp") as table:
+        names, counts = (line.split() for line in table if line.startswith("Tcp:"))
+    again = counts[names.index("RetransSegs")]
+    return int(fields[8]), int(fields[9]), int(again)

@@ -158,6 +158,12 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]
 
 
+def waits(seconds: int) -> tuple[tuple[str, str], ...]:
+    """Return the variables that say how long Horovod and the op wait for a silent rank."""
+    names = "HOROVOD_GLOO_TIMEOUT_SECONDS", "ADASUM_HVD_TIMEOUT_SECONDS"
+    return tuple((name, str(seconds)) for name in names)
+
+
 def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     """Return the environment of a launch: one thread per rank, quiet TensorFlow."""
     return {
@@ -168,9 +174,7 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        # A busy machine is not a broken one.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
-        "ADASUM_HVD_TIMEOUT_SECONDS": "120",
+        **dict(waits(120)),  # a busy machine is not a broken one
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **dict(extra),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from elastic_jobs import check, run_job
+from launch import waits
 from namespaces import Hosts, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 )
 def test_a_host_is_cut_off(tmp_path: Path, script: str, op: str) -> None:
     faults = {"7": {"host": "adasum2", "kind": "cut", "phase": "negotiation"}}
-    waits = "HOROVOD_GLOO_TIMEOUT_SECONDS", "ADASUM_HVD_TIMEOUT_SECONDS"
-    variables = tuple((name, "10") for name in waits)
     with Hosts(2) as machines:
 
         def cut() -> None:
@@ -39,7 +38,7 @@ def test_a_host_is_cut_off(tmp_path: Path, script: str, op: str) -> None:
         thread = threading.Thread(target=cut)
         thread.start()
         story = run_job(
-            tmp_path, script, "adasum1:2\nadasum2:1", machines, variables,
+            tmp_path, script, "adasum1:2\nadasum2:1", machines, waits(10),
             op=op, loop="function", faults=faults,
         )  # fmt: skip
         thread.join()
