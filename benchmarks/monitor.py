@@ -15,18 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import compiled
 import ddp
 import jobs
-
-from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import NATIVE
 
 BUCKETS = {"161 of 0.6 MB": (161, 150_000), "1600 of 4 KB": (1600, 1000)}
 EVERY = (0, 50, 1)
@@ -112,14 +108,8 @@ def rank_main(name: str, repetitions: int, output: Path) -> None:
 
 def arithmetic() -> str:
     """Return what `observation.cc` says."""
-    parts = [str(NATIVE / "reduce" / f"{name}.cc") for name in ("observation", "tree")]
-    source = str(Path(__file__).with_name("observation.cc"))
-    flags = ["-std=c++17", "-O3", "-ffp-contract=off", f"-I{NATIVE}"]
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/observation"
-        command = [str(prerequisites.compiler()), *flags, source, *parts]
-        subprocess.run([*command, "-o", program], check=True)
-        return subprocess.run([program], capture_output=True, text=True).stdout
+    source = Path(__file__).with_name("observation.cc")
+    return compiled.output_of(source, ["reduce/observation.cc", "reduce/tree.cc"])
 
 
 def main() -> None:

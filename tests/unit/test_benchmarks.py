@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import compiled
 import cost_model
+import exchange
 import jobs
-
-from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import NATIVE
 
 BENCHMARKS = Path(jobs.__file__).parent
 _PLANNER = """
@@ -51,17 +49,12 @@ def test_the_op_plans_what_the_model_says(tmp_path):
         (2, 1), (8, 1), (64, 1), (1024, 1), (4, 2), (16, 2), (64, 4), (512, 4),
         (8, 8), (16, 8), (32, 8), (64, 8), (128, 8), (512, 8), (1024, 8), (4096, 8),
     ]  # fmt: skip
-    source, planner = tmp_path / "planner.cc", tmp_path / "planner"
+    source = tmp_path / "planner.cc"
     source.write_text(_PLANNER)
-    parts = [
-        str(source),
-        *(str(NATIVE / "reduce" / name) for name in ("plan.cc", "tree.cc")),
-    ]
-    command = [prerequisites.compiler(), "-std=c++17", f"-I{NATIVE}", *parts]
-    subprocess.run([*command, "-o", str(planner)], check=True)
-    words = [str(number) for cluster in clusters for number in cluster]
-    planned = subprocess.run(
-        [str(planner), *words], capture_output=True, text=True, check=True
+    planned = compiled.output_of(
+        source,
+        ["reduce/plan.cc", "reduce/tree.cc"],
+        [[number for cluster in clusters for number in cluster]],
     )
     modelled = []
     for ranks, on_host in clusters:
@@ -70,5 +63,17 @@ def test_the_op_plans_what_the_model_says(tmp_path):
         )
         levels = cost_model.planned_levels(cost_model.machine_of(defaults), ranks)
         modelled.append(" x ".join(str(level.radix) for level in levels))
-    assert planned.stdout.splitlines() == modelled
+    assert planned.splitlines() == modelled
     assert len(set(modelled)) > 8
+
+
+def test_exchanges_of_short_messages():
+    rows = exchange.measure([2, 3], [1, 100_000], 20)
+    assert [(row["ranks"], row["bytes"], row["sessions"]) for row in rows] == [
+        (ranks, size, sessions)
+        for ranks in (2, 3)
+        for size in (1, 100_000)
+        for sessions in ("one", "each")
+    ]
+    for row in rows:
+        assert 0 < row["median"] <= row["p90"]
