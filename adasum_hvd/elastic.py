@@ -3,7 +3,7 @@
 Horovod's classes and order of events. What differs, because Horovod's loses work or waits for
 ever there:
 
-- after a change all ranks synchronize, always, from the lowest rank that was in the job before;
+- after a change all ranks synchronize, always, from the rank that has committed most;
 - what was trained when hosts come or go is kept, attributes of the state too;
 - no news of hosts gets lost while the ranks start again, or for coming in the same second.
 
@@ -25,12 +25,14 @@ Result = TypeVar("Result")
 
 
 class SharedState(ObjectState):
-    """A state that all ranks get from the lowest one that was in the job before.
+    """A state that all ranks get from the one whose last commit is the newest.
+
+    Where a rank dies in the moment of a commit some of the others have made it, and some not.
 
     The first base class of a framework's state.
     """
 
-    _survived = False  # this rank has been in the job since a synchronization
+    _commits = 0  # that led to this rank's state, synchronizations too; 0: it is new
 
     # The framework's functions, static: they compare settings, and return every rank's object
     # and the root's. Collective.
@@ -42,8 +44,17 @@ class SharedState(ObjectState):
         """Give every rank what the root has trained. Collective."""
         raise NotImplementedError
 
+    @property
+    def _survived(self) -> bool:
+        return self._commits > 0
+
+    def save(self) -> None:
+        """Commit what there is now, without looking for news of hosts."""
+        super().save()
+        self._commits += self._survived
+
     def sync(self) -> None:
-        """Give every rank what the lowest surviving one has, and commit it.
+        """Give every rank what the surviving one with the newest commit has, and commit it.
 
         Collective: every rank; blocks.
 
@@ -52,16 +63,16 @@ class SharedState(ObjectState):
             HorovodInternalError: a rank has died (TensorFlow: a `tf.errors.OpError`).
         """
         self._agree()
-        survived = self._gather(self._survived, name="adasum.elastic.survivors")
-        root = survived.index(True) if any(survived) else 0
+        commits = self._gather(self._commits, name="adasum.elastic.commits")
+        root = commits.index(max(commits))
         self._sync_trained(root)
         mine = {name: getattr(self, name) for name in self._saved_state}
         self._saved_state: dict[str, Any] = self._broadcast(
             mine, root, name="adasum.elastic.objects"
         )
         self._set_attrs()
-        self._survived = True
         self.save()
+        self._commits = max(commits) + 1
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt if any rank was told that hosts come or go.

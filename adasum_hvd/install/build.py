@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,11 +45,11 @@ _COMPILER_ERROR = re.compile(r"(\berror:|CMake Error|undefined reference|ninja: 
 _CMAKE_WRAPPER = """#!/bin/sh
 # HOROVOD_CMAKE: adds the injection to the configure call, skips a call that changes nothing.
 case "$1" in
-  --version) exec "{cmake}" "$@" ;;
-  --build) exec "{cmake}" --build . --parallel {jobs} ;;
+  --version) exec {cmake} "$@" ;;
+  --build) exec {cmake} --build . --parallel {jobs} ;;
 esac
 if [ -f build.ninja ] && [ "$(cat adasum_configured 2>/dev/null)" = "{key}" ]; then exit 0; fi
-"{cmake}" "$@" -DCMAKE_PROJECT_horovod_INCLUDE="{inject}" {extra} || exit $?
+{cmake} "$@" -DCMAKE_PROJECT_horovod_INCLUDE={inject} {extra} || exit $?
 echo "{key}" > adasum_configured
 """
 
@@ -174,9 +175,9 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
     wrapper = root / "cmake"
     wrapper.write_text(
         _CMAKE_WRAPPER.format(
-            cmake=_cmake(),
+            cmake=shlex.quote(_cmake()),
             jobs=(os.cpu_count() or 1) + 1,
-            inject=root / "adasum_native" / "cmake" / "inject.cmake",
+            inject=shlex.quote(str(root / "adasum_native" / "cmake" / "inject.cmake")),
             key=root.name,
             extra=f"-DCMAKE_BUILD_RPATH='{nccl.RPATH}'" if env.nccl else "",
         )

@@ -87,9 +87,13 @@ def run_pip(required: str, remedy: str, *arguments: str) -> None:
 
 
 def _fetch_sdist(directory: Path) -> Path:
-    """Download Horovod's sdist with pip, check its hash, return its path."""
+    """Download Horovod's sdist with pip, which unpacks it only where its hash is right."""
     archive = directory / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.exists():
+        wanted = directory / "horovod.txt"
+        wanted.write_text(
+            f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
+        )
         run_pip(
             f"{archive.name}: required a download",
             f"check the network and `pip config list`, or put the file into {directory}",
@@ -100,7 +104,9 @@ def _fetch_sdist(directory: Path) -> Path:
             "--no-build-isolation",
             "--dest",
             str(directory),
-            f"horovod=={HOROVOD_VERSION}",
+            "--require-hashes",
+            "--requirement",
+            str(wanted),
         )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != HOROVOD_SHA256:

@@ -38,9 +38,13 @@ public:
   void Offer(const std::shared_ptr<const SharedRegion>& region) {
     std::lock_guard<std::mutex> guard(mutex_);
     regions_[region->number()] = {region->begin(), region->bytes()};
+    arrived_.notify_all();
   }
   MemorySpan Reach(uint64_t region) {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!arrived_.wait_for(lock, std::chrono::seconds(60), [&] { return regions_.count(region) != 0; })) {
+      throw std::runtime_error("no region " + std::to_string(region));
+    }
     return regions_.at(region);
   }
 

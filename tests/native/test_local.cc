@@ -334,6 +334,20 @@ void AWatchEndsWhatIsStuck() {
   }
 }
 
+// What went on in the last moment is watched on.
+void AWatchEndsWhatIsStuckAgain() {
+  Loop loop;
+  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
+  watch.NoteFailure("rank 1 is silent");
+  WaitUntil([&] { return !loop.Said().empty(); }, "a loop that is stuck was not seen");
+  for (int k = 0; k < 250; ++k) {
+    ++loop.turns;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  Check(!loop.ended, "a loop that turns again was ended");
+  WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck again was not ended");
+}
+
 void AWatchEndsWhatIsStuckForNoKnownReason() {
   Loop loop;
   const auto started = std::chrono::steady_clock::now();
@@ -399,6 +413,7 @@ int main(int argc, char** argv) {
           {"a killed peer is named", KilledPeerIsNamed},
 #endif
           {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
+          {"a watch ends what is stuck again", AWatchEndsWhatIsStuckAgain},
           {"a watch ends what is stuck for no known reason", AWatchEndsWhatIsStuckForNoKnownReason},
           {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},
           {"a watch names no rank that has left", AWatchNamesNoRankThatHasLeft},

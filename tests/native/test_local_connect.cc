@@ -216,6 +216,36 @@ void RegionsAreMapped() {
   }
 }
 
+// More than a socket holds the offers of, on one rank only and on both.
+void ManyRegionsAreMapped() {
+  constexpr int64_t kBytes = 4096;
+  constexpr int kRegions = 300;
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    const auto transport = Connect(board, rank, 2, LocalSettings());
+    for (const bool both : {false, true}) {
+      std::vector<char*> areas;
+      std::vector<MemoryPiece> mine;
+      const bool one = rank == 1 && !both;
+      for (int k = 0; k < kRegions; ++k) {
+        if (!one || k == 0) {
+          areas.push_back(static_cast<char*>(AllocateShared(one ? kRegions * kBytes : kBytes)));
+        }
+        mine.push_back({one ? areas[0] + k * kBytes : areas[k], kBytes});
+        mine.back().at[7] = static_cast<char>(k + rank);
+      }
+      const auto pieces = MeetInMemory(*transport, mine);
+      for (int k = 0; k < kRegions; ++k) {
+        Check(pieces[1 - rank][k][7] == static_cast<char>(k + 1 - rank), "region " + std::to_string(k));
+      }
+      Meet(*transport);
+      for (char* area : areas) {
+        FreeShared(area);
+      }
+    }
+  });
+}
+
 void FreedMemoryIsGivenBack() {
   const SharedRegion region(1 << 20);
   region.begin()[12345] = 1;
@@ -312,6 +342,7 @@ int main(int argc, char** argv) {
                       {"nothing stays behind", NothingStaysBehind},
                       {"memory keeps its size", MemoryKeepsItsSize},
                       {"regions are mapped", RegionsAreMapped},
+                      {"many regions are mapped", ManyRegionsAreMapped},
                       {"freed memory is given back", FreedMemoryIsGivenBack},
                       {"foreign memory is refused", ForeignMemoryIsRefused},
                       {"only whole regions are found", OnlyWholeRegionsAreFound},

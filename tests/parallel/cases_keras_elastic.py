@@ -56,7 +56,7 @@ def case_elastic_survivors_and_newcomers() -> None:
             slot.assign(slot + hvd.rank())
         state = hvd.elastic.KerasState(model, epoch=hvd.rank())
         mine = velocities(model)
-        state._survived = hvd.rank() == survivor
+        state._commits = int(hvd.rank() == survivor)
         theirs = everywhere(mine)[survivor]
         state.sync()
         check_same_everywhere(model)
@@ -71,6 +71,25 @@ def case_elastic_survivors_and_newcomers() -> None:
         expected = mine if op == "adasum-delta" else first
         assert np.array_equal(velocities(model), expected), op
         fit(model)
+        check_same_everywhere(model)
+
+
+def case_elastic_newest_commit() -> None:
+    """A rank that dies in the moment of a commit leaves some with it, and some without."""
+    model = compiled(hvd.DistributedOptimizer(momentum(), op="adasum-grad"))
+    fit(model)
+    state = hvd.elastic.KerasState(model, step=0)
+    for ahead in (hvd.size() - 1, 0):
+        state.sync()
+        fit(model)
+        if hvd.rank() == ahead:
+            model.set_weights([w + 1 for w in model.get_weights()])
+            state.step = 10 + ahead
+            state.save()
+        newest = everywhere(digest_of(model))[ahead]
+        state.restore()
+        state.sync()
+        assert state.step == 10 + ahead and digest_of(model) == newest
         check_same_everywhere(model)
 
 
@@ -95,7 +114,7 @@ def case_elastic_mixed_float16() -> None:
         # As where one rank goes on and others have just come.
         optimizer.dynamic_scale.assign(2.0 ** (5 + hvd.rank()))
         model.set_weights([weight + hvd.rank() for weight in model.get_weights()])
-        state._survived = hvd.rank() == survivor
+        state._commits = int(hvd.rank() == survivor)
         state.sync()
         check_same_everywhere(model)
         assert float(optimizer.dynamic_scale) == 2.0 ** (5 + survivor)

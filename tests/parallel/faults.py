@@ -44,6 +44,8 @@ PHASES = {
     "pause": ("exchange",),
     "missing": ("negotiation",),
 }
+# Before AdaSum has reduced anything, where Horovod averages; in the process set, too.
+FIRST = "first negotiation"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ EVERY += [
     for transport in TRANSPORTS
     if "Gloo" in transport or fault in ("memory", "pause")
 ]
+# What those who wait can share does not matter then.
+EVERY += [Fault(transport, "stop", FIRST) for transport in ("Gloo", "MPI")]
+EVERY += [
+    Fault(transport, "missing", FIRST, sets=True) for transport in ("Gloo", "MPI")
+]
 
 
 def run(fault: Fault) -> Consequence:
@@ -155,7 +162,7 @@ def seconds_allowed(fault: Fault) -> float:
         return STALL_SECONDS
     if fault.fault not in ("stop", "pause"):
         return 2.0
-    if fault.phase != "negotiation":
+    if "negotiation" not in fault.phase:
         return SILENCE_SECONDS + 2.0
     backend, _ = TRANSPORTS[fault.transport]
     return GLOO_SECONDS + 2.0 if backend == "gloo" else SILENCE_SECONDS + 4.0
@@ -178,7 +185,8 @@ def check(fault: Fault, consequence: Consequence) -> None:
     backend, _ = TRANSPORTS[fault.transport]
     # mpirun ends a job that loses a process; a wait of Horovod's over MPI ends with the process.
     ends_first = backend == "mpi" and (
-        fault.fault == "kill" or (fault.fault, fault.phase) == ("stop", "negotiation")
+        fault.fault == "kill"
+        or (fault.fault == "stop" and "negotiation" in fault.phase)
     )
     words = list(others.values())
     if ends_first:

@@ -1,8 +1,8 @@
 """A rank of a job in which something happens to rank 1; the others write what they learn, and when.
 
 faults_job.py FAULT PHASE SET FOLDER: what happens, where rank 1 is then, and whether all ranks
-reduce, or in process sets "01" and "12". It writes the time to FOLDER/fault, every rank its error
-and the time to FOLDER/rank-R.json.
+reduce, or in process sets "01" and "12"; by AdaSum, or in a "first" phase by Horovod's average.
+It writes the time to FOLDER/fault, every rank its error and the time to FOLDER/rank-R.json.
 """
 
 import atexit
@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import horovod.torch as horovod_torch
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
@@ -25,6 +26,7 @@ import adasum_hvd.torch as hvd
 VICTIM = 1
 PAUSE_SECONDS = 5  # longer than the others wait
 FAULT, PHASE, SETS, FOLDER = *sys.argv[1:4], Path(sys.argv[4])
+IS_FIRST = PHASE.startswith("first")
 # What the op holds must be more than malloc may have in reserve.
 ELEMENTS = 50_000_000 if FAULT == "memory" else 20_000_000
 
@@ -77,7 +79,7 @@ def process_set() -> hvd.ProcessSet:
         return hvd.global_process_set
     both = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
     for one in both:
-        if one.included():
+        if one.included() and not IS_FIRST:
             hvd.allreduce(torch.ones(10), op=hvd.Adasum, name="set", process_set=one)
     return both[hvd.rank() // 2]
 
@@ -86,12 +88,16 @@ def reduce(together: hvd.ProcessSet) -> None:
     """Reduce what the ranks have in common, with the fault on one of them."""
     tensor = torch.full((ELEMENTS,), 1.0 + hvd.rank())
     reduction = functools.partial(
-        hvd.allreduce_, tensor, op=hvd.Adasum, name="gradient", process_set=together
+        horovod_torch.allreduce_ if IS_FIRST else hvd.allreduce_,
+        tensor,
+        op=hvd.Average if IS_FIRST else hvd.Adasum,
+        name="gradient",
+        process_set=together,
     )
     if hvd.rank() != VICTIM:
         reduction()
         return
-    if PHASE == "negotiation":
+    if "negotiation" in PHASE:
         strike()
         if FAULT == "missing":
             time.sleep(3600)
@@ -115,10 +121,11 @@ def main() -> None:
     """Run until there is an error, and write it."""
     if FAULT == "raise":
         atexit.register(wait_for)  # which is when Horovod has shut down
-    hvd.init()
+    (horovod_torch if IS_FIRST else hvd).init()  # ours reduces, too
     if hvd.rank() != VICTIM:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers end the others early
-    hvd.allreduce(torch.ones(1000), op=hvd.Adasum, name="small")
+    if not IS_FIRST:
+        hvd.allreduce(torch.ones(1000), op=hvd.Adasum, name="small")
     together = process_set()
     hvd.barrier()
     try:

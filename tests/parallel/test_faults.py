@@ -8,9 +8,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from faults import Consequence, Fault, check, run
+from faults import FIRST, Consequence, Fault, check, run
 
 CHOSEN = [
+    Fault("MPI", "stop", FIRST),
+    Fault("Gloo", "missing", FIRST, sets=True),
     Fault("Gloo", "missing", "negotiation"),
     Fault("MPI", "missing", "negotiation"),
     Fault("Gloo", "stop", "negotiation"),

@@ -180,3 +180,32 @@ def test_example():
     assert status == 0, output[-2000:]
     (accuracy,) = re.findall(r"test accuracy (\S+)", output)
     assert float(accuracy) > 0.5
+
+
+ADDING = """
+import sys, time, torch
+from pathlib import Path
+import adasum_hvd.torch as hvd
+hvd.init()
+rank, folder = hvd.rank(), Path(sys.argv[0]).parent
+if rank == 1:
+    time.sleep(1)
+else:
+    try:
+        hvd.add_process_set([0, 2])
+    except ValueError as error:
+        assert "shutting down" in str(error)
+        print("REFUSED", flush=True)
+hvd.shutdown()
+(folder / f"ended.{rank}").touch()
+while len(list(folder.glob("ended.*"))) < 3:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_rank_leaves_while_others_add_a_process_set(tmp_path: Path, backend: str):
+    """Horovod would negotiate the end of what not all ranks have, and abort, or wait for ever."""
+    status, output = start(tmp_path, backend, 3, ADDING, timeout=60)
+    assert status == 0 and output.count("REFUSED") == 2, output[-3000:]
+    assert "terminate called" not in output

@@ -26,9 +26,9 @@ frameworks = pytest.mark.parametrize(
 variants = pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
 
 
-def fault(kind: str, phase: str = "negotiation") -> dict[str, Any]:
-    """Return a plan in which the ranks of one host fail in step 7."""
-    return {"7": {"host": "127.0.0.1", "kind": kind, "phase": phase}}
+def fault(kind: str, phase: str = "negotiation", step: int = 7) -> dict[str, Any]:
+    """Return a plan in which the ranks of one host fail in a step."""
+    return {str(step): {"host": "127.0.0.1", "kind": kind, "phase": phase}}
 
 
 @frameworks
@@ -60,13 +60,14 @@ def test_a_rank_comes_late(tmp_path: Path, script: str, loop: str, kind: str) ->
 def test_a_rank_is_killed(
     tmp_path: Path, script: str, loop: str, op: str, phase: str
 ) -> None:
+    # Not in a step that a commit follows: of the survivors one may end it, and commits it.
+    faults = fault("kill", phase, step=4)
     story = run_job(
-        tmp_path, script, HOSTS, op=op, loop=loop, faults=fault("kill", phase),
-        hidden=WIDE,
-    )  # fmt: skip
+        tmp_path, script, HOSTS, op=op, loop=loop, faults=faults, hidden=WIDE
+    )
     check(story)
     assert story.sizes() == [3, 2], story.output[-6000:]
-    assert {line["start"] for line in story.rounds()[1][:1]} == {6}  # the last commit
+    assert {line["start"] for line in story.rounds()[1][:1]} == {3}  # the last commit
 
 
 @frameworks

@@ -54,7 +54,9 @@ WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {
                                    __ATOMIC_RELAXED);
           },
           [&global_state] { return global_state.shut_down.load(); },
-          [&global_state](const std::string& why) { LogEnd(global_state.global_controller->GetRank(), why); },
+          [&global_state](const std::string& why) {
+            LogEnd(global_state.global_controller->GetRank(), why, !global_state.elastic_enabled);
+          },
           [&global_state] {
             if (!global_state.elastic_enabled) {
               EndProcess();
@@ -112,13 +114,18 @@ private:
 AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
     : AllreduceOp(global_state), settings_(Settings::FromEnvironment()) {}
 
-// Before anything is reduced, so that ranks that never come to it hear of the others.
-void AdasumOp::PrepareForFailure() const {
-  ForgetFailures();
+// Before anything is reduced, so that ranks that never come to it hear of the others, and no wait of
+// Horovod's own is without an end.
+void AdasumOp::PrepareForFailure() {
+  BeginLoop(*global_state_, settings_.stall_seconds);
+  ForgetPaths();
   hvd::ProcessSet& everyone = global_state_->process_set_table.Get(0);
   if (everyone.controller->GetSize() > 1) {
-    NetworkOf(*global_state_, everyone, settings_);
-    BoundStalls(*everyone.controller, settings_.stall_seconds);
+    watch_ =
+        std::make_unique<Watch>(LoopOf(*global_state_), std::chrono::seconds(settings_.local.timeout_seconds),
+                                std::chrono::seconds(settings_.stall_seconds));
+    SetWitness([this](bool agreed) { return watch_->Conclude(agreed); });
+    watch_->ListenTo(NetworkOf(*global_state_, everyone, settings_));
   }
 }
 
@@ -132,11 +139,9 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
 }
 
 AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
-  if (watch_ == nullptr && global_state_->global_controller->GetSize() > 1) {
-    watch_ =
-        std::make_unique<Watch>(LoopOf(*global_state_), std::chrono::seconds(settings_.local.timeout_seconds),
-                                std::chrono::seconds(settings_.stall_seconds));
-    SetWitness([this](bool agreed) { return watch_->Conclude(agreed); });
+  hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
+  if (process_set.controller->GetSize() > 1) {
+    watch_->Oversee(NetworkOf(*global_state_, process_set, settings_));
   }
   return agreements_.Of(
       process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
@@ -145,25 +150,14 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
         if (state.have_neighbours) {
           path = ConnectLocally(state, controller, allgather);
         }
-        if (controller.GetSize() > 1) {
-          WatchOver(process_set_id, state);
+        if (process_set_id == 0 &&
+            state.local != nullptr) { // it lives as long as Horovod does, and all are in it
+          watch_->Include(state.local->group());
         }
         state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
         const std::string inside = state.one_host || !state.have_neighbours ? path : "inside a host " + path;
         return state.levels.size() > 1 ? "levels of " + Describe(state.levels) + " ranks; " + inside : inside;
       });
-}
-
-// Only in process set 0 ranks watch each other: it lives as long as Horovod does, and all are in it.
-void AdasumOp::WatchOver(int process_set_id, const ProcessSetState& state) const {
-  watch_->Oversee(state.network);
-  BoundStalls(*state.controller.lock(), settings_.stall_seconds);
-  if (process_set_id == 0) {
-    watch_->ListenTo(state.network);
-    if (state.local != nullptr) {
-      watch_->Include(state.local->group());
-    }
-  }
 }
 
 // Connects the ranks of every host; returns how they reach each other.
@@ -197,7 +191,15 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (const hvd::Status status = CheckType(entries.front()); !status.ok()) {
     return status;
   }
-  ProcessSetState& state = StateOf(entries.front().process_set_id);
+  ProcessSetState* connected = nullptr;
+  try {
+    connected = &StateOf(entries.front().process_set_id);
+  } catch (const SilentRank& error) {
+    return TellWhy(error.what(), error.rank);
+  } catch (const std::exception& error) {
+    return TellWhy(error.what(), global_state_->global_controller->GetRank());
+  }
+  ProcessSetState& state = *connected;
   if (!state.disagreement.empty()) {
     return hvd::Status::InvalidArgument(state.disagreement);
   }
@@ -218,23 +220,26 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   }
 }
 
-// After an error on one rank its messages and those of others would no longer fit together.
-hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int blamed) {
-  state.failure = "AdaSum: an earlier reduction failed on this rank: " + why;
+// To all ranks, also those that are through with this reduction, or not in its process set.
+hvd::Status AdasumOp::TellWhy(const std::string& why, int blamed) {
   NoteFailure(why);
   if (watch_ != nullptr) {
     watch_->NoteFailure(why);
   }
+  TellEverybody({{blamed}, why});
+  return hvd::Status::UnknownError(why);
+}
+
+// After an error on one rank its messages and those of others would no longer fit together.
+hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int blamed) {
+  state.failure = "AdaSum: an earlier reduction failed on this rank: " + why;
   if (state.local != nullptr) {
     state.local->Break(blamed, why);
   }
   if (!state.one_host || state.local == nullptr) {
     state.network->GiveUp({{blamed}, why});
   }
-  if (state.controller.lock() != global_state_->global_controller) {
-    TellEverybody({{blamed}, why}); // who is not in this process set, too
-  }
-  return hvd::Status::UnknownError(why);
+  return TellWhy(why, blamed);
 }
 
 hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
@@ -299,6 +304,7 @@ std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, Process
 void AdasumOp::Release() {
   SetWitness(nullptr);
   watch_.reset();
+  CloseConnections();
   agreements_.Clear();
   workers_.reset();
   scratch_ = Scratch();

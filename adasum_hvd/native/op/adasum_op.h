@@ -32,7 +32,7 @@ public:
 
   bool is_off() const { return settings_.off; }
 
-  void PrepareForFailure() const;
+  void PrepareForFailure();
 
   // Lets go of memory, threads and descriptors; no reduction may follow.
   void Release();
@@ -54,7 +54,7 @@ private:
   ProcessSetState& StateOf(int process_set_id) const;
   std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
-  void WatchOver(int process_set_id, const ProcessSetState& state) const;
+  horovod::common::Status TellWhy(const std::string& why, int blamed);
   horovod::common::Status GiveUp(ProcessSetState& state, const std::string& why, int blamed);
   ReduceResult ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
   static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
@@ -63,7 +63,7 @@ private:
   Scratch scratch_;
   std::unique_ptr<Workers> workers_;
   mutable Agreements<ProcessSetState> agreements_{Memory::kHost};
-  mutable std::unique_ptr<Watch> watch_; // of more than one rank
+  std::unique_ptr<Watch> watch_; // of more than one rank
 };
 
 } // namespace adasum_hvd

@@ -94,7 +94,7 @@ struct Turn {
   const horovod::common::ProcessSet& process_set;
 };
 inline horovod::common::ResponseList operator+(horovod::common::ResponseList responses, const Turn& turn) {
-  NoteTurn(turn.state, *turn.process_set.controller, responses.shutdown());
+  NoteTurn(*turn.process_set.controller, responses.shutdown());
   return responses;
 }
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 
 #include <unistd.h>
@@ -26,6 +27,7 @@ namespace hvd = horovod::common;
 constexpr size_t kMostNames = 5;      // in one message
 constexpr int kUsualLookSeconds = 60; // Horovod's
 constexpr std::chrono::seconds kToConclude{2};
+constexpr std::chrono::milliseconds kToBeSeen{20}; // by threads that poll a process set each millisecond
 
 // What this rank knows of the cause, as it is told to callers; they ask on their own threads.
 std::mutex cause_mutex;
@@ -35,9 +37,11 @@ bool concluded = false; // Horovod's loop has ended, and the cause is what it wi
 std::string leave;      // why this process is about to shut down
 Witness witness;        // of the background thread
 
+// Of the loop's thread.
 thread_local bool asked_to_leave = false;               // this process, by its own script
 thread_local bool all_agreed = false;                   // that Horovod shuts down
-thread_local const hvd::Controller* everyone = nullptr; // where all ranks agree on it
+thread_local const hvd::Controller* everyone = nullptr; // where all ranks agree on it; null on other threads
+thread_local int stall_bound = 0;                       // seconds
 
 // A private member, which an explicit instantiation may name.
 using Deregister = void (hvd::ProcessSetTable::*)(int32_t);
@@ -94,10 +98,17 @@ std::string PendingNames(hvd::HorovodGlobalState& state) {
   return List(names);
 }
 
-// As Horovod does when it shuts down, without asking the other ranks.
-void RemoveProcessSets(hvd::ProcessSetTable& table, const hvd::Status& status) {
-  for (const int id : table.Ids()) {
-    if (id != 0) {
+// As Horovod does when it shuts down, without asking the other ranks: of all process sets, or only of those
+// that not all ranks have, since adding one is all ranks' own decision.
+void RemoveProcessSets(hvd::ProcessSetTable& table, const hvd::Status& status, bool all) {
+  const auto is_due = [&](int id) { return id != 0 && (all || !table.Get(id).initialization_done); };
+  const std::vector<int32_t> ids = table.Ids();
+  if (std::none_of(ids.begin(), ids.end(), is_due)) {
+    return;
+  }
+  std::this_thread::sleep_for(kToBeSeen);
+  for (const int id : ids) {
+    if (is_due(id)) {
       table.Get(id).Finalize(status);
       (table.*DeregisterProcessSet())(id);
     }
@@ -120,10 +131,10 @@ hvd::Status WithCause(const hvd::Status& horovods) {
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
 }
 
-} // namespace
-
+// As BeginLoop says. Once for each controller.
 void BoundStalls(hvd::Controller& controller, int seconds) {
-  if (seconds == 0 || std::getenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") != nullptr ||
+  if (seconds == 0 || InspectorTables::ShutDownSeconds(controller.GetStallInspector()) != 0 ||
+      std::getenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") != nullptr ||
       std::getenv("HOROVOD_STALL_CHECK_TIME_SECONDS") != nullptr) {
     return;
   }
@@ -132,6 +143,19 @@ void BoundStalls(hvd::Controller& controller, int seconds) {
   const int look = std::max(1, std::min(kUsualLookSeconds, seconds / 6));
   controller.GetStallInspector().SetStallWarningTimeSeconds(look);
   controller.GetStallInspector().SetStallShutdownTimeSeconds(std::max(look, seconds - 3 * look));
+}
+
+} // namespace
+
+void BeginLoop(const hvd::HorovodGlobalState& state, int stall_seconds) {
+  everyone = state.global_controller.get();
+  stall_bound = stall_seconds;
+  all_agreed = asked_to_leave = false;
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  cause.clear();
+  leave.clear();
+  concluded = false;
+  witness = nullptr;
 }
 
 bool NoteStalled(hvd::Controller& controller) {
@@ -164,8 +188,7 @@ bool NoteStalled(hvd::Controller& controller) {
   return true;
 }
 
-void NoteTurn(const hvd::HorovodGlobalState& state, const hvd::Controller& controller, bool is_last) {
-  everyone = state.global_controller.get();
+void NoteTurn(const hvd::Controller& controller, bool is_last) {
   all_agreed = is_last && &controller == everyone;
 }
 
@@ -181,6 +204,7 @@ void Leave(const std::string& why) {
 }
 
 bool NoteLeaving(hvd::Controller& controller, bool& leaving) {
+  BoundStalls(controller, stall_bound);
   asked_to_leave = leaving;
   if (leaving) {
     std::lock_guard<std::mutex> guard(cause_mutex);
@@ -218,15 +242,24 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
     NoteFailure("rank " + std::to_string(state.global_controller->GetRank()) + " waited for " + pending);
   }
   const hvd::Status status = WithCause(horovods);
-  if (!networks.empty() && !all_agreed) {
-    RemoveProcessSets(state.process_set_table, status);
+  if (!networks.empty()) {
+    RemoveProcessSets(state.process_set_table, status, /*all=*/!all_agreed);
   }
   return status;
 }
 
-void LogEnd(int rank, const std::string& why) {
+void CloseConnections() {
+  if (!all_agreed) {
+    for (const auto& [controller, network] : KnownNetworks()) {
+      network->Close();
+    }
+  }
+}
+
+void LogEnd(int rank, const std::string& why, bool ends) {
   hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::ERROR)
-      << "[" << rank << "]: AdaSum: Horovod cannot go on, this process ends: " << why;
+      << "[" << rank << "]: AdaSum: Horovod cannot go on" << (ends ? ", this process ends" : "") << ": "
+      << why;
 }
 
 void EndProcess() {
@@ -252,14 +285,5 @@ void NoteFailure(const std::string& why) {
 }
 
 void SetWitness(Witness one) { witness = std::move(one); }
-
-void ForgetFailures() {
-  std::lock_guard<std::mutex> guard(cause_mutex);
-  cause.clear();
-  leave.clear();
-  concluded = false;
-  witness = nullptr;
-  all_agreed = false;
-}
 
 } // namespace adasum_hvd

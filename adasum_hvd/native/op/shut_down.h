@@ -12,10 +12,13 @@
 
 namespace adasum_hvd {
 
-// Bounds how long ranks wait for one another before a tensor is reduced, gathered or broadcast, where Horovod
-// would for ever: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, when that is not set. Horovod looks now and then;
-// after `seconds` it has found any tensor that some rank has not submitted. 0 leaves it as it is.
-void BoundStalls(horovod::common::Controller& controller, int seconds);
+// Horovod starts anew, on the calling thread, which will be that of its loop.
+//
+// Bounds how long ranks of any process set wait for one another before a tensor is reduced, gathered or
+// broadcast, where Horovod would for ever: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, when that is not set. Horovod
+// looks now and then; after `stall_seconds` it has found any tensor that some rank has not submitted. 0
+// leaves it as it is.
+void BeginLoop(const horovod::common::HorovodGlobalState& state, int stall_seconds);
 
 // On the coordinator, when Horovod is to shut down for tensors that some ranks have not submitted: keeps and
 // tells the other ranks which, and who. True.
@@ -30,20 +33,23 @@ bool NoteLeaving(horovod::common::Controller& controller, bool& leaving);
 
 // Whether this turn of Horovod's loop is its last by agreement of all ranks: of the `controller` of a process
 // set.
-void NoteTurn(const horovod::common::HorovodGlobalState& state, const horovod::common::Controller& controller,
-              bool is_last);
+void NoteTurn(const horovod::common::Controller& controller, bool is_last);
 
 // Tells all ranks why this one takes part no more.
 void TellEverybody(const LastWords& words);
 
 // Horovod's own error, and what this rank knows of the cause. On Horovod's own thread this is the end of its
 // loop: where the ranks have not agreed on it, other process sets than all ranks' are gone afterwards, since
-// Horovod would negotiate that over connections that are closed.
+// Horovod would negotiate that over connections that are closed; else those that not all ranks have yet.
 horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
                                       const horovod::common::Status& horovods);
 
-// Logs why this process, of a global rank, is about to end.
-void LogEnd(int rank, const std::string& why);
+// When Horovod's loop has ended. Horovod keeps its connections until it starts anew; where the ranks have not
+// agreed on the end, others may wait for this one.
+void CloseConnections();
+
+// Logs why Horovod, and where it `ends` also this process, is about to end on a global rank.
+void LogEnd(int rank, const std::string& why, bool ends = true);
 
 // Ends the process so that the launcher ends the job.
 [[noreturn]] void EndProcess();
@@ -55,8 +61,5 @@ void NoteFailure(const std::string& why);
 // empty string.
 using Witness = std::function<std::string(bool agreed)>;
 void SetWitness(Witness witness);
-
-// Horovod starts anew.
-void ForgetFailures();
 
 } // namespace adasum_hvd

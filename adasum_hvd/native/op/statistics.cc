@@ -44,6 +44,11 @@ void SetPath(int process_set_id, Memory memory, std::string path) {
   (memory == Memory::kHost ? paths[process_set_id].host : paths[process_set_id].device) = std::move(path);
 }
 
+void ForgetPaths() {
+  std::lock_guard<std::mutex> guard(paths_mutex);
+  paths.clear();
+}
+
 std::string PathOf(int process_set_id) {
   std::lock_guard<std::mutex> guard(paths_mutex);
   const Paths& both = paths[process_set_id];

@@ -31,5 +31,6 @@ void CountAlso(std::function<int64_t()> more);
 enum class Memory { kHost, kDevice };
 void SetPath(int process_set_id, Memory memory, std::string path);
 std::string PathOf(int process_set_id);
+void ForgetPaths(); // Horovod starts anew
 
 } // namespace adasum_hvd

@@ -22,66 +22,69 @@ void Share(Transport& transport, const void* send, std::vector<void*> receive, i
   transport.Exchange(messages);
 }
 
-// Where the pieces are, after having offered the regions that hold them.
-std::vector<Place> Offer(Transport& transport, const std::vector<MemoryPiece>& mine) {
-  std::vector<Place> places;
+using Regions = std::vector<std::shared_ptr<const SharedRegion>>;
+
+// The region that each piece lies in; null for an empty one.
+Regions RegionsOf(const std::vector<MemoryPiece>& mine) {
+  Regions regions;
   std::shared_ptr<const SharedRegion> region; // mostly the same for all
   for (const MemoryPiece& piece : mine) {
-    if (piece.bytes == 0) {
-      places.push_back({});
-      continue;
-    }
-    if (region == nullptr || !region->Holds(piece.at, piece.bytes)) {
+    if (piece.bytes > 0 && (region == nullptr || !region->Holds(piece.at, piece.bytes))) {
       region = FindShared(piece.at, piece.bytes);
       if (region == nullptr) {
         throw std::logic_error("AdaSum: memory that is to be shared is not");
       }
-      for (int rank = 0; rank < transport.size(); ++rank) {
-        if (rank != transport.rank()) {
-          transport.Offer(rank, region);
-        }
-      }
     }
-    places.push_back({region->number(), static_cast<uint64_t>(piece.at - region->begin())});
+    regions.push_back(piece.bytes > 0 ? region : nullptr);
+  }
+  return regions;
+}
+
+std::vector<Place> PlacesOf(const Regions& regions, const std::vector<MemoryPiece>& mine) {
+  std::vector<Place> places;
+  for (size_t piece = 0; piece < mine.size(); ++piece) {
+    const SharedRegion* region = regions[piece].get();
+    places.push_back(region == nullptr
+                         ? Place()
+                         : Place{region->number(), static_cast<uint64_t>(mine[piece].at - region->begin())});
   }
   return places;
 }
 
-// Where a rank's pieces are in this rank's memory.
-std::vector<char*> Reach(Transport& transport, int rank, const std::vector<Place>& places,
-                         const std::vector<MemoryPiece>& mine) {
-  std::vector<char*> pieces;
-  MemorySpan span = {};
-  uint64_t region = 0;
-  for (size_t piece = 0; piece < mine.size(); ++piece) {
-    const int64_t bytes = mine[piece].bytes;
-    if (bytes > 0 && places[piece].region != region) {
-      region = places[piece].region;
-      span = transport.Reach(rank, region);
-    }
-    pieces.push_back(bytes == 0 ? nullptr : span.At(places[piece].offset, bytes));
-  }
-  return pieces;
-}
-
 } // namespace
 
+// All offer and map regions in the same order, one piece at a time: so few descriptors are on their way at
+// any time, of which the kernel allows only so many, and the same is true of what a socket holds.
 std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine) {
-  const std::vector<Place> places = Offer(transport, mine);
+  const Regions regions = RegionsOf(mine);
+  const std::vector<Place> places = PlacesOf(regions, mine);
   std::vector<std::vector<Place>> all(transport.size(), std::vector<Place>(mine.size()));
   std::vector<void*> receive;
   for (std::vector<Place>& of_rank : all) {
     receive.push_back(of_rank.data());
   }
   Share(transport, places.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Place)));
+  all[transport.rank()] = places;
+  std::vector<MemorySpan> spans(transport.size());
   std::vector<std::vector<char*>> pieces(transport.size());
-  for (int rank = 0; rank < transport.size(); ++rank) {
-    if (rank != transport.rank()) {
-      pieces[rank] = Reach(transport, rank, all[rank], mine);
-      continue;
+  for (size_t piece = 0; piece < mine.size(); ++piece) {
+    const auto is_new = [&](int rank) {
+      return mine[piece].bytes > 0 && (piece == 0 || all[rank][piece].region != all[rank][piece - 1].region);
+    };
+    for (int rank = 0; rank < transport.size(); ++rank) {
+      if (rank != transport.rank() && is_new(transport.rank())) {
+        transport.Offer(rank, regions[piece]);
+      }
     }
-    for (const MemoryPiece& piece : mine) {
-      pieces[rank].push_back(piece.at);
+    for (int rank = 0; rank < transport.size(); ++rank) {
+      if (rank == transport.rank() || mine[piece].bytes == 0) {
+        pieces[rank].push_back(mine[piece].bytes == 0 ? nullptr : mine[piece].at);
+        continue;
+      }
+      if (is_new(rank)) {
+        spans[rank] = transport.Reach(rank, all[rank][piece].region);
+      }
+      pieces[rank].push_back(spans[rank].At(all[rank][piece].offset, mine[piece].bytes));
     }
   }
   return pieces;

@@ -13,6 +13,7 @@ constexpr uint64_t kSlotPrefix = uint64_t{0xad} << 56;
 constexpr uint64_t kLastWordsSlot = uint64_t{0xae} << 56;
 constexpr uint64_t kBeatsSlot = uint64_t{0xaf} << 56;
 constexpr int32_t kNothingSaid = -2;
+constexpr std::chrono::milliseconds kNow{1};
 constexpr std::chrono::seconds kShow{1};        // after so long others are shown who is awaited
 constexpr std::chrono::seconds kGloosOwnEnd{5}; // behind ours
 
@@ -36,7 +37,11 @@ GlooTransport::GlooTransport(std::shared_ptr<gloo::Context> context, NetworkSett
       Mailbox& mailbox = mailboxes_[peer];
       mailbox.words.blamed[0] = kNothingSaid;
       mailbox.buffer = context_->createUnboundBuffer(&mailbox.words, sizeof mailbox.words);
-      mailbox.buffer->recv(peer, kLastWordsSlot);
+      try {
+        mailbox.buffer->recv(peer, kLastWordsSlot);
+      } catch (const std::exception&) { // it has gone; whoever waits for it next hears so
+        mailbox.buffer.reset();
+      }
     }
   }
 }
@@ -106,7 +111,7 @@ void GlooTransport::WaitFor(const Pending& pending) {
   }
   await(nullptr);
   if (!done) {
-    Fail(pending.peer, why);
+    Fail(pending.peer, cut_off_.empty() ? why : cut_off_);
   }
 }
 
@@ -122,9 +127,25 @@ void GlooTransport::Look() {
   const bool told = std::any_of(mailboxes_.begin(), mailboxes_.end(), [](const Mailbox& mailbox) {
     return mailbox.buffer != nullptr && HasSpoken(mailbox.words);
   });
-  if (told || elapsed >= settings_.timeout) {
+  if (told || elapsed >= settings_.timeout || IsCutOff(awaited_->peer)) {
     awaited_->receives ? awaited_->buffer->abortWaitRecv() : awaited_->buffer->abortWaitSend();
   }
+}
+
+// Gloo tells operations that wait for their first byte when a connection ends, and not one in the middle of
+// a message: so this asks the one that waits for the peer's last words.
+bool GlooTransport::IsCutOff(int peer) {
+  const std::unique_ptr<Buffer>& waits = mailboxes_[peer].buffer;
+  if (waits == nullptr) {
+    return false;
+  }
+  try {
+    waits->abortWaitRecv(); // so that the next wait returns at once, and takes nothing
+    waits->waitRecv(kNow);
+  } catch (const std::exception& error) {
+    cut_off_ = WithoutPlace(error.what());
+  }
+  return !cut_off_.empty();
 }
 
 std::vector<int> GlooTransport::ExchangeBeats(bool say) {
@@ -205,11 +226,15 @@ std::vector<int> GlooTransport::Tell(const LastWords& words) {
 }
 
 void GlooTransport::GiveUp(const LastWords& words) {
-  if (gave_up_) {
+  Tell(words);
+  Close();
+}
+
+void GlooTransport::Close() {
+  if (closed_) {
     return;
   }
-  gave_up_ = true;
-  Tell(words);
+  closed_ = true;
   // Closing takes back what has not been read: until then every rank that lives has heard, and says so.
   for (IdleClock listening;
        static_cast<int>(Listen().size()) < size() - 1 && listening.Elapsed() < kToHear;) {

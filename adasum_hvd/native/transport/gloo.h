@@ -31,6 +31,7 @@ public:
 
   std::vector<int> Tell(const LastWords& words) override;
   void GiveUp(const LastWords& words) override;
+  void Close() override;
   const Heard& Listen() override;
   void Look() override;
   std::vector<int> ExchangeBeats(bool say) override;
@@ -62,6 +63,7 @@ private:
   };
 
   void Post(const Pending& pending, uint64_t slot);
+  bool IsCutOff(int peer);
   void WaitFor(const Pending& pending);
   [[noreturn]] void Fail(int peer, const std::string& why);
 
@@ -73,11 +75,12 @@ private:
   Heard heard_;
   LastWords said_;
   std::vector<std::unique_ptr<Buffer>> saying_; // to each peer, once something is said
-  bool gave_up_ = false;
+  bool closed_ = false;
   std::vector<Beats> beats_; // per peer, from the first exchange on
 
-  std::mutex waiting_; // guards what Look reads
+  std::mutex waiting_; // guards what Look reads and writes
   const Pending* awaited_ = nullptr;
+  std::string cut_off_; // what Gloo says of the connection to the rank that is awaited
   IdleClock idle_;
 };
 

@@ -22,7 +22,10 @@ public:
   void Wait() override;
 
   std::vector<int> Tell(const LastWords& words) override;
-  void GiveUp(const LastWords& words) override { Tell(words); }
+  void GiveUp(const LastWords& words) override {
+    Tell(words);
+    Cancel();
+  }
   const Heard& Listen() override;
   void Progress() override;
   std::vector<int> ExchangeBeats(bool say) override;

@@ -37,6 +37,10 @@ public:
   // Tells the others that this rank takes part no more. Blocks for a second at most.
   virtual void GiveUp(const LastWords& words) = 0;
 
+  // At the end of Horovod's loop, where the others have not agreed to it: lets go of those that wait for this
+  // rank. Blocks for a second at most.
+  virtual void Close() {}
+
   // What the others have said of why they take part no more.
   virtual const Heard& Listen() = 0;
 

@@ -54,12 +54,12 @@ public:
   // Whether the ranks map one another's shared memory. The same on all ranks.
   virtual bool shares_memory() const { return false; }
 
-  // Lets a rank map a region: before the first message to it that names the region.
+  // Lets a rank map a region. May wait until it maps others.
   virtual void Offer(int /*rank*/, const std::shared_ptr<const SharedRegion>&) {
     throw std::logic_error("this transport shares no memory");
   }
 
-  // A region that a rank has offered, in this rank's memory; good until that rank frees it.
+  // A region that a rank offers, in this rank's memory; good until that rank frees it.
   virtual MemorySpan Reach(int /*rank*/, uint64_t /*region*/) {
     throw std::logic_error("this transport shares no memory");
   }

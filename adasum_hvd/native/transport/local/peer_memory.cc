@@ -1,5 +1,6 @@
 #include "transport/local/peer_memory.h"
 
+#include <cerrno>
 #include <stdexcept>
 
 #include "transport/descriptors.h"
@@ -36,6 +37,12 @@ const MemorySpan& PeerMemory::Reach(int socket, uint64_t region) {
     TakeOffer(socket);
   }
   return mapped_.at(region)->span();
+}
+
+// A process may have only so many descriptors under way, and a socket holds only so much.
+bool PeerMemory::IsForLater(const std::system_error& error) {
+  const int code = error.code().value();
+  return code == EAGAIN || code == EWOULDBLOCK || code == ETOOMANYREFS;
 }
 
 void PeerMemory::TakeOffer(int socket) {

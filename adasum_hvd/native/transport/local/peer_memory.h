@@ -1,10 +1,11 @@
 // What two ranks of a host have mapped of each other's shared memory. Descriptors go over the socket that
-// they met on, ahead of the message that first names the region.
+// they met on.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <system_error>
 
 #include "transport/shared_memory.h"
 
@@ -13,11 +14,14 @@ namespace adasum_hvd {
 class PeerMemory {
 public:
   // Lets the peer map a region, and unmap those that have been freed. Throws std::system_error when the peer
-  // is gone.
+  // is gone, or (IsForLater) has not yet taken what is under way.
   void Offer(int socket, const std::shared_ptr<const SharedRegion>& region);
 
-  // What the peer has offered, here. Throws std::runtime_error for what it has not.
+  // What the peer has offered, here. Throws std::system_error (IsForLater) for what it has not yet, and
+  // std::runtime_error for what it cannot.
   const MemorySpan& Reach(int socket, uint64_t region);
+
+  static bool IsForLater(const std::system_error& error);
 
 private:
   void TakeOffer(int socket);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include <sched.h>
 
@@ -14,8 +15,9 @@ namespace {
 constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
 constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
 constexpr std::chrono::milliseconds kBreather{1}; // where something else is to be done meanwhile
-constexpr int kSpins = 2000;                      // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;                       // then as many turns for other ranks before it sleeps
+constexpr std::chrono::microseconds kShareAgain{50};
+constexpr int kSpins = 2000; // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;  // then as many turns for other ranks before it sleeps
 
 } // namespace
 
@@ -174,20 +176,34 @@ bool LocalTransport::Receive(int peer) {
 }
 
 void LocalTransport::Offer(int peer, const std::shared_ptr<const SharedRegion>& region) {
-  try {
-    memory_[peer].Offer(group_->peers[peer].socket.value(), region);
-  } catch (const std::system_error& error) {
-    CheckStopped(peer);
-    Fail(peer, error.what());
-  }
+  Insist(peer, [&] { memory_[peer].Offer(group_->peers[peer].socket.value(), region); });
 }
 
 MemorySpan LocalTransport::Reach(int peer, uint64_t region) {
-  try {
-    return memory_[peer].Reach(group_->peers[peer].socket.value(), region);
-  } catch (const std::runtime_error& error) {
-    CheckStopped(peer);
-    Fail(peer, error.what());
+  MemorySpan span = {};
+  Insist(peer, [&] { span = memory_[peer].Reach(group_->peers[peer].socket.value(), region); });
+  return span;
+}
+
+// Until the peer has come as far.
+void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
+  for (Moved();;) {
+    try {
+      return attempt();
+    } catch (const std::system_error& error) {
+      CheckStopped(peer);
+      if (!PeerMemory::IsForLater(error)) {
+        Fail(peer, error.what());
+      }
+    } catch (const std::runtime_error& error) {
+      CheckStopped(peer);
+      Fail(peer, error.what());
+    }
+    if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
+      Fail(peer, "it does not take part in sharing memory for " +
+                     std::to_string(group_->settings.timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)");
+    }
+    std::this_thread::sleep_for(kShareAgain);
   }
 }
 

@@ -70,6 +70,7 @@ private:
     std::deque<Part> incoming;
   };
 
+  void Insist(int peer, const std::function<void()>& attempt);
   bool Advance(int peer);
   bool Send(int peer);
   static bool SendTag(Ring& ring, Part& part);
