@@ -33,7 +33,7 @@ FAULTS = {
     "raise": "its script raises",
     "kill": "SIGKILL",
     "stop": "SIGSTOP",
-    "pause": "SIGSTOP, and SIGCONT after 5 s",
+    "pause": "SIGSTOP, and SIGCONT after 4 s",
     "missing": "it never submits the tensor",
 }
 PHASES = {
