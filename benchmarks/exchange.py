@@ -25,12 +25,8 @@ PARTS = (
     "transport/descriptors.cc",
 )
 SESSIONS = ("one", "each")
-COLUMNS = (
-    "ranks",
-    "bytes",
-    "median",
-    "p90",
-)  # as exchange.cc prints them, in microseconds
+# As exchange.cc prints them, in microseconds.
+COLUMNS = ("ranks", "bytes", "median", "p90")
 
 
 def measure(

@@ -140,7 +140,7 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
 
 AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  if (process_set.controller->GetSize() > 1) {
+  if (process_set.controller->GetSize() > 1 && !agreements_.Has(process_set_id, process_set.controller)) {
     watch_->Oversee(NetworkOf(*global_state_, process_set, settings_));
   }
   return agreements_.Of(
@@ -150,8 +150,8 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
         if (state.have_neighbours) {
           path = ConnectLocally(state, controller, allgather);
         }
-        if (process_set_id == 0 &&
-            state.local != nullptr) { // it lives as long as Horovod does, and all are in it
+        // Only in process set 0 ranks watch each other: it lives as long as Horovod does, and all are in it.
+        if (process_set_id == 0 && state.local != nullptr) {
           watch_->Include(state.local->group());
         }
         state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());

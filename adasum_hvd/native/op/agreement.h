@@ -69,6 +69,12 @@ public:
     return state;
   }
 
+  // Whether the ranks of a process set have begun to agree.
+  bool Has(int id, const std::shared_ptr<horovod::common::Controller>& controller) const {
+    const auto found = by_id_.find(id);
+    return found != by_id_.end() && found->second.IsOf(controller);
+  }
+
   void Clear() { by_id_.clear(); }
 
 private:

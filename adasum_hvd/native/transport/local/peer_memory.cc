@@ -1,7 +1,7 @@
 #include "transport/local/peer_memory.h"
 
 #include <cerrno>
-#include <stdexcept>
+#include <system_error>
 
 #include "transport/descriptors.h"
 
@@ -40,8 +40,9 @@ const MemorySpan& PeerMemory::Reach(int socket, uint64_t region) {
 }
 
 // A process may have only so many descriptors under way, and a socket holds only so much.
-bool PeerMemory::IsForLater(const std::system_error& error) {
-  const int code = error.code().value();
+bool PeerMemory::IsForLater(const std::runtime_error& error) {
+  const auto* failed = dynamic_cast<const std::system_error*>(&error);
+  const int code = failed == nullptr ? 0 : failed->code().value();
   return code == EAGAIN || code == EWOULDBLOCK || code == ETOOMANYREFS;
 }
 

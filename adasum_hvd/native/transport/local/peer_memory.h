@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <system_error>
+#include <stdexcept>
 
 #include "transport/shared_memory.h"
 
@@ -21,7 +21,7 @@ public:
   // std::runtime_error for what it cannot.
   const MemorySpan& Reach(int socket, uint64_t region);
 
-  static bool IsForLater(const std::system_error& error);
+  static bool IsForLater(const std::runtime_error& error);
 
 private:
   void TakeOffer(int socket);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 
 #include <sched.h>
@@ -14,10 +13,10 @@ namespace {
 
 constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
 constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
-constexpr std::chrono::milliseconds kBreather{1}; // where something else is to be done meanwhile
-constexpr std::chrono::microseconds kShareAgain{50};
-constexpr int kSpins = 2000; // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;  // then as many turns for other ranks before it sleeps
+constexpr std::chrono::milliseconds kBreather{1};    // where something else is to be done meanwhile
+constexpr std::chrono::microseconds kShareAgain{50}; // between two attempts at sharing memory
+constexpr int kSpins = 2000;                         // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                          // then as many turns for other ranks before it sleeps
 
 } // namespace
 
@@ -190,14 +189,11 @@ void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
   for (Moved();;) {
     try {
       return attempt();
-    } catch (const std::system_error& error) {
+    } catch (const std::runtime_error& error) {
       CheckStopped(peer);
       if (!PeerMemory::IsForLater(error)) {
         Fail(peer, error.what());
       }
-    } catch (const std::runtime_error& error) {
-      CheckStopped(peer);
-      Fail(peer, error.what());
     }
     if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
       Fail(peer, "it does not take part in sharing memory for " +

@@ -41,12 +41,9 @@ void Watch::ListenTo(std::weak_ptr<NetworkTransport> everyone) {
   everyone_ = std::move(everyone);
 }
 
-void Watch::Oversee(const std::shared_ptr<NetworkTransport>& network) {
+void Watch::Oversee(std::weak_ptr<NetworkTransport> network) {
   std::lock_guard<std::mutex> guard(mutex_);
-  const auto same = [&](const std::weak_ptr<NetworkTransport>& one) { return one.lock() == network; };
-  if (std::none_of(networks_.begin(), networks_.end(), same)) {
-    networks_.push_back(network);
-  }
+  networks_.push_back(std::move(network));
 }
 
 void Watch::NoteFailure(const std::string& why) {
@@ -62,8 +59,9 @@ void Watch::Run() {
     Beat();
     BeatOverNetwork();
     Look();
-    said = said && LoopIsStuck();
-    const std::string reason = LoopIsStuck() && !said ? Reason() : "";
+    const bool stuck = LoopIsStuck();
+    said = said && stuck;
+    const std::string reason = stuck && !said ? Reason() : "";
     if (reason.empty()) {
       continue;
     }

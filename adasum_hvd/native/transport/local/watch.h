@@ -47,7 +47,7 @@ public:
   // ranks have not `agreed` on it, what Horovod still does may wait for the others without an end.
   std::string Conclude(bool agreed);
 
-  void Oversee(const std::shared_ptr<NetworkTransport>& network); // calls its Look
+  void Oversee(std::weak_ptr<NetworkTransport> network); // calls its Look
 
 private:
   using Duration = IdleClock::Clock::duration;
