@@ -1,8 +1,8 @@
 """Train ResNet-50 on ImageNet with AdaSum over groups of ranks; docs/tutorial.md explains it.
 
-    horovodrun -np 16 -H node1:8,node2:8 python examples/resnet50_imagenet.py \\
+    horovodrun -np 16 --gloo -H node1:8,node2:8 python examples/resnet50_imagenet.py \\
         --data-path /data/imagenet --checkpoint /data/checkpoints
-    horovodrun -np 16 python examples/resnet50_imagenet.py --data digits   # on one machine
+    horovodrun -np 16 --gloo python examples/resnet50_imagenet.py --data digits   # on one machine
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A TensorFlow 2 training loop of one's own with Horovod, one process per rank.
 
-    horovodrun -np 4 python examples/tensorflow2_custom_loop.py --op adasum-grad
-    horovodrun -np 4 python examples/tensorflow2_custom_loop.py --op adasum-grad --tape
+    horovodrun -np 4 --gloo python examples/tensorflow2_custom_loop.py --op adasum-grad
+    horovodrun -np 4 --gloo python examples/tensorflow2_custom_loop.py --op adasum-grad --tape
 
 Without `--tape` the optimizer reduces (gradients, or weight changes with adasum-delta); with
 `--tape` the gradient tape does, around any optimizer.

@@ -1,6 +1,6 @@
 """Train LeNet-5 on scikit-learn's handwritten digits with Horovod, one process per rank.
 
-    horovodrun -np 4 python examples/torch_digits.py --op adasum-grad
+    horovodrun -np 4 --gloo python examples/torch_digits.py --op adasum-grad
 
 The learning rate is the one that is best for a single process and is not retuned: up to 32
 ranks AdaSum of gradients needs no other (docs/convergence.md).

@@ -13,8 +13,10 @@ import torch
 from horovod.torch.mpi_ops import Max, size
 
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 
 _AGREED = "_adasum_scaler_agreed"
+_BEGUN = "adasum_generation"  # when a scaler began a step, by the count of Horovod's starts
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -25,6 +27,9 @@ class GradScaler(torch.amp.GradScaler):
     variant then reduces nothing new) and every rank's scale shrinks. It shrinks too when
     the reduced change of the delta variant is not finite; weights are then those from before
     the step, or the window of local steps, and the optimizer's state has seen the step.
+
+    With the gradient variant the ranks compare their scales with their hyperparameters: gradients
+    of different scales add up to none. In an elastic job pass it to `TorchState`.
 
     Example:
         >>> scaler = hvd.GradScaler("cuda")       # doctest: +SKIP
@@ -39,12 +44,26 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or reduces_gradients is None:
             super().unscale_(optimizer)
             return
+        self._state_of(optimizer)
         if reduces_gradients and not optimizer._synchronized:
-            optimizer.synchronize()
+            optimizer._loss_scale = self._scale
+            try:
+                optimizer.synchronize()
+            finally:
+                optimizer._loss_scale = None
         super().unscale_(optimizer)
         # Gradients that all ranks reduced are the same everywhere; others are not.
         if not reduces_gradients or optimizer._any_partial:
             self._agree(optimizer)
+
+    def _state_of(self, optimizer: Any) -> dict[str, Any]:
+        """Return what torch notes of a step; one that a rank's death has ended is forgotten."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state.setdefault(_BEGUN, wire.generation()) != wire.generation():
+            del self._per_optimizer_states[id(optimizer)]
+            forget_scaler(optimizer)
+            return self._state_of(optimizer)
+        return state
 
     def _agree(self, optimizer: Any) -> None:
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -65,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         """Take `optimizer.step()` on all ranks or on none. Collective; blocks."""
         if not self._enabled or not hasattr(optimizer, "_reduces_gradients"):
             return super().step(optimizer, *args, **kwargs)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
             self.unscale_(optimizer)
         setattr(optimizer, _AGREED, True)

@@ -9,6 +9,7 @@ References:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -85,6 +86,28 @@ class _Sampler(horovod_state.SamplerStateHandler):
         self.value.load_state_dict(state)
 
 
+class _Scaler(horovod_state.StateHandler):
+    """A gradient scaler, whose scale all ranks have in common."""
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        super().__init__(scaler)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        if self._saved:  # empty where the scaler is not enabled, which torch refuses to load
+            self.value.load_state_dict(self._saved)
+
+    def sync_from(self, root: int, survived: bool) -> None:
+        state = broadcast_object(
+            self.value.state_dict(), root, "adasum.elastic.scaler"
+        )
+        if state and self.value.is_enabled():
+            self.value.load_state_dict(state)
+
+
 _HANDLERS: dict[type, Callable[[Any], Any]] = {
     horovod_state.ModelStateHandler: _Model,
     horovod_state.OptimizerStateHandler: _Optimizer,
@@ -98,8 +121,8 @@ class TorchState(SharedState, HorovodState):
     Args:
         model: a module.
         optimizer: an optimizer, distributed or not; a distributed one has to be in a state.
-        **kwargs: more modules, optimizers and samplers, and objects that pickle; attributes of
-            the state.
+        **kwargs: more modules, optimizers, samplers and gradient scalers, and objects that
+            pickle; attributes of the state.
     """
 
     _agree = staticmethod(ops.agree)
@@ -112,9 +135,18 @@ class TorchState(SharedState, HorovodState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ):
-        super().__init__(model, optimizer, **kwargs)
+        scalers = {
+            name: value
+            for name, value in kwargs.items()
+            if isinstance(value, torch.amp.GradScaler)
+        }
+        rest = {name: value for name, value in kwargs.items() if name not in scalers}
+        super().__init__(model, optimizer, **rest)
         for name, handler in self._handlers.items():
             self._handlers[name] = _HANDLERS.get(type(handler), _foreign)(handler.value)
+        for name, scaler in scalers.items():
+            setattr(self, name, scaler)
+            self._handlers[name] = _Scaler(scaler)
 
     def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
@@ -123,7 +155,7 @@ class TorchState(SharedState, HorovodState):
 
 def _foreign(value: Any) -> Any:
     raise NotImplementedError(
-        f"TorchState: required modules, optimizers, samplers and objects, got a {type(value)} with "
+        f"TorchState: required modules, optimizers, samplers, scalers and objects, got a {type(value)} with "
         "a handler of its own in Horovod's registry; keep its state_dict() in the state"
     )
 

@@ -212,6 +212,10 @@ def case_keras_check_replicas() -> None:
     assert hvd.check_replicas(
         delta, delta.optimizer
     )  # its state differs and is left out
+    added = keras.optimizers.SGD(0.1, gradient_accumulation_steps=STEPS + 1)
+    accumulating = compiled(hvd.DistributedOptimizer(added, op="adasum-grad"))
+    fit(accumulating, callbacks=[callback])  # what is added up is each rank's own
+    hvd.check_replicas(accumulating, accumulating.optimizer)
     last = hvd.size() - 1
     bias = model.layers[0].bias
     if hvd.rank() == last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 
@@ -205,6 +206,30 @@ def case_replicated_over_process_sets() -> None:
             hvd.ReplicaMismatch, match=r"expert.bias on ranks \[3\] than on rank 2"
         ):
             hvd.check_replicas(plain)
+
+
+def case_marks_after_wrapping() -> None:
+    """They count from the step after the next on, whose hooks are there already."""
+    mine, _ = halves()
+    for op in ("adasum-delta", "adasum-grad"):
+        torch.manual_seed(7)
+        late, early = (torch.nn.Linear(2, 3) for _ in range(2))
+        early.load_state_dict(late.state_dict())
+        hvd.mark_replicated_over(mine, early.weight)
+        for model in (late, early):
+            optimizer = hvd.DistributedOptimizer(sgd(model), op=op)
+            hvd.mark_replicated_over(mine, model.weight)
+            begin = copy.deepcopy(model.state_dict())
+            for _ in range(2):
+                model.load_state_dict(begin)
+                optimizer.zero_grad()
+                model(torch.arange(2.0) + hvd.rank()).square().sum().backward()
+                optimizer.step()
+        assert torch.equal(late.weight, early.weight)
+        assert torch.equal(late.bias, early.bias)
+        everyone = hvd.allgather_object(late.weight.tolist())
+        holders = [r for r in range(hvd.size()) if everyone[r] == late.weight.tolist()]
+        assert holders == list(mine.ranks)
 
 
 def case_broadcast_leaves_marked_state_alone() -> None:

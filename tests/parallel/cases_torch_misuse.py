@@ -85,6 +85,44 @@ def case_leftover_gradients_of_frozen_parameters() -> None:
             hvd.check_replicas(model)
 
 
+def case_frozen_between_backward_and_synchronize() -> None:
+    """The gradient that it has kept counts in no norm: every rank has another one."""
+    for options in ({}, {"compression": hvd.Compression.fp16}):
+        for op in ("average", "adasum-grad"):
+            model = model_of()
+            optimizer = distributed(model, op, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, step)
+                if step == 1:
+                    model[0].requires_grad_(False)
+                optimizer.synchronize()
+                assert (model[0].weight.grad is None) == (step > 0)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+                assert len(set(hvd.allgather_object(norm))) == 1
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_rows_changed_after_backward() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    table = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="average")
+    for _ in range(2):  # densely, and as rows
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        table.weight.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match="got one changed between backward and"):
+            optimizer.step()
+        table.weight.grad = None
+        optimizer.zero_grad()
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def case_unfreezing_inside_a_window() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")

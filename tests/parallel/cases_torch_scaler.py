@@ -50,6 +50,43 @@ def case_grad_scaler() -> None:
         check_equal(model, simulation.models[0], 1e-5)
 
 
+def case_scales_that_differ() -> None:
+    """As where one rank alone has loaded a checkpoint: gradients of two scales add up to none."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    for op in ("adasum-grad", "average"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        scaler = hvd.GradScaler("cpu", init_scale=2.0 ** (10 + hvd.rank()))
+        with pytest.raises(
+            RuntimeError, match=r"same hyperparameters.*GradScaler's scale=\d+"
+        ):
+            scaled_training(model, optimizer, scaler, overflow_on=None, steps=1)
+
+
+def case_elastic_scaler() -> None:
+    """A state gives its scaler to all, and a step that a rank's death has ended is forgotten."""
+    survivor = hvd.size() - 1
+    model = model_of()
+    optimizer = distributed(model, "adasum-grad")
+    scaler = hvd.GradScaler("cpu", init_scale=2.0 ** (5 + hvd.rank()))
+    state = hvd.elastic.TorchState(model, optimizer, scaler=scaler, step=0)
+    state._commits = int(hvd.rank() == survivor)
+    state.sync()
+    assert state.scaler is scaler
+    assert scaler.get_scale() == 2.0 ** (5 + survivor)
+    scaled_training(model, optimizer, scaler, overflow_on=0)
+    assert scaler.get_scale() == 2.0 ** (4 + survivor)
+    state.restore()
+    assert scaler.get_scale() == 2.0 ** (5 + survivor)
+    scaled_training(model, optimizer, scaler, overflow_on=None)
+    check_same_everywhere(model)
+    disabled = hvd.GradScaler("cpu", enabled=False)
+    state = hvd.elastic.TorchState(model, optimizer, scaler=disabled)
+    state.sync()
+    state.restore()
+
+
 def case_change_that_overflows() -> None:
     """Finite gradients whose change overflows on the wire: dropped, and the scale shrinks."""
     if hvd.size() == 1:

@@ -26,7 +26,13 @@ optimizer = hvd.DistributedOptimizer(
     **plan.options,
 )
 sampler = hvd.elastic.ElasticSampler(range(SAMPLES), shuffle=True)
-state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0)
+# Ranks come with scales of their own; of the three reductions one goes without a scaler.
+scaler = hvd.GradScaler(
+    "cpu", 2.0 ** (5 + hvd.rank()), enabled=plan["op"] != "adasum-grad"
+)
+state = hvd.elastic.TorchState(
+    model, optimizer, sampler=sampler, scaler=scaler, epoch=0, step=0
+)
 
 
 def weights() -> str:
@@ -43,8 +49,9 @@ def train(state: hvd.elastic.TorchState) -> None:
             plan.come_upon(state, state.step)
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(features[chosen]), labels[chosen])
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             state.sampler.record_batch(position // BATCH, len(chosen))
             plan.write(
                 step=state.step, epoch=state.epoch, samples=chosen, weights=weights(),

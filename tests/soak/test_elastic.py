@@ -94,6 +94,17 @@ def test_all_ranks_of_a_host_are_killed(
 
 
 @frameworks
+def test_windows_of_a_rank_alone(tmp_path: Path, script: str, loop: str) -> None:
+    """Others come inside of a window of its, and die inside of one of theirs."""
+    story = run_job(
+        tmp_path, script, "localhost:1", op="adasum-delta", loop=loop, local_steps=4,
+        hosts={"6": "localhost:1\n127.0.0.1:1"}, faults=fault("kill", step=17), commit=2,
+    )  # fmt: skip
+    check(story, replicas=False)
+    assert story.sizes() == [1, 2, 1], story.output[-6000:]
+
+
+@frameworks
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 def test_a_window_of_local_steps_goes_on(
     tmp_path: Path, script: str, loop: str, kind: str

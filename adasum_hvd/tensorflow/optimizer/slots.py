@@ -49,9 +49,14 @@ def _variables(element: Any) -> list[Any]:
 
 
 def local_slots(optimizer: Any) -> set[int]:
-    """Return the ids of the optimizer's variables that belong to worker-local variables."""
+    """Return the ids of the optimizer's variables that each rank has of its own.
+
+    Those that belong to worker-local variables, and what Keras adds up itself
+    (`gradient_accumulation_steps`), which is each rank's until it is reduced.
+    """
     trained = inner(optimizer)._trainable_variables
-    return {
+    sums = getattr(inner(optimizer), "_accumulated_gradients", ())
+    return set(map(id, sums)) | {
         id(slot)
         for _, slots in slot_lists(optimizer)
         for variable, found in zip(trained, slots, strict=True)

@@ -33,9 +33,15 @@ def _is_reduced(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and not marks.is_worker_local(parameter)
 
 
-def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
-    """Return what `model.to(...)` may change while the parameter stays the same object."""
-    return parameter.dtype, parameter.device, parameter.is_contiguous()
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return what may change while the parameter stays the same object: `model.to()`, marks."""
+    holders = marks.holders(parameter)
+    return (
+        parameter.dtype,
+        parameter.device,
+        parameter.is_contiguous(),
+        holders and holders.process_set_id,
+    )
 
 
 class DistributedBase(torch.optim.Optimizer):

@@ -131,6 +131,8 @@ class GradientCountdown:
 
     def _is_shared(self, gradient: torch.Tensor) -> bool:
         """Return whether backward was last to write to memory that gradients may share."""
+        if gradient.layout is not torch.strided:
+            return False
         memory = gradient.untyped_storage().data_ptr()
         return any(
             version == gradient._version

@@ -41,6 +41,7 @@ class DeltaOptimizer(DistributedBase):
         self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
     ) -> None:
         self._local_step = 0  # steps taken since the replicas were last equal
+        self._waiting: dict[str, Any] | None = None  # a window, for the next buckets
         super()._configure(plain, names, options)
 
     def _connect(self) -> None:
@@ -263,18 +264,39 @@ class DeltaOptimizer(DistributedBase):
     # ---- resume inside a window of local steps ----
 
     def window(self) -> dict[str, Any] | None:
-        """Return the steps and the start of an unfinished window of local steps."""
-        if not self._local_step:
-            return None
+        """Return the steps and the start of an unfinished window of local steps.
+
+        A rank alone has none: each of its steps is what all ranks have.
+        """
+        if self._waiting or not (self._local_step and self._buckets):
+            return self._waiting
         starts = [bucket.start_weights.clone() for bucket in self._buckets]
         return {"local_step": self._local_step, "starts": starts}
 
     def load_window(self, window: dict[str, Any] | None) -> None:
-        """Go on in a window of local steps; None begins a new one."""
-        self._local_step = window["local_step"] if window else 0
-        if window:
-            for bucket, saved in zip(self._buckets, window["starts"], strict=True):
-                bucket.start_weights.copy_(saved)
+        """Go on in a window of local steps; None begins a new one.
+
+        Raises:
+            ValueError: the window's starts are not those of these parameters.
+        """
+        self._local_step, self._waiting = 0, None
+        if not window or not self._reducing:
+            return
+        if not self._buckets:  # the ranks have failed to meet, and will again
+            self._waiting = window
+            return
+        places = [bucket.start_weights for bucket in self._buckets]
+        wanted = [place.numel() for place in places]
+        sizes = [saved.numel() for saved in window["starts"]]
+        if sizes != wanted:
+            raise ValueError(
+                f"window of local steps: required starts of {wanted} elements, got {sizes}; "
+                "load it with the parameters, bucket_bytes and groups that it was saved with, or "
+                "save between windows"
+            )
+        self._local_step = window["local_step"]
+        for place, saved in zip(places, window["starts"], strict=True):
+            place.copy_(saved)
 
     def restart(self) -> None:
         """As the base's; a window of local steps goes on."""

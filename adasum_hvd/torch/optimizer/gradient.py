@@ -35,6 +35,7 @@ class GradientOptimizer(DistributedBase):
         self._countdown: GradientCountdown | None = None
         self._skip_synchronize = False
         self._sparse: list[SparseBucket] = []
+        self._loss_scale: torch.Tensor | None = None  # that of a GradScaler, while it reduces
         super()._configure(plain, names, options)
 
     def _connect(self) -> None:
@@ -184,6 +185,7 @@ class GradientOptimizer(DistributedBase):
 
     def _reduce(self) -> None:
         self._follow_parameters()
+        self._drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
         for bucket in self._buckets:
@@ -273,6 +275,8 @@ class GradientOptimizer(DistributedBase):
         )
         passes = self._options.backward_passes_per_step
         told = f"{options}; backward_passes_per_step={passes}"
+        if self._loss_scale is not None:
+            told += f"; GradScaler's scale={self._loss_scale.item()}"
         return {
             "hyperparameters": (
                 checksum(told),
