@@ -97,13 +97,13 @@ class _Scaler(horovod_state.StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        if self._saved:  # empty where the scaler is not enabled, which torch refuses to load
+        if (
+            self._saved
+        ):  # empty where the scaler is not enabled, which torch refuses to load
             self.value.load_state_dict(self._saved)
 
     def sync_from(self, root: int, survived: bool) -> None:
-        state = broadcast_object(
-            self.value.state_dict(), root, "adasum.elastic.scaler"
-        )
+        state = broadcast_object(self.value.state_dict(), root, "adasum.elastic.scaler")
         if state and self.value.is_enabled():
             self.value.load_state_dict(state)
 
@@ -155,8 +155,9 @@ class TorchState(SharedState, HorovodState):
 
 def _foreign(value: Any) -> Any:
     raise NotImplementedError(
-        f"TorchState: required modules, optimizers, samplers, scalers and objects, got a {type(value)} with "
-        "a handler of its own in Horovod's registry; keep its state_dict() in the state"
+        "TorchState: required modules, optimizers, samplers, scalers and objects, got a "
+        f"{type(value)} with a handler of its own in Horovod's registry; "
+        "keep its state_dict() in the state"
     )
 
 

@@ -290,13 +290,14 @@ void KilledPeerIsNamed() {
 
 // What a watch sees of Horovod, and what it did.
 struct Loop {
-  std::atomic<int64_t> turns{0};
+  std::atomic<int64_t> turns{0}, operations{0};
   std::atomic<bool> leaving{false}, ended{false};
   std::mutex mutex;
   std::string said;
 
   WatchedLoop Watched() {
-    return {[this] { return turns.load(); }, [this] { return leaving.load(); },
+    return {[this] { return turns.load(); }, [this] { return operations.load(); },
+            [this] { return leaving.load(); },
             [this](const std::string& why) {
               std::lock_guard<std::mutex> guard(mutex);
               said = why;
@@ -352,8 +353,12 @@ void AWatchEndsWhatIsStuckForNoKnownReason() {
   Loop loop;
   const auto started = std::chrono::steady_clock::now();
   Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(3));
+  for (int k = 0; k < 20; ++k) { // one turn of many operations
+    ++loop.operations;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
   WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
-  Check(std::chrono::steady_clock::now() - started > std::chrono::seconds(3), "it was ended too soon");
+  Check(std::chrono::steady_clock::now() - started > std::chrono::seconds(5), "it was ended too soon");
   Check(loop.Said().find("ADASUM_HVD_STALL_SECONDS") != std::string::npos, loop.Said());
 }
 

@@ -216,17 +216,17 @@ void RegionsAreMapped() {
   }
 }
 
-// More than a socket holds the offers of, on one rank only and on both.
+// More than a socket holds the offers of, on one rank only and on all; then what was freed is told, too.
 void ManyRegionsAreMapped() {
   constexpr int64_t kBytes = 4096;
-  constexpr int kRegions = 300;
-  Board board(2);
-  InThreads(2, [&](int rank) {
-    const auto transport = Connect(board, rank, 2, LocalSettings());
-    for (const bool both : {false, true}) {
+  constexpr int kRegions = 300, kRanks = 3;
+  Board board(kRanks);
+  InThreads(kRanks, [&](int rank) {
+    const auto transport = Connect(board, rank, kRanks, LocalSettings());
+    for (const bool all : {false, true, true}) {
       std::vector<char*> areas;
       std::vector<MemoryPiece> mine;
-      const bool one = rank == 1 && !both;
+      const bool one = rank > 0 && !all;
       for (int k = 0; k < kRegions; ++k) {
         if (!one || k == 0) {
           areas.push_back(static_cast<char*>(AllocateShared(one ? kRegions * kBytes : kBytes)));
@@ -235,8 +235,10 @@ void ManyRegionsAreMapped() {
         mine.back().at[7] = static_cast<char>(k + rank);
       }
       const auto pieces = MeetInMemory(*transport, mine);
-      for (int k = 0; k < kRegions; ++k) {
-        Check(pieces[1 - rank][k][7] == static_cast<char>(k + 1 - rank), "region " + std::to_string(k));
+      for (int peer = 0; peer < kRanks; ++peer) {
+        for (int k = 0; k < kRegions; ++k) {
+          Check(pieces[peer][k][7] == static_cast<char>(k + peer), "region " + std::to_string(k));
+        }
       }
       Meet(*transport);
       for (char* area : areas) {

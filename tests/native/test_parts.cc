@@ -85,6 +85,10 @@ void BlameIsFollowed() {
         "the end of a chain");
   Check(named({{1, {{}, "it left"}}}, {1}) == "1 surely: it left", "one that blames nobody");
   Check(named({{1, {{0}, "late"}}}, {1}) == "1 surely: the ranks wait for one another", "a circle");
+  const std::string confession = "3 surely: a reduction failed there: an exception";
+  const std::pair<const int, LastWords> confessed{3, {{3}, "an exception"}};
+  Check(named({confessed}, {2}) == confession, "one that waits for a rank that says nothing");
+  Check(named({{1, {{0}, "late"}}, confessed}, {1}) == confession, "one beside a circle");
   const LastWords long_words(Ranks(100, 7), std::string(1000, 'x'));
   Check(long_words.Blamed().size() < 100 && std::string(long_words.why).size() < 1000, "words have an end");
 }

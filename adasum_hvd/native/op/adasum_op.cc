@@ -48,11 +48,14 @@ int CopiesOfTheOp() {
   return std::max(copies, 1);
 }
 
+std::atomic<int64_t> operations{0}; // of any kind, that Horovod has begun in this process
+
 WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {
   return {[&global_state] { // written by the background thread, of the size of a register
             return __atomic_load_n(reinterpret_cast<const int64_t*>(&global_state.last_cycle_start),
                                    __ATOMIC_RELAXED);
           },
+          [] { return operations.load(std::memory_order_relaxed); },
           [&global_state] { return global_state.shut_down.load(); },
           [&global_state](const std::string& why) {
             LogEnd(global_state.global_controller->GetRank(), why, !global_state.elastic_enabled);
@@ -119,6 +122,7 @@ AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
 void AdasumOp::PrepareForFailure() {
   BeginLoop(*global_state_, settings_.stall_seconds);
   ForgetPaths();
+  KnownNetworks(); // makes what is of this thread, before the op's own end, which asks for it
   hvd::ProcessSet& everyone = global_state_->process_set_table.Get(0);
   if (everyone.controller->GetSize() > 1) {
     watch_ =
@@ -319,5 +323,7 @@ std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
 }
 
 bool IsLeftToHorovod() { return left_to_horovod; }
+
+void NoteOperation() { operations.fetch_add(1, std::memory_order_relaxed); }
 
 } // namespace adasum_hvd

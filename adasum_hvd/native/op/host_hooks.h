@@ -9,5 +9,6 @@ namespace adasum_hvd {
 
 std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumOp(horovod::common::HorovodGlobalState* state);
 bool IsLeftToHorovod(); // ADASUM_HVD_OP=off, as it was at init
+void NoteOperation();   // that Horovod begins one, of any kind
 
 } // namespace adasum_hvd

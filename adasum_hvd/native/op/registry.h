@@ -54,6 +54,14 @@ public:
                          WithOurs(*join_op, allreduce_ops, std::move(adasum_ops)), std::move(barrier_op),
                          std::move(error_op)) {}
 
+  // Horovod's, which is not virtual, seen: a turn of its loop may take as long as all that is in it.
+  horovod::common::Status ExecuteOperation(std::vector<horovod::common::TensorTableEntry>& entries,
+                                           const horovod::common::Response& response,
+                                           horovod::common::ProcessSet& process_set) const {
+    NoteOperation();
+    return OperationManager::ExecuteOperation(entries, response, process_set);
+  }
+
 private:
   static Ops<horovod::common::AllreduceOp> WithOurs(horovod::common::HorovodOp& any_op,
                                                     const Ops<horovod::common::AllreduceOp>& allreduce_ops,

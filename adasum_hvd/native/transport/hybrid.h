@@ -25,17 +25,27 @@ public:
       std::swap(inside[place], outside[host_[place]]);
     }
     network_.Start(outside);
-    local_.Start(inside);
+    Inside([&] { local_.Start(inside); });
   }
 
   // In this order on every rank, so no two can wait for each other: who waits for the network in an exchange
   // has done what its host needs of it in that one.
   void Wait() override {
-    local_.WaitAnd([this] { network_.Progress(); });
+    Inside([this] { local_.WaitAnd([this] { network_.Progress(); }); });
     network_.Wait();
   }
 
 private:
+  // Where the host fails, nothing may come over the network any more: the caller's buffers go.
+  template <class Work> void Inside(const Work& work) {
+    try {
+      work();
+    } catch (const SilentRank& error) {
+      network_.GiveUp({{error.rank}, error.what()});
+      throw;
+    }
+  }
+
   LocalTransport& local_;
   NetworkTransport& network_;
   const std::vector<int>& host_;

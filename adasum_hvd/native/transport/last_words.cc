@@ -22,6 +22,15 @@ Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited,
     int rank;
     std::string why;
   };
+  const auto own = [](const auto& said) {
+    const std::vector<int> blamed = said.second.Blamed();
+    return std::find(blamed.begin(), blamed.end(), said.first) != blamed.end();
+  };
+  const auto of = [](const auto& said) {
+    return Verdict{said.first, std::string("a reduction failed there: ") + said.second.why, true};
+  };
+  // Where the chain leads to nobody, one that blames itself all the same.
+  const auto confessed = std::find_if(heard.begin(), heard.end(), own);
   std::vector<Link> chain;
   for (int rank : awaited) {
     chain.push_back({rank, why});
@@ -29,15 +38,15 @@ Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited,
   for (size_t k = 0; k < chain.size(); ++k) { // which grows
     const auto words = heard.find(chain[k].rank);
     if (words == heard.end()) {
-      return {chain[k].rank, chain[k].why, false};
+      return confessed != heard.end() ? of(*confessed) : Verdict{chain[k].rank, chain[k].why, false};
     }
     if (words->second.Blamed().empty()) {
       return {chain[k].rank, words->second.why, true};
     }
+    if (own(*words)) {
+      return of(*words);
+    }
     for (int next : words->second.Blamed()) {
-      if (next == chain[k].rank) {
-        return {next, std::string("a reduction failed there: ") + words->second.why, true};
-      }
       const bool known =
           std::any_of(chain.begin(), chain.end(), [&](const Link& link) { return link.rank == next; });
       if (next != here && !known) {
@@ -45,7 +54,8 @@ Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited,
       }
     }
   }
-  return {chain.front().rank, "the ranks wait for one another", true};
+  return confessed != heard.end() ? of(*confessed)
+                                  : Verdict{chain.front().rank, "the ranks wait for one another", true};
 }
 
 } // namespace adasum_hvd

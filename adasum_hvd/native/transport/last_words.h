@@ -30,7 +30,8 @@ struct Verdict {
 };
 
 // Who is to blame, for a rank `here` that waited for `awaited`, for the reason `why`: from rank to rank
-// follows what each has said, to one that blames itself or nobody, or says nothing.
+// follows what each has said, to one that blames itself or nobody, or says nothing; one that blames itself
+// comes before a silent one.
 Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited, const std::string& why);
 
 } // namespace adasum_hvd

@@ -16,9 +16,10 @@ namespace {
 constexpr int kTag = 0xada;
 constexpr int kLastWordsTag = 0xadb;
 constexpr int kBeatsTag = 0xadc;
-constexpr int kSpins = 2000;                    // looks, each of which moves what is under way
-constexpr std::chrono::milliseconds kAwake{20}; // then turns for other ranks, for so long
-constexpr std::chrono::microseconds kNap{100};  // then naps: the peer is late, not the message
+constexpr int kSpins = 2000;                     // looks, each of which moves what is under way
+constexpr std::chrono::milliseconds kAwake{20};  // then turns for other ranks, for so long
+constexpr std::chrono::microseconds kNap{100};   // then naps: the peer is late, not the message
+constexpr std::chrono::milliseconds kToEnd{200}; // for messages of a reduction that has failed
 
 void Check(int result, const char* what) {
   if (result != MPI_SUCCESS) {
@@ -166,17 +167,29 @@ std::vector<int> MpiTransport::ExchangeBeats(bool say) {
   return beats_;
 }
 
-// No message may come when the caller's buffers are gone.
+// No message may come when the caller's buffers are gone. One that has begun cannot be cancelled: it gets
+// some time to end, and where it does not this process is about to end anyway.
 void MpiTransport::Cancel() {
+  std::vector<MPI_Request> left;
   for (Exchange& exchange : started_) {
-    for (MPI_Request& request : exchange.requests) {
+    for (MPI_Request request : exchange.requests) {
       if (request != MPI_REQUEST_NULL) {
         MPI_Cancel(&request);
-        MPI_Request_free(&request);
+        left.push_back(request);
       }
     }
   }
   started_.clear();
+  int done = left.empty() ? 1 : 0;
+  for (IdleClock waiting; done == 0 && waiting.Elapsed() < kToEnd;) {
+    std::this_thread::sleep_for(kNap);
+    MPI_Testall(static_cast<int>(left.size()), left.data(), &done, MPI_STATUSES_IGNORE);
+  }
+  for (MPI_Request& request : left) {
+    if (request != MPI_REQUEST_NULL) {
+      MPI_Request_free(&request);
+    }
+  }
 }
 
 void MpiTransport::Fail() {

@@ -35,7 +35,9 @@ class GradientOptimizer(DistributedBase):
         self._countdown: GradientCountdown | None = None
         self._skip_synchronize = False
         self._sparse: list[SparseBucket] = []
-        self._loss_scale: torch.Tensor | None = None  # that of a GradScaler, while it reduces
+        self._loss_scale: torch.Tensor | None = (
+            None  # that of a GradScaler, while it reduces
+        )
         super()._configure(plain, names, options)
 
     def _connect(self) -> None:

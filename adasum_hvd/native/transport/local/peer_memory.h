@@ -21,11 +21,12 @@ public:
   // std::runtime_error for what it cannot.
   const MemorySpan& Reach(int socket, uint64_t region);
 
+  // The next thing that the peer has offered or freed. Throws as Reach does.
+  void TakeOffer(int socket);
+
   static bool IsForLater(const std::runtime_error& error);
 
 private:
-  void TakeOffer(int socket);
-
   std::map<uint64_t, std::weak_ptr<const SharedRegion>> offered_;
   std::map<uint64_t, std::unique_ptr<MappedRegion>> mapped_;
 };

@@ -13,6 +13,9 @@
 
 namespace adasum_hvd {
 
+// Instead of beats: nobody waits for this rank's any more.
+constexpr uint32_t kHasLeft = UINT32_MAX;
+
 // Wakes the rank that owns it. Futexes work across processes on shared memory.
 struct alignas(64) Bell {
   std::atomic<uint32_t> wakes{0};

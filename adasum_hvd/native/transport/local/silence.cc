@@ -20,6 +20,12 @@ void LocalTransport::CheckStopped(int peer) {
   }
 }
 
+bool LocalTransport::HasEnded(int peer) const {
+  pollfd watched[] = {{group_->peers[peer].socket.value(), POLLRDHUP, 0},
+                      {group_->peers[peer].process.value(), POLLIN, 0}};
+  return poll(watched, 2, 0) > 0;
+}
+
 // Whether the oldest exchange still needs that rank.
 bool LocalTransport::IsDue(int peer) const {
   const auto due = [this](const auto& parts) {
@@ -50,10 +56,8 @@ void LocalTransport::CheckPeers() {
       continue;
     }
     CheckStopped(peer);
-    pollfd watched[] = {{group_->peers[peer].socket.value(), POLLRDHUP, 0},
-                        {group_->peers[peer].process.value(), POLLIN, 0}};
     // What a peer wrote before it ended is still taken; it cannot be when this rank found nothing to do.
-    if (poll(watched, 2, 0) > 0 && !AdvanceAll()) {
+    if (HasEnded(peer) && !AdvanceAll()) {
       CheckStopped(peer);
       Fail(peer, "the process has ended");
     }
@@ -70,7 +74,7 @@ void LocalTransport::FailForSilence() {
   std::vector<int> chain;
   for (int peer = 0; peer < size(); ++peer) {
     const uint32_t beats = group_->header(peer).beats.load(std::memory_order_relaxed);
-    if (peer != rank() && beats != 0 && beats == beats_[peer]) {
+    if (peer != rank() && beats != 0 && beats != kHasLeft && beats == beats_[peer]) {
       Fail(peer, "its process does not run for " + seconds);
     }
     if (IsDue(peer)) {

@@ -175,7 +175,14 @@ bool LocalTransport::Receive(int peer) {
 }
 
 void LocalTransport::Offer(int peer, const std::shared_ptr<const SharedRegion>& region) {
-  Insist(peer, [&] { memory_[peer].Offer(group_->peers[peer].socket.value(), region); });
+  Insist(peer, [&] {
+    try {
+      memory_[peer].Offer(group_->peers[peer].socket.value(), region);
+    } catch (const std::runtime_error&) {
+      TakeOffers(); // else ranks whose sockets are full would wait for one another
+      throw;
+    }
+  });
 }
 
 MemorySpan LocalTransport::Reach(int peer, uint64_t region) {
@@ -184,16 +191,37 @@ MemorySpan LocalTransport::Reach(int peer, uint64_t region) {
   return span;
 }
 
+// What the others have offered so far.
+void LocalTransport::TakeOffers() {
+  for (int peer = 0; peer < size(); ++peer) {
+    try {
+      while (peer != rank()) {
+        memory_[peer].TakeOffer(group_->peers[peer].socket.value());
+      }
+    } catch (const std::runtime_error& error) {
+      FailUnlessForLater(peer, error);
+    }
+  }
+}
+
+void LocalTransport::FailUnlessForLater(int peer, const std::runtime_error& error) {
+  CheckStopped(peer);
+  if (!PeerMemory::IsForLater(error)) {
+    Fail(peer, error.what());
+  }
+}
+
 // Until the peer has come as far.
 void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
   for (Moved();;) {
+    const bool has_ended = HasEnded(peer);
     try {
       return attempt();
     } catch (const std::runtime_error& error) {
-      CheckStopped(peer);
-      if (!PeerMemory::IsForLater(error)) {
-        Fail(peer, error.what());
-      }
+      FailUnlessForLater(peer, error);
+    }
+    if (has_ended) { // while a process that it has started holds its socket
+      Fail(peer, "the process has ended");
     }
     if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
       Fail(peer, "it does not take part in sharing memory for " +

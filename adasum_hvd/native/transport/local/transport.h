@@ -71,6 +71,8 @@ private:
   };
 
   void Insist(int peer, const std::function<void()>& attempt);
+  void TakeOffers();
+  void FailUnlessForLater(int peer, const std::runtime_error& error);
   bool Advance(int peer);
   bool Send(int peer);
   static bool SendTag(Ring& ring, Part& part);
@@ -83,6 +85,7 @@ private:
   void Sleep(std::chrono::milliseconds most);
   void CheckPeers();
   void CheckStopped(int peer);
+  bool HasEnded(int peer) const;
   bool IsDue(int peer) const;
   void ShowWhomIAwait(bool show);
   [[noreturn]] void FailForSilence();

@@ -8,10 +8,11 @@ namespace adasum_hvd {
 namespace {
 
 constexpr std::chrono::milliseconds kBeat{200};
-constexpr int kBeatsPerTimeout = 8;            // over the network
+// Over the network: the same on ranks whose timeouts differ, but for short ones.
+constexpr int kBeatsPerTimeout = 8;
+constexpr std::chrono::seconds kLongestPeriod{1};
 constexpr std::chrono::seconds kToShutDown{5}; // what Horovod may take when a rank leaves
 constexpr std::chrono::seconds kToBeRead{2};   // between what is said and the end, for others to say it too
-constexpr uint32_t kHasLeft = UINT32_MAX;      // instead of beats: nobody waits for this rank's any more
 
 } // namespace
 
@@ -97,12 +98,12 @@ void Watch::Beat() {
 
 // Where one rank makes Horovod's loop wait, it waits on all others, too: they say so, and it does not.
 void Watch::BeatOverNetwork() {
-  const Duration period = Duration(timeout_) / kBeatsPerTimeout;
+  const Duration period = std::min<Duration>(Duration(timeout_) / kBeatsPerTimeout, kLongestPeriod);
   const std::shared_ptr<NetworkTransport> everyone = everyone_.lock();
   if (everyone == nullptr) {
     return;
   }
-  if (WithoutTurn() < period) {
+  if (turns_.SinceOther(loop_.turns()) < period) {
     far_hearts_.clear();
     return;
   }
@@ -128,21 +129,23 @@ void Watch::Look() {
   }
 }
 
-Watch::Duration Watch::WithoutTurn() {
-  if (const int64_t turns = loop_.turns(); turns != turns_) {
-    turns_ = turns;
-    without_turn_.Moved();
+Watch::Duration Watch::Count::SinceOther(int64_t now) {
+  if (now != value) {
+    value = now;
+    still.Moved();
   }
-  return without_turn_.Elapsed();
+  return still.Elapsed();
 }
 
 bool Watch::LoopIsStuck() {
-  return WithoutTurn() >= (loop_.leaving() ? std::min(timeout_, kToShutDown) : timeout_);
+  operations_.SinceOther(loop_.operations());
+  return turns_.SinceOther(loop_.turns()) >= (loop_.leaving() ? std::min(timeout_, kToShutDown) : timeout_);
 }
 
 std::string Watch::Reason() {
   const std::string silent = SilentHeart(timeout_);
-  if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || without_turn_.Elapsed() < stall_) {
+  const Duration idle = std::min(turns_.still.Elapsed(), operations_.still.Elapsed());
+  if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || idle < stall_) {
     return silent.empty() ? failure_ : silent;
   }
   return "required Horovod's ranks to go on, got nothing of some rank for " + std::to_string(stall_.count()) +

@@ -18,8 +18,9 @@ namespace adasum_hvd {
 
 // What a Watch sees and does of the loop that handles everything in Horovod.
 struct WatchedLoop {
-  std::function<int64_t()> turns; // another value after every turn
-  std::function<bool()> leaving;  // whether this rank wants to shut down
+  std::function<int64_t()> turns;      // another value after every turn
+  std::function<int64_t()> operations; // another value with every operation, of which a turn may have many
+  std::function<bool()> leaving;       // whether this rank wants to shut down
   std::function<void(const std::string& why)> say;
   std::function<void()> end; // the process
 };
@@ -60,6 +61,12 @@ private:
 
     void See(uint32_t now);
   };
+  struct Count {
+    int64_t value = 0;
+    IdleClock still;
+
+    Duration SinceOther(int64_t now); // that the value was another than now
+  };
 
   void Run();
   void Beat();
@@ -68,7 +75,6 @@ private:
   std::string Reason();
   std::string SilentHeart(Duration far_away) const;
   std::string SilentNeighbour() const;
-  Duration WithoutTurn();
   bool LoopIsStuck();
 
   const WatchedLoop loop_;
@@ -84,8 +90,7 @@ private:
   IdleClock unsaid_;              // since this rank said that it runs
   std::string failure_;
   std::vector<std::weak_ptr<NetworkTransport>> networks_;
-  int64_t turns_ = 0;
-  IdleClock without_turn_;
+  Count turns_, operations_;
   std::thread thread_;
 };
 
