@@ -95,10 +95,11 @@ def test_all_ranks_of_a_host_are_killed(
 
 @frameworks
 def test_windows_of_a_rank_alone(tmp_path: Path, script: str, loop: str) -> None:
-    """Others come inside of a window of its, and die inside of one of theirs."""
+    """Another comes inside of a window of its, and leaves inside of one of both."""
+    hosts = {"5": "localhost:1\n127.0.0.1:1", "15": "localhost:1"}
     story = run_job(
         tmp_path, script, "localhost:1", op="adasum-delta", loop=loop, local_steps=4,
-        hosts={"6": "localhost:1\n127.0.0.1:1"}, faults=fault("kill", step=17), commit=2,
+        hosts=hosts, commit=1,
     )  # fmt: skip
     check(story, replicas=False)
     assert story.sizes() == [1, 2, 1], story.output[-6000:]
