@@ -122,7 +122,7 @@ FIGURES = {
     ),
     "adamw": Figures(
         "a GPT of 44 160 parameters on 2^18 bytes of text, 64 per worker and step, AdamW, 5 "
-        "seeds, rates a factor of 3 apart; the three were level at 8 and 64",
+        "seeds, rates a factor of 3 apart; AdasumGrad and Average were level at 8 and 64",
         "nats per byte",
         True,
         4.0,

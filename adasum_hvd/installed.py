@@ -21,6 +21,12 @@ def library_path(framework: str) -> Path | None:
     return next(candidates, None)
 
 
+def has_mpi(framework: str) -> bool:
+    """Return whether Horovod's library for `framework` speaks MPI, by its symbols."""
+    path = library_path(framework)
+    return path is not None and b"MPI_Init_thread" in path.read_bytes()
+
+
 def _refusal(framework: str, found: str) -> ImportError:
     return ImportError(
         f"adasum_hvd.{framework}: required a Horovod built with the AdaSum op for "

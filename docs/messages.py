@@ -21,6 +21,34 @@ _NATIVE = re.compile(
 )
 
 
+# What a message leaves unsaid is on the page of its room.
+_PAGES = {
+    "native/transport": "reliability.md",
+    "native/op/settings": "settings.md",
+    "native/op": "reliability.md",
+    "native/cuda": "devices.md",
+    "mindspore": "migration.md",
+    "monitor": "monitor.md",
+    "parallel": "parallel.md",
+    "launch": "clusters.md",
+    "rendezvous": "elastic.md",
+    "elastic": "elastic.md",
+    "learning_rate": "choose.md",
+    "topology": "choose.md",
+    "install": "index.md",
+    "installed": "index.md",
+    "tools": "index.md",
+    "torch/ddp": "where_to_use.md",
+    "torch/elastic": "elastic.md",
+    "torch/adam_offload": "adam_offload.md",
+    "torch": "torch.md",
+    "tensorflow/elastic": "elastic.md",
+    "tensorflow/adam_offload": "adam_offload.md",
+    "tensorflow": "tensorflow.md",
+    "": "api.md",
+}
+
+
 def text_of(node: ast.expr) -> str:
     """Return a message with `...` for what is filled in."""
     if isinstance(node, ast.Constant):
@@ -36,11 +64,14 @@ def text_of(node: ast.expr) -> str:
 
 
 def of_python() -> Iterator[tuple[str, str]]:
-    """Yield (message, file) of every error that is raised with a text of its own."""
+    """Yield (message, file) of every error and warning with a text of its own."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                for argument in node.exc.args[:1]:
+            said = node.exc if isinstance(node, ast.Raise) else node
+            if isinstance(said, ast.Call) and (
+                said is not node or ast.unparse(said.func) == "warnings.warn"
+            ):
+                for argument in said.args[:1]:
                     yield text_of(argument), str(path.relative_to(PACKAGE))
 
 
@@ -57,6 +88,22 @@ def of_native() -> Iterator[tuple[str, str]]:
                     )
 
 
+def parted(message: str) -> tuple[str, str]:
+    """Return what is wrong and what to do, which stands behind a semicolon outside parentheses."""
+    depth = 0
+    for place, letter in enumerate(message):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and message[place : place + 2] == "; ":
+            return message[:place], message[place + 2 :]
+    return message, ""
+
+
+def page_of(file: str) -> str:
+    """Return a link to the page that says more of what a file does."""
+    room = next(prefix for prefix in _PAGES if file.startswith(prefix))
+    return f"[{_PAGES[room]}]({_PAGES[room]})"
+
+
 def rows() -> list[str]:
     """Return a table's rows: message, what to do, where; sorted by what can be searched for."""
     found = {}
@@ -67,8 +114,8 @@ def rows() -> list[str]:
             .replace("|", "\\|")
         )
         if " " in message and re.search("[a-z]{3} ?[a-z]{2}", message):
-            what, _, remedy = message.partition("; ")
-            remedy = "" if not re.search("[a-z]{3}", remedy) else remedy
+            what, remedy = parted(message)
+            remedy = remedy if re.search("[a-z]{3}", remedy) else page_of(file)
             row = f"| {what.replace('<', '&lt;').replace('*', chr(92) + '*')} "
             row += f"| {remedy.replace('<', '&lt;').replace('*', chr(92) + '*')} | `{file}` |"
             found[row] = re.sub(r"\W+", " ", what).strip().lower()

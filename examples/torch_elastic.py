@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.tools.torch_digits import LeNet5, digits, replicas_identical
+from adasum_hvd.tools.torch_digits import LeNet5, digits
 
 
 def parse() -> argparse.Namespace:
@@ -68,11 +68,10 @@ def main() -> None:
     train(state)
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).double().mean().item()
-    identical = replicas_identical(model)
+    hvd.check_replicas(model)
     if hvd.rank() == 0:
         print(
-            f"{hvd.size()} ranks after {state.step} steps: accuracy {100 * right:.1f} %, replicas "
-            f"identical: {identical}"
+            f"{hvd.size()} ranks after {state.step} steps: accuracy {100 * right:.1f} %"
         )
 
 

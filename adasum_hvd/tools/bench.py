@@ -11,6 +11,7 @@ than one rounding from `adasum_hvd.reference`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from adasum_hvd import __version__
 from adasum_hvd.install import environment
+from adasum_hvd.installed import has_mpi
 from adasum_hvd.tools import jobs, machine
 
 CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
@@ -80,9 +82,13 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
     Horovod's own AdaSum answers to the same name as ours, so it is measured in a job of its own
     with `ADASUM_HVD_OP=off`; it needs MPI and a power of two ranks.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(
+            "required torch, got none; pip install torch, adasum-hvd build"
+        )
     module = "adasum_hvd.tools.torch_bench"
     plans = [("gloo", "on")]
-    if environment.detect_mpi():
+    if environment.detect_mpi() and has_mpi("torch"):
         plans.append(("mpi", "on"))
         if ranks & (ranks - 1) == 0:
             plans.append(("mpi", "off"))
@@ -90,7 +96,7 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for backend, ours in plans:
         given = [json.dumps(CASES), each, ours]
-        variables = {"ADASUM_HVD_OP": ours}
+        variables = {"ADASUM_HVD_OP": ours, "HOROVOD_CONTROLLER": backend}
         rows += jobs.run(backend, ranks, module, given, seconds + 300, variables)
     return {
         "version": __version__,

@@ -16,7 +16,7 @@ from typing import Any
 
 from adasum_hvd.install import environment, findings
 from adasum_hvd.install.findings import BUILD, Finding, State
-from adasum_hvd.installed import library_path
+from adasum_hvd.installed import has_mpi
 from adasum_hvd.tools import jobs, machine, trial
 
 RANKS = 2
@@ -69,7 +69,7 @@ def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[Finding]:
 def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
     """Yield, by framework and backend, whether ranks of this host reduce to the right numbers."""
     backends = ["gloo"]
-    if "mpi" in (environment.detect_mpi() and _built_with(frameworks)):
+    if environment.detect_mpi() and has_mpi(frameworks[0]):
         backends.append("mpi")
     seen: trial.Results = {}
     for backend, results in _try(backends, frameworks).items():
@@ -79,12 +79,6 @@ def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
                 seen.setdefault(framework, result)
     for framework, result in seen.items():
         yield from _paths(framework, result)
-
-
-def _built_with(frameworks: Sequence[str]) -> set[str]:
-    """Return the backends in the libraries' symbols; both frameworks are built with the same."""
-    path = library_path(frameworks[0])
-    return {"mpi"} if path and b"MPI_Init_thread" in path.read_bytes() else set()
 
 
 def _try(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from adasum_hvd import __version__
 from adasum_hvd.install import environment, nccl
@@ -49,7 +49,7 @@ def _launchers() -> Iterator[Finding]:
         found = shutil.which(name)
         beside = shutil.which(name, path=environment.scripts_path())
         if found:
-            yield Finding(name, found)
+            yield Finding(name, found, fix=_flags_of_horovodrun(name))
         elif beside:
             fix = f"activate the environment: its {name} is {beside}"
             yield Finding(name, "not on PATH", State.FINE, fix)
@@ -57,19 +57,58 @@ def _launchers() -> Iterator[Finding]:
             yield Finding(name, f"none ({package} brings it)")
 
 
+def _flags_of_horovodrun(launcher: str) -> str:
+    """Return how to start horovodrun where its flags are not those of the mpirun that it finds."""
+    mpirun = shutil.which("mpirun")
+    if launcher != "horovodrun" or mpirun is None:
+        return ""
+    shown = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, check=False
+    )
+    version = re.search(r"\(Open MPI\) (\d+)", shown.stdout)
+    if version is None or int(version[1]) < 5:
+        return ""
+    return (
+        f"start it with --gloo: without, it passes flags of Open MPI 4 to {mpirun}, which is "
+        f"Open MPI {version[1]}"
+    )
+
+
 def quota(root: Path = ROOT) -> float | None:
-    """Return how many processors the control groups of this process grant, None for all."""
-    unified = root / "sys/fs/cgroup/cpu.max"
-    if unified.exists():
-        limit, _, period = unified.read_text().partition(" ")
-        return None if limit == "max" else int(limit) / int(period)
-    folder = root / "sys/fs/cgroup/cpu"
+    """Return how many processors the control groups of this process grant, None for all.
+
+    Those that hold it and all above them, of version 2 and 1; a container sees its own as the
+    root, while its path may be the one outside. As the op does (`processor_quota.cc`).
+    """
+    membership = root / "proc/self/cgroup"
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    mount = root / "sys/fs/cgroup"
+    granted = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        bases = [mount, mount / "unified"]
+        if controllers:
+            cpu = "cpu" in controllers.split(",")
+            bases = [mount / controllers, mount / "cpu"] if cpu else []
+        group = PurePosixPath(path.lstrip("/"))
+        folders = (base / part for base in bases for part in (group, *group.parents))
+        granted += filter(None, map(_granted, folders))
+    return min(granted, default=None)
+
+
+def _granted(folder: Path) -> float | None:
+    """Return the processors that one control group grants, None for all."""
     try:
-        limit = (folder / "cpu.cfs_quota_us").read_text()
-        period = (folder / "cpu.cfs_period_us").read_text()
+        if (folder / "cpu.max").exists():
+            limit, _, period = (folder / "cpu.max").read_text().partition(" ")
+        else:
+            limit = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
     except OSError:
         return None
-    return int(limit) / int(period) if int(limit) > 0 else None
+    if limit == "max" or int(limit) <= 0:
+        return None
+    return int(limit) / int(period)
 
 
 def _processors(root: Path) -> Iterator[Finding]:

@@ -150,3 +150,48 @@ def test_timeline_shows_the_phases_and_results_stay(outcome_of, tmp_path) -> Non
         assert f"ADASUM_DELTA_{phase}" in events
     case = "case_every_dtype_and_size"
     assert outcome.results(case) == outcome_of(ONE_HOST[2]).results(case)
+
+
+# Threads that submit tensors of the host while the ranks shut down: TensorFlow's do so.
+SUBMITTED_AT_THE_END = """
+import os, threading, time
+import numpy as np
+from pathlib import Path
+from simulated_horovod import Horovod
+hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
+hvd.init()
+started = [[] for _ in range(6)]
+def submit(thread):
+    while hvd.library.horovod_is_initialized():
+        name = f"{thread}.{len(started[thread])}"
+        started[thread].append(hvd.enqueue([np.ones(3)], [name], device=-1))
+threads = [threading.Thread(target=submit, args=(k,)) for k in range(6)]
+for thread in threads:
+    thread.start()
+time.sleep(0.1)
+begin = time.monotonic()
+hvd.shutdown()
+print(f"ended after {time.monotonic() - begin:.1f} s", flush=True)
+for thread in threads:
+    thread.join()
+def wait():
+    for one in started[0] + sum(started[1:], []):
+        try:
+            hvd.wait(one)
+        except RuntimeError:
+            pass
+waiting = threading.Thread(target=wait, daemon=True)
+waiting.start()
+waiting.join(10)
+print("lost" if waiting.is_alive() else f"all came back", flush=True)
+os._exit(0)
+"""
+
+
+def test_what_is_submitted_while_ranks_shut_down_comes_back(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SUBMITTED_AT_THE_END)
+    words = [*command("gloo", 2), sys.executable, str(script)]
+    _, output = run_launcher(words, environment(), 120)
+    assert output.count("all came back") == 2, output
+    assert all(float(s) < 4 for s in re.findall(r"ended after (\S+) s", output)), output

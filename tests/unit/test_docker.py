@@ -10,6 +10,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from adasum_hvd import ops
+
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
@@ -70,7 +72,13 @@ def test_compose_runs_its_job_on_its_hosts():
         build = service["build"]
         assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
         assert service["volumes"] == ["keys:/keys"]
-    assert (REPOSITORY / job["command"][job["command"].index("python") + 1]).is_file()
+    program, *words = job["command"][job["command"].index("python") + 1 :]
+    assert (REPOSITORY / program).is_file()
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert options.keys() <= set(
+        re.findall(r'add_argument\(\s*"(--\w+)"', (REPOSITORY / program).read_text())
+    )
+    assert ops.is_adasum(ops.parse(options["--op"]))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

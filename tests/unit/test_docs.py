@@ -61,6 +61,33 @@ def test_what_python_blocks_use_of_hvd_exists(page: Path) -> None:
                 assert hasattr(module, node.attr), ast.unparse(node)
 
 
+FRAMEWORKS = {"torch", "keras", "tf", "np", "nn", "functional"}
+
+
+@every_page
+def test_python_blocks_import_their_frameworks(page: Path) -> None:
+    known: set[str] = set()
+    for block in pages.blocks(page, "python"):
+        tree = ast.parse(block)
+        imports = [
+            n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)
+        ]
+        known |= {a.asname or a.name.split(".")[0] for n in imports for a in n.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not imports or not (used & FRAMEWORKS) - known, block
+
+
+PROGRAMS = [*PAGES, *sorted((REPOSITORY / "examples").glob("*.py"))]
+
+
+@pytest.mark.parametrize("file", PROGRAMS, ids=lambda path: path.name)
+def test_horovodrun_is_told_its_backend(file: Path) -> None:
+    """By itself it takes MPI, and passes flags of Open MPI 4 to whichever there is."""
+    text = re.sub(r"\\+\n", " ", file.read_text())
+    for command in re.findall(r"horovodrun [^`|\n]*python\b", text):
+        assert re.search(r"--(gloo|mpi)\b", command), command
+
+
 @every_page
 def test_commands_exist(page: Path) -> None:
     for block in pages.blocks(page, ""):

@@ -139,12 +139,24 @@ def test_adam_has_figures_of_its_own():
         adasum_lr(0.1, "adasum-grad", 64, "sum", 8, optimizer="adamw")
     with pytest.raises(ValueError, match=r"optimizer: required one of .* got 'lion'"):
         adasum_lr(0.1, "average", 32, optimizer="lion")
-    # One point, three seeds: too little to warn of.
-    assert not learning_rate.variant_advice(ops.AdasumDelta, 64, "adam")
+
+
+def test_advice_is_what_is_beyond_the_spreads():
+    said = {
+        (study, size): bool(learning_rate.variant_advice(ops.AdasumDelta, size, study))
+        for study in ("momentum", "adam", "adamw")
+        for size in (1, 4, 8, 32, 64, 512)
+    }
+    below = [("momentum", 32), ("momentum", 64), ("momentum", 512)]
+    below += [("adam", 8), ("adam", 32), ("adam", 64), ("adam", 512)]
+    below += [("adamw", 4), ("adamw", 8), ("adamw", 32)]
+    assert [key for key, warned in said.items() if warned] == below
+    for op in (ops.AdasumGrad, ops.Average, ops.Sum):
+        assert not any(learning_rate.variant_advice(op, size) for size in (1, 16, 64))
 
 
 def test_reasons_name_the_rule():
-    for size, named in ((16, False), (17, True), (64, True)):
+    for size, named in ((16, False), (22, False), (23, True), (64, True)):
         reason = adasum_lr(0.1, "adasum-delta", size).reason
         assert ("measured below AdasumGrad" in reason) == named
         assert "below" not in adasum_lr(0.1, "adasum-grad", size).reason
@@ -187,7 +199,7 @@ def test_the_banner_says_the_same():
         ops.AdasumDelta, 512, **averaged
     )
     line = banner(ops.AdasumDelta, 32, "adam")
-    assert "learning rate 1 times" in line and "below" not in line
+    assert "learning rate 1 times" in line and "below AdasumGrad on 32" in line
     assert "rate" not in banner(ops.Average, 32, "adam")
     summed = {"group_op": "sum", "group_size": 8}
     assert "rate" not in banner(ops.AdasumGrad, 64, "adamw", **summed)

@@ -116,6 +116,19 @@ inline horovod::common::Status operator+(horovod::common::Status refusal, OrTheE
                                    : refusal;
 }
 
+// Beside what puts a tensor into a queue, which Horovod's loop empties for the last time when it ends: a thread
+// that has looked before that whether Horovod shuts down, and comes here after it, would wait for ever.
+struct UnlessTheLoopHasEnded {
+  horovod::common::HorovodGlobalState& state;
+  horovod::common::TensorQueue& queue;
+};
+inline horovod::common::Status operator+(horovod::common::Status added, UnlessTheLoopHasEnded late) {
+  if (LoopHasEnded()) {
+    late.queue.FinalizeTensorQueue(ShutDownError(late.state, horovod::common::SHUT_DOWN_ERROR));
+  }
+  return added;
+}
+
 } // namespace adasum_hvd
 
 namespace horovod {
@@ -146,6 +159,13 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
 
 // Horovod's words for a shutdown name no cause.
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)
+
+#define AddToTensorQueue(entry, message)                                                                     \
+  AddToTensorQueue(entry, message) +                                                                         \
+      ::adasum_hvd::UnlessTheLoopHasEnded { horovod_global, process_set.tensor_queue }
+#define AddToTensorQueueMulti(entries, messages)                                                             \
+  AddToTensorQueueMulti(entries, messages) +                                                                 \
+      ::adasum_hvd::UnlessTheLoopHasEnded { horovod_global, process_set.tensor_queue }
 
 #define InvalidArgument(...)                                                                                 \
   InvalidArgument(__VA_ARGS__) + ::adasum_hvd::OrTheEnd { horovod_global }

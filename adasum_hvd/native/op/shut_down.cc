@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -34,6 +35,7 @@ std::mutex cause_mutex;
 std::string cause;
 std::condition_variable concluded_signal;
 bool concluded = false; // Horovod's loop has ended, and the cause is what it will be
+std::optional<std::chrono::steady_clock::time_point> asked_at; // for the cause, first
 std::string leave;      // why this process is about to shut down
 Witness witness;        // of the background thread
 
@@ -127,7 +129,11 @@ hvd::Status WithCause(const hvd::Status& horovods) {
     concluded = true;
     concluded_signal.notify_all();
   }
-  concluded_signal.wait_for(lock, kToConclude, [] { return concluded; });
+  // Together: they may hold what the loop needs to come to its end, as Python's lock, one after another.
+  if (!asked_at) {
+    asked_at = std::chrono::steady_clock::now();
+  }
+  concluded_signal.wait_until(lock, *asked_at + kToConclude, [] { return concluded; });
   return cause.empty() ? horovods : hvd::Status::UnknownError(horovods.reason() + " AdaSum: " + cause);
 }
 
@@ -155,6 +161,7 @@ void BeginLoop(const hvd::HorovodGlobalState& state, int stall_seconds) {
   cause.clear();
   leave.clear();
   concluded = false;
+  asked_at.reset();
   witness = nullptr;
 }
 
@@ -246,6 +253,11 @@ hvd::Status ShutDownError(hvd::HorovodGlobalState& state, const hvd::Status& hor
     RemoveProcessSets(state.process_set_table, status, /*all=*/!all_agreed);
   }
   return status;
+}
+
+bool LoopHasEnded() {
+  std::lock_guard<std::mutex> guard(cause_mutex);
+  return concluded;
 }
 
 void CloseConnections() {

@@ -44,6 +44,9 @@ void TellEverybody(const LastWords& words);
 horovod::common::Status ShutDownError(horovod::common::HorovodGlobalState& state,
                                       const horovod::common::Status& horovods);
 
+// Whether it has, and is about to empty its queues for the last time, or has done so. On any thread.
+bool LoopHasEnded();
+
 // When Horovod's loop has ended. Horovod keeps its connections until it starts anew; where the ranks have not
 // agreed on the end, others may wait for this one.
 void CloseConnections();
