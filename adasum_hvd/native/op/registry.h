@@ -116,8 +116,9 @@ inline horovod::common::Status operator+(horovod::common::Status refusal, OrTheE
                                    : refusal;
 }
 
-// Beside what puts a tensor into a queue, which Horovod's loop empties for the last time when it ends: a thread
-// that has looked before that whether Horovod shuts down, and comes here after it, would wait for ever.
+// Beside what puts a tensor into a queue, which Horovod's loop empties for the last time when it ends: a
+// thread that has looked before that whether Horovod shuts down, and comes here after it, would wait for
+// ever.
 struct UnlessTheLoopHasEnded {
   horovod::common::HorovodGlobalState& state;
   horovod::common::TensorQueue& queue;
@@ -161,11 +162,13 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextThatTells;
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)
 
 #define AddToTensorQueue(entry, message)                                                                     \
-  AddToTensorQueue(entry, message) +                                                                         \
-      ::adasum_hvd::UnlessTheLoopHasEnded { horovod_global, process_set.tensor_queue }
+  AddToTensorQueue(entry, message) + ::adasum_hvd::UnlessTheLoopHasEnded {                                   \
+    horovod_global, process_set.tensor_queue                                                                 \
+  }
 #define AddToTensorQueueMulti(entries, messages)                                                             \
-  AddToTensorQueueMulti(entries, messages) +                                                                 \
-      ::adasum_hvd::UnlessTheLoopHasEnded { horovod_global, process_set.tensor_queue }
+  AddToTensorQueueMulti(entries, messages) + ::adasum_hvd::UnlessTheLoopHasEnded {                           \
+    horovod_global, process_set.tensor_queue                                                                 \
+  }
 
 #define InvalidArgument(...)                                                                                 \
   InvalidArgument(__VA_ARGS__) + ::adasum_hvd::OrTheEnd { horovod_global }

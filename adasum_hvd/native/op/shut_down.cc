@@ -36,8 +36,8 @@ std::string cause;
 std::condition_variable concluded_signal;
 bool concluded = false; // Horovod's loop has ended, and the cause is what it will be
 std::optional<std::chrono::steady_clock::time_point> asked_at; // for the cause, first
-std::string leave;      // why this process is about to shut down
-Witness witness;        // of the background thread
+std::string leave;                                             // why this process is about to shut down
+Witness witness;                                               // of the background thread
 
 // Of the loop's thread.
 thread_local bool asked_to_leave = false;               // this process, by its own script
