@@ -83,7 +83,7 @@ def quota(root: Path = ROOT) -> float | None:
     membership = root / "proc/self/cgroup"
     lines = membership.read_text().splitlines() if membership.exists() else []
     mount = root / "sys/fs/cgroup"
-    granted = []
+    granted: list[float] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         bases = [mount, mount / "unified"]
