@@ -33,7 +33,7 @@ def refuse_elastic(what: str) -> None:
         )
 
 
-def refuse_process_set(process_set: Any, all_ranks: Any) -> None:
+def refuse_process_set(process_set: object, all_ranks: object) -> None:
     """Raise NotImplementedError for a process set of its own in an elastic job.
 
     Args:

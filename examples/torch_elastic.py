@@ -68,10 +68,11 @@ def main() -> None:
     train(state)
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).double().mean().item()
-    hvd.check_replicas(model)
+    identical = hvd.check_replicas(model)
     if hvd.rank() == 0:
         print(
-            f"{hvd.size()} ranks after {state.step} steps: accuracy {100 * right:.1f} %"
+            f"{hvd.size()} ranks after {state.step} steps: accuracy {100 * right:.1f} %, replicas "
+            f"identical: {identical}"
         )
 
 

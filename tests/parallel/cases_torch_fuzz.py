@@ -16,7 +16,7 @@ from cases_torch_ops import HOSTS, TOLERANCE, check_same_everywhere
 import adasum_hvd.torch as hvd
 from adasum_hvd import binding, reference
 
-FIRST, ROUNDS = map(int, os.environ.get("ADASUM_FUZZ", "0 20").split())
+FIRST, ROUNDS = map(int, os.environ.get("ADASUM_FUZZ", "0 22").split())
 SETS: list = []
 ALIKE = ("normal", "zeros", "same", "opposed", "apart", "alone", "huge", "tiny")
 FORMS = ("separate", "grouped", "in place", "strided", "bucket")

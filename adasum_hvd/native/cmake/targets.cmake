@@ -56,7 +56,7 @@ foreach(target IN ITEMS pytorch tensorflow)
   target_sources(${target} PRIVATE ${ADASUM_SOURCES})
   # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
   set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
-    "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-Wno-psabi")
+    "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-fno-fast-math;-Wno-psabi")
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY

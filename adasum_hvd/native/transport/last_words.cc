@@ -55,7 +55,7 @@ Verdict FindBlame(const Heard& heard, int here, const std::vector<int>& awaited,
     }
   }
   return confessed != heard.end() ? of(*confessed)
-                                  : Verdict{chain.front().rank, "the ranks wait for one another", true};
+                                  : Verdict{chain.front().rank, "the ranks wait for one another", true, true};
 }
 
 } // namespace adasum_hvd

@@ -26,7 +26,8 @@ using Heard = std::map<int, LastWords>;
 struct Verdict {
   int rank; // global
   std::string why;
-  bool certain; // it said so itself; else it has said nothing as yet
+  bool certain;        // it said so itself; else it has said nothing as yet
+  bool circle = false; // all have spoken, and wait for one another
 };
 
 // Who is to blame, for a rank `here` that waited for `awaited`, for the reason `why`: from rank to rank

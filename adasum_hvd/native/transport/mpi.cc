@@ -198,12 +198,16 @@ void MpiTransport::Fail() {
     awaited.push_back(settings_.global_ranks[peer]);
   }
   Tell({awaited, Silence()});
-  Cancel();
   const auto find = [&] { return FindBlame(Listen(), here(), awaited, Silence()); };
-  for (IdleClock listening; !find().certain && listening.Elapsed() < kToHear;) {
+  Verdict blame = find();
+  Cancel();
+  for (IdleClock listening; !blame.certain && listening.Elapsed() < kToHear;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    // mpirun wakes a stopped rank before it ends it, which then says that it waits for others.
+    if (const Verdict now = find(); !now.circle) {
+      blame = now;
+    }
   }
-  const Verdict blame = find();
   throw SilentRank(blame.rank, here(), blame.why);
 }
 
