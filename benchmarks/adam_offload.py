@@ -25,7 +25,7 @@ import jobs
 import numpy as np
 import torch
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 from adasum_hvd.torch.adam_offload import AdamOffload
 
 LR = 1e-3

@@ -46,7 +46,7 @@ def rank_main(elements: int, repetitions: int, output: Path) -> None:
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd import binding
+    from adasum_hvd.common import binding
     from adasum_hvd.torch import ops
 
     hvd.init()
@@ -74,7 +74,7 @@ def rank_main(elements: int, repetitions: int, output: Path) -> None:
             if repetition >= 0:
                 mine.append((name, seconds, *wire))
     everyone = hvd.allgather_object(mine)
-    path = binding.path(ops.LIBRARY)
+    path = binding.transport_description(ops.LIBRARY)
     if hvd.rank() == 0:
         rows = [
             (same[0][0], max(seconds for _, seconds, *_ in same), *busiest(same))

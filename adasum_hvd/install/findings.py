@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from adasum_hvd.install import build, environment, prerequisites
-from adasum_hvd.installed import library_path
+from adasum_hvd.startup.preflight import library_path
 
 BUILD = "adasum-hvd build"
 

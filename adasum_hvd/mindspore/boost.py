@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adasum_hvd import ops
+from adasum_hvd.common import ops
 
 __all__ = [
     "ELSEWHERE",

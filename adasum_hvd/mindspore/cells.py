@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adasum_hvd import ops
-from adasum_hvd.agreement import refuse_elastic
+from adasum_hvd.common import ops
+from adasum_hvd.common.agreement import refuse_elastic
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.mindspore.context import ParallelContext, check
 from adasum_hvd.mindspore.grad_reducer import GradReducer
-from adasum_hvd.options import ProcessSet
 
 SEED_GROUP_SIZE = 8
 

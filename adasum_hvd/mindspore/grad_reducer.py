@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from adasum_hvd.agreement import refuse_elastic
-from adasum_hvd.marks import is_marked_local
-from adasum_hvd.options import ProcessSet
-from adasum_hvd.partition import checked_degree, fusion_groups
+from adasum_hvd.common.agreement import refuse_elastic
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.common.partition import checked_degree, fusion_groups
 
 # Names must agree on the ranks of a group, whatever other ranks construct.
 _reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

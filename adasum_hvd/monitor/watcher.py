@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adasum_hvd import binding, ops
-from adasum_hvd.agreement import compare_settings, refuse_elastic
+from adasum_hvd.common import binding, ops
+from adasum_hvd.common.agreement import compare_settings, refuse_elastic
+from adasum_hvd.common.options import check_count
 from adasum_hvd.monitor.sinks import Record, Sinks
 from adasum_hvd.monitor.statistics import Rows, statistics, width
-from adasum_hvd.options import check_count
 
 Entries = Mapping[
     str, Sequence[str]
@@ -45,7 +45,7 @@ def check_job(settings: Mapping[str, object]) -> None:
     """Check that this job can have a monitor.
 
     Args:
-        settings: of the op, :func:`adasum_hvd.binding.settings`.
+        settings: of the op, :func:`adasum_hvd.common.binding.settings`.
 
     Raises:
         NotImplementedError: an elastic job.

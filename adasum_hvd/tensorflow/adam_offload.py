@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 
 _HOST = "CPU:0"
 
@@ -112,7 +112,7 @@ def _keras_rate(value: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class AdamOffload(keras.optimizers.Optimizer):
-    """Adam on the host CPU, for variables on any device; the formula of `adasum_hvd/adam.py`.
+    """Adam on the host CPU, for variables on any device; as `common/adam.py` defines it.
 
     A float32 (or float64) variable on the CPU is updated in place. Any other has a master of
     float32 (float64 for float64) on the host, from which it is rounded in every step; where

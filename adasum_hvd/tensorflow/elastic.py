@@ -1,6 +1,6 @@
 """Elastic training: the job goes on with the ranks that are left, or have come.
 
-Horovod's names and calls; :mod:`adasum_hvd.elastic` says what differs for all frameworks.
+Horovod's names and calls; :mod:`adasum_hvd.elastic.state` says what differs for all frameworks.
 Horovod's states do not work with Keras 3, whose `optimizer.variables` is no method, and its `run`
 takes every failure but three for the end of the training.
 
@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.elastic import SharedState, running
-from adasum_hvd.marks import is_marked_local
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.elastic.state import SharedState, running
 from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow import ops
 from adasum_hvd.tensorflow.broadcasting import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.agreement import refuse_elastic
-from adasum_hvd.marks import is_marked_local
-from adasum_hvd.options import Options
-from adasum_hvd.rewrap import rewrapped
+from adasum_hvd.common.agreement import refuse_elastic
+from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
@@ -232,7 +232,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
         refuse_elastic("backward_passes_per_step of a tf.compat.v1 optimizer")
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     name = f"Distributed{type(optimizer).__name__}"
-    distributed = rewrapped(optimizer, mixin, name)
+    distributed = as_dynamic_subclass(optimizer, mixin, name)
     distributed._optimizer = optimizer  # by Horovod's name for it
     distributed._adasum_options = options
     distributed._adasum_dtypes = set()

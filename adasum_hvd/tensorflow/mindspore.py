@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd import ops
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.mindspore import cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
-from adasum_hvd.options import ProcessSet
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops

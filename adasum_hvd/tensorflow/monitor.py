@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd import ops
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.monitor.watcher import Watcher, check_job, check_op
-from adasum_hvd.options import Options, ProcessSet
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object

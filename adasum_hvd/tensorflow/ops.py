@@ -19,16 +19,11 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd import (
-    agreement,
-    binding,
-    ops,
-    rendezvous,
-    starting,
-    topology,
-)
+from adasum_hvd.common import agreement, binding, ops
+from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.startup import after_init, groups
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -49,8 +44,8 @@ def init(
 
     Args:
         *args: as `horovod.tensorflow.init`.
-        group_op: see :func:`adasum_hvd.topology.configure`.
-        group_size: see :func:`adasum_hvd.topology.configure`.
+        group_op: see :func:`adasum_hvd.startup.groups.configure`.
+        group_size: see :func:`adasum_hvd.startup.groups.configure`.
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:
@@ -60,7 +55,7 @@ def init(
 
     Collective: every rank calls it; blocks until all have.
     """
-    topology.configure(group_op, group_size)
+    groups.configure(group_op, group_size)
     binding.require_op(LIBRARY)
     start(*args, **kwargs)
 
@@ -81,8 +76,8 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     launch.before_init(mpi_ops.mpi_built())
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
-    starting.follow(mpi_ops, LIBRARY)
-    starting.announce(mpi_ops, LIBRARY, "")  # no reduction yet: no path
+    after_init.after_init(mpi_ops, LIBRARY)
+    after_init.log_startup(mpi_ops, LIBRARY, "")  # no reduction yet: no path
 
 
 def agree() -> None:

@@ -11,12 +11,12 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd import ops
-from adasum_hvd.agreement import refuse_process_set
-from adasum_hvd.marks import is_marked_local
-from adasum_hvd.names import with_signature_of
-from adasum_hvd.options import Options, ProcessSet, check, groups_of
-from adasum_hvd.rewrap import rewrapped
+from adasum_hvd.common import ops
+from adasum_hvd.common.agreement import refuse_process_set
+from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.common.namespaces import with_signature_of
+from adasum_hvd.common.options import Options, ProcessSet, check, groups_of
 from adasum_hvd.tensorflow.horovod_arguments import (
     by_name,
     warn_without_effect,
@@ -155,7 +155,7 @@ def DistributedGradientTape(
     )
     check(options, (Compression.none, Compression.fp16))
     refuse_process_set(process_set, mpi_ops.global_process_set)
-    tape = rewrapped(gradtape, _Tape, type(gradtape).__name__)
+    tape = as_dynamic_subclass(gradtape, _Tape, type(gradtape).__name__)
     tape._adasum_options = options
     tape._adasum_local = set()
     return tape

@@ -16,7 +16,7 @@ from typing import Any
 
 from adasum_hvd.install import environment, findings
 from adasum_hvd.install.findings import BUILD, Finding, State
-from adasum_hvd.installed import has_mpi
+from adasum_hvd.startup.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine, trial
 
 RANKS = 2

@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from adasum_hvd import binding, reference
+from adasum_hvd import reference
+from adasum_hvd.common import binding
 
 Array: TypeAlias = NDArray[Any]
 Results: TypeAlias = dict[str, dict[str, Any]]  # by framework
@@ -72,7 +73,7 @@ def examine(framework: Any) -> dict[str, object]:
         "version": binding.version(library),
         "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
         "settings": binding.settings(library),
-        "path": binding.path(library),
+        "path": binding.transport_description(library),
     }
 
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
-from adasum_hvd import installed as _installed
-from adasum_hvd import names as _names
+from adasum_hvd.common import namespaces as _names
+from adasum_hvd.startup import preflight as _installed
 
 _installed.require_horovod("torch")
 
@@ -12,9 +12,9 @@ from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
 import adasum_hvd.torch.elastic as elastic  # not Horovod's, which the star has brought
-from adasum_hvd.learning_rate import adasum_lr
-from adasum_hvd.marks import mark_worker_local
-from adasum_hvd.ops import (
+from adasum_hvd.advice.learning_rate import adasum_lr
+from adasum_hvd.common.marks import mark_worker_local
+from adasum_hvd.common.ops import (
     Adasum,
     AdasumDelta,
     AdasumGrad,

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, binding, ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.common import agreement, binding, ops
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.compression import Compression, compressions

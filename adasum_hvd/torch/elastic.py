@@ -1,7 +1,7 @@
-"""Elastic training: the job goes on with the ranks that are left, or have come.
+"""Elastic training: the job continues with the ranks that remain or join.
 
-Horovod's names and calls; :mod:`adasum_hvd.elastic` says what differs for all frameworks. With
-the delta variant, whose optimizer state is a rank's own, survivors keep theirs.
+Names and calls are Horovod's; :mod:`adasum_hvd.elastic.state` lists the differences. With the
+delta variant the optimizer state is local, and survivors keep theirs.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -19,7 +19,7 @@ from horovod.torch.elastic import ElasticSampler as ElasticSampler
 from horovod.torch.elastic import TorchState as HorovodState
 from horovod.torch.elastic import state as horovod_state
 
-from adasum_hvd.elastic import SharedState, running
+from adasum_hvd.elastic.state import SharedState, running
 from adasum_hvd.torch import marks, ops
 from adasum_hvd.torch.broadcasting import (
     broadcast_optimizer_state,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import ops
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.monitor.watcher import Entries, Watcher, check_job, check_op
-from adasum_hvd.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.ddp import AdasumState

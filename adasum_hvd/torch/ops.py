@@ -10,16 +10,11 @@ from typing import Any, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import (
-    agreement,
-    binding,
-    ops,
-    rendezvous,
-    starting,
-    topology,
-)
+from adasum_hvd.common import agreement, binding, ops
+from adasum_hvd.common.namespaces import with_signature_of
+from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
-from adasum_hvd.names import with_signature_of
+from adasum_hvd.startup import after_init, groups
 from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -52,8 +47,8 @@ def init(
 
     Args:
         *args: as `horovod.torch.init`.
-        group_op: see :func:`adasum_hvd.topology.configure`.
-        group_size: see :func:`adasum_hvd.topology.configure`.
+        group_op: see :func:`adasum_hvd.startup.groups.configure`.
+        group_size: see :func:`adasum_hvd.startup.groups.configure`.
         **kwargs: as `horovod.torch.init`.
 
     Raises:
@@ -63,7 +58,7 @@ def init(
 
     Collective: every rank calls it; blocks until all have.
     """
-    topology.configure(group_op, group_size)
+    groups.configure(group_op, group_size)
     binding.require_op(LIBRARY)
     start(*args, **kwargs)
 
@@ -84,11 +79,11 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     meeting.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
-    starting.follow(mpi_ops, LIBRARY)
+    after_init.after_init(mpi_ops, LIBRARY)
     forget()
     if ranks_meet():
         agree()
-    starting.announce(mpi_ops, LIBRARY, binding.path(LIBRARY))
+    after_init.log_startup(mpi_ops, LIBRARY, binding.transport_description(LIBRARY))
 
 
 def agree() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import binding, learning_rate, options
-from adasum_hvd.options import ProcessSet
-from adasum_hvd.replicas import Digests, compare, is_due
-from adasum_hvd.replicas import ReplicaMismatch as ReplicaMismatch
+from adasum_hvd.advice import learning_rate
+from adasum_hvd.advice.banner import banner as banner_of
+from adasum_hvd.common import binding
+from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.common.replicas import Digests, compare, is_due
+from adasum_hvd.common.replicas import ReplicaMismatch as ReplicaMismatch
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -101,11 +103,13 @@ def banner(optimizer: Any) -> str:
         ...     print(hvd.banner(optimizer))
     """
     wire = {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
-    path = binding.path(LIBRARY, optimizer._options.process_set.process_set_id)
+    path = binding.transport_description(
+        LIBRARY, optimizer._options.process_set.process_set_id
+    )
     if any(b.flat.is_cuda for b in optimizer._buckets) and "devices" not in path:
         on_devices = binding.reduces_on_devices(LIBRARY)
         path += "; devices: " + ("NCCL" if on_devices else "through the host")
-    return options.banner(
+    return banner_of(
         optimizer._options,
         torch_ops.settings(),
         "MPI" if mpi_ops.mpi_enabled() else "Gloo",

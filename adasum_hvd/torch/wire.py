@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import agreement, binding, ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.common import agreement, binding, ops
+from adasum_hvd.common.options import ProcessSet
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 NOTHING = -1  # the handle of an empty group

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from launch import Configuration, Outcome, case_names, launch
 
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.install import environment
-from adasum_hvd.installed import library_path
+from adasum_hvd.startup.preflight import library_path
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch_training import batch_of, check_same_everywhere
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import adam, reference
+from adasum_hvd import reference
+from adasum_hvd.common import adam
 
 STEPS = 5
 HOSTS: list[str] = []

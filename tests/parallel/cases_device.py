@@ -12,7 +12,8 @@ import observed
 import pytest
 from simulated_horovod import Horovod
 
-from adasum_hvd import binding, reference
+from adasum_hvd import reference
+from adasum_hvd.common import binding
 from adasum_hvd.monitor import statistics
 
 SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
@@ -82,7 +83,7 @@ def case_host_tensors_beside_them() -> str:
     (host,) = hvd.adasum(mine, device=-1)
     (device,) = hvd.adasum(mine)
     check_close(host, device)
-    return binding.path(hvd.library)
+    return binding.transport_description(hvd.library)
 
 
 def case_factors_on_any_hosts() -> None:
@@ -155,7 +156,7 @@ def case_observed_tensors() -> None:
         assert rows.size == 0
         return
     tensors = statistics.statistics(rows, sizes)
-    path = binding.path(hvd.library).split("devices: ")[-1]
+    path = binding.transport_description(hvd.library).split("devices: ")[-1]
     for index, size in enumerate(SIZES):
         if size < 2:
             continue

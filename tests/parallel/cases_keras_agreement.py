@@ -25,7 +25,7 @@ from cases_keras_optimizer import start as start
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
-from adasum_hvd.options import Options
+from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction
 
 

@@ -12,7 +12,7 @@ from cases_keras_optimizer import align as align
 from cases_keras_optimizer import digest_of, fit, model_of
 
 import adasum_hvd.tensorflow as hvd
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.keras.callbacks import AdasumMonitorCallback
 
@@ -35,7 +35,7 @@ def vectors_of(weights: numerics.Weights, step: int) -> list[list[np.ndarray]]:
 
 def check(record: dict, names: list[str], weights: numerics.Weights, step: int) -> None:
     vectors = dict(zip(names, vectors_of(weights, step), strict=True))
-    hosts, path = [0] * hvd.size(), binding.path(tf_ops.LIBRARY)
+    hosts, path = [0] * hvd.size(), binding.transport_description(tf_ops.LIBRARY)
     observed.check(record["tensors"], vectors, hosts, path, 1e-3)
 
 

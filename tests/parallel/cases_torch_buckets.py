@@ -22,7 +22,7 @@ from torch_training import (
 from torch_training import start as start
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.torch.wire import LIBRARY
 
 
@@ -104,7 +104,7 @@ def case_many_tensors_are_staged_a_window_at_a_time() -> None:
                 sizes[inode] = last - first
         return sizes
 
-    if hvd.size() == 1 or "network" in binding.path(LIBRARY):
+    if hvd.size() == 1 or "network" in binding.transport_description(LIBRARY):
         pytest.skip("needs ranks that share memory")
     before = mapped()
     torch.manual_seed(hvd.rank())

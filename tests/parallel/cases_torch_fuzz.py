@@ -14,7 +14,8 @@ import torch
 from cases_torch_ops import HOSTS, TOLERANCE, check_same_everywhere
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding, reference
+from adasum_hvd import reference
+from adasum_hvd.common import binding
 
 FIRST, ROUNDS = map(int, os.environ.get("ADASUM_FUZZ", "0 22").split())
 SETS: list = []

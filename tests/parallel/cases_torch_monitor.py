@@ -15,7 +15,7 @@ from torch import nn
 from torch_training import HOSTS, loss_of, model_of, sgd, start, weights
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.torch import wire
 
 STEPS = 3
@@ -71,7 +71,7 @@ def case_monitor_records_both_variants() -> None:
             continue
         steps = [*range(every, STEPS + 1, every)]
         assert [record["step"] for record in records] == steps
-        path = binding.path(wire.LIBRARY)
+        path = binding.transport_description(wire.LIBRARY)
         for record in records:
             assert record["ranks"] == hvd.size()
             vectors = reduced[record["step"] - 1]
@@ -83,7 +83,7 @@ def case_monitor_names_what_travels_in_two_bytes() -> None:
         records, reduced, _ = run("adasum-grad", 2, compression=compression)
         for record in records:
             vectors = reduced[record["step"] - 1]
-            path = binding.path(wire.LIBRARY)
+            path = binding.transport_description(wire.LIBRARY)
             observed.check(record["tensors"], vectors, HOSTS, path, 0.05)
 
 

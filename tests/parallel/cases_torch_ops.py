@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding, reference
+from adasum_hvd import reference
+from adasum_hvd.common import binding
 from adasum_hvd.torch.optimizer.buckets import Bucket
 from adasum_hvd.torch.wire import LIBRARY
 
@@ -396,7 +397,7 @@ def case_unmodified_horovod_scripts_reach_the_op() -> None:
 
 def case_path() -> str:
     """How the ranks reach each other."""
-    return binding.path(LIBRARY)
+    return binding.transport_description(LIBRARY)
 
 
 def case_join() -> None:

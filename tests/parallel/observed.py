@@ -16,7 +16,7 @@ Vectors = Sequence[np.ndarray]
 
 
 def levels_of(path: str, ranks: int) -> list[int]:
-    """Return the levels' sizes that `binding.path` tells of."""
+    """Return the levels' sizes that `binding.transport_description` tells of."""
     found = re.search(r"levels of (\d+(?: x \d+)*) ranks", path)
     return [int(size) for size in found[1].split(" x ")] if found else [ranks]
 

@@ -16,7 +16,7 @@ import compiling
 import numpy as np
 import rooms
 
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
 
 REPOSITORY = Path(__file__).parents[2]

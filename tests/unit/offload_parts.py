@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
 from adasum_hvd.torch.adam_offload import AdamOffload as TorchAdamOffload
 

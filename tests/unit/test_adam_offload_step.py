@@ -19,7 +19,7 @@ from offload_parts import (
 )
 from torch import nn
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 from adasum_hvd.torch import adam_offload
 from adasum_hvd.torch.adam_offload import state
 from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS

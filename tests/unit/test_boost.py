@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 
-from adasum_hvd import boost, ops
+from adasum_hvd import boost
 from adasum_hvd.boost import Boost, switch
+from adasum_hvd.common import ops
 
 # The tutorial's second listing.
 TUTORIAL = {

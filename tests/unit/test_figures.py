@@ -9,8 +9,8 @@ import pages
 import pytest
 from pages import REPOSITORY
 
-from adasum_hvd import ops
-from adasum_hvd.learning_rate import MEASURED, Measured
+from adasum_hvd.advice.learning_rate import MEASURED, Measured
+from adasum_hvd.common import ops
 
 OPS = (ops.Sum, ops.Average, ops.AdasumGrad, ops.AdasumDelta)
 HEAD = [op.name for op in OPS]

@@ -13,7 +13,7 @@ import pytest
 from horovod.torch import mpi_ops
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import binding, ops
+from adasum_hvd.common import binding, ops
 from adasum_hvd.install import sources
 from adasum_hvd.torch import wire
 
@@ -53,7 +53,7 @@ def test_the_op_answers():
 def test_a_new_process_has_reduced_nothing():
     script = """
 from horovod.torch import mpi_ops
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 from adasum_hvd.torch.wire import LIBRARY
 print(mpi_ops._handle_map, *binding.counters(LIBRARY))
 """

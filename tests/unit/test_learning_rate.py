@@ -13,8 +13,16 @@ from convergence import report, studies
 from convergence.runs import Runs
 from convergence.studies import Row
 
-from adasum_hvd import learning_rate, ops, options
-from adasum_hvd.learning_rate import FIGURES, MEASURED, Measured, adasum_lr, study_of
+from adasum_hvd.advice import learning_rate
+from adasum_hvd.advice.banner import banner as banner_of
+from adasum_hvd.advice.learning_rate import (
+    FIGURES,
+    MEASURED,
+    Measured,
+    adasum_lr,
+    study_of,
+)
+from adasum_hvd.common import ops, options
 
 RAW = Path(__file__).parents[2] / "docs/convergence/raw"
 RUNS = Runs(RAW, "none", only_kept=True)
@@ -183,7 +191,7 @@ def banner(
     settings = {"group_op": "adasum", "group_size": 0, "kernels": "avx2", **groups}
     given = options.Options(op, process_set, None)
     none = {"device": 0, "host": 0}
-    return options.banner(given, settings, "Gloo", "network", [], none, study)
+    return banner_of(given, settings, "Gloo", "network", [], none, study)
 
 
 def test_the_banner_says_the_same():

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from adasum_hvd import ops, topology
+from adasum_hvd.common import ops
+from adasum_hvd.startup import groups
 
 
 def test_parse_names_and_numbers():
@@ -31,12 +32,12 @@ def test_only_adasum_is_adasum():
     ]
 
 
-def test_topology_sets_the_environment(monkeypatch):
+def test_groups_sets_the_environment(monkeypatch):
     for name in ("ADASUM_HVD_GROUP_OP", "ADASUM_HVD_GROUP_SIZE"):
         monkeypatch.setenv(name, "before")
-    topology.configure()
+    groups.configure()
     assert os.environ["ADASUM_HVD_GROUP_OP"] == "before"
-    topology.configure("average", 8)
+    groups.configure("average", 8)
     assert os.environ["ADASUM_HVD_GROUP_OP"] == "average"
     assert os.environ["ADASUM_HVD_GROUP_SIZE"] == "8"
 
@@ -50,9 +51,9 @@ def test_topology_sets_the_environment(monkeypatch):
         ((None, 2.0), "group_size: required an integer >= 1, got 2.0"),
     ],
 )
-def test_topology_refuses(arguments, message):
+def test_groups_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
-        topology.configure(*arguments)
+        groups.configure(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_one_group_leaves_nothing_to_adasum(
     group_op, group_size, rank, ranks, on_host, warns, recwarn
 ):
     settings = {"group_op": group_op, "group_size": group_size}
-    topology.warn_of_one_group(settings, rank, ranks, on_host)
+    groups.warn_of_one_group(settings, rank, ranks, on_host)
     assert [f"reduced by {group_op}" in str(w.message) for w in recwarn] == [
         True
     ] * warns

@@ -14,19 +14,29 @@ from adasum_hvd.install.sources import NATIVE, native_files
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "adasum_hvd"
-# Which room of `adasum_hvd` uses which others; what is at the top serves all of them.
+# Which rooms a room of `adasum_hvd` imports from. `reference` and `__version__` serve all of them.
 ROOMS: dict[str, set[str]] = {
-    "install": set(),
-    "mindspore": set(),
-    "monitor": set(),
-    "parallel": {"mindspore"},
-    "launch": set(),
-    "tools": {"install", "mindspore", "torch", "tensorflow"},
-    "torch": {"parallel", "mindspore", "monitor", "launch"},
-    "tensorflow": {"parallel", "mindspore", "monitor", "launch"},
+    "common": set(),
+    "advice": {"common"},
+    "startup": {"common", "advice"},
+    "elastic": {"common"},
+    "install": {"startup"},
+    "mindspore": {"common"},
+    "monitor": {"common"},
+    "parallel": {"common", "mindspore"},
+    "launch": {"common"},
+    "tools": {"common", "startup", "install", "mindspore", "torch", "tensorflow"},
+    "torch": {
+        *("common", "advice", "startup", "elastic"),
+        *("parallel", "mindspore", "monitor", "launch"),
+    },
+    "tensorflow": {
+        *("common", "advice", "startup", "elastic"),
+        *("parallel", "mindspore", "monitor", "launch"),
+    },
 }
-# A command and a public name, which only pass on.
-DOORS = {"adasum_hvd.cli", "adasum_hvd.boost"}
+# The command, and public import paths that only re-export.
+DOORS = {f"adasum_hvd.{name}" for name in ("cli", "boost", "ops", "learning_rate")}
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 # A file that tells the two frameworks' findings apart by its name.
 PER_FRAMEWORK = re.compile(r"(?:parallel|tools)/(torch|tensorflow)_\w+\.py")

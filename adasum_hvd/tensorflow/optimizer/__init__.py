@@ -18,13 +18,20 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd import binding, ops, parallel
-from adasum_hvd.agreement import refuse_process_set
-from adasum_hvd.learning_rate import study_of
-from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
-from adasum_hvd.options import banner as banner_of
+from adasum_hvd import parallel
+from adasum_hvd.advice.banner import banner as banner_of
+from adasum_hvd.advice.learning_rate import study_of
+from adasum_hvd.common import binding, ops
+from adasum_hvd.common.agreement import refuse_process_set
+from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.common.options import (
+    Options,
+    ProcessSet,
+    check,
+    groups_of,
+    optimizer_op,
+)
 from adasum_hvd.parallel.tensorflow_modes import detect
-from adasum_hvd.rewrap import rewrapped
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
@@ -171,7 +178,9 @@ def banner(optimizer: Any) -> str:
         options,
         tf_ops.settings(),
         "MPI" if mpi_ops.mpi_enabled() else "Gloo",
-        binding.path(tf_ops.LIBRARY, options.process_set.process_set_id),
+        binding.transport_description(
+            tf_ops.LIBRARY, options.process_set.process_set_id
+        ),
         sorted(wire),
         optimizer.extra_bytes(),
         study_of(optimizer),
@@ -220,7 +229,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
 
 def _taken_over(optimizer: Any, mixin: type) -> Any:
     from_config = staticmethod(SavedOptimizer.from_config)
-    return rewrapped(optimizer, mixin, CLASS_NAME, from_config=from_config)
+    return as_dynamic_subclass(optimizer, mixin, CLASS_NAME, from_config=from_config)
 
 
 class SavedOptimizer:

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from adasum_hvd.agreement import is_elastic
-from adasum_hvd.marks import is_marked_local
-from adasum_hvd.options import Options
-from adasum_hvd.rewrap import as_class
+from adasum_hvd.common.agreement import is_elastic
+from adasum_hvd.common.dynamic_subclass import as_instance_of
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.optimizer.window import SAVED, Window
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
@@ -302,6 +302,6 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     def _plain(self) -> Any:
         """Return an optimizer of the user's class with this one's variables and settings."""
-        plain = as_class(self, self._base)
+        plain = as_instance_of(self, self._base)
         del plain.__dict__["_adasum"]
         return plain

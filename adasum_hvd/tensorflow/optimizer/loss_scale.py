@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from adasum_hvd.options import Options
-from adasum_hvd.rewrap import as_class
+from adasum_hvd.common.dynamic_subclass import as_instance_of
+from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.reduction import is_alone
 
@@ -99,6 +99,6 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         return self._adasum.options
 
     def _plain(self) -> Any:
-        plain = as_class(self, self._base)
+        plain = as_instance_of(self, self._base)
         plain.__dict__["inner_optimizer"] = self.inner_optimizer._plain()
         return plain

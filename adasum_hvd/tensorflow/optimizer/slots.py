@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.marks import is_marked_local
+from adasum_hvd.common.marks import is_marked_local
 
 # Keras's own lists that are no state of the step: variables, and averages that it makes of the
 # weights that all ranks share.

@@ -12,14 +12,14 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.agreement import (
+from adasum_hvd.common.agreement import (
     OPTIONS,
     comparable,
     compare_parameters,
     compare_settings,
     is_elastic,
 )
-from adasum_hvd.options import Options
+from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.reduction import named

@@ -1,6 +1,6 @@
 """`AdamOffload`: Adam with its moments and float32 master weights on the host.
 
-The formula and its arguments are in `adasum_hvd/adam.py`; this class is what torch sees.
+The formula and its arguments are in `adasum_hvd/common/adam.py`; this class is what torch sees.
 A step runs through these files:
 
     gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import adam
-from adasum_hvd.messages import logger
+from adasum_hvd.common import adam
+from adasum_hvd.common.logging import logger
 from adasum_hvd.torch.adam_offload import settings
 from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, threads
 from adasum_hvd.torch.adam_offload.settings import Group, Settings
@@ -78,7 +78,7 @@ class AdamOffload(HostStateOptimizer):
         >>> optimizer.step()
 
     References:
-        SEEDS row 1E; the formula in `adasum_hvd/adam.py`.
+        SEEDS row 1E; the formula in `adasum_hvd/common/adam.py`.
     """
 
     # GradScaler then hands us its scale: float16 gradients are unscaled in float32.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd import adam
+from adasum_hvd.common import adam
 
 Group = dict[str, Any]
 Named = tuple[str, torch.Tensor]  # the name is empty where it is unknown

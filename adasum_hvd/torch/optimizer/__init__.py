@@ -21,9 +21,16 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set, rank
 
-from adasum_hvd import agreement, ops, parallel
-from adasum_hvd.options import Options, ProcessSet, check, groups_of, optimizer_op
-from adasum_hvd.rewrap import rewrapped
+from adasum_hvd import parallel
+from adasum_hvd.common import agreement, ops
+from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.common.options import (
+    Options,
+    ProcessSet,
+    check,
+    groups_of,
+    optimizer_op,
+)
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
@@ -94,7 +101,7 @@ def wrap(
         offloaded = isinstance(optimizer, AdamOffload)
         variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
     name = f"Distributed{type(optimizer).__name__}"
-    distributed = rewrapped(optimizer, variant, name)
+    distributed = as_dynamic_subclass(optimizer, variant, name)
     # A scheduler made before this call has wrapped the old object's step().
     distributed.__dict__.pop("step", None)
     distributed._configure(optimizer, names, options)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd import agreement
-from adasum_hvd.agreement import OPTIONS, compare_settings
-from adasum_hvd.marks import times_marked
-from adasum_hvd.options import Options, ProcessSet, check_count
-from adasum_hvd.partition import partition
+from adasum_hvd.common import agreement
+from adasum_hvd.common.agreement import OPTIONS, compare_settings
+from adasum_hvd.common.marks import times_marked
+from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.common.partition import partition
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object

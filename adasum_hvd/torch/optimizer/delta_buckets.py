@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from adasum_hvd import binding, ops
-from adasum_hvd.options import Options, ProcessSet
+from adasum_hvd.common import binding, ops
+from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from adasum_hvd import ops
-from adasum_hvd.options import Options, ProcessSet
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.torch import amp, marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object

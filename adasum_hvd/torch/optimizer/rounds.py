@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd import ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 
 EVERY = 10  # rounds; a question is one small message that all wait for

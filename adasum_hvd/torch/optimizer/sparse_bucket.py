@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adasum_hvd import ops
-from adasum_hvd.options import ProcessSet
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 

@@ -1,7 +1,7 @@
-"""What the library says where it was asked to: the logger `adasum_hvd`, at INFO.
+"""Logging for adasum_hvd: the logger `adasum_hvd`, at level INFO.
 
-Warnings are Python's `warnings`, and errors are raised. A program that has set up `logging` gets
-the messages its own way; without that the first rank's go to the standard error stream.
+Warnings use Python's `warnings`, and errors are raised. If a program has set up `logging`, its
+handlers get the messages; otherwise those of rank 0 go to the standard error stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ else:
 
 
 class _Console(Console):
-    """Writes where nobody else would."""
+    """Writes only if the root logger has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -34,14 +34,14 @@ if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 
 
-_silenced = False  # by `speak_on`, and not by the program
+_silenced = False  # by `log_on_first_rank`, not by the program
 
 
-def speak_on(rank: int) -> None:
-    """Leave what all ranks would say to the first one, unless a program has set a level.
+def log_on_first_rank(rank: int) -> None:
+    """Log INFO messages on rank 0 only, unless the program has set a level.
 
     Args:
-        rank: this one's; in an elastic job another may become the first.
+        rank: of this process; in an elastic job it can change between calls.
     """
     global _silenced
     if rank and logger.level == logging.INFO:

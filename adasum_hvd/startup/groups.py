@@ -11,8 +11,8 @@ import os
 import warnings
 from collections.abc import Mapping
 
-from adasum_hvd import ops
-from adasum_hvd.options import check_count
+from adasum_hvd.common import ops
+from adasum_hvd.common.options import check_count
 
 _before: dict[str, str | None] = {}  # what the last `configure` has replaced
 

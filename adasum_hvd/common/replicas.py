@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from adasum_hvd import options
-from adasum_hvd.agreement import first_difference
+from adasum_hvd.common import options
+from adasum_hvd.common.agreement import first_difference
 
 Digests = list[tuple[str, str]]  # a tensor's name, and the hash of its bits
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by model

@@ -1,4 +1,4 @@
-"""The names of a module that stands in for one of Horovod's."""
+"""Public names of a module that replaces one of Horovod's."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def settings_error(library: ctypes.CDLL) -> str:
     return _text(library, "horovod_adasum_settings_error")
 
 
-def path(library: ctypes.CDLL, process_set_id: int = 0) -> str:
+def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     """Return how the ranks of a process set reach each other, and why not by shared memory.
 
     Empty before the first AdaSum in that process set; what is said of devices comes with the

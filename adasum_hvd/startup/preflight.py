@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from adasum_hvd import binding
+from adasum_hvd.common import binding
 
 _LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
 

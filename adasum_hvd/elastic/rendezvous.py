@@ -20,7 +20,7 @@ import select
 import time
 from collections.abc import Callable
 
-from adasum_hvd.messages import logger
+from adasum_hvd.common.logging import logger
 
 # What horovodrun says of a rank's place, in its order.
 PLACE = tuple(

@@ -1,11 +1,10 @@
-"""Elastic jobs, whatever the framework: what ranks have in common, and the loop around failures.
+"""Elastic jobs in every framework: the state that ranks share, and the loop around failures.
 
-Horovod's classes and order of events. What differs, because Horovod's loses work or waits for
-ever there:
+The classes and the order of events are Horovod's. Three differences fix lost work and waits:
 
-- after a change all ranks synchronize, always, from the rank that has committed most;
-- what was trained when hosts come or go is kept, attributes of the state too;
-- no news of hosts gets lost while the ranks start again, or for coming in the same second.
+- after a change all ranks synchronize, always, from the rank with the newest commit;
+- when hosts come or go, trained weights and the state's attributes are kept;
+- a host update that arrives during a restart, or in the same second as another one, is kept.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.

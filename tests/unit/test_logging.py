@@ -1,4 +1,4 @@
-"""Messages are there without any set-up, once, and a program's own logging takes them over."""
+"""Logging works without set-up, on rank 0 only; a program's own handlers replace the console."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-SAY = "from adasum_hvd import messages; "
-SAY_ON = "messages.speak_on({rank}); messages.logger.info('hello'); "
+IMPORT = "from adasum_hvd.common.logging import log_on_first_rank, logger; "
+LOG = "log_on_first_rank({rank}); logger.info('hello'); "
 OWN = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='own %(message)s'); "
 
 
@@ -33,10 +33,10 @@ OWN = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='own %
         "is the first no more",
     ],
 )
-def test_who_hears_what(before: str, ranks: list[int], out: str, err: str) -> None:
-    said = [SAY_ON.format(rank=rank) for rank in ranks]
+def test_which_ranks_log(before: str, ranks: list[int], out: str, err: str) -> None:
+    statements = [LOG.format(rank=rank) for rank in ranks]
     shown = subprocess.run(
-        [sys.executable, "-c", before + SAY + "".join(said)],
+        [sys.executable, "-c", before + IMPORT + "".join(statements)],
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,4 @@
-"""Tells the other ranks why this one leaves: the exception that ends its script."""
+"""Reports the exception that ends this rank's script to the other ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST = 300  # characters; the message that carries them is of one size
 _libraries: list[ctypes.CDLL] = []
 
 
-def tell_why(library: ctypes.CDLL) -> None:
-    """Have an uncaught exception of this process end up in the errors of the other ranks.
+def report_uncaught(library: ctypes.CDLL) -> None:
+    """Report an uncaught exception of this process in the errors of the other ranks.
 
-    Those that wait for this rank get a `HorovodInternalError` as soon as it shuts down; its text
-    then says what was raised here. Exceptions that are Horovod's own say nothing new.
+    Ranks that wait for this one get a `HorovodInternalError` as soon as it shuts down, and its
+    text names the exception. Horovod's own exceptions are not reported: all ranks have them.
 
     Args:
         library: Horovod's library of the framework that was initialized.
@@ -24,7 +24,7 @@ def tell_why(library: ctypes.CDLL) -> None:
     if not _libraries:
         hook = sys.excepthook
 
-        def tell(
+        def report(
             kind: type[BaseException],
             error: BaseException,
             trace: TracebackType | None,
@@ -35,6 +35,6 @@ def tell_why(library: ctypes.CDLL) -> None:
                     one.horovod_adasum_leave(text.encode())
             hook(kind, error, trace)
 
-        sys.excepthook = tell
+        sys.excepthook = report
     if library not in _libraries:
         _libraries.append(library)

@@ -1,0 +1,1 @@
+"""Advice from the convergence studies: variant, learning rate, and the banner that prints both."""

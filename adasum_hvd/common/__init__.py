@@ -1,0 +1,1 @@
+"""Arguments, agreement between ranks and bindings of the op, without a framework."""

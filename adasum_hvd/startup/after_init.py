@@ -1,0 +1,43 @@
+"""Runs after Horovod's own `init`, in every framework."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from adasum_hvd.advice.banner import started
+from adasum_hvd.common import binding
+from adasum_hvd.common.logging import log_on_first_rank, logger
+from adasum_hvd.startup import groups
+from adasum_hvd.startup.uncaught import report_uncaught
+
+
+def after_init(mpi_ops: Any, library: ctypes.CDLL) -> None:
+    """Set up logging, the exception hook and the warning about groups on this rank.
+
+    Args:
+        mpi_ops: Horovod's, of the framework.
+        library: the framework's Horovod library.
+    """
+    log_on_first_rank(mpi_ops.rank())
+    report_uncaught(library)
+    groups.warn_of_one_group(
+        binding.settings(library),
+        mpi_ops.rank(),
+        mpi_ops.size(),
+        mpi_ops.local_size(),
+    )
+
+
+def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
+    """Log one line on rank 0: version, ranks, transport and groups.
+
+    Args:
+        mpi_ops: Horovod's, of the framework.
+        library: the framework's Horovod library.
+        path: `binding.transport_description`, "" before the first reduction.
+    """
+    if mpi_ops.rank() == 0:
+        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
+        where = mpi_ops.size(), mpi_ops.cross_size(), path
+        logger.info(started(binding.settings(library), backend, *where))
