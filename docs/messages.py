@@ -63,14 +63,17 @@ def text_of(node: ast.expr) -> str:
     return "..."
 
 
+def _warning(node: ast.AST) -> ast.Call | None:
+    warns = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    return node if warns else None
+
+
 def of_python() -> Iterator[tuple[str, str]]:
     """Yield (message, file) of every error and warning with a text of its own."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            said = node.exc if isinstance(node, ast.Raise) else node
-            if isinstance(said, ast.Call) and (
-                said is not node or ast.unparse(said.func) == "warnings.warn"
-            ):
+            said = node.exc if isinstance(node, ast.Raise) else _warning(node)
+            if isinstance(said, ast.Call):
                 for argument in said.args[:1]:
                     yield text_of(argument), str(path.relative_to(PACKAGE))
 

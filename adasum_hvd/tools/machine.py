@@ -49,7 +49,8 @@ def _launchers() -> Iterator[Finding]:
         found = shutil.which(name)
         beside = shutil.which(name, path=environment.scripts_path())
         if found:
-            yield Finding(name, found, fix=_flags_of_horovodrun(name))
+            fix = _flags_of_horovodrun() if name == "horovodrun" else ""
+            yield Finding(name, found, fix=fix)
         elif beside:
             fix = f"activate the environment: its {name} is {beside}"
             yield Finding(name, "not on PATH", State.FINE, fix)
@@ -57,10 +58,10 @@ def _launchers() -> Iterator[Finding]:
             yield Finding(name, f"none ({package} brings it)")
 
 
-def _flags_of_horovodrun(launcher: str) -> str:
+def _flags_of_horovodrun() -> str:
     """Return how to start horovodrun where its flags are not those of the mpirun that it finds."""
     mpirun = shutil.which("mpirun")
-    if launcher != "horovodrun" or mpirun is None:
+    if mpirun is None:
         return ""
     shown = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, check=False

@@ -16,9 +16,8 @@ from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 
 _AGREED = "_adasum_scaler_agreed"
-_BEGUN = (
-    "adasum_generation"  # when a scaler began a step, by the count of Horovod's starts
-)
+# When a scaler began a step, by the count of Horovod's starts.
+_BEGUN = "adasum_generation"
 
 
 class GradScaler(torch.amp.GradScaler):

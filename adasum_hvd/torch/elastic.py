@@ -97,9 +97,8 @@ class _Scaler(horovod_state.StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        if (
-            self._saved
-        ):  # empty where the scaler is not enabled, which torch refuses to load
+        # Empty where the scaler is not enabled, which torch refuses to load.
+        if self._saved:
             self.value.load_state_dict(self._saved)
 
     def sync_from(self, root: int, survived: bool) -> None:

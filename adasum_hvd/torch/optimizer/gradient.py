@@ -35,9 +35,8 @@ class GradientOptimizer(DistributedBase):
         self._countdown: GradientCountdown | None = None
         self._skip_synchronize = False
         self._sparse: list[SparseBucket] = []
-        self._loss_scale: torch.Tensor | None = (
-            None  # that of a GradScaler, while it reduces
-        )
+        # That of a GradScaler, while it reduces.
+        self._loss_scale: torch.Tensor | None = None
         super()._configure(plain, names, options)
 
     def _connect(self) -> None:

@@ -213,8 +213,8 @@ void LocalTransport::FailUnlessForLater(int peer, const std::runtime_error& erro
 
 // Until the peer has come as far.
 void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
+  bool has_ended = false;
   for (Moved();;) {
-    const bool has_ended = HasEnded(peer);
     try {
       return attempt();
     } catch (const std::runtime_error& error) {
@@ -223,6 +223,7 @@ void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
     if (has_ended) { // while a process that it has started holds its socket
       Fail(peer, "the process has ended");
     }
+    has_ended = HasEnded(peer); // what it had sent before is still taken
     if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
       Fail(peer, "it does not take part in sharing memory for " +
                      std::to_string(group_->settings.timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)");
