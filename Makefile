@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site test unit parallel cases jobs hosts compatibility integrations gpu lint lint-docker docs wheel docker-check format bench study soak clean
+.PHONY: help setup demo site test unit parallel cases jobs hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -114,6 +114,9 @@ wheel: setup
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	PYTHON=$(PYTHON) .ci/wheel dist/*.whl
+
+sdist: $(VENV)/ready
+	$(BIN)/python -c "import setuptools.build_meta as build; build.build_sdist('dist')"
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -85,9 +85,22 @@ def test_compose_runs_its_job_on_its_hosts():
 def test_jobs_end_and_may_only_read(path):
     document = yaml.safe_load(path.read_text())
     assert document["permissions"] == {"contents": "read"}
-    assert document["concurrency"]["cancel-in-progress"] is True
+    assert document["concurrency"]["cancel-in-progress"] is (path.stem != "release")
     for name, job in document["jobs"].items():
         assert job["timeout-minutes"] <= 120, name
+        assert job.get("permissions", {"id-token": "write"}) == {"id-token": "write"}
+
+
+def test_a_release_is_tested_and_published_without_a_token():
+    path = REPOSITORY / ".github/workflows/release.yml"
+    document = yaml.safe_load(path.read_text())
+    assert document[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
+    build, publish = document["jobs"]["build"], document["jobs"]["publish"]
+    assert {"run": "make wheel sdist"} in build["steps"]
+    assert publish["needs"] == "build" and publish["environment"] == "pypi"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "permissions" not in build
+    assert "secrets." not in path.read_text()
 
 
 def test_matrix_names_versions_that_exist():
