@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    "tests/parallel",
     "tests/native",
     "tests/unit",
     "tests/compatibility",
@@ -22,7 +21,7 @@ FOLDERS = (
 )
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
-from launch import Configuration, Outcome, launch  # noqa: E402
+from tests.parallel.harness.launch import Configuration, Outcome, launch  # noqa: E402
 
 # How long an example takes says something of this machine's other work only.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from launch import command, environment
 from reports import DONE, ENDED, FINISHED, Report
+
+from tests.parallel.harness.launch import command, environment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from jobs import REPOSITORY, run_launcher

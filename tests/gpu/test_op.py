@@ -8,15 +8,15 @@ import importlib
 from pathlib import Path
 
 import pytest
-from launch import Configuration, Outcome, case_names, launch
 
 from adasum_hvd.common import binding
 from adasum_hvd.install import environment
 from adasum_hvd.startup.preflight import library_path
+from tests.parallel.harness.launch import Configuration, Outcome, case_names, launch
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
-FRAMEWORKS = {"torch": "cases_gpu_torch", "tensorflow": "cases_gpu_tensorflow"}
+FRAMEWORKS = {"torch": "device.test_torch", "tensorflow": "device.test_tensorflow"}
 SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
 ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
 TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)

@@ -14,7 +14,9 @@ from pathlib import Path
 import hosts as benchmark
 import jobs
 import pytest
-from launch import (
+from namespaces import Hosts, missing
+
+from tests.parallel.harness.launch import (
     HOROVODRUN,
     Configuration,
     Outcome,
@@ -24,9 +26,8 @@ from launch import (
     run_launcher,
     waits,
 )
-from namespaces import Hosts, missing
 
-CASES = "cases_torch_ops"
+CASES = "torch.test_ops"
 # Over MPI every case; over Gloo, where test_torch.py has all of them on two hosts by name, what
 # crosses a link in another way than the others, or ends in an error on the other host.
 CHOSEN = {

@@ -10,8 +10,9 @@ from pathlib import Path
 import jobs
 import pytest
 import yaml
-from launch import REPOSITORY, environment, run_launcher
 from namespaces import Hosts, missing
+
+from tests.parallel.harness.launch import REPOSITORY, environment, run_launcher
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 EXAMPLES = REPOSITORY / "examples" / "kubernetes"

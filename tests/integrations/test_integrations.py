@@ -6,7 +6,13 @@ import re
 import sys
 
 import pytest
-from launch import REPOSITORY, TORCHRUN, environment, run_launcher
+
+from tests.parallel.harness.launch import (
+    REPOSITORY,
+    TORCHRUN,
+    environment,
+    run_launcher,
+)
 
 SECONDS = 300
 ONE = 1  # connects the ranks; all gradients are in one of DDP's buckets

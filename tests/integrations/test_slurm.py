@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch import environment, run_launcher
+
+from tests.parallel.harness.launch import environment, run_launcher
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
 pytestmark = [

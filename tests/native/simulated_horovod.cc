@@ -1,6 +1,6 @@
 // A framework for Horovod whose device is simulated: with Horovod's own sources and simulated_cuda it makes a
 // library in which real ranks run the op for device tensors end to end. Device memory is memory, so NumPy
-// arrays are device tensors. tests/parallel/simulated_horovod.py builds and calls it.
+// arrays are device tensors. tests/parallel/harness/simulated_horovod.py builds and calls it.
 #include <chrono>
 #include <condition_variable>
 #include <cstring>

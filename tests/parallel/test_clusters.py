@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, TORCHRUN, environment, run_launcher
+
+from tests.parallel.harness.launch import (
+    REPOSITORY,
+    TORCHRUN,
+    environment,
+    run_launcher,
+)
 
 EXEC = [sys.executable, "-m", "adasum_hvd", "exec"]
 SECONDS = 240  # for one job, on a machine that others use

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import environment
-
 from adasum_hvd.tools import doctor
+from tests.parallel.harness.launch import environment
 
 
 def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

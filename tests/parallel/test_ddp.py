@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from launch import Configuration, every_case
+from tests.parallel.harness.launch import Configuration, every_case
 
-CONFIGURATIONS = [Configuration("cases_ddp", "torchrun", ranks) for ranks in (2, 3)]
+CONFIGURATIONS = [
+    Configuration("distributed.test_ddp", "torchrun", ranks) for ranks in (2, 3)
+]
 
 
 @every_case(CONFIGURATIONS)

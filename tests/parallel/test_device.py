@@ -10,13 +10,20 @@ import sys
 
 import pytest
 from jobs import run_launcher
-from launch import Configuration, case_names, command, environment, launch
-from simulated_horovod import make
+
+from tests.parallel.harness.launch import (
+    Configuration,
+    case_names,
+    command,
+    environment,
+    launch,
+)
+from tests.parallel.harness.simulated_horovod import make
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the simulated device is for x86-64"
 )
-CASES = "cases_device"
+CASES = "device.test_simulated"
 SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
 TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
 ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
@@ -76,7 +83,7 @@ WITHOUT_MEMORY = """
 import os, sys
 import numpy as np
 from pathlib import Path
-from simulated_horovod import Horovod
+from tests.parallel.harness.simulated_horovod import Horovod
 hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
 hvd.init()
 rank = hvd.rank()
@@ -157,7 +164,7 @@ SUBMITTED_AT_THE_END = """
 import os, threading, time
 import numpy as np
 from pathlib import Path
-from simulated_horovod import Horovod
+from tests.parallel.harness.simulated_horovod import Horovod
 hvd = Horovod(Path(os.environ["ADASUM_SIMULATED_HOROVOD"]))
 hvd.init()
 started = [[] for _ in range(6)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_jobs import check, run_job
+
+from tests.parallel.harness.elastic_jobs import check, run_job
 
 
 @pytest.mark.parametrize(

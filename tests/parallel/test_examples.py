@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import elastic_example
 from jobs import REPOSITORY
+
+from tests.parallel.harness import elastic_example
 
 EXAMPLES = REPOSITORY / "examples"
 

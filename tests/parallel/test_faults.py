@@ -8,7 +8,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from faults import FIRST, Consequence, Fault, check, run
+
+from tests.parallel.harness.faults import FIRST, Consequence, Fault, check, run
 
 CHOSEN = [
     Fault("MPI", "stop", FIRST),

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, command, environment, run_launcher
+
+from tests.parallel.harness.launch import REPOSITORY, command, environment, run_launcher
 
 
 def start(

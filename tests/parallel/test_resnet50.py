@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from launch import (
+from tests.parallel.harness.launch import (
     REPOSITORY,
     Configuration,
     command,
@@ -14,7 +14,7 @@ from launch import (
 )
 
 
-@every_case([Configuration("cases_tutorial", "gloo", 2)])  # 16 ranks in make soak
+@every_case([Configuration("torch.test_tutorial", "gloo", 2)])  # 16 ranks in make soak
 def test_case(outcome_of, configuration: Configuration, name: str) -> None:
     outcome_of(configuration).check(name, configuration.ranks)
 

@@ -6,8 +6,9 @@ import re
 import sys
 
 import pytest
-import test_torch
-from launch import (
+
+from tests.parallel import test_torch
+from tests.parallel.harness.launch import (
     REPOSITORY,
     Configuration,
     command,
@@ -16,12 +17,12 @@ from launch import (
     run_launcher,
 )
 
-OPS = "cases_tensorflow_ops+cases_tensorflow_reducer+cases_tensorflow_legacy"
-OPTIMIZER = "cases_keras_optimizer"
-MODES = "cases_keras_modes+cases_keras_scales+cases_keras_callbacks+cases_keras_elastic"
-MONITOR = "cases_keras_monitor"
-CELLS = "cases_keras_wrap_cells"
-AGREEMENT = "cases_keras_agreement+cases_tensorflow_arguments+cases_keras_missing"
+OPS = "tensorflow.test_ops+tensorflow.test_reducer+tensorflow.test_legacy"
+OPTIMIZER = "keras.test_optimizer"
+MODES = "keras.test_modes+keras.test_scales+keras.test_callbacks+keras.test_elastic"
+MONITOR = "keras.test_monitor"
+CELLS = "keras.test_wrap_cells"
+AGREEMENT = "keras.test_agreement+tensorflow.test_arguments+keras.test_missing"
 
 
 def tensorflow(backend: str, ranks: int, *cases: str) -> Configuration:
@@ -30,7 +31,7 @@ def tensorflow(backend: str, ranks: int, *cases: str) -> Configuration:
 
 GLOO_2 = tensorflow("gloo", 2, MODES, MONITOR, CELLS)
 MPI_3 = tensorflow("mpi", 3, OPTIMIZER, MONITOR, AGREEMENT)  # both on Gloo in make soak
-STRICT_CELLS = Configuration("cases_keras_strict_cells", "gloo", 2)
+STRICT_CELLS = Configuration("keras.test_strict_cells", "gloo", 2)
 
 
 @every_case([GLOO_2, MPI_3, STRICT_CELLS])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from launch import Configuration, Outcome, every_case
 
-OPS = "cases_torch_ops+cases_torch_fuzz"
+from tests.parallel.harness.launch import Configuration, Outcome, every_case
+
+OPS = "torch.test_ops+torch.test_fuzz"
 OPTIMIZER = (
-    "cases_torch_optimizer+cases_torch_buckets+cases_torch_moved+cases_torch_parameters"
-    "+cases_torch_scaler+cases_torch_delta"
+    "torch.test_optimizer+torch.test_buckets+torch.test_moved+torch.test_parameters"
+    "+torch.test_scaler+torch.test_delta"
 )
-TOOLS = "cases_torch_tools+cases_torch_functions"
-OFFLOAD = "cases_adam_offload"
-MONITOR = "cases_torch_monitor"
-CELLS = "cases_wrap_cells"
-MODES = "cases_parallel_modes"
-DRIFT = "cases_torch_drift+cases_torch_weights+cases_torch_misuse"
+TOOLS = "torch.test_tools+torch.test_functions"
+OFFLOAD = "torch.test_adam_offload"
+MONITOR = "torch.test_monitor"
+CELLS = "torch.test_wrap_cells"
+MODES = "torch.test_parallel_modes"
+DRIFT = "torch.test_drift+torch.test_weights+torch.test_misuse"
 
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
@@ -50,7 +51,7 @@ GLOO_3 = torch("gloo", 3, environment=NETWORK)
 GLOO_4 = torch("gloo", 4)  # for its bits and its path; all of it in make soak
 MPI_2 = torch("mpi", 2, OPTIMIZER, TOOLS, MODES, environment=NETWORK)
 MPI_3 = torch("mpi", 3, OPTIMIZER, TOOLS, OFFLOAD, CELLS)  # 8 in make soak
-MPI_4 = torch("mpi", 4, MODES, "cases_convergence", environment=NETWORK)
+MPI_4 = torch("mpi", 4, MODES, "torch.test_convergence", environment=NETWORK)
 MPI_5 = torch("mpi", 5, environment=NETWORK)  # and on Gloo in make soak
 TINY_MPI = torch("mpi", 3, MONITOR, environment=TINY + NETWORK)
 PORTABLE_MPI = torch("mpi", 4, environment=PORTABLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from test_command import command
+from tests.parallel.test_command import command
 
 
 def test_doctor_reduces_with_every_framework_and_backend() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_jobs import check, run_job
+
+from tests.parallel.harness.elastic_jobs import check, run_job
 
 TORCH, KERAS = "elastic_torch_job.py", "elastic_keras_job.py"
 HOSTS = "localhost:2\n127.0.0.1:1"

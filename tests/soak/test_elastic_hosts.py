@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_jobs import check, run_job
-from launch import waits
 from namespaces import Hosts, missing
+
+from tests.parallel.harness.elastic_jobs import check, run_job
+from tests.parallel.harness.launch import waits
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

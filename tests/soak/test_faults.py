@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import EVERY, JOB, Fault, check, run
+
+from tests.parallel.harness.faults import EVERY, JOB, Fault, check, run
 
 # What other programs of this machine open ends by then; a leak does not.
 PASSING_SECONDS = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import elastic_example
+from tests.parallel.harness import elastic_example
 
 
 def test_keras_elastic(tmp_path: Path) -> None:

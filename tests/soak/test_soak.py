@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import test_tensorflow
-import test_torch
-from launch import Configuration, case_names, launch
+
+from tests.parallel import test_tensorflow, test_torch
+from tests.parallel.harness.launch import Configuration, case_names, launch
 
 PATIENT = (
     "ADASUM_CASE_SECONDS",
@@ -17,7 +17,7 @@ PATIENT = (
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("gloo", 4), ("mpi", 3)])
 def test_random_reductions(backend: str, ranks: int, local: str) -> None:
     environment = (("ADASUM_HVD_LOCAL", local), PATIENT)
-    outcome = launch(Configuration("cases_soak", backend, ranks, environment))
+    outcome = launch(Configuration("torch.test_soak", backend, ranks, environment))
     outcome.check("case_random_reductions", ranks)
     print(outcome.results("case_random_reductions"))
 
@@ -34,8 +34,8 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
         Configuration(test_torch.OPS, "gloo", 4),
         Configuration(test_torch.OPS, "gloo", 5, test_torch.NETWORK),
         Configuration(test_torch.OPS, "mpi", 8),
-        Configuration("cases_convergence", "gloo", 8, (PATIENT,)),
-        Configuration("cases_sixteen", "mpi", 16, (PATIENT,)),  # MindSpore's least
+        Configuration("torch.test_convergence", "gloo", 8, (PATIENT,)),
+        Configuration("torch.test_sixteen", "mpi", 16, (PATIENT,)),  # MindSpore's least
     ],
     ids=str,
 )

@@ -1,0 +1,101 @@
+"""`AdasumMonitor` and its callback on Keras and TF1 optimizers, against the reference."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import adasum_hvd.tensorflow as hvd
+from adasum_hvd.common import binding
+from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.keras.callbacks import AdasumMonitorCallback
+from tests.parallel.cases.keras.test_optimizer import align as align
+from tests.parallel.cases.keras.test_optimizer import digest_of, fit, model_of
+from tests.parallel.harness import numpy_training as numerics
+from tests.parallel.harness import observed
+
+STEPS = 4
+
+
+def vectors_of(weights: numerics.Weights, step: int) -> list[list[np.ndarray]]:
+    """Return all ranks' gradients, by variable and rank."""
+    return [
+        list(of_ranks)
+        for of_ranks in zip(
+            *(
+                numerics.gradients(weights, *numerics.batch_of(rank, step, STEPS))
+                for rank in range(hvd.size())
+            ),
+            strict=True,
+        )
+    ]
+
+
+def check(record: dict, names: list[str], weights: numerics.Weights, step: int) -> None:
+    vectors = dict(zip(names, vectors_of(weights, step), strict=True))
+    hosts, path = [0] * hvd.size(), binding.transport_description(tf_ops.LIBRARY)
+    observed.check(record["tensors"], vectors, hosts, path, 1e-3)
+
+
+def case_keras_monitor_records_both_variants() -> None:
+    for op in ("adasum-grad", "adasum-delta"):
+        digests = []
+        for watched in (False, True):
+            model = model_of()
+            optimizer = keras.optimizers.SGD(0.05)
+            model.compile(
+                hvd.DistributedOptimizer(optimizer, op=op), "mse", jit_compile=False
+            )
+            records: list = []
+            weights = [model.get_weights()]
+            keep = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, m=model, w=weights: w.append(
+                    m.get_weights()
+                )
+            )
+            monitor = [AdasumMonitorCallback(2, records.append)] if watched else []
+            fit(model, STEPS, callbacks=[keep, *monitor])
+            digests.append(digest_of(model))
+        assert digests[0] == digests[1], "the monitor has changed a bit"
+        if hvd.rank():
+            assert not records
+            continue
+        assert [record["step"] for record in records] == [2, 4]
+        names = [variable.path for variable in model.trainable_variables]
+        for record in records:
+            step = record["step"] - 1
+            check(record, names, weights[step], step)
+
+
+def case_tf1_monitor() -> None:
+    initial = numerics.initial_weights()
+    variables = [tf.Variable(w, name=f"v{k}") for k, w in enumerate(initial)]
+    plain = tf.compat.v1.train.GradientDescentOptimizer(0.05)
+    optimizer = hvd.DistributedOptimizer(plain, op=hvd.AdasumDelta)
+    records: list = []
+    monitor = hvd.AdasumMonitor(optimizer, 2, records.append)
+    for step in range(STEPS):
+        before = [variable.numpy() for variable in variables]
+        mine = numerics.gradients(before, *numerics.batch_of(hvd.rank(), step, STEPS))
+        gradients = [tf.constant(g, tf.float32) for g in mine]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        monitor.step()
+        if step == 1:
+            second = before
+    monitor.close()
+    assert [record["step"] for record in records] == ([] if hvd.rank() else [2, 4])
+    for record in records[:1]:
+        check(record, [variable.name for variable in variables], second, 1)
+
+
+def case_keras_monitor_refuses() -> None:
+    average = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    with pytest.raises(ValueError, match="an AdaSum op, got op=Average"):
+        hvd.AdasumMonitor(average)
+    with pytest.raises(TypeError, match=r"DistributedOptimizer, got keras.*SGD"):
+        hvd.AdasumMonitor(keras.optimizers.SGD(0.05))
+    grad = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), op=hvd.AdasumGrad)
+    with pytest.raises(ValueError, match="every=2 on rank 1"):
+        hvd.AdasumMonitor(grad, 1 + min(hvd.rank(), 1))

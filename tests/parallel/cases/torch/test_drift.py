@@ -1,0 +1,291 @@
+"""What parts replicas without a word: every case ends in an error on all ranks, or in equality."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import adasum_hvd.torch as hvd
+from adasum_hvd.torch import ddp
+from adasum_hvd.torch.optimizer import rounds
+from tests.parallel.harness import process_sets
+from tests.parallel.harness.torch_training import (
+    VARIANTS,
+    backward,
+    distributed,
+    loss_of,
+    model_of,
+    train,
+    weights,
+)
+
+
+def case_skip_synchronize_without_synchronize() -> None:
+    for op in ("average", "adasum-grad"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        before = weights(model)
+        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+            loss = loss_of(model, hvd.rank(), 0)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            with (
+                optimizer.skip_synchronize(),
+                pytest.raises(
+                    RuntimeError, match=r"required synchronize\(\) since the"
+                ),
+            ):
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            assert torch.equal(weights(model), before)
+            optimizer.zero_grad()
+        train(model, optimizer, 0, 1)
+        hvd.check_replicas(model)
+
+
+def case_gradients_assigned_after_synchronize() -> None:
+    for op in ("average", "adasum-grad"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        for inside in (False, True):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.synchronize()
+            model[0].weight.grad = torch.full_like(model[0].weight, 0.1)
+            if inside:  # the caller's word that they are the same everywhere
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                with pytest.raises(RuntimeError, match="got another one, which has"):
+                    optimizer.step()
+        hvd.check_replicas(model)
+
+
+def case_gradients_changed_in_a_bucket_that_has_not_started() -> None:
+    """A parameter that no rank uses, or a remainder of accumulation, holds a bucket up."""
+    for op in ("average", "adasum-grad"):
+        for kwargs in ({}, {"backward_passes_per_step": 2}):
+            model = model_of()
+            model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+            optimizer = distributed(model, op, **kwargs)
+            backward(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            with pytest.raises(RuntimeError, match="got one changed between backward"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_hooks_see_reduced_weights() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        seen: list[torch.Tensor] = []
+        order: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, order=order: order.append("pre"))
+        optimizer.register_step_post_hook(
+            lambda *_, model=model, seen=seen: seen.append(weights(model))
+        )
+        train(model, optimizer, 0, 1)
+        assert len(seen) == 2 and len(order) == 2
+        assert torch.equal(seen[-1], weights(model))
+        for after in seen:
+            everyone = hvd.allgather_object(after)
+            assert all(torch.equal(after, other) for other in everyone)
+
+
+def case_a_step_left_out_by_one_rank() -> None:
+    for op in ("average", "adasum-grad"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        with pytest.raises(
+            RuntimeError, match=r"same number of steps .*another on ranks \[1\]"
+        ):
+            for step in range(2 * rounds.EVERY):
+                optimizer.zero_grad()
+                backward(model, step)
+                if not (step == 1 and hvd.rank() == 1):
+                    optimizer.step()
+
+
+def case_steps_left_out_by_all_ranks() -> None:
+    """Which is nobody's business."""
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        for step in range(2 * rounds.EVERY):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step % 4 == 0:
+                optimizer.step()
+        hvd.check_replicas(model)
+
+
+def case_hyperparameters_that_differ() -> None:
+    for op in ("average", "adasum-grad"):
+        model = model_of()
+        optimizer = distributed(model, op)
+        train(model, optimizer, 0, 1)
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + hvd.rank())
+        with pytest.raises(RuntimeError, match=r"same hyperparameters.*lr=0\.[12]"):
+            train(model, optimizer, *range(rounds.EVERY))
+    model = model_of()  # each rank's own business in the delta variant
+    optimizer = distributed(model, "adasum-delta", lr=0.1 * (1 + hvd.rank()))
+    train(model, optimizer, *range(rounds.EVERY + 1))
+    hvd.check_replicas(model)
+
+
+def case_training_goes_on_after_join() -> None:
+    """Uneven data, and as many rounds on no two ranks: all count anew."""
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        for _ in range(2):
+            train(model, optimizer, *range(rounds.EVERY - 2 * hvd.rank()))
+            optimizer.zero_grad()
+            last = hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+            train(model, optimizer, *range(rounds.EVERY + 2))
+        hvd.check_replicas(model)
+
+
+def case_groups_of_a_rank_alone() -> None:
+    """A learning rate of its own for worker-local parameters is nobody else's business."""
+    for op in VARIANTS:
+        model = model_of()
+        hvd.mark_worker_local(*model[4].parameters())
+        groups = [
+            {"params": [*model[0].parameters(), *model[2].parameters()]},
+            {"params": model[4].parameters(), "lr": 0.01 * (1 + hvd.rank())},
+        ]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, 0.05), op=op)
+        train(model, optimizer, 0, 1)
+        hvd.check_replicas(model)
+
+
+def case_gradients_that_share_memory() -> None:
+    """The version of one counts up with the others': nobody has changed it."""
+    for op in ("average", "adasum-grad"):
+        parts = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parts, 0.1), op=op, backward_passes_per_step=2
+        )
+        for _ in range(2):
+            for factor in (1.0, 2.0 + hvd.rank()):
+                (torch.cat(parts) * factor).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        for part in parts:
+            everyone = hvd.allgather_object(part.detach())
+            assert all(torch.equal(part, other) for other in everyone)
+
+
+class Sam(torch.optim.SGD):
+    """SAM's two calls, both of which a training loop makes itself."""
+
+    def perturb(self) -> None:
+        self.old = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.05 * p.grad / p.grad.norm())
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        with torch.no_grad():
+            parameters = [p for g in self.param_groups for p in g["params"]]
+            torch._foreach_copy_(parameters, self.old)
+            torch._foreach_sub_(parameters, [0.1 * p.grad for p in parameters])
+        self.zero_grad()
+
+
+def case_training_without_step() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(Sam(model.parameters(), 0.1), op=op)
+        with pytest.warns(UserWarning, match="SAM's first_step and second_step"):
+            for step in range(3):
+                backward(model, step)
+                optimizer.perturb()
+                backward(model, step)
+                optimizer.second_step()
+
+
+def case_scheduler_from_before_warns_of_nothing() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, optimizer, 0)
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def case_groups_of_generators() -> None:
+    model = model_of()
+    lists = [model[0].parameters(), (p for p in model[2].parameters())]
+    optimizer = distributed(model, "average", groups=lists)
+    assert len(optimizer._buckets) == 3  # two groups, and the rest
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    model[0].requires_grad_(False)
+    train(model, optimizer, 0)
+    assert len(optimizer._buckets) == 2
+
+
+def case_set_backward_passes_per_step() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        train(model, optimizer, 0)
+        optimizer.zero_grad()
+        optimizer.set_backward_passes_per_step(2)
+        for step in range(2):
+            backward(model, step)
+        optimizer.step()
+        hvd.check_replicas(model)
+        with pytest.raises(ValueError, match="required an integer >= 1, got 0"):
+            optimizer.set_backward_passes_per_step(0)
+
+
+def case_what_is_no_optimizer() -> None:
+    for op in VARIANTS:
+        with pytest.raises(TypeError, match=r"required a torch\.optim\.Optimizer, got"):
+            hvd.DistributedOptimizer(model_of(), op=op)
+        lazy = nn.LazyLinear(3)
+        with pytest.raises(ValueError, match=r"group0\.param0.*one forward pass first"):
+            hvd.DistributedOptimizer(torch.optim.SGD(lazy.parameters(), 0.1), op=op)
+
+
+def case_an_earlier_optimizer_of_the_same_parameters() -> None:
+    model = model_of()
+    earlier = distributed(model, "average")
+    optimizer = distributed(model, "average")
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="earlier DistributedOptimizer of the same"):
+        backward(model)
+    del earlier
+    optimizer.zero_grad()
+    train(model, optimizer, 0)
+
+
+def case_process_sets_are_refused_in_elastic_jobs() -> None:
+    model, some = model_of(), process_sets.of(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        for use in (
+            lambda: distributed(model, "average", process_set=some),
+            lambda: hvd.mark_replicated_over(some, *model.parameters()),
+        ):
+            with pytest.raises(NotImplementedError, match="required all ranks in an"):
+                use()
+        for fixed in (hvd.DistributedGradReducer, ddp.AdasumState):
+            with pytest.raises(NotImplementedError, match="got an elastic one"):
+                fixed(model.parameters())

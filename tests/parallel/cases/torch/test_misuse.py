@@ -1,0 +1,175 @@
+"""What users do that would part the replicas or lose something: followed, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import adasum_hvd.torch as hvd
+from tests.parallel.harness.torch_training import (
+    VARIANTS,
+    distributed,
+    loss_of,
+    model_of,
+)
+
+
+def backward(model: nn.Module, step: int = 0, **options) -> None:
+    loss_of(model, hvd.rank(), step).backward(**options)
+
+
+def case_complex_parameters() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) * 1j)]
+    for op in VARIANTS:
+        with pytest.raises(
+            ValueError, match=r"parameter group0\.param1: required a real"
+        ):
+            hvd.DistributedOptimizer(torch.optim.SGD(weights, 0.1), op=op)
+
+
+def case_scheduler_from_before() -> None:
+    """It shares the param groups, also after a state has been loaded."""
+    for op in VARIANTS:
+        model = model_of()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            schedule.step()
+        rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
+        assert rates == [pytest.approx(0.0125)] * hvd.size()
+        hvd.check_replicas(model)
+
+
+def case_gradients_changed_after_their_reduction() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    def replace(model: nn.Module) -> None:
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+
+    def drop(model: nn.Module) -> None:
+        model[0].weight.grad = None
+
+    for change in (clip, replace, drop):
+        model = model_of()
+        optimizer = distributed(model, "adasum-grad")
+        backward(model)
+        change(model)
+        with pytest.raises(RuntimeError, match="got one changed between backward and"):
+            optimizer.step()
+
+
+def case_leftover_gradients_of_frozen_parameters() -> None:
+    for op in VARIANTS:
+        for when in ("between", "after", "zeroed"):
+            model = model_of()
+            optimizer = distributed(model, op)
+            for step in range(3):
+                if step == 1 and when != "between":
+                    if when == "zeroed":
+                        optimizer.zero_grad(set_to_none=False)
+                    model[0].requires_grad_(False)
+                if step != 1 or when == "between":
+                    optimizer.zero_grad()
+                backward(model, step)
+                if step == 1 and when == "between":
+                    model[0].requires_grad_(False)
+                optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_frozen_between_backward_and_synchronize() -> None:
+    """The gradient that it has kept counts in no norm: every rank has another one."""
+    for options in ({}, {"compression": hvd.Compression.fp16}):
+        for op in ("average", "adasum-grad"):
+            model = model_of()
+            optimizer = distributed(model, op, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, step)
+                if step == 1:
+                    model[0].requires_grad_(False)
+                optimizer.synchronize()
+                assert (model[0].weight.grad is None) == (step > 0)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+                assert len(set(hvd.allgather_object(norm))) == 1
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_rows_changed_after_backward() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    table = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="average")
+    for _ in range(2):  # densely, and as rows
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        table.weight.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match="got one changed between backward and"):
+            optimizer.step()
+        table.weight.grad = None
+        optimizer.zero_grad()
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def case_unfreezing_inside_a_window() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = distributed(model, "adasum-delta", local_steps=2)
+    backward(model)
+    optimizer.step()
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a change 1 local steps into a window"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a change 1 local steps into a window"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def case_wrapped_twice() -> None:
+    optimizer = distributed(model_of(), "average")
+    for op in VARIANTS:
+        with pytest.raises(ValueError, match="that is distributed already"):
+            hvd.DistributedOptimizer(optimizer, op=op)
+
+
+def case_gradient_of_a_gradient() -> None:
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = distributed(model, op)
+        backward(model, create_graph=True)
+        optimizer.step()
+        hvd.check_replicas(model)
+
+
+def case_groups_that_differ() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model = model_of()
+    lists = [[[model[0].weight]], [[model[0].bias]]]
+    for mine in (1 + hvd.rank(), lists[hvd.rank() > 0]):
+        with pytest.raises(ValueError, match="same arguments of DistributedOptimizer"):
+            distributed(model, "adasum-grad", groups=mine)
+
+
+def case_every_is_checked() -> None:
+    with pytest.raises(ValueError, match="every: required an integer >= 1, got 0"):
+        hvd.check_replicas(model_of(), every=0)

@@ -1,0 +1,492 @@
+"""AdaSum of torch tensors, on every rank of a real job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+import adasum_hvd.torch as hvd
+from adasum_hvd import reference
+from adasum_hvd.common import binding
+from adasum_hvd.torch.optimizer.buckets import Bucket
+from adasum_hvd.torch.wire import LIBRARY
+from tests.parallel.harness import process_sets
+
+SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
+TOLERANCE = {
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+    torch.float32: 1e-6,
+    torch.float64: 1e-9,
+}
+EVENS: hvd.ProcessSet
+HOSTS: list[str] = []
+
+
+def start() -> None:
+    global EVENS
+    if hvd.size() > 1:
+        EVENS = process_sets.of(*range(0, hvd.size(), 2))
+    HOSTS[:] = hvd.allgather_object(
+        os.environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+    )
+
+
+def tensor_of(
+    rank: int, size: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0
+):
+    values = np.random.default_rng([seed, rank, size]).standard_normal(size) * scale
+    return torch.from_numpy(values).to(dtype)
+
+
+def wanted(
+    size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1.0
+) -> np.ndarray:
+    inputs = [tensor_of(r, size, dtype, seed, scale) for r in ranks]
+    wide = [
+        t.double().numpy() if dtype == torch.float64 else t.float().numpy()
+        for t in inputs
+    ]
+    hosts = [HOSTS[r] for r in ranks]
+    return reference.adasum(
+        wide,
+        hosts,
+        os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
+        int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
+    )
+
+
+def check_close(
+    got: torch.Tensor, reference_value: np.ndarray, dtype: torch.dtype
+) -> None:
+    assert got.dtype == dtype
+    if got.numel():
+        error = np.abs(got.double().numpy() - reference_value).max()
+        # Opposite scalars cancel: measure against a typical input where the result is tiny.
+        largest = max(np.abs(reference_value).max(), 0.3 if got.numel() < 100 else 0.0)
+        assert error <= TOLERANCE[dtype] * largest, f"error {error / largest}"
+
+
+def check_same_everywhere(tensors) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, (
+        "ranks have different bits"
+    )
+    return digest.hexdigest()
+
+
+def case_every_dtype_and_size() -> dict[str, str]:
+    digests = {}
+    for dtype in TOLERANCE:
+        results = []
+        for size in SIZES:
+            mine = tensor_of(hvd.rank(), size, dtype)
+            before = mine.clone()
+            result = hvd.allreduce(mine, op=hvd.Adasum, name=f"single.{dtype}.{size}")
+            assert torch.equal(mine, before), "the input was changed"
+            check_close(result, wanted(size, dtype, range(hvd.size())), dtype)
+            in_place = hvd.allreduce_(
+                mine, op="adasum", name=f"in_place.{dtype}.{size}"
+            )
+            assert in_place is mine
+            assert torch.equal(result, mine), "in place differs from out of place"
+            results.append(result)
+        tensors = [tensor_of(hvd.rank(), size, dtype) for size in SIZES]
+        grouped = hvd.grouped_allreduce(tensors, op=hvd.Adasum, name=f"grouped.{dtype}")
+        for alone, together in zip(results, grouped, strict=True):
+            assert torch.equal(alone, together), "fused differs from unfused"
+        digests[str(dtype)] = check_same_everywhere(results)
+    return digests
+
+
+def case_bfloat16_travels_in_two_bytes() -> None:
+    mine = tensor_of(hvd.rank(), 10_000, torch.bfloat16, 31)
+    before = hvd.counters().bytes
+    result = hvd.allreduce(mine, op=hvd.Adasum, name="bits")
+    assert hvd.counters().bytes - before == 2 * 10_000
+    check_close(
+        result, wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+    )
+    table = mine.view(100, 100).t()
+    transposed = hvd.allreduce(table, op=hvd.Adasum, name="bits.transposed")
+    assert torch.equal(transposed.t().reshape(-1), result)
+    # Horovod fuses them: to it both are float16.
+    halves = tensor_of(hvd.rank(), 10_000, torch.float16, 32)
+    handles = [
+        hvd.allreduce_async(t, op=hvd.Adasum, name=f"bits.{k}")
+        for k, t in enumerate((mine, halves, mine[:300], halves[:300]))
+    ]
+    fused = [hvd.synchronize(handle) for handle in handles]
+    assert torch.equal(fused[0], result)
+    alone = hvd.allreduce(halves, op=hvd.Adasum, name="bits.alone")
+    assert torch.equal(fused[1], alone)
+    # Beside other types in a group it travels as float32.
+    mixed = hvd.grouped_allreduce(
+        [mine, mine.float()], op=hvd.Adasum, name="bits.mixed"
+    )
+    assert mixed[0].dtype == torch.bfloat16
+    check_close(
+        mixed[0], wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+    )
+    short = hvd.allreduce(
+        mine.float(), op=hvd.Adasum, name="bits.c", compression=hvd.Compression.bf16
+    )
+    assert torch.equal(short, result.float())
+
+
+def case_bits_for_tensorflow() -> dict[str, str]:
+    """The inputs of tensorflow/test_ops.py, whose bits must be these."""
+    digests = {}
+    for dtype in (np.float16, np.float32, np.float64):
+        digest = hashlib.sha256()
+        for size in (1, 7, 4096, 300, 4097, 100_003, 8):
+            values = np.random.default_rng([0, hvd.rank(), size]).standard_normal(size)
+            mine = torch.from_numpy(values.astype(dtype))
+            name = f"bits.{dtype.__name__}.{size}"
+            result = hvd.allreduce(mine, op=hvd.Adasum, name=name)
+            digest.update(result.numpy().tobytes())
+        digests[dtype.__name__] = digest.hexdigest()
+    return digests
+
+
+def case_fused_by_timing() -> None:
+    tensors = [tensor_of(hvd.rank(), 50 + k, torch.float32, k) for k in range(24)]
+    handles = [
+        hvd.allreduce_async(t, op=hvd.Adasum, name=f"timing.{k}")
+        for k, t in enumerate(tensors)
+    ]
+    fused = [hvd.synchronize(handle) for handle in handles]
+    for k, tensor in enumerate(tensors):
+        alone = hvd.allreduce(tensor, op=hvd.Adasum, name=f"timing.alone.{k}")
+        assert torch.equal(alone, fused[k])
+
+
+def case_properties() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    same = tensor_of(0, 10_000, torch.float32)
+    assert torch.equal(hvd.allreduce(same, op=hvd.Adasum, name="identity"), same)
+    mine = torch.zeros(999 * size)
+    mine[rank::size] = tensor_of(rank, 999, torch.float32)
+    everyone = torch.zeros_like(mine)
+    for other in range(size):
+        everyone[other::size] = tensor_of(other, 999, torch.float32)
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="orthogonal"), everyone)
+    giver = size - 1
+    alone = tensor_of(giver, 5000, torch.float32)
+    zero_or_not = alone if rank == giver else torch.zeros(5000)
+    assert torch.equal(hvd.allreduce(zero_or_not, op=hvd.Adasum, name="zero"), alone)
+
+
+def case_magnitudes() -> None:
+    for scale in (1e19, 1e-30):
+        mine = tensor_of(hvd.rank(), 9000, torch.float32, 3, scale)
+        result = hvd.allreduce(mine, op=hvd.Adasum, name=f"magnitude.{scale}")
+        reference_value = wanted(9000, torch.float32, range(hvd.size()), 3, scale)
+        error = (
+            np.abs(result.numpy() - reference_value).max()
+            / np.abs(reference_value).max()
+        )
+        assert error <= 1e-6
+    for exponent in (300, -300):
+        mine = tensor_of(hvd.rank(), 9000, torch.float64, 4, 10.0**exponent)
+        result = hvd.allreduce(
+            mine, op=hvd.Adasum, name=f"magnitude64.{exponent}"
+        ).numpy()
+        reference_value = wanted(
+            9000, torch.float64, range(hvd.size()), 4, 10.0**exponent
+        )
+        assert (
+            np.abs(result - reference_value).max()
+            <= 1e-9 * np.abs(reference_value).max()
+        )
+
+
+def case_cancelling_pairs() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for digits in (2, 4, 8):
+
+        def make(r: int, digits: int = digits) -> torch.Tensor:
+            base = tensor_of(r // 2, 60_000, torch.float64, 5)
+            noise = tensor_of(r, 60_000, torch.float64, 6) * 10.0**-digits
+            return base if r % 2 == 0 else -base + noise
+
+        result = hvd.allreduce(
+            make(rank), op=hvd.Adasum, name=f"cancel.{digits}"
+        ).numpy()
+        reference_value = reference.adasum(
+            [make(r).numpy() for r in range(size)], HOSTS
+        )
+        # NumPy's own pairwise sums put an error of some 1e-15 / eps into the float64 tree.
+        bound = 1e-9 + 1e-14 * 10.0**digits
+        assert (
+            np.abs(result - reference_value).max()
+            <= bound * np.abs(reference_value).max()
+        )
+    # Levels of two ranks form every node anyway.
+    if (
+        size >= 4
+        and "ADASUM_HVD_GROUP_OP" not in os.environ
+        and not case_path().startswith("levels of 2 x 2 ")
+    ):
+        explicit = sum(hvd.allgather_object(hvd.counters().explicit_tensors))
+        assert explicit > 0, "the ill-conditioned path never ran"
+
+
+def case_scale_factors() -> None:
+    for dtype in (torch.float32, torch.float64):
+        mine = tensor_of(hvd.rank(), 5000, dtype, 7)
+        plain = hvd.allreduce(mine, op=hvd.Adasum, name=f"scale.plain.{dtype}")
+        scaled = hvd.allreduce(
+            mine,
+            op=hvd.Adasum,
+            name=f"scale.{dtype}",
+            prescale_factor=4.0,
+            postscale_factor=0.125,
+        )
+        assert torch.equal(scaled, plain * 0.5)
+        third = hvd.allreduce(
+            mine, op=hvd.Adasum, name=f"third.{dtype}", postscale_factor=1 / 3
+        )
+        check_close(third, plain.double().numpy() / 3, dtype)
+
+
+def case_process_set() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    if EVENS.included():
+        mine = tensor_of(hvd.rank(), 70_000, torch.float32, 8)
+        result = hvd.allreduce(mine, op=hvd.Adasum, name="evens", process_set=EVENS)
+        check_close(
+            result, wanted(70_000, torch.float32, EVENS.ranks, 8), torch.float32
+        )
+        small = hvd.allreduce(
+            mine[:5], op=hvd.Adasum, name="evens.small", process_set=EVENS
+        )
+        expected = reference.adasum(
+            [tensor_of(r, 70_000, torch.float32, 8)[:5].numpy() for r in EVENS.ranks],
+            [HOSTS[r] for r in EVENS.ranks],
+        )
+        if "ADASUM_HVD_GROUP_OP" not in os.environ:
+            np.testing.assert_allclose(small.numpy(), expected, rtol=1e-5, atol=1e-6)
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="evens", process_set=EVENS)
+
+
+def case_wrong_dtype_is_refused_on_all_ranks() -> None:
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=r"wrong\.dtype.*required dtype float16"):
+            hvd.allreduce(torch.ones(5, dtype=dtype), op=hvd.Adasum, name="wrong.dtype")
+        good = hvd.allreduce(torch.ones(5), op=hvd.Adasum, name="right.dtype")
+        assert torch.equal(good, torch.ones(5))
+
+
+def case_mismatches_are_refused_on_all_ranks() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    with pytest.raises(
+        hvd.HorovodInternalError, match="Mismatched ADASUM tensor shapes"
+    ):
+        hvd.allreduce(torch.ones(5 + hvd.rank()), op=hvd.Adasum, name="mismatch.shape")
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched data types"):
+        dtype = torch.float32 if hvd.rank() else torch.float64
+        hvd.allreduce(torch.ones(5, dtype=dtype), op=hvd.Adasum, name="mismatch.dtype")
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched prescale"):
+        hvd.allreduce(
+            torch.ones(5),
+            op=hvd.Adasum,
+            name="mismatch.scale",
+            prescale_factor=1.0 + hvd.rank(),
+        )
+    assert torch.equal(
+        hvd.allreduce(torch.ones(3), op="adasum", name="after"), torch.ones(3)
+    )
+
+
+def case_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="reduction op: required one of average"):
+        hvd.allreduce(torch.ones(3), op="adasome")
+    with pytest.raises(ValueError, match="op parameter supersedes average"):
+        hvd.allreduce(torch.ones(3), average=True, op=hvd.Adasum)
+
+
+def case_gradients() -> None:
+    weight = tensor_of(0, 300, torch.float64, 9).requires_grad_()
+    mine = tensor_of(hvd.rank(), 300, torch.float64, 10)
+    hvd.allreduce(weight * 1.0, op=hvd.Adasum, name="autograd").backward(mine)
+    expected = reference.adasum(
+        [tensor_of(r, 300, torch.float64, 10).numpy() for r in range(hvd.size())],
+        HOSTS,
+        os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
+        int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
+    )
+    np.testing.assert_allclose(weight.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
+    first, second = torch.ones(3, requires_grad=True), torch.ones(4, requires_grad=True)
+    a, b = hvd.grouped_allreduce([first, second], op=hvd.Adasum, name="autograd.group")
+    (a.sum() + 2 * b.sum()).backward()
+    assert torch.equal(first.grad, torch.ones(3))
+    assert torch.equal(second.grad, 2 * torch.ones(4))
+
+
+def case_other_ops_still_work() -> None:
+    mine = torch.full((4,), float(hvd.rank() + 1))
+    total = sum(range(1, hvd.size() + 1))
+    assert torch.equal(
+        hvd.allreduce(mine, op="sum", name="sum"), torch.full((4,), float(total))
+    )
+    mean = hvd.allreduce(mine, op=hvd.Average, name="mean")
+    np.testing.assert_allclose(mean, np.full(4, total / hvd.size()), rtol=1.3e-6)
+    assert torch.equal(
+        hvd.allreduce(mine, op=hvd.Max, name="max"), torch.full((4,), float(hvd.size()))
+    )
+    group = hvd.grouped_allreduce([mine, mine], op="min", name="min")
+    assert all(torch.equal(t, torch.ones(4)) for t in group)
+
+
+def case_layouts() -> None:
+    mine = tensor_of(hvd.rank(), 600, torch.float32, 11).view(20, 30).t()
+    flat = hvd.allreduce(mine.contiguous(), op=hvd.Adasum, name="layout.flat")
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="layout.t"), flat)
+    hvd.allreduce_(mine, op=hvd.Adasum, name="layout.t_")
+    assert torch.equal(mine, flat)
+
+
+def case_delta_is_an_op_of_its_own() -> None:
+    before = hvd.counters()
+    mine = tensor_of(hvd.rank(), 500, torch.float32, 12)
+    delta = hvd.allreduce(mine, op=hvd.AdasumDelta, name="weight")
+    plain = hvd.allreduce(mine, op=hvd.AdasumGrad, name="weight")
+    assert torch.equal(delta, plain)
+    after = hvd.counters()
+    assert after.delta_tensors == before.delta_tensors + 1
+    assert after.calls == before.calls + 2
+    phases = [name for name in after._fields if name.endswith("_nanoseconds")]
+    assert len(phases) == 3
+    for phase in phases:
+        spent = getattr(after, phase) - getattr(before, phase)
+        assert (0 < spent < 60e9) == (hvd.size() > 1), phase
+    if hvd.size() > 1:
+        # One rank reduces the delta and the others the gradient: two names, never one result.
+        name = hvd.AdasumDelta if hvd.rank() == 0 else hvd.AdasumGrad
+        handle = hvd.allreduce_async(mine, op=name, name="either")
+        other = hvd.AdasumGrad if hvd.rank() == 0 else hvd.AdasumDelta
+        second = hvd.allreduce_async(mine, op=other, name="either")
+        assert torch.equal(hvd.synchronize(handle), hvd.synchronize(second))
+
+
+def case_unmodified_horovod_scripts_reach_the_op() -> None:
+    import horovod.torch as unmodified
+
+    before = hvd.counters().calls
+    mine = tensor_of(hvd.rank(), 64, torch.float32, 13)
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(NotImplementedError, match="non-power of 2"):
+            unmodified.allreduce(mine, op=unmodified.Adasum, name="unmodified")
+        return
+    result = unmodified.allreduce(mine, op=unmodified.Adasum, name="unmodified")
+    check_close(result, wanted(64, torch.float32, range(hvd.size()), 13), torch.float32)
+    assert hvd.counters().calls == before + 1
+
+
+def case_path() -> str:
+    """How the ranks reach each other."""
+    return binding.transport_description(LIBRARY)
+
+
+def case_join() -> None:
+    """Ranks run out of data one after the other; a rank that has joined counts as zero."""
+    size, rank = hvd.size(), hvd.rank()
+    for step in range(rank + 1):
+        mine = tensor_of(rank, 3000, torch.float32, 20 + step)
+        result = hvd.allreduce(mine, op=hvd.Adasum, name=f"join.{step}")
+        inputs = [
+            tensor_of(r, 3000, torch.float32, 20 + step).numpy()
+            if r >= step
+            else np.zeros(3000)
+            for r in range(size)
+        ]
+        expected = reference.adasum(
+            [i.astype(np.float32) for i in inputs],
+            HOSTS,
+            os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
+            int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
+        )
+        check_close(result, expected, torch.float32)
+    hvd.join()
+
+
+def case_groups_of_an_earlier_init() -> None:
+    """They were for that one."""
+    if hvd.size() > 1:  # a rank may find the addresses of the first start
+        pytest.skip("Horovod cannot start again with several ranks")
+    hvd.shutdown()
+    hvd.init(group_op="average", group_size=2)
+    assert hvd.settings()["group_op"] == "average"
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.settings()["group_op"], hvd.settings()["group_size"]) == ("adasum", 0)
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="started.again")
+    assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))
+
+
+def case_join_before_a_bucket_was_made() -> None:
+    """A rank that has joined learns from the name alone which parameters a bucket holds."""
+    sizes, size = (100_003, 7, 300_000), hvd.size()
+    buckets = []
+    if hvd.rank() > 0:
+        named = [
+            (str(k), torch.nn.Parameter(tensor_of(hvd.rank(), n, torch.float32, 60)))
+            for k, n in enumerate(sizes)
+        ]
+        one = (1.0, 1.0)
+        bucket = Bucket(
+            "new", named, torch.float32, hvd.Adasum, one, hvd.global_process_set
+        )
+        bucket.fill([parameter.detach() for _, parameter in named])
+        bucket.start()
+        bucket.finish()
+        buckets.append(bucket)
+    hvd.join()
+    for bucket in buckets:
+        for view, count in zip(bucket.views, sizes, strict=True):
+            inputs = [
+                tensor_of(r, count, torch.float32, 60).numpy() * np.float32(r > 0)
+                for r in range(size)
+            ]
+            expected = reference.adasum(
+                inputs,
+                HOSTS,
+                os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
+                int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
+            )
+            check_close(view, expected, torch.float32)
+
+
+def case_init_again_and_recycled_process_sets() -> None:
+    mine = tensor_of(hvd.rank(), 5000, torch.float32, 30)
+    first = hvd.allreduce(mine, op=hvd.Adasum, name="again")
+    # Horovod cannot start again with several ranks: it finalizes MPI, and with Gloo a rank may
+    # find the addresses of the first start in the rendezvous store.
+    for _ in range(2 if hvd.size() == 1 else 0):
+        hvd.shutdown()
+        hvd.init()
+        assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="again"), first)
+    if hvd.size() > 2:
+        for ranks in ([0, 1], [1, 2]):  # the second one gets the first one's id
+            added = hvd.add_process_set(ranks)
+            if added.included():
+                pair = [tensor_of(r, 5000, torch.float32, 30).numpy() for r in ranks]
+                result = hvd.allreduce(
+                    mine, op=hvd.Adasum, name="recycled", process_set=added
+                )
+                expected = reference.adasum(pair, [HOSTS[r] for r in ranks])
+                if "ADASUM_HVD_GROUP_OP" not in os.environ:
+                    check_close(result, expected, torch.float32)
+            hvd.remove_process_set(added)

@@ -1,0 +1,259 @@
+"""Parameters that are frozen, sparse, short, a rank's own, or converted."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import adasum_hvd.torch as hvd
+from tests.parallel.harness.torch_training import (
+    batch_of,
+    check_equal,
+    check_same_everywhere,
+    distributed,
+    loss_of,
+    model_of,
+)
+from tests.parallel.harness.torch_training import start as start
+
+
+def case_unused_and_frozen() -> None:
+    """A parameter that only some ranks used moves alike everywhere; one that none used, not."""
+    for op in ("adasum-grad", "adasum-delta", "average"):
+        model = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.3)
+        model[3].requires_grad_(False)
+        optimizer = torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad],
+            0.1,
+            momentum=0.9,
+            weight_decay=0.1,
+        )
+        optimizer = hvd.DistributedOptimizer(optimizer, op=op)
+        for _ in range(3):
+            optimizer.zero_grad()
+            used = [model[0]] + [model[1]] * (hvd.rank() == 0)
+            sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
+            optimizer.step()
+        check_same_everywhere(model)
+        for untouched in (model[2], model[3]):
+            assert all(
+                torch.equal(p, torch.full_like(p, 0.3)) for p in untouched.parameters()
+            )
+        for moved in (model[0], model[1]):
+            assert not any(
+                torch.equal(p, torch.full_like(p, 0.3)) for p in moved.parameters()
+            )
+
+
+def case_unfreezing_later() -> None:
+    """Fine-tuning: a layer that is unfrozen after the wrapping is reduced from then on."""
+    for op in ("adasum-grad", "adasum-delta"):
+        model = model_of()
+        model[0].requires_grad_(False)
+        optimizer = distributed(model, op)
+        for step in range(4):
+            if step == 2:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            check_same_everywhere(model)
+        assert not torch.equal(model[0].weight, model_of()[0].weight)
+
+
+def case_groups_compression_and_buckets() -> None:
+    results = []
+    settings = [{}, {"groups": 2}, {"bucket_bytes": 1}, {"start_copy": "host"}]
+    first = None
+    for op in ("adasum-grad", "adasum-delta"):
+        for kwargs in settings:
+            model = model_of()
+            if "groups" in kwargs:
+                params = list(model.parameters())
+                if op == "adasum-delta":
+                    kwargs = {"groups": [params[:2], params[3:]]}
+            optimizer = distributed(model, op, **kwargs)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.step()
+            results.append(
+                torch.cat([p.detach().flatten() for p in model.parameters()])
+            )
+            first = results[-1] if not kwargs else first
+            assert torch.equal(results[-1], first), "bucketing changed the result"
+        for compression, rtol in (
+            (hvd.Compression.fp16, 0.02),
+            (hvd.Compression.bf16, 0.1),
+        ):
+            model = model_of()
+            optimizer = distributed(model, op, compression=compression)
+            before = hvd.counters().bytes
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.step()
+            check_same_everywhere(model)
+            rounded = torch.cat([p.detach().flatten() for p in model.parameters()])
+            torch.testing.assert_close(rounded, first, rtol=rtol, atol=rtol / 10)
+            if hvd.size() > 1:
+                assert not torch.equal(rounded, first)
+                assert sum(optimizer.extra_bytes().values()) > 0
+                travelled = hvd.counters().bytes - before
+                assert 2 * 3 * rounded.numel() <= travelled < 2.1 * 3 * rounded.numel()
+
+
+def case_low_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for op in ("adasum-grad", "adasum-delta"):
+            model = model_of().to(dtype)
+            optimizer = distributed(model, op, lr=0.1)
+            losses = []
+            for step in range(8):
+                optimizer.zero_grad()
+                images, labels = batch_of(hvd.rank(), step % 2)
+                loss = functional.cross_entropy(model(images.to(dtype)).float(), labels)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert all(p.dtype == dtype for p in model.parameters())
+            digests = [p.detach().float() for p in model.parameters()]
+            everyone = hvd.allgather_object([d.sum().item() for d in digests])
+            assert all(e == everyone[0] for e in everyone)
+            means = np.mean(hvd.allgather_object(losses), axis=0)
+            assert means[-2:].mean() < means[:2].mean()
+
+
+def case_sparse_gradients() -> None:
+    """Average and Sum gather rows; AdaSum of gradients takes them densely, or refuses them."""
+    for op in ("average", "sum", "adasum-grad", "adasum-delta"):
+        for dense in (True, False):
+            torch.manual_seed(0)
+            table = nn.Embedding(20, 4, sparse=True)
+            expected = copy.deepcopy(table.weight.detach())
+            optimizer = torch.optim.SGD(table.parameters(), 0.1)
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, op=op, sparse_as_dense=dense
+            )
+            if not dense and op == "adasum-grad" and hvd.size() > 1:
+                with pytest.raises(
+                    ValueError, match=r"required a dense gradient.*sparse_as_dense=True"
+                ):
+                    table(torch.tensor([hvd.rank(), 5])).sum().backward()
+                continue
+            for step in range(3):
+                optimizer.zero_grad()
+                used = torch.tensor([hvd.rank(), 5])
+                if step == 1 and hvd.rank() == 0:  # no gradient here, rows elsewhere
+                    used = used[:0]
+                table(used).sum().backward()
+                optimizer.step()
+                check_same_everywhere(table)
+                for r in range(hvd.size()):
+                    if step != 1 or r:
+                        scale = hvd.size() if op == "average" else 1
+                        expected[[r, 5]] -= 0.1 / scale
+            if op in ("average", "sum"):
+                torch.testing.assert_close(table.weight.detach(), expected)
+            gathers = op in ("average", "sum") and not dense and hvd.size() > 1
+            assert bool(getattr(optimizer, "_sparse", [])) == gathers
+            if gathers:
+                assert not optimizer._buckets and table.weight.grad.is_sparse
+
+
+def case_sparse_beside_dense() -> None:
+    """Rows that one rank alone has at first: the same weights as with dense gradients."""
+    trained = []
+    for dense in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Embedding(6, 3, sparse=not dense) for _ in range(2)])
+        model.append(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), op="average"
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            hidden = model[0](torch.tensor([step, hvd.rank()])).sum(0)
+            if hvd.rank() == step % hvd.size():
+                hidden = hidden + model[1](torch.tensor([hvd.rank()])).sum(0)
+            model[2](hidden).square().sum().backward()
+            optimizer.step()
+            check_same_everywhere(model)
+        trained.append(model)
+    check_equal(trained[1], trained[0])
+
+
+def case_worker_local() -> None:
+    model = model_of()
+    hvd.mark_worker_local(model[4].weight)
+    optimizer = distributed(model, "adasum-delta")
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    weights = hvd.allgather_object(model[4].weight.detach().numpy())
+    assert hvd.size() == 1 or not np.array_equal(weights[0], weights[1])
+    rest = nn.ModuleList([model[0], model[2]])
+    check_same_everywhere(rest)
+    if hvd.size() > 1:
+        hvd.mark_worker_local(*model.parameters())
+        optimizer = distributed(model, "adasum-grad")
+        loss_of(model, hvd.rank(), 0).backward()
+        with pytest.raises(RuntimeError, match="replicas would drift apart"):
+            optimizer.step()
+
+
+def case_conversion_after_wrapping() -> None:
+    """Other dtypes and memory layouts than at construction: the buckets follow."""
+    conversions = (
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.double(),
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+    )
+    for op in ("adasum-grad", "adasum-delta"):
+        for convert in conversions:
+            torch.manual_seed(0)
+            model = nn.Conv2d(3, 4, 2)
+            optimizer = distributed(model, op)
+            convert(model)
+            converted = copy.deepcopy(model)
+            again = distributed(converted, op)
+            for step in range(2):
+                for net, each in ((model, optimizer), (converted, again)):
+                    torch.manual_seed(10 * step + hvd.rank())
+                    images = torch.randn(2, 3, 4, 4).to(net.weight.dtype)
+                    each.zero_grad()
+                    net(images).square().mean().backward()
+                    each.step()
+            hvd.check_replicas(model)
+            for one, other in zip(
+                model.parameters(), converted.parameters(), strict=True
+            ):
+                assert torch.equal(one, other)
+
+
+def case_conversion_inside_a_step() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+
+    class Converting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data = parameter.data.double()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        Converting(model.parameters(), 0.1), op="adasum-delta"
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"got one that is torch\.float64, on cpu"):
+        optimizer.step()

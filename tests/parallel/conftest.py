@@ -1,0 +1,3 @@
+"""The files of cases are run by ranks: harness/launch.py."""
+
+collect_ignore = ["cases"]

@@ -1,0 +1,205 @@
+"""Horovod and the op for device tensors on a simulated device, as a library.
+
+Real Horovod (its background thread, Gloo, coordinator and finalizer threads) and the real op
+with its kernels, for machines without a device. Only CUDA, NCCL and the framework are
+stand-ins; see `tests/native/simulated_horovod.cc` and `simulated_cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import compiling
+import numpy as np
+import rooms
+
+from adasum_hvd.common import binding
+from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
+
+REPOSITORY = Path(__file__).parents[3]
+NATIVE_TESTS = REPOSITORY / "tests" / "native"
+ROOM = "tests/horovod"  # in the cache folder
+_COMMON = [
+    "common", "controller", "fusion_buffer_manager", "group_table", "half",
+    "logging", "message", "nvtx_op_range", "operations", "parameter_manager",
+    "process_set", "response_cache", "stall_inspector", "tensor_queue",
+    "thread_pool", "timeline", "utils/env_parser", "optim/bayesian_optimization",
+    "optim/gaussian_process", "gloo/gloo_context", "gloo/gloo_controller",
+    "gloo/http_store", "gloo/memory_store", "ops/collective_operations",
+    "ops/operation_manager", "ops/gpu_operations", "ops/cuda_operations",
+    "ops/nccl_operations", "ops/gloo_operations",
+]  # fmt: skip
+_GLOO = [
+    "algorithm", "allgather", "allgatherv", "allreduce", "allreduce_local",
+    "alltoall", "alltoallv", "barrier", "broadcast", "context", "gather", "gatherv",
+    "math", "rendezvous/context", "rendezvous/file_store", "rendezvous/hash_store",
+    "rendezvous/prefix_store", "rendezvous/store", "scatter", "reduce", "types",
+    "common/linux", "common/logging", "transport/address", "transport/buffer",
+    "transport/context", "transport/device", "transport/pair",
+    "transport/unbound_buffer", "common/memory",
+]  # fmt: skip
+_BOOST = [
+    "assert", "config", "core", "detail", "iterator", "lockfree", "mpl",
+    "parameter", "predef", "preprocessor", "static_assert", "type_traits",
+    "utility",
+]  # fmt: skip
+_DEFINES = [
+    "EIGEN_MPL2_ONLY=1", "HAVE_CUDA=1", "HAVE_GPU=1", "HAVE_NCCL=1", "HAVE_GLOO=1",
+    "HOROVOD_GPU_ALLGATHER=78", "HOROVOD_GPU_ALLREDUCE=78",
+    "HOROVOD_GPU_ALLTOALL=78", "HOROVOD_GPU_BROADCAST=78",
+    "HOROVOD_GPU_REDUCESCATTER=78",
+    # As Horovod is built: its timeline asserts that no rank begins a tensor anew before this
+    # one has noted its end, which happens where devices complete on their own threads.
+    "NDEBUG",
+]  # fmt: skip
+_DTYPES = {"float16": 6, "float32": 7, "float64": 8, "int32": 4}  # Horovod's DataType
+# Per file of Horovod's, the header that the injected CMake puts in front of it.
+_FORCED = {"operations": "registry.h", "controller": "controller_hooks.h"}
+
+
+def _gloo_sources(gloo: Path) -> list[Path]:
+    found = [path for name in _GLOO if (path := gloo / f"{name}.cc").exists()]
+    return [*found, *sorted((gloo / "transport" / "tcp").glob("*.cc"))]
+
+
+def _configure_gloo(gloo: Path, target: Path) -> Path:
+    """Write what CMake would make of Gloo's config.h.in; return the folder to include."""
+    text = (gloo / "config.h.in").read_text()
+    text = re.sub(r"@GLOO_VERSION_\w+@", "0", text)
+    text = re.sub(
+        r"#cmakedefine01 (\w+)",
+        lambda match: (
+            f"#define {match[1]} {int(match[1] == 'GLOO_HAVE_TRANSPORT_TCP')}"
+        ),
+        text,
+    )
+    (target / "gloo").mkdir(parents=True, exist_ok=True)
+    (target / "gloo" / "config.h").write_text(text)
+    return target
+
+
+def make() -> Path:
+    """Build the library, or return the one of the same sources in the cache folder."""
+    tree = source_tree(cache_dir())
+    common = tree / "horovod" / "common"
+    third_party = tree / "third_party"
+    gloo = third_party / "gloo" / "gloo"
+    includes = [
+        tree,
+        NATIVE,
+        rooms.SIMULATED,
+        _configure_gloo(gloo, cache_dir() / ROOM),
+    ]
+    includes += [
+        third_party / name
+        for name in ("HTTPRequest/include", "lbfgs/include", "gloo", "eigen")
+    ]
+    includes += [third_party / "boost" / name / "include" for name in _BOOST]
+    includes.append(third_party / "flatbuffers" / "include")
+    flags = ["-std=c++17", "-O1", "-g1", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
+    flags += [f"-D{name}" for name in _DEFINES] + [f"-I{path}" for path in includes]
+    # Without NVTX one of its headers lacks an include.
+    sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}
+    for name, header in _FORCED.items():
+        sources[common / f"{name}.cc"] = (
+            "-include",
+            str(NATIVE / "op" / header),
+        )
+    sources |= dict.fromkeys(_gloo_sources(gloo), ())
+    sources |= rooms.OP | rooms.SIMULATED_DEVICE
+    sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
+    compiled = compiling.objects(sources, flags, ROOM)
+    link = ["-shared", "-pthread", "-Wl,-z,defs"]
+    return compiling.linked(compiled, link, ["-ldl"], ROOM, "simulated.so")
+
+
+class Horovod:
+    """What `horovod.torch` is to torch, for NumPy arrays on the simulated device."""
+
+    def __init__(self, library: Path):
+        self.library = ctypes.CDLL(str(library))
+        self.library.horovod_simulated_wait.restype = ctypes.c_char_p
+        self._nameless = 0
+
+    def init(self, process_sets: Sequence[Sequence[int]] = ()) -> None:
+        """Start Horovod's background thread."""
+        flat = [rank for ranks in process_sets for rank in ranks]
+        sizes = [len(ranks) for ranks in process_sets]
+        self.library.horovod_init(
+            None, 0, (ctypes.c_int * len(flat))(*flat), (ctypes.c_int * len(sizes))(*sizes),
+            len(sizes),
+        )  # fmt: skip
+        assert self.library.horovod_is_initialized()
+
+    def shutdown(self) -> None:
+        """End the background thread."""
+        self.library.horovod_shutdown()
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self.library.horovod_rank()
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.library.horovod_size()
+
+    def local_size(self) -> int:
+        """Return the number of ranks on this host."""
+        return self.library.horovod_local_size()
+
+    def enqueue(
+        self,
+        arrays: Sequence[np.ndarray],
+        names: Sequence[str] | None = None,
+        device: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: int = 0,
+        outputs: Sequence[np.ndarray] | None = None,
+    ) -> tuple[int, list[np.ndarray], list[np.ndarray]]:
+        """Start AdaSum of arrays in one group; see `wait`."""
+        if names is None:
+            self._nameless += 1
+            names = [f"nameless.{self._nameless}.{k}" for k in range(len(arrays))]
+        outputs = (
+            [np.full_like(array, -77) for array in arrays]
+            if outputs is None
+            else list(outputs)
+        )
+        count = len(arrays)
+        handle = self.library.horovod_simulated_adasum(
+            count,
+            (ctypes.c_char_p * count)(*(name.encode() for name in names)),
+            (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays)),
+            (ctypes.c_void_p * count)(*(output.ctypes.data for output in outputs)),
+            (ctypes.c_int64 * count)(*(array.size for array in arrays)),
+            _DTYPES[str(arrays[0].dtype)],
+            device,
+            ctypes.c_double(prescale),
+            ctypes.c_double(postscale),
+            process_set,
+        )
+        return handle, outputs, list(arrays)
+
+    def wait(self, started: tuple[int, list, list]) -> list[np.ndarray]:
+        """Return the results; RuntimeError when Horovod or the op reports an error."""
+        if error := self.library.horovod_simulated_wait(started[0]).decode():
+            raise RuntimeError(error)
+        return started[1]
+
+    def adasum(self, *arrays: np.ndarray, **options) -> list[np.ndarray]:
+        """Return the AdaSum of every array over the ranks."""
+        return self.wait(self.enqueue(arrays, **options))
+
+    def join(self, device: int = 0) -> None:
+        """Contribute zeros until all ranks have joined."""
+        handle = self.library.horovod_simulated_join(device)
+        if error := self.library.horovod_simulated_wait(handle).decode():
+            raise RuntimeError(error)
+
+    def counters(self) -> binding.Counters:
+        """Return what the op has done."""
+        return binding.counters(self.library)
