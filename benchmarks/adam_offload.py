@@ -4,10 +4,10 @@
 
 Every contender has parameters and state of its own, the gradients are shared. In each
 repetition each one takes a step, in an order that rotates. Ratios are to torch's fused Adam in
-the same run, of the medians and, for a machine with other work, of the minima. GB/s counts
-what Adam must move: it reads weights, gradients and two moments and writes all but the
-gradients. DeepSpeed takes part where it is
-installed and its extension builds. Before that, every contender's second step is compared
+the same run, those of decoupled weight decay to its fused AdamW: of the medians and, because a
+machine may have other work, of the minima. GB/s counts the bytes that Adam must move: it reads
+weights, gradients and two moments and writes all but the gradients. DeepSpeed takes part if it
+is installed and its extension builds. Before that, every contender's second step is compared
 with the float64 definition.
 """
 
@@ -32,6 +32,8 @@ LR = 1e-3
 TENSOR_ELEMENTS = 1_000_000
 CHECKED = 1000  # elements of the first tensor
 BASELINE = "torch fused"
+ADAMW = "torch fused AdamW"
+BASELINES = {ADAMW: ADAMW, "AdamOffload decoupled": ADAMW}  # of all others: BASELINE
 Params = list[torch.nn.Parameter]
 
 
@@ -64,6 +66,16 @@ CONTENDERS: dict[str, tuple[Callable, dict, torch.dtype]] = {
     "AdamOffload scaled": (
         offload(loss_scale=128.0, weight_decay=0.01),
         {"loss_scale": 128.0, "weight_decay": 0.01},
+        torch.float32,
+    ),
+    ADAMW: (
+        lambda params: torch.optim.AdamW(params, LR, weight_decay=0.01, fused=True),
+        {"torch_eps": True, "decoupled_weight_decay": True, "weight_decay": 0.01},
+        torch.float32,
+    ),
+    "AdamOffload decoupled": (
+        offload(decoupled_weight_decay=True, weight_decay=0.01),
+        {"decoupled_weight_decay": True, "weight_decay": 0.01},
         torch.float32,
     ),
     "AdamOffload bfloat16": (offload(), {}, torch.bfloat16),
@@ -139,10 +151,10 @@ def measure(names: list[str], millions: int, repetitions: int, slow: int) -> dic
             name = names[(repetition + offset) % len(names)]
             if name != "torch for-loop" or repetition < slow:
                 running[name].step()
-    baseline = np.array(running[BASELINE].times) * 1e3
     elements = millions * TENSOR_ELEMENTS
     for name, contender in running.items():
         times = np.array(contender.times) * 1e3
+        baseline = np.array(running[BASELINES.get(name, BASELINE)].times) * 1e3
         itemsize = contender.params[0].element_size()
         masters = 4 if itemsize < 4 else 0  # read and written beside the parameter
         moved = elements * (16 + 2 * masters + (3 if not masters else 2) * itemsize)
@@ -202,7 +214,10 @@ def main() -> None:
     report = {"machine": machine, "sizes": []}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for millions in arguments.millions:
-        names = [BASELINE, *(n for n in arguments.optimizers if n != BASELINE)]
+        baselines = {BASELINES.get(name, BASELINE) for name in arguments.optimizers}
+        names = [
+            name for name in CONTENDERS if name in {*arguments.optimizers, *baselines}
+        ]
         result = measure(
             names, millions, arguments.repetitions, arguments.slow_repetitions
         )

@@ -7,9 +7,11 @@
 
 eps stands outside the bias correction, which is not where torch has it. The gradient is
 `g = (gradient + loss_scale weight_decay w) / loss_scale`, and t counts steps from 1.
+Decoupled weight decay leaves g alone: the step begins with `w = (1 - lr weight_decay) w`.
 
 References:
-    SEEDS row 1E; arXiv 1412.6980, the efficient form before section 2.1.
+    SEEDS row 1E; arXiv 1412.6980, the efficient form before section 2.1; arXiv 1711.05101
+    (AdamW).
 """
 
 from __future__ import annotations
@@ -57,7 +59,23 @@ _RULES = {
     "use_locking": _BOOL,
     "use_nesterov": _BOOL,
     "torch_eps": _BOOL,
+    "decoupled_weight_decay": _BOOL,
     "verbose": _BOOL,
+}
+
+
+# Arguments of other Adams: the value that asks for this algorithm, and what else to use.
+_KEEPS_AMSGRAD = "use Adam(amsgrad=True) of torch.optim or keras.optimizers"
+FOREIGN = {
+    "amsgrad": (False, _KEEPS_AMSGRAD),
+    "use_amsgrad": (False, _KEEPS_AMSGRAD),
+    "use_lazy": (False, "use torch.optim.SparseAdam, which steps the given rows only"),
+    "use_offload": (
+        True,
+        "use Adam of torch.optim or keras.optimizers, which keeps its state on the device",
+    ),
+    "maximize": (False, "negate the loss"),
+    "differentiable": (False, "use torch.optim.Adam"),
 }
 
 
@@ -88,6 +106,26 @@ def check(name: str, value: Any) -> Any:
             f"AdamOffload: {name}: required {rule.range_words}, got {value!r}"
         )
     return value if rule is _BOOL else float(value)
+
+
+def drop_foreign(arguments: dict[str, Any]) -> None:
+    """Drop other Adams' arguments that ask for what AdamOffload does anyway, in place.
+
+    Raises:
+        ValueError: one asks for another algorithm; the message names what to use.
+
+    Example:
+        >>> arguments = {"use_offload": True, "clipnorm": 1.0}
+        >>> drop_foreign(arguments)
+        >>> arguments
+        {'clipnorm': 1.0}
+    """
+    for name in FOREIGN.keys() & arguments.keys():
+        value, (expected, remedy) = arguments.pop(name), FOREIGN[name]
+        if bool(value) is not expected:
+            raise ValueError(
+                f"AdamOffload: {name}: expected {expected}, but got {value!r}; {remedy}"
+            )
 
 
 def check_rate(value: Any) -> float:
@@ -201,6 +239,7 @@ def reference_step(
     weight_decay: float = 0.0,
     loss_scale: float = 1.0,
     torch_eps: bool = False,
+    decoupled_weight_decay: bool = False,
 ) -> None:
     """Take step t in place, in float64: the definition that the frameworks are tested by.
 
@@ -215,9 +254,10 @@ def reference_step(
         beta2: decay rate of `v`.
         eps: added to `sqrt(v)`.
         use_nesterov: Nesterov's numerator.
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty, or the factor of the decoupled decay.
         loss_scale: what the loss was multiplied by.
         torch_eps: add eps to the bias-corrected `sqrt(v)`, as torch does.
+        decoupled_weight_decay: shrink `w` before the step and leave `g` alone, as AdamW does.
 
     Example:
         >>> w, m, v = np.ones(1), np.zeros(1), np.zeros(1)
@@ -225,6 +265,9 @@ def reference_step(
         >>> round(float(w[0]), 6)
         0.9
     """
+    if decoupled_weight_decay:
+        w *= 1 - lr * weight_decay
+        weight_decay = 0.0
     g = (g + loss_scale * weight_decay * w) / loss_scale
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g

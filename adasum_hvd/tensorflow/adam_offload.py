@@ -126,15 +126,19 @@ class AdamOffload(keras.optimizers.Optimizer):
         eps: a float > 0, added to the square root of the second moment.
         use_locking: the kernel locks variable and moments while it updates them.
         use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
-        weight_decay: L2 penalty >= 0 (not Keras's decoupled one), except for variables with
-            "beta" or "gamma" in their path and those of `exclude_from_weight_decay()`.
+        weight_decay: L2 penalty >= 0, or the decoupled decay, except for variables with "beta"
+            or "gamma" in their path and those of `exclude_from_weight_decay()`.
         loss_scale: what the loss was multiplied by, > 0.
         name: of the optimizer.
+        decoupled_weight_decay: decay the variables and not through their gradients, as
+            `keras.optimizers.AdamW` does.
         **kwargs: as for every Keras optimizer: clipnorm, gradient_accumulation_steps, ...
+            Arguments of other Adams (amsgrad, use_lazy, use_offload) are accepted if they ask
+            for this algorithm.
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: an argument out of range.
+        ValueError: an argument out of range or of another algorithm.
 
     Example:
         >>> optimizer = AdamOffload(0.01)                      # doctest: +SKIP
@@ -155,16 +159,21 @@ class AdamOffload(keras.optimizers.Optimizer):
         weight_decay: float = 0.0,
         loss_scale: float = 1.0,
         name: str = "adam_offload",
+        decoupled_weight_decay: bool = False,
         **kwargs: Any,
     ):
-        # Keras's own weight_decay is the decoupled one, so it stays unset.
+        adam.drop_foreign(kwargs)
+        # Keras's own weight_decay would decay the variables and not their masters.
         super().__init__(learning_rate=_keras_rate(learning_rate), name=name, **kwargs)
         self.beta1 = adam.check("beta1", beta1)
         self.beta2 = adam.check("beta2", beta2)
         self.eps = adam.check("eps", eps)
         self.use_locking = adam.check("use_locking", use_locking)
         self.use_nesterov = adam.check("use_nesterov", use_nesterov)
-        self.l2_weight_decay = adam.check("weight_decay", weight_decay)
+        self.decay = adam.check("weight_decay", weight_decay)
+        self.decoupled_weight_decay = adam.check(
+            "decoupled_weight_decay", decoupled_weight_decay
+        )
         self.loss_scale = adam.check("loss_scale", loss_scale)
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -212,6 +221,10 @@ class AdamOffload(keras.optimizers.Optimizer):
                     tf.where(same, master.value, tf.cast(here, master.dtype))
                 )
             weights = variable.value if master is None else master.value
+            decay = self._decay_of(variable)
+            if decay and self.decoupled_weight_decay:
+                rate = tf.cast(learning_rate, weights.dtype)
+                weights.assign_sub(weights * rate * decay)
             tf.raw_ops.ResourceApplyAdam(
                 var=weights.handle,
                 m=momentum.value.handle,
@@ -240,11 +253,15 @@ class AdamOffload(keras.optimizers.Optimizer):
         correction = tf.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return tf.cast(learning_rate, tf.float64) * correction
 
+    def _decay_of(self, variable: Any) -> float:
+        decayed = adam.is_decayed(variable.path) and self._use_weight_decay(variable)
+        return self.decay if decayed else 0.0
+
     def _unscaled(self, gradient: Any, variable: Any, weights: Any) -> tf.Tensor:
         gradient = tf.cast(tf.convert_to_tensor(gradient), weights.dtype)
-        decayed = adam.is_decayed(variable.path) and self._use_weight_decay(variable)
-        if self.l2_weight_decay and decayed:
-            gradient += self.l2_weight_decay * self.loss_scale * weights
+        decay = self._decay_of(variable)
+        if decay and not self.decoupled_weight_decay:
+            gradient += decay * self.loss_scale * weights
         return gradient if self.loss_scale == 1.0 else gradient / self.loss_scale
 
     def get_config(self) -> dict[str, Any]:
@@ -256,6 +273,7 @@ class AdamOffload(keras.optimizers.Optimizer):
             "eps": self.eps,
             "use_locking": self.use_locking,
             "use_nesterov": self.use_nesterov,
-            "weight_decay": self.l2_weight_decay,
+            "weight_decay": self.decay,
             "loss_scale": self.loss_scale,
+            "decoupled_weight_decay": self.decoupled_weight_decay,
         }

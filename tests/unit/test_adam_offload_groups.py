@@ -41,23 +41,33 @@ def test_groups_have_their_own_rates_and_decay():
 
 @pytest.mark.parametrize("how", ["named_parameters", "pairs", "grouped", "unnamed"])
 def test_beta_and_gamma_are_not_decayed_without_groups(how):
-    kernel, gamma, bias = parameters(shapes=[(5,), (5,), (5,)])
-    named = [("net.kernel", kernel), ("norm.gamma", gamma), ("net.bias", bias)]
-    params, names = [kernel, gamma, bias], named
+    kernel, gamma, beta, bias = params = parameters(shapes=[(5,)] * 4)
+    names = ("net.kernel", "norm.gamma", "norm.beta", "net.bias")
+    named = names = [*zip(names, params, strict=True)]
     if how == "pairs":
         params, names = named, None
     elif how == "grouped":
         params = [{"params": params}]
     elif how == "unnamed":
         names = None
-    before = [p.detach().clone() for p in (kernel, gamma, bias)]
+    before = [p.detach().clone() for p in (kernel, gamma, beta, bias)]
     optimizer = offload(params, weight_decay=0.1, named_parameters=names)
-    for p in (kernel, gamma, bias):
+    after = (kernel, gamma, beta, bias)
+    for p in after:
         p.grad = torch.zeros(5)
     optimizer.step()
-    after = (kernel, gamma, bias)
     moved = [not torch.equal(p, q) for p, q in zip(after, before, strict=True)]
-    assert moved == [True, how in ("grouped", "unnamed"), True]
+    decayed = how in ("grouped", "unnamed")
+    assert moved == [True, decayed, decayed, True]
+
+
+def test_a_groups_rate_wins_over_the_default_schedule():
+    a, b = parameters(shapes=[(5,), (5,)])
+    optimizer = offload([{"params": [a], "lr": 0.1}, {"params": [b]}], [0.2, 0.3])
+    for rate in (0.2, 0.3):
+        set_gradients([a, b], 0)
+        optimizer.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, rate]
 
 
 def test_order_params_give_the_order_of_updates():

@@ -22,6 +22,12 @@ SETTINGS = {
         "loss_scale": 128.0,
         "use_locking": True,
     },
+    "decoupled": {
+        "use_nesterov": True,
+        "weight_decay": 0.1,
+        "loss_scale": 128.0,
+        "decoupled_weight_decay": True,
+    },
     "vector": {"lr": [0.01 * 0.98**i for i in range(STEPS)]},
 }
 
@@ -62,7 +68,10 @@ def test_trajectory_is_the_reference_and_torch(settings):
             adam.reference_step(*state, step + 1, **{**reference_settings, "lr": rate})
     here = variable.numpy()
     assert np.abs(here - w).max() <= 1e-6 * np.abs(w).max()
-    assert np.abs(here - theirs.detach().numpy()).max() <= 1e-6 * np.abs(w).max()
+    tolerance = 1e-6
+    if "decoupled_weight_decay" in settings:  # torch rounds 1 - lr * weight_decay
+        tolerance += STEPS * 2**-25
+    assert np.abs(here - theirs.detach().numpy()).max() <= tolerance * np.abs(w).max()
     assert "CPU" in optimizer._moments[0][0].value.device
     assert scalar.numpy() == pytest.approx(s[0], rel=1e-6)
 
@@ -94,7 +103,7 @@ def test_fit_save_and_resume(tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(again.optimizer, AdamOffload)
-    assert again.optimizer.l2_weight_decay == 1e-4
+    assert again.optimizer.decay == 1e-4
     for which in (model, again):
         which.fit(x, y, epochs=2, shuffle=False, verbose=0)
     for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
@@ -102,11 +111,12 @@ def test_fit_save_and_resume(tmp_path):
 
 
 def test_beta_and_gamma_are_not_decayed():
-    kernel, gamma = (keras.Variable(np.ones(3), name=n) for n in ("kernel", "gamma"))
+    names = ("kernel", "gamma", "beta")
+    kernel, *others = (keras.Variable(np.ones(3), name=name) for name in names)
     optimizer = AdamOffload(0.1, weight_decay=0.5)
-    optimizer.apply([tf.zeros(3), tf.zeros(3)], [kernel, gamma])
+    optimizer.apply([tf.zeros(3)] * 3, [kernel, *others])
     assert (kernel.numpy() < 1).all()
-    assert (gamma.numpy() == 1).all()
+    assert all((other.numpy() == 1).all() for other in others)
 
 
 def test_vector_of_rates_ends():

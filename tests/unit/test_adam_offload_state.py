@@ -118,10 +118,8 @@ def test_state_of_low_precision_loads_in_torch():
 def test_loading_reports_what_cannot_be_taken_over():
     params = parameters(shapes=[(7,), (5,)])
     ours = offload(params)
-    with pytest.raises(ValueError, match="amsgrad: required False"):
+    with pytest.raises(ValueError, match="amsgrad: expected False"):
         ours.load_state_dict(torch.optim.Adam(params, amsgrad=True).state_dict())
-    with pytest.raises(ValueError, match="decoupled_weight_decay: required False"):
-        ours.load_state_dict(torch.optim.AdamW(params).state_dict())
     wrong = parameters(shapes=[(7,), (6,)])
     other = offload(wrong)
     train(other, wrong, 0, 1)

@@ -34,7 +34,8 @@ class AdamOffload(HostStateOptimizer):
         v = beta2 v + (1 - beta2) g^2
         w = w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
 
-    with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`. All of it is float32
+    with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`; with decoupled weight
+    decay `g = gradient / loss_scale`, after `w = (1 - lr weight_decay) w`. All of it is float32
     (float64 for float64 parameters) in host memory. A contiguous float32 parameter on the CPU
     is its own master; any other has a float32 master, from which it is rounded. Where a
     parameter was changed by others since the last step (loaded, broadcast), it counts, and its
@@ -53,21 +54,26 @@ class AdamOffload(HostStateOptimizer):
         use_locking: hold :attr:`lock` while weights and state change, so that another thread
             that holds it sees a complete step.
         use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
-        weight_decay: L2 penalty >= 0. Without groups, and given names, it leaves out the
-            parameters with "beta" or "gamma" in their names.
+        weight_decay: L2 penalty >= 0, or the decoupled decay. Without groups, and given names,
+            it leaves out the parameters with "beta" or "gamma" in their names.
         loss_scale: what the loss was multiplied by, > 0.
         learning_rate: MindSpore's name of `lr`; wins over it.
         betas: torch's name of (beta1, beta2); wins over them.
         named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
+        decoupled_weight_decay: decay the weights and not through their gradients; with
+            `torch_eps=True` this is `torch.optim.AdamW`.
         num_threads: threads of this rank's step; by default its share of the host's cores, and
             no more than torch uses.
         verbose: let rank 0 log :meth:`plan`, at INFO.
+        **foreign: arguments of other Adams (amsgrad, use_lazy, use_offload, ...), accepted if
+            they ask for this algorithm.
 
     Raises:
-        TypeError: an argument of a wrong type, or elements of `params` that are not all
-            parameters, or not all dicts.
-        ValueError: an argument out of range, no parameters, or a wrong `order_params`.
+        TypeError: an unknown argument or one of a wrong type, or elements of `params` that are
+            not all parameters, or not all dicts.
+        ValueError: an argument out of range or of another algorithm, no parameters, or a wrong
+            `order_params`.
         KeyError: an unknown key in a group.
         RuntimeError: a parameter given twice, or a torch without a fused Adam for the CPU.
 
@@ -100,9 +106,14 @@ class AdamOffload(HostStateOptimizer):
         betas: tuple[float, float] | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         torch_eps: bool = False,
+        decoupled_weight_decay: bool = False,
         num_threads: int | None = None,
         verbose: bool = True,
+        **foreign: Any,
     ):
+        adam.drop_foreign(foreign)
+        if foreign:
+            raise TypeError(f"AdamOffload: unexpected arguments {sorted(foreign)}")
         if not hasattr(torch, "_fused_adam_") or torch.__version__ < "2.4":
             raise RuntimeError(
                 f"AdamOffload: required torch >= 2.4 for its fused Adam on the CPU, got "
@@ -117,6 +128,7 @@ class AdamOffload(HostStateOptimizer):
                 "loss_scale": loss_scale,
                 "use_nesterov": use_nesterov,
                 "torch_eps": torch_eps,
+                "decoupled_weight_decay": decoupled_weight_decay,
                 "step": 0,
             }
         )

@@ -52,7 +52,7 @@ class Update:
         return (
             self.grad.dtype != self.weights.dtype
             or settings.loss_scale != 1.0
-            or (settings.use_nesterov and settings.weight_decay != 0.0)
+            or (settings.use_nesterov and settings.l2_penalty != 0.0)
         )
 
     def pieces(self, elements: int) -> Iterator[Update]:
@@ -132,7 +132,8 @@ class HostAdam:
         exp_avgs = [update.exp_avg for update in batch]
         exp_avg_sqs = [update.exp_avg_sq for update in batch]
         if batch[0].copies_gradient:
-            grads, decay = self._unscaled(settings, weights, grads), 0.0
+            grads = self._unscaled(settings, weights, grads)
+            decay = settings.weight_decay - settings.l2_penalty
         if settings.use_nesterov:
             torch._foreach_lerp_(exp_avgs, grads, 1.0 - settings.betas[0])
             _, copies = self._scratch_like(exp_avgs, 1)
@@ -149,7 +150,7 @@ class HostAdam:
         """Return g of the formula, in scratch: the caller's gradients stay as they are."""
         flat, copies = self._scratch_like(weights, 0)
         torch._foreach_copy_(copies, grads)
-        scale, decay = settings.loss_scale, settings.weight_decay
+        scale, decay = settings.loss_scale, settings.l2_penalty
         if decay:
             torch._foreach_add_(copies, weights, alpha=decay * scale)
         if scale != 1.0:
@@ -204,7 +205,9 @@ def _kernel(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
 ) -> None:
-    torch._fused_adam_(
+    decoupled = settings.decoupled_weight_decay
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
         weights,
         grads,
         exp_avgs,

@@ -2,8 +2,9 @@
 
 A group as `AdamOffload` keeps it is torch's, with these keys beside "params", "lr", "betas",
 "eps" and "weight_decay": "schedule" (None, a tuple of rates or a callable), "step" (steps
-taken, the same in all groups), "use_nesterov", "loss_scale", "torch_eps", and, parallel to
-"params" and only where needed, "no_decay" and "order".
+taken, the same in all groups), "use_nesterov", "loss_scale", "torch_eps",
+"decoupled_weight_decay", and, parallel to "params" and only where needed, "no_decay" and
+"order".
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ Group = dict[str, Any]
 Named = tuple[str, torch.Tensor]  # the name is empty where it is unknown
 
 _SEED_KEYS = {"params", "lr", "weight_decay", "order_params", "grad_centralization"}
-_OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps", "step", "schedule",
-             "no_decay", "order", "name", "param_names"}  # fmt: skip
+_OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps",
+             "decoupled_weight_decay", "step", "schedule", "no_decay", "order", "name",
+             "param_names"}  # fmt: skip
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay")
 _MEANINGLESS = ("foreach", "capturable", "fused", "grad_centralization")
-_CHECKED = ("weight_decay", "eps", "loss_scale", "use_nesterov", "torch_eps")
+_CHECKED = ("weight_decay", "eps", "loss_scale", "use_nesterov", "torch_eps",
+            "decoupled_weight_decay")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Settings:
         lr: learning rate of this step.
         betas: decay rates of the moments.
         eps: as the user gave it.
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty, or the factor of the decoupled decay.
         loss_scale: what the gradients are too large by.
         use_nesterov: Nesterov's numerator.
         torch_eps: eps is added to the bias-corrected root, as torch does.
+        decoupled_weight_decay: weights decay, not gradients.
         step: of this update, counted from 1.
     """
 
@@ -52,6 +55,7 @@ class Settings:
     loss_scale: float
     use_nesterov: bool
     torch_eps: bool
+    decoupled_weight_decay: bool
     step: int
 
     @classmethod
@@ -71,8 +75,14 @@ class Settings:
             loss_scale=group["loss_scale"] * grad_scale,
             use_nesterov=group["use_nesterov"],
             torch_eps=group["torch_eps"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
             step=group["step"] + 1,
         )
+
+    @property
+    def l2_penalty(self) -> float:
+        """The weight decay that is part of the gradient."""
+        return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
     @cached_property
     def kernel_eps(self) -> float:
@@ -179,7 +189,7 @@ def complete(
         ValueError: as :func:`groups_of`.
         KeyError: as :func:`groups_of`.
     """
-    known = _SEED_KEYS | _OWN_KEYS | _SCHEDULER_KEYS | {*_UNSUPPORTED, *_MEANINGLESS}
+    known = _SEED_KEYS | _OWN_KEYS | _SCHEDULER_KEYS | {*adam.FOREIGN, *_MEANINGLESS}
     unknown = sorted(set(group) - known)
     if unknown or "params" not in group:
         raise KeyError(
@@ -223,16 +233,12 @@ def checked(group: Group) -> Group:
 
 
 def drop_foreign(group: Group) -> None:
-    """Drop what only torch's Adam knows, in place.
+    """Drop the settings that only torch's Adam has, in place.
 
     Raises:
-        ValueError: it is a setting that changes results and that we lack.
+        ValueError: a setting asks for another algorithm.
     """
-    for key in _UNSUPPORTED:
-        if group.pop(key, False):
-            raise ValueError(
-                f"AdamOffload: {key}: required False, got True; this is another algorithm"
-            )
+    adam.drop_foreign(group)
     for key in _MEANINGLESS:
         group.pop(key, None)
 

@@ -246,7 +246,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups or shapes differ, or the state is of another algorithm
-                (amsgrad, maximize, decoupled weight decay).
+                (amsgrad, maximize, the other kind of weight decay).
         """
         hook = self.register_load_state_dict_pre_hook(_imported)
         try:
@@ -332,6 +332,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         )
     for group, own in zip(saved, ours, strict=False):
         settings.drop_foreign(group)
+        _check_same_decay(group, own)
         # torch's Adam carries our groups' "step" along and does not count in it.
         group["step"] = int(max(steps, default=group.get("step", 0)))
         for key, value in own.items():
@@ -349,6 +350,19 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for place, values in state.items()
     }
     return {**state_dict, "state": shielded, "param_groups": saved}
+
+
+def _check_same_decay(saved: settings.Group, own: settings.Group) -> None:
+    expected = own["decoupled_weight_decay"]
+    actual = saved.get(
+        "decoupled_weight_decay", expected
+    )  # older torch does not save it
+    if actual != expected:
+        raise ValueError(
+            f"AdamOffload.load_state_dict: decoupled_weight_decay: expected {expected}, but got "
+            f"{actual} in the saved state; create AdamOffload with "
+            f"decoupled_weight_decay={actual}"
+        )
 
 
 def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None:
