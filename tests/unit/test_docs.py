@@ -103,27 +103,6 @@ def test_commands_exist(page: Path) -> None:
                 assert ran.returncode == 0, (line, ran.stderr)
 
 
-def test_cited_rows_are_explained() -> None:
-    replaced = REPOSITORY / "docs" / "replaced.md"
-    explained = {
-        token.content.split(".")[0]
-        for token in pages.tokens(replaced)
-        if token.type == "inline" and token.content[:1] == "1"
-    }
-    sources = [path.read_text() for path in (REPOSITORY / "adasum_hvd").rglob("*.py")]
-    cited = {
-        row
-        for source in sources
-        for line in re.findall(r"SEEDS row.*", source)
-        for row in re.findall(r"\b1[A-Z]\b", line)
-    }
-    assert cited and cited <= explained
-    for name in pages.quoted(replaced):
-        if name.endswith((".py", ".cc")) and " " not in name:
-            places = REPOSITORY / "adasum_hvd", REPOSITORY
-            assert any(list(place.glob(name)) for place in places), name
-
-
 def test_readme_is_short_and_links_to_every_page() -> None:
     readme = REPOSITORY / "README.md"
     assert len(readme.read_text().splitlines()) <= 120

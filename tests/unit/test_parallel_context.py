@@ -137,6 +137,18 @@ def test_wrap_cells_need_the_seeds_groups():
             check_job(context, groups)
 
 
+def test_relaxed_cells_with_a_gradient_group_do_not_sum_twice():
+    context = ParallelContext("auto_parallel", 3)
+    groups = {"group_op": "sum", "group_size": 2}
+    check_job(context, groups, relaxed=True)
+    check_job(
+        context, {**groups, "group_op": "average"}, relaxed=True, reduced_in_group=True
+    )
+    match = "'average' or 'adasum' with gradient_group, got 'sum'"
+    with pytest.raises(RuntimeError, match=match):
+        check_job(context, groups, relaxed=True, reduced_in_group=True)
+
+
 def test_examples():
     results = doctest.testmod(context, optionflags=doctest.ELLIPSIS)
     assert results.attempted >= 2
