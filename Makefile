@@ -47,28 +47,14 @@ setup: $(VENV)/ready
 demo: setup
 	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
 
-# Side by side, for each of them waits now and then: half an hour's work in half the time.
+# Parts side by side, because some of their tests wait; tests/parts.py says what is in each.
 test: lint setup
-	@echo "cases, unit, jobs and hosts, two at a time; each is shown when it is done"
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going cases unit jobs hosts
-
-unit: setup
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m tests.parts
 
 parallel: cases jobs
 
-# Files whose tests share launches, which compute; the others' jobs mostly wait.
-SHARING := $(addprefix tests/parallel/,test_torch.py test_tensorflow.py test_device.py)
-
-cases: setup
-	$(BIN)/python -m pytest $(SHARING)
-
-jobs: setup
-	$(BIN)/python -m pytest tests/parallel $(SHARING:%=--ignore=%)
-
-# Network namespaces need root and iproute2; skipped without.
-hosts: setup
-	$(BIN)/python -m pytest tests/hosts
+cases unit jobs hosts: setup
+	$(BIN)/python -m tests.parts $@
 
 # Horovod's own tests, from the checkout that HOROVOD_SOURCE names: docs/compatibility.md.
 compatibility: setup

@@ -12,14 +12,17 @@ import pytest
 from adasum_hvd.common import binding
 from adasum_hvd.install import environment
 from adasum_hvd.startup.preflight import library_path
-from tests.parallel.harness.launch import Configuration, Outcome, case_names, launch
+from tests.parallel.harness.configurations import (
+    ASYNCHRONOUS,
+    SLICED,
+    TWO_STREAMS,
+    Configuration,
+)
+from tests.parallel.harness.job import Job
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
 DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
-FRAMEWORKS = {"torch": "device.test_torch", "tensorflow": "device.test_tensorflow"}
-SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
-ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
-TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
+FRAMEWORKS = ("torch", "tensorflow")
 SHARED = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
 FORMS = [
     ("gloo", 1, SHARED, ""),
@@ -33,10 +36,11 @@ FORMS = [
     ("gloo", 2, SHARED + ASYNCHRONOUS + TWO_STREAMS, ""),
 ]
 CASES = [
-    (framework, Configuration(cases, *form), name)
-    for framework, cases in FRAMEWORKS.items()
+    (framework, configuration, case.name)
+    for framework in FRAMEWORKS
     for form in FORMS
-    for name in case_names(cases)
+    for configuration in [Configuration((f"device.test_{framework}",), *form)]
+    for case in configuration.cases
 ]
 pytestmark = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
 
@@ -59,9 +63,11 @@ def library_of(framework: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def outcome_of(configuration: Configuration) -> Outcome:
-    """Return what the ranks of a configuration reported; launched once."""
-    return launch(configuration)
+def job_of(configuration: Configuration) -> Job:
+    """Return the job of a configuration, which is started once."""
+    job = Job(configuration)
+    job.wait()
+    return job
 
 
 @pytest.mark.parametrize(
@@ -81,4 +87,4 @@ def test_case(framework: str, configuration: Configuration, name: str) -> None:
         )
     if configuration.backend == "mpi" and not library.horovod_mpi_built():
         pytest.skip("needs a Horovod built with MPI")
-    outcome_of(configuration).check(name, configuration.ranks)
+    job_of(configuration).check(name)

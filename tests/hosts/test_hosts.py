@@ -16,22 +16,21 @@ import jobs
 import pytest
 from namespaces import Hosts, missing
 
+from tests.parallel.harness.cases import Case, cases_in
+from tests.parallel.harness.configurations import Configuration
+from tests.parallel.harness.job import Job
 from tests.parallel.harness.launch import (
     HOROVODRUN,
-    Configuration,
-    Outcome,
-    case_names,
     environment,
-    launch,
     run_launcher,
     waits,
 )
 
-CASES = "torch.test_ops"
-# Over MPI every case; over Gloo, where test_torch.py has all of them on two hosts by name, what
+FILE = "torch.test_ops"
+# Over MPI every case; over Gloo, where other jobs run all of them on two hosts by name, what
 # crosses a link in another way than the others, or ends in an error on the other host.
 CHOSEN = {
-    "mpi": case_names(CASES),
+    "mpi": [case.name for case in cases_in(FILE)],
     "gloo": [
         "case_every_dtype_and_size",
         "case_cancelling_pairs",
@@ -51,20 +50,24 @@ def two_hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def launch_on(hosts: Hosts, backend: str, ranks: int) -> Outcome:
+def chosen(*names: str) -> list[Case]:
+    return [case for case in cases_in(FILE) if case.name in names]
+
+
+def launch_on(hosts: Hosts, backend: str, ranks: int) -> Job:
     """Run the op's cases on hosts; their remote shell stands in for ssh."""
     path = (("PATH", jobs.search_path(hosts)),)
-    configuration = Configuration(CASES, backend, ranks, path)
+    configuration = Configuration((FILE,), backend, ranks, path)
     words = jobs.launcher(backend, ranks, hosts)
-    return launch(configuration, words, CHOSEN[backend])
+    return Job(configuration, chosen(*CHOSEN[backend]), words)
 
 
 @pytest.fixture(scope="module")
-def two_by_two(two_hosts: Hosts) -> Callable[[str], Outcome]:
-    """Return a function from "gloo" or "mpi" to the outcome on two hosts of two ranks."""
+def two_by_two(two_hosts: Hosts) -> Callable[[str], Job]:
+    """Return a function from "gloo" or "mpi" to a job on two hosts of two ranks."""
 
     @functools.cache
-    def get(backend: str) -> Outcome:
+    def get(backend: str) -> Job:
         two_hosts.offload(True)
         return launch_on(two_hosts, backend, 4)
 
@@ -75,7 +78,7 @@ def two_by_two(two_hosts: Hosts) -> Callable[[str], Outcome]:
     ("backend", "name"), [(b, name) for b, names in CHOSEN.items() for name in names]
 )
 def test_case(two_by_two, backend: str, name: str) -> None:
-    two_by_two(backend).check(name, 4)
+    two_by_two(backend).check(name)
 
 
 @pytest.mark.parametrize("backend", CHOSEN)
@@ -88,20 +91,22 @@ UNEVEN = ["case_every_dtype_and_size", "case_process_set", "case_path"]
 
 
 @pytest.fixture(scope="module", params=["gloo", "mpi"])
-def three_and_one(request: pytest.FixtureRequest, two_hosts: Hosts) -> Outcome:
+def three_and_one(request: pytest.FixtureRequest, two_hosts: Hosts) -> Job:
     two_hosts.offload(True)
     path = (("PATH", jobs.search_path(two_hosts)),)
     launcher = jobs.launcher(request.param, 4, two_hosts, slots=(3, 1))
-    configuration = Configuration(CASES, request.param, 4, path)
-    return launch(configuration, launcher, only=UNEVEN)
+    configuration = Configuration((FILE,), request.param, 4, path)
+    job = Job(configuration, chosen(*UNEVEN), launcher)
+    job.wait()
+    return job
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_case_on_uneven_hosts(three_and_one: Outcome, name: str) -> None:
-    three_and_one.check(name, 4)
+def test_case_on_uneven_hosts(three_and_one: Job, name: str) -> None:
+    three_and_one.check(name)
 
 
-def test_uneven_hosts_share_memory(three_and_one: Outcome) -> None:
+def test_uneven_hosts_share_memory(three_and_one: Job) -> None:
     for path in three_and_one.results("case_path").values():
         assert path.startswith("inside a host shared memory")
 

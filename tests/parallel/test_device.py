@@ -3,77 +3,50 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import sys
 
 import pytest
-from jobs import run_launcher
 
-from tests.parallel.harness.launch import (
+from tests.parallel.harness.configurations import (
+    ALL_SIMULATED,
+    ASYNCHRONOUS,
+    SIMULATED_ONE_HOST,
+    SIMULATED_TWO_HOSTS,
+    SLICED,
     Configuration,
-    case_names,
-    command,
-    environment,
-    launch,
+    simulated,
 )
+from tests.parallel.harness.job import Job
+from tests.parallel.harness.launch import command, environment, run_launcher
 from tests.parallel.harness.simulated_horovod import make
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the simulated device is for x86-64"
 )
-CASES = "device.test_simulated"
-SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
-TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
-ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
-ONE_HOST = [
-    Configuration(CASES, "gloo", 1),
-    Configuration(CASES, "gloo", 2, SLICED + TWO_STREAMS),
-    Configuration(CASES, "gloo", 3),
-    Configuration(CASES, "gloo", 4, SLICED),
-]
-OTHERS = [
-    Configuration(
-        CASES, "gloo", 3, (*SLICED, ("ADASUM_TEST_HOSTS", "1,2")),
-        hosts="localhost:1,127.0.0.1:2",
-    ),
-    Configuration(
-        CASES, "gloo", 4, (*SLICED, *ASYNCHRONOUS, ("ADASUM_TEST_HOSTS", "2,2")),
-        hosts="localhost:2,127.0.0.1:2",
-    ),
-    Configuration(
-        CASES, "gloo", 4,
-        (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2")),
-    ),
-]  # fmt: skip
+EVERY_DTYPE = "case_every_dtype_and_size"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def simulated_horovod() -> None:
-    os.environ["ADASUM_SIMULATED_HOROVOD"] = str(make())
-
-
-@pytest.mark.parametrize("name", case_names(CASES))
-@pytest.mark.parametrize("configuration", ONE_HOST + OTHERS, ids=str)
-def test_case(outcome_of, configuration: Configuration, name: str) -> None:
-    outcome_of(configuration).check(name, configuration.ranks)
-
-
-@pytest.mark.parametrize("configuration", ONE_HOST + OTHERS, ids=str)
-def test_all_ranks_have_the_same_bits(outcome_of, configuration: Configuration) -> None:
-    digests = outcome_of(configuration).results("case_every_dtype_and_size")
+@pytest.mark.needs(EVERY_DTYPE)
+@pytest.mark.parametrize("configuration", ALL_SIMULATED, ids=str)
+def test_all_ranks_have_the_same_bits(job, configuration: Configuration) -> None:
+    digests = job(configuration).results(EVERY_DTYPE)
     assert len(digests) == configuration.ranks
     assert len(set(digests.values())) == 1
 
 
+@pytest.mark.needs("case_host_tensors_beside_them")
 @pytest.mark.parametrize(
     ("configuration", "words"),
-    [(ONE_HOST[3], "devices: NCCL"), (OTHERS[1], "NCCL, levels of 2 x 2 ranks")],
+    [
+        (SIMULATED_ONE_HOST[3], "devices: NCCL"),
+        (SIMULATED_TWO_HOSTS, "NCCL, levels of 2 x 2 ranks"),
+    ],
     ids=str,
 )
-def test_ranks_know_their_path(outcome_of, configuration, words: str) -> None:
-    paths = outcome_of(configuration).results("case_host_tensors_beside_them")
+def test_ranks_know_their_path(job, configuration, words: str) -> None:
+    paths = job(configuration).results("case_host_tensors_beside_them")
     assert len(paths) == configuration.ranks
     assert all(path.endswith(words) for path in paths.values()), paths
 
@@ -111,7 +84,11 @@ def run_without_memory(tmp_path, **variables: str) -> tuple[int, str]:
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_MEMORY)
     words = [*command("gloo", 2), sys.executable, str(script)]
-    return run_launcher(words, {**environment(), **variables}, 120)
+    return run_launcher(
+        words,
+        environment() | {"ADASUM_SIMULATED_HOROVOD": str(make())} | variables,
+        120,
+    )
 
 
 def test_a_rank_without_memory_says_so_and_ends(tmp_path) -> None:
@@ -142,21 +119,24 @@ def test_ranks_of_an_elastic_job_go_on_after_one_had_no_memory(
     assert re.search(r"rank 0: AdaSum: Horovod shut down while", output), output
 
 
-def test_timeline_shows_the_phases_and_results_stay(outcome_of, tmp_path) -> None:
+@pytest.mark.needs(EVERY_DTYPE)
+@pytest.mark.parametrize("configuration", [SIMULATED_ONE_HOST[2]], ids=str)
+def test_timeline_shows_the_phases_and_results_stay(
+    job, tmp_path, configuration: Configuration
+) -> None:
+    expected = job(configuration).results(EVERY_DTYPE)
     file = tmp_path / "timeline.json"
-    timed = Configuration(
-        CASES, "gloo", 3, (*SLICED, ("HOROVOD_TIMELINE", str(file)), *ASYNCHRONOUS)
-    )
-    outcome = launch(timed)
-    for name in case_names(CASES):
-        assert not outcome.raise_failures(name, 3)
+    variables = (*SLICED, ("HOROVOD_TIMELINE", str(file)), *ASYNCHRONOUS)
+    timed = Job(simulated(3, variables))
+    for case in timed.cases:
+        assert not timed.reason_to_skip(case)
+    assert timed.results(EVERY_DTYPE) == expected
+    timed.close()
     text = file.read_text().rstrip().rstrip(",").removesuffix("]")
     events = [event.get("name", "") for event in json.loads(text.rstrip(",\n") + "]")]
     for phase in ("EXCHANGE_GRAM", "SOLVE", "COMBINE_GATHER"):
         assert f"ADASUM_{phase}" in events
         assert f"ADASUM_DELTA_{phase}" in events
-    case = "case_every_dtype_and_size"
-    assert outcome.results(case) == outcome_of(ONE_HOST[2]).results(case)
 
 
 # Threads that submit tensors of the host while the ranks shut down: TensorFlow's do so.
@@ -199,6 +179,7 @@ def test_what_is_submitted_while_ranks_shut_down_comes_back(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUBMITTED_AT_THE_END)
     words = [*command("gloo", 2), sys.executable, str(script)]
-    _, output = run_launcher(words, environment(), 120)
+    variables = {"ADASUM_SIMULATED_HOROVOD": str(make())}
+    _, output = run_launcher(words, environment() | variables, 120)
     assert output.count("all came back") == 2, output
     assert all(float(s) < 4 for s in re.findall(r"ended after (\S+) s", output)), output

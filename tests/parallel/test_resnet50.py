@@ -1,4 +1,4 @@
-"""The ResNet-50 tutorial: its parts on two ranks, and its command line."""
+"""The ResNet-50 tutorial's command line; its parts are cases/torch/test_tutorial.py."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import sys
 
 from tests.parallel.harness.launch import (
     REPOSITORY,
-    Configuration,
     command,
     environment,
-    every_case,
     run_launcher,
 )
-
-
-@every_case([Configuration("torch.test_tutorial", "gloo", 2)])  # 16 ranks in make soak
-def test_case(outcome_of, configuration: Configuration, name: str) -> None:
-    outcome_of(configuration).check(name, configuration.ranks)
 
 
 def test_tutorial_command_line(tmp_path):

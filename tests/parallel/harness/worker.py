@@ -1,6 +1,11 @@
-"""What each rank runs: every `case_*` function of one file, in order, all ranks together.
+"""The program of each rank: the cases of some files, in order, all ranks together.
 
-A case that has nothing to check on so few ranks says so by `pytest.skip(why)`, on all of them.
+    python -m tests.parallel.harness.worker torch.test_ops+torch.test_fuzz FOLDER [CASE ...]
+
+A case that has nothing to check on so few ranks calls `pytest.skip(reason)`, on all of them.
+The first file may define how ranks start (`init`), come together after a case (`align`), end
+(`shutdown`) and are numbered (`rank`); what it does not define is its `hvd`'s. Every file may
+define a `start` for what its cases share.
 """
 
 from __future__ import annotations
@@ -12,51 +17,72 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-CASES = "tests.parallel.cases"
+from tests.parallel.harness.cases import PACKAGE, Case, cases_in
+
 # A rank that is stuck shows where it stands, and ends.
 CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 
 
-def main() -> None:
-    """Run `python -m tests.parallel.harness.worker CASES DIRECTORY [CASE ...]`."""
+def main(files: str, folder: str, *chosen: str) -> None:
+    """Run the chosen cases of some files, or all of them, and report to FOLDER/rank-R.jsonl."""
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
-    files, directory, *only = sys.argv[1:]
-    modules = [importlib.import_module(f"{CASES}.{name}") for name in files.split("+")]
-    hvd = modules[0].hvd
-    # A file may say how to initialize, what to do then, and how to come together after a case.
-    getattr(modules[0], "init", hvd.init)()
-    for start in dict.fromkeys(getattr(module, "start", None) for module in modules):
-        if start is not None:
-            start()
-    align = getattr(modules[0], "align", None) or hvd.barrier
-    report = Path(directory, f"rank-{hvd.rank()}.jsonl")
-    cases = {
-        name: case
-        for module in modules
-        for name, case in vars(module).items()
-        if name.startswith("case_") and (not only or name in only)
+    modules = {
+        name: importlib.import_module(f"{PACKAGE}.{name}") for name in files.split("+")
     }
-    for name, case in cases.items():
+    first = next(iter(modules.values()))
+    _of(first, "init")()
+    starts = [getattr(module, "start", None) for module in modules.values()]
+    for start in filter(None, dict.fromkeys(starts)):
+        start()
+    align = _of(first, "align", "barrier")
+    report = Path(folder, f"rank-{_of(first, 'rank')()}.jsonl")
+    known = {str(case): case for name in modules for case in cases_in(name)}
+    for case in _select(known, chosen):
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
-        error, skipped, result = "", "", None
-        began = time.monotonic()
-        try:
-            result = case()
-        except pytest.skip.Exception as skip:
-            skipped = str(skip)
-        except (Exception, pytest.fail.Exception):
-            error = traceback.format_exc()
+        verdict = run(getattr(modules[case.file], case.function), case)
         with report.open("a") as file:
-            verdict = {"case": name, "error": error, "skipped": skipped}
-            verdict |= {"result": result, "seconds": time.monotonic() - began}
-            file.write(json.dumps(verdict) + "\n")
+            file.write(json.dumps({"case": str(case)} | verdict) + "\n")
         align()
-    hvd.shutdown()
+    _of(first, "shutdown")()
+
+
+def run(function: Callable, case: Case) -> dict[str, Any]:
+    """Return what a case returned or raised, and how long it took."""
+    error, skipped, result = "", "", None
+    began = time.monotonic()
+    try:
+        result = function(**case.arguments)
+    except pytest.skip.Exception as skip:
+        skipped = str(skip)
+    except (Exception, pytest.fail.Exception):
+        error = traceback.format_exc()
+    seconds = time.monotonic() - began
+    return {"error": error, "skipped": skipped, "result": result, "seconds": seconds}
+
+
+def _of(module: ModuleType, name: str, of_hvd: str = "") -> Callable:
+    """Return a function of a file, or that of its `hvd`."""
+    return getattr(module, name, None) or getattr(module.hvd, of_hvd or name)
+
+
+def _select(known: dict[str, Case], chosen: tuple[str, ...]) -> list[Case]:
+    """Return the cases with these full or short names, in the order of the names."""
+    if not chosen:
+        return list(known.values())
+    return [
+        case
+        for name in chosen
+        for case in known.values()
+        if name in (str(case), case.name, case.function)
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

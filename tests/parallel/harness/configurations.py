@@ -1,0 +1,159 @@
+"""Which ranks run which files of cases: one launch per configuration, shared by its files.
+
+A new file of cases goes into the configurations that should run it. Every rank of a launch
+imports a framework and Keras traces its functions, so a new configuration costs seconds to
+minutes, and a new file in an existing one almost nothing. Files that share a launch start
+alike: the first one's `init()`, `align()` and `shutdown()` count (worker.py), and all of
+their `start()`.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from tests.parallel.harness.cases import Case, cases_in
+
+Variables = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Files of cases, a launcher, a number of ranks and their environment."""
+
+    files: tuple[str, ...]
+    backend: str
+    ranks: int
+    environment: Variables = ()
+    hosts: str = ""
+    label: str = ""  # in the tests' names
+
+    def __str__(self) -> str:
+        extra = [f"{k.removeprefix('ADASUM_HVD_')}={v}" for k, v in self.environment]
+        parts = [
+            self.label or self.files[0],
+            f"{self.backend}{self.ranks}",
+            *extra,
+            self.hosts,
+        ]
+        return "-".join(filter(None, parts)).lower()
+
+    @property
+    def cases(self) -> list[Case]:
+        return [case for file in self.files for case in cases_in(file)]
+
+
+def _files(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}.test_{name}" for name in names.split())
+
+
+OPS = _files("torch", "ops fuzz")
+OPTIMIZER = _files("torch", "optimizer buckets moved parameters scaler delta")
+TOOLS = _files("torch", "tools functions")
+OFFLOAD = _files("torch", "adam_offload")
+MONITOR = _files("torch", "monitor")
+CELLS = _files("torch", "wrap_cells")
+MODES = _files("torch", "parallel_modes")
+DRIFT = _files("torch", "drift weights misuse")
+CONVERGENCE = _files("torch", "convergence")
+KERAS_OPTIMIZER = _files("keras", "optimizer")
+KERAS_MONITOR = _files("keras", "monitor")
+KERAS_MODES = _files("keras", "modes scales callbacks elastic")
+KERAS_CELLS = _files("keras", "wrap_cells")
+AGREEMENT = (
+    *_files("keras", "agreement"),
+    *_files("tensorflow", "arguments"),
+    *_files("keras", "missing"),
+)
+TENSORFLOW_OPS = _files("tensorflow", "ops reducer legacy")
+SIMULATED = _files("device", "simulated")
+
+NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
+# Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
+TINY = (
+    ("ADASUM_HVD_CHUNK_BYTES", "1"),
+    ("ADASUM_HVD_MAX_MESSAGE_BYTES", "1024"),
+    ("ADASUM_HVD_REPLICATE_BYTES", "0"),
+)
+PORTABLE = (("ADASUM_HVD_KERNELS", "portable"), ("ADASUM_HVD_REPLICATE_BYTES", "0"))
+STAGED = (("ADASUM_HVD_LOCAL", "staged"), ("ADASUM_HVD_LOCAL_RING_BYTES", "4096"))
+THREADS = (("ADASUM_HVD_NUM_THREADS", "3"),)  # else one, where ranks share processors
+SPLIT = (("ADASUM_HVD_RADICES", "2x2"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+GROUPS = (("ADASUM_HVD_GROUP_OP", "average"), ("ADASUM_HVD_GROUP_SIZE", "2"))
+SLICED = (("ADASUM_HVD_REPLICATE_BYTES", "0"),)
+TWO_STREAMS = (("HOROVOD_NUM_NCCL_STREAMS", "2"),)
+ASYNCHRONOUS = (("HOROVOD_ENABLE_ASYNC_COMPLETION", "1"),)
+
+
+def torch(
+    backend: str,
+    ranks: int,
+    *more: str,
+    environment: Variables = (),
+    hosts: str = "",
+) -> Configuration:
+    """Return a configuration of the op's cases and of more files."""
+    return Configuration((*OPS, *more), backend, ranks, environment, hosts, "torch")
+
+
+def tensorflow(backend: str, ranks: int, *more: str) -> Configuration:
+    """Return a configuration of TensorFlow's op cases and of more files."""
+    return Configuration((*TENSORFLOW_OPS, *more), backend, ranks, label="tensorflow")
+
+
+def simulated(
+    ranks: int, environment: Variables = (), slots: tuple[int, ...] = ()
+) -> Configuration:
+    """Return a configuration of simulated devices, on hosts with these slots."""
+    names = ("localhost", "127.0.0.1")
+    hosts = ",".join(f"{n}:{s}" for n, s in zip(names, slots, strict=False))
+    if slots:
+        environment += (("ADASUM_TEST_HOSTS", ",".join(map(str, slots))),)
+    return Configuration(SIMULATED, "gloo", ranks, environment, hosts, "simulated")
+
+
+# Most of it runs over MPI: a message of Horovod's costs several times as much over Gloo, where
+# ranks share few processors. What is about Gloo, and more ranks, are in make soak, too.
+ALONE = torch("gloo", 1, *OPTIMIZER, *TOOLS, *MONITOR, *OFFLOAD, *CELLS)
+GLOO_2 = torch("gloo", 2, *OPTIMIZER, *TOOLS, *MONITOR, *DRIFT)
+GLOO_3 = torch("gloo", 3, environment=NETWORK)
+GLOO_4 = torch("gloo", 4)  # for its bits and its path; all of it in make soak
+MPI_2 = torch("mpi", 2, *OPTIMIZER, *TOOLS, *MODES, environment=NETWORK)
+MPI_3 = torch("mpi", 3, *OPTIMIZER, *TOOLS, *OFFLOAD, *CELLS)  # 8 in make soak
+MPI_4 = torch("mpi", 4, *MODES, *CONVERGENCE, environment=NETWORK)
+MPI_5 = torch("mpi", 5, environment=NETWORK)  # and on Gloo in make soak
+TINY_MPI = torch("mpi", 3, *MONITOR, environment=TINY + NETWORK)
+PORTABLE_MPI = torch("mpi", 4, environment=PORTABLE)
+STAGED_MPI = torch("mpi", 3, environment=TINY + STAGED + THREADS)
+UNEQUAL_HOSTS = torch("gloo", 3, hosts="localhost:1,127.0.0.1:2")
+TWO_HOSTS = torch("gloo", 4, hosts="localhost:2,127.0.0.1:2")
+SPLIT_MPI = torch("mpi", 4, *MONITOR, environment=TINY + SPLIT)
+GROUPED = torch("mpi", 4, *MONITOR, environment=GROUPS)
+
+TENSORFLOW_GLOO_2 = tensorflow("gloo", 2, *KERAS_MODES, *KERAS_MONITOR, *KERAS_CELLS)
+# Both on Gloo in make soak.
+TENSORFLOW_MPI_3 = tensorflow("mpi", 3, *KERAS_OPTIMIZER, *KERAS_MONITOR, *AGREEMENT)
+
+SIMULATED_ONE_HOST = [
+    simulated(1),
+    simulated(2, SLICED + TWO_STREAMS),
+    simulated(3),
+    simulated(4, SLICED),
+]
+SIMULATED_TWO_HOSTS = simulated(4, SLICED + ASYNCHRONOUS, slots=(2, 2))
+ALL_SIMULATED = [
+    *SIMULATED_ONE_HOST,
+    simulated(3, SLICED, slots=(1, 2)),
+    SIMULATED_TWO_HOSTS,
+    simulated(4, GROUPS),
+]
+
+CONFIGURATIONS = [
+    ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
+    TINY_MPI, PORTABLE_MPI, STAGED_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,
+    TENSORFLOW_GLOO_2, TENSORFLOW_MPI_3,
+    Configuration(_files("keras", "strict_cells"), "gloo", 2),
+    Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
+    *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
+    *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
+]  # fmt: skip
