@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # What `compare_settings` says of `Options.shared`.
 OPTIONS = (
     "arguments of DistributedOptimizer or the tape",
     "pass the same ones on every rank",
+)
+# What `compare_settings` says of `optimizer_facts`.
+OPTIMIZER = (
+    "optimizer",
+    "create it alike on every rank; only the learning rate may differ",
 )
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
 
@@ -33,18 +39,37 @@ def refuse_elastic(what: str) -> None:
         )
 
 
-def refuse_process_set(process_set: object, all_ranks: object) -> None:
-    """Raise NotImplementedError for a process set of its own in an elastic job.
+def require_registered(process_set: Any) -> None:
+    """Raise ValueError unless Horovod knows the process set.
+
+    Args:
+        process_set: the one that was asked for.
+    """
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"process_set: expected one that Horovod knows, but got {process_set}, which is not "
+            "registered; pass it to hvd.init(process_sets=[...]), or set "
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1 and call hvd.add_process_set() on every rank"
+        )
+
+
+def refuse_process_set(process_set: Any, all_ranks: object) -> None:
+    """Refuse a process set that is not registered, and any but the global one in an elastic job.
 
     Args:
         process_set: the one that was asked for.
         all_ranks: the framework's global one.
+
+    Raises:
+        NotImplementedError: the job is elastic.
+        ValueError: as :func:`require_registered`.
     """
     if is_elastic() and process_set is not all_ranks:
         raise NotImplementedError(
             "process_set: required all ranks in an elastic job, got "
             f"{process_set}, which ends when ranks come or go; leave it out"
         )
+    require_registered(process_set)
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:
@@ -52,6 +77,40 @@ def comparable(settings: dict[str, object]) -> dict[str, object]:
     # As native/op/settings.cc's fingerprint.
     free = ("kernels", "threads", "timeout_seconds", "stall_seconds")
     return {name: value for name, value in settings.items() if name not in free}
+
+
+def optimizer_facts(
+    optimizer_class: type, hyperparameters: Mapping[str, Any]
+) -> dict[str, object]:
+    """Return the facts of an optimizer that must be equal on all ranks.
+
+    Args:
+        optimizer_class: the user's class.
+        hyperparameters: by name. Learning rates and names are left out. A value that is not a
+            number, a string or a collection of them counts by its type only.
+
+    Example:
+        >>> optimizer_facts(dict, {"lr": 0.1, "betas": [0.9, 0.99], "hook": print})
+        {'class': 'builtins.dict', 'betas': (0.9, 0.99), 'hook': 'builtin_function_or_method'}
+    """
+    name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+    free = ("name", "learning_rate", "lr", "initial_lr", "max_lr", "min_lr")
+    compared = {k: _plain(v) for k, v in hyperparameters.items() if k not in free}
+    return {"class": name, **compared}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that is equal on two ranks if what it stands for is."""
+    if isinstance(value, Mapping):
+        return {key: _plain(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if getattr(value, "shape", None) == ():  # a scalar of NumPy or of a framework
+        value = value.item() if hasattr(value, "item") else float(value)
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else type(value).__qualname__
 
 
 def compare_settings(

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common.agreement import refuse_elastic
+from adasum_hvd.common.agreement import optimizer_facts, refuse_elastic
 from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import Options
@@ -238,6 +238,9 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     distributed._adasum_dtypes = set()
     distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)
     distributed._adasum_reduction = Reduction(
-        "DistributedOptimizer", options, many_lists=True
+        "DistributedOptimizer",
+        options,
+        many_lists=True,
+        optimizer=lambda: optimizer_facts(type(optimizer), {}),
     )
     return distributed

@@ -56,7 +56,7 @@ class AdasumState:
     Raises:
         ValueError: Horovod is not initialized, or torch's process group has other ranks than
             Horovod, or they have other arguments; on every rank. Or this rank is not in
-            `process_set`.
+            `process_set`, or Horovod does not know it.
         NotImplementedError: no such compression; an elastic job.
 
     Collective: every rank of `process_set`; blocks.
@@ -74,6 +74,7 @@ class AdasumState:
         mpi_ops.size()  # raises where Horovod has not been initialized
         agreement.refuse_elastic("AdasumState")
         self.process_set = process_set or mpi_ops.global_process_set
+        agreement.require_registered(self.process_set)
         self.compression = compression or Compression.none
         _check(self)
         numbers = _instances.setdefault(

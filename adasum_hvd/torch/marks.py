@@ -47,11 +47,10 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
         )
     check_tensors("mark_replicated_over", tensors)
     refuse_process_set(process_set, global_process_set)
-    if process_set.process_set_id is None or not process_set.included():
+    if not process_set.included():
         raise ValueError(
-            "mark_replicated_over: required a registered process set with this rank in it, "
-            f"got {process_set} (this is rank {rank()}); register it with "
-            "hvd.add_process_set on every rank, and mark on the ranks inside it"
+            "mark_replicated_over: expected a process set with this rank in it, but got "
+            f"{process_set} (this is rank {rank()}); mark on the ranks inside it only"
         )
     mark(tensors, _HOLDERS, process_set)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import Any
 
 import keras
@@ -196,10 +197,26 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         variables = [*self.model.weights, *optimizer.variables]
         if is_distributed(optimizer):
+            self._warn_of_other_passes(optimizer._adasum.gradients)
             variables += optimizer.window_variables
         local = local_slots(optimizer)
         shared = [v for v in variables if not (is_marked_local(v) or id(v) in local)]
         broadcast_variables(shared, self._root_rank, self._process_set)
+
+    def _warn_of_other_passes(self, window: Any) -> None:
+        if window.length == 1:
+            return
+        passes = allgather_object(
+            window.steps, name="adasum.passes", process_set=self._process_set
+        )
+        if len(set(passes)) > 1:
+            warnings.warn(
+                "BroadcastGlobalVariablesCallback: expected all ranks at the same pass of a "
+                f"window of backward_passes_per_step, but they are at passes {passes}. The next "
+                "step lacks the gradients of ranks that are behind; let every rank load its own "
+                "file, or save between windows",
+                stacklevel=2,
+            )
 
     def _check_replicas(self) -> None:
         if _has_windows(self.model.optimizer):

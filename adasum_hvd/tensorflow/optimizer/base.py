@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from adasum_hvd.common.agreement import is_elastic
+from adasum_hvd.common.agreement import is_elastic, optimizer_facts
 from adasum_hvd.common.dynamic_subclass import as_instance_of
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
-from adasum_hvd.tensorflow.optimizer.window import SAVED, Window
+from adasum_hvd.tensorflow.optimizer.window import (
+    SAVED,
+    Window,
+    load_windows,
+    save_windows,
+)
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
 
@@ -25,10 +30,10 @@ class State:
     optimizer's attribute a variable of the optimizer.
     """
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, facts: Callable[[], dict[str, object]]):
         self.options = options
         self.reducing = must_reduce(options)
-        self.reduction = Reduction("DistributedOptimizer", options)
+        self.reduction = Reduction("DistributedOptimizer", options, optimizer=facts)
         self.gradients = Window("gradients", options.backward_passes_per_step)
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
         # What one method that Keras calls in a step leaves to the next.
@@ -71,9 +76,19 @@ class KerasDistributed(keras.optimizers.Optimizer):
     _adasum: State
 
     def _configure(self, options: Options) -> None:
-        self.__dict__["_adasum"] = State(options)
+        self.__dict__["_adasum"] = State(options, self._facts)
         if self.built:
             self._build_windows()
+
+    def _facts(self) -> dict[str, object]:
+        try:
+            with tf.init_scope():
+                config = self._plain().get_config()
+        except (
+            Exception
+        ) as error:  # a class of the user's: this rank must not stop alone
+            config = {"get_config()": type(error).__name__}
+        return optimizer_facts(self._base, config)
 
     def _build_windows(self) -> None:
         self._adasum.reduction.number(self._trainable_variables)
@@ -263,9 +278,12 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
         Step counts and starts, and sums of gradients.
         """
-        sums, starts = (
-            w.variables(self._trainable_variables) for w in self._adasum.windows
-        )
+        return self._windows_of(self._trainable_variables)
+
+    def _windows_of(
+        self, variables: Sequence[Any]
+    ) -> tuple[list[tf.Variable], list[tf.Variable]]:
+        sums, starts = (w.variables(variables) for w in self._adasum.windows)
         return [*sums[:1], *starts], sums[1:]
 
     # ---- memory, saved models ----
@@ -276,25 +294,24 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     @property
     def window_variables(self) -> list[tf.Variable]:
-        """What unfinished windows hold, which `variables` lacks; broadcast it too.
+        """The variables of unfinished windows that all ranks share; broadcast them, too.
 
-        Step counts, sums of gradients and starts, without those of worker-local variables.
+        Step counts and starts, without those of worker-local variables. Sums of gradients are
+        each rank's own, and no other rank can replace them.
         """
         kept = [v for v in self._trainable_variables if not is_marked_local(v)]
-        return [held for w in self._adasum.windows for held in w.variables(kept)]
+        return self._windows_of(kept)[0]
 
     def save_own_variables(self, store: Any) -> None:
         """As Keras's; inside a window also what the window needs."""
         super().save_own_variables(store)
-        for window in self._adasum.windows:
-            window.save(store)
+        save_windows(store, *self._adasum.windows)
 
     def load_own_variables(self, store: Any) -> None:
         """As Keras's; what a plain optimizer saved begins new windows."""
         keys = [key for key in store.keys() if not key.startswith(SAVED)]  # noqa: SIM118
         super().load_own_variables({key: store[key] for key in keys})
-        for window in self._adasum.windows:
-            window.load(store)
+        load_windows(store, *self._adasum.windows)
 
     def get_config(self) -> dict[str, Any]:
         """Return the plain optimizer, serialized, and this wrapper's arguments."""

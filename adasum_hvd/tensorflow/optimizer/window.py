@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.parallel.tensorflow_modes import native
 
 SAVED = "adasum_"  # begins the names of what is saved inside a window only
+_SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 
 
 class Window:
@@ -104,6 +108,11 @@ class Window:
         tf.cond(tf.greater(steps, 0), returning(begin_anew), lambda: 0)
 
     @property
+    def steps(self) -> int:
+        """The number of steps that an unfinished window has counted. Not in a traced function."""
+        return 0 if self._steps is None else int(self._steps)
+
+    @property
     def bytes(self) -> int:
         """How much memory this takes."""
         tensors = self._tensors.values()
@@ -111,8 +120,8 @@ class Window:
 
     def save(self, store: Any) -> None:
         """Put what an unfinished window needs into `store`."""
-        if self._steps is not None and int(self._steps) > 0:
-            store[f"{SAVED}{self._label}_steps"] = self._steps.numpy()
+        if self.steps:
+            store[f"{SAVED}{self._label}_steps"] = self.steps
             for index, tensor in enumerate(self._tensors.values()):
                 store[f"{SAVED}{self._label}_{index}"] = tensor.numpy()
 
@@ -126,6 +135,31 @@ class Window:
         self._steps.assign(store[key] if saved else 0)
         for index, tensor in enumerate(self._tensors.values() if saved else ()):
             tensor.assign(store[f"{SAVED}{self._label}_{index}"])
+
+
+def save_windows(store: Any, gradients: Window, starts: Window) -> None:
+    """Put what unfinished windows need into `store`, which only this rank can load exactly."""
+    gradients.save(store)
+    starts.save(store)
+    if gradients.steps:
+        store[_SAVED_RANK] = mpi_ops.rank()
+
+
+def load_windows(store: Any, gradients: Window, starts: Window) -> None:
+    """Undo :func:`save_windows`; warn where `store` holds another rank's sums of gradients."""
+    gradients.load(store)
+    starts.load(store)
+    if not gradients.steps or _SAVED_RANK not in store.keys():  # noqa: SIM118
+        return
+    saved_rank = int(np.asarray(store[_SAVED_RANK]))
+    if saved_rank != mpi_ops.rank():
+        warnings.warn(
+            "DistributedOptimizer: expected a file that this rank saved, because it holds sums "
+            f"of gradients inside a window of backward_passes_per_step, but rank {saved_rank} "
+            f"saved it (this is rank {mpi_ops.rank()}). The next step counts that rank's "
+            "gradients twice; let every rank save and load its own file, or save between windows",
+            stacklevel=4,
+        )
 
 
 def returning(action: Callable[[], None]) -> Callable[[], int]:

@@ -51,14 +51,21 @@ class Reduction:
         options: op, wire, factors, process set, groups and bucket size.
         many_lists: the lists of variables may come to differ; that is then an error on every
             rank. Otherwise there is one, all variables of an optimizer.
+        optimizer: returns the facts of the optimizer that takes the step, which must be equal.
 
     Attributes:
         entries: of the latest list, each variable's name (a list of it alone) by what Horovod
             calls its tensor.
     """
 
-    def __init__(self, what: str, options: Options, many_lists: bool = False):
-        self._what, self._options = what, options
+    def __init__(
+        self,
+        what: str,
+        options: Options,
+        many_lists: bool = False,
+        optimizer: Callable[[], dict[str, object]] = dict,
+    ):
+        self._what, self._options, self._optimizer = what, options, optimizer
         # Whose list is another one shows in the step only, where ranks come and go.
         self._many = many_lists or is_elastic()
         self._any_local = False  # some rank has worker-local variables, as `meet` found
@@ -110,8 +117,9 @@ class Reduction:
         used, checks = self._exchange_flags(label, agreed.number, present, refuses)
         # Another list than the first one may meet a rank's other one.
         with tf.control_dependencies([] if agreed.number == self._first else checks):
+            # A cast to its own dtype is no operation, and would not wait for the checks.
             full = [
-                in_kind(tensor, variable, kind)
+                tf.identity(in_kind(tensor, variable, kind))
                 for tensor, variable, kind in zip(
                     tensors, variables, agreed.kinds, strict=True
                 )
@@ -210,7 +218,7 @@ class Reduction:
         places: Sequence[int] | None = None,
         note: Callable[[], str] = str,
     ) -> Agreed:
-        """Compare what is to be reduced, the options and the op's settings over the ranks.
+        """Compare what is to be reduced, the optimizer, the options and the op's settings.
 
         Args:
             tensors: as they will be reduced; only their dtypes count. All ranks must come with
@@ -247,7 +255,7 @@ class Reduction:
         return self._known[key]
 
     def meet(self, variables: Sequence[Any], has_local: bool) -> None:
-        """Compare variables, options and settings with the other ranks of an elastic job.
+        """Compare variables, optimizer, options and settings in an elastic job.
 
         Args:
             variables: those that will be reduced.
@@ -260,14 +268,23 @@ class Reduction:
         """
         is_delta = self._options.is_delta
         mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
-        agreed = compare(self._what, self._options, mine, has_local)
+        facts = self._optimizer()
+        agreed = compare(self._what, self._options, facts, mine, has_local)
         self._any_local = agreed.any_local
 
     def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
         together = not is_elastic() and self._options.process_set.size() > 1
         if together and self._many:
             self._announce()
-        agreed = compare(self._what, self._options, mine, has_local, together, note)
+        agreed = compare(
+            self._what,
+            self._options,
+            self._optimizer(),
+            mine,
+            has_local,
+            together,
+            note,
+        )
         if self._first is None and not is_elastic():
             self._first = agreed.number
         return agreed

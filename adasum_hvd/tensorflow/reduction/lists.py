@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.common.agreement import (
+    OPTIMIZER,
     OPTIONS,
     comparable,
     compare_parameters,
@@ -119,16 +120,18 @@ def _as_rows(tensor: Any, variable: Any, dtype: tf.DType) -> tf.IndexedSlices:
 def compare(
     what: str,
     options: Options,
+    optimizer: dict[str, object],
     mine: list[Entry],
     has_local: bool,
     together: bool = True,
     note: str = "",
 ) -> Agreed:
-    """Compare a list, the options and the op's settings over the ranks.
+    """Compare a list, the optimizer, the options and the op's settings over the ranks.
 
     Args:
         what: who asks, for the message.
         options: theirs.
+        optimizer: as `optimizer_facts`; empty without an optimizer.
         mine: this rank's list.
         has_local: whether this rank has worker-local variables.
         together: ask the other ranks at all.
@@ -140,16 +143,18 @@ def compare(
     Collective: every rank of the process set; blocks, while a function is traced too.
     """
     process_set = options.process_set
-    said = comparable(tf_ops.settings()), options.shared, mine, has_local, note
+    settings = comparable(tf_ops.settings())
+    said = settings, options.shared, optimizer, mine, has_local, note
     everyone, rank, ranks = [said], mpi_ops.rank(), []
     if together:
         ranks = process_set.ranks or []
         everyone = allgather_object(
             said, name="adasum.compare", process_set=process_set
         )
-    settings, shared, lists, local, notes = zip(*everyone, strict=True)
-    compare_settings(settings, rank, ranks=ranks)
+    by_rank, shared, optimizers, lists, local, notes = zip(*everyone, strict=True)
+    compare_settings(by_rank, rank, ranks=ranks)
     compare_settings(shared, rank, *OPTIONS, ranks=ranks)
+    compare_settings(optimizers, rank, *OPTIMIZER, ranks=ranks)
     kinds = [_merged(entries) for entries in zip(*lists, strict=False)]
     described = [_described(entries, kinds) for entries in lists]
     compare_parameters(what, described, rank, names=False)

@@ -311,6 +311,8 @@ def case_process_set() -> None:
             AdasumState(process_set=process_set)
     dist.barrier()
     hvd.remove_process_set(process_set)
+    with pytest.raises(ValueError, match="set HOROVOD_DYNAMIC_PROCESS_SETS=1"):
+        AdasumState(process_set=hvd.ProcessSet(ranks))
 
 
 class Rows(nn.Module):

@@ -146,6 +146,36 @@ def case_keras_options_are_compared() -> None:
             optimizer.apply([tf.ones(3)], [tf.Variable(tf.ones(3))])
 
 
+def case_keras_optimizers_are_compared() -> None:
+    """Classes and arguments, but not names, learning rates and values without an equality."""
+    first = hvd.rank() == 0
+    pairs = {
+        "class=keras.*SGD": (keras.optimizers.Adam(), keras.optimizers.SGD()),
+        "momentum=0.8": (momentum(), keras.optimizers.SGD(0.1, momentum=0.8)),
+        "weight_decay=0.1": (momentum(), momentum(weight_decay=0.1)),
+        "clipnorm=1.0": (momentum(), momentum(clipnorm=1.0)),
+    }
+    for (found, (here, there)), op in itertools.product(pairs.items(), VARIANTS):
+        optimizer = hvd.DistributedOptimizer(here if first else there, op=op)
+        with pytest.raises(ValueError, match=f"the same optimizer on .* got {found}"):
+            optimizer.apply([tf.ones(3)], [tf.Variable(tf.ones(3))])
+    old = tf.compat.v1.train
+    plain = old.AdamOptimizer(0.1) if first else old.GradientDescentOptimizer(0.1)
+    with pytest.raises(ValueError, match=r"the same optimizer on .* got class="):
+        weight = tf.Variable(tf.ones(3))
+        distributed = hvd.DistributedOptimizer(plain, op="average")
+        distributed.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
+
+    class Odd(keras.optimizers.SGD):
+        def get_config(self) -> dict:
+            return {**super().get_config(), "limit": float("nan"), "hook": object()}
+
+    rate = 0.1 * (hvd.rank() + 1)
+    for here in (Odd(rate, name=f"sgd_{hvd.rank()}"), keras.optimizers.Adam(rate)):
+        step = hvd.DistributedOptimizer(here, op="adasum-delta").apply
+        step([tf.ones(3)], [tf.Variable(tf.ones(3))])
+
+
 def case_keras_broadcast_holds_windows_and_leaves_local_slots() -> None:
     model = compiled(
         hvd.DistributedOptimizer(
@@ -163,13 +193,45 @@ def case_keras_broadcast_holds_windows_and_leaves_local_slots() -> None:
     assert counts == [1] + [0] * (hvd.size() - 1)
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     callback.set_model(model)
-    callback.on_train_begin()
+    with pytest.warns(UserWarning, match=r"they are at passes \[1, 0"):
+        callback.on_train_begin()
     assert int(optimizer.window_variables[0]) == 1
-    sums = optimizer.window_variables[1 : len(variables)]
-    assert all(np.all(total.numpy() == 1) for total in sums)
-    assert len(optimizer.window_variables) == 2 * len(variables)
+    _, sums = optimizer.all_windows()
+    assert all(np.all(total.numpy() == (hvd.rank() == 0)) for total in sums)
+    assert len(optimizer.window_variables) == 1 + len(variables)
     ranks = [float(slot.numpy().flat[0]) for slot in optimizer.momentums]
     assert ranks == [hvd.rank() + 1.0, 1.0, 1.0, 1.0]
+
+
+def case_keras_resume_inside_a_window_of_passes() -> None:
+    """A file per rank goes on exactly, broadcast or not; another rank's file warns."""
+    gradient = tf.constant(values_of(hvd.rank(), 1)[:3])
+    for op in VARIANTS:
+        weights, store = [], {}
+        for resumed in (False, True):
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            optimizer = hvd.DistributedOptimizer(
+                momentum(), op=op, backward_passes_per_step=2
+            )
+            hvd.compile(model, optimizer, "mse")
+            model.set_weights([np.ones((3, 1)), np.ones(1)])
+            optimizer.build(model.trainable_variables)
+            grads = [tf.reshape(gradient, (3, 1)), gradient[:1]]
+            if resumed:
+                optimizer.load_own_variables(store)
+                callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+                callback.set_model(model)
+                callback.on_train_begin()
+            else:
+                optimizer.apply(grads)
+                optimizer.save_own_variables(store)
+            optimizer.apply([2 * grad for grad in grads])
+            weights.append([weight.tobytes() for weight in model.get_weights()])
+        assert weights[0] == weights[1]
+        theirs = hvd.allgather_object(store)[-1]
+        if hvd.rank() != hvd.size() - 1:
+            with pytest.warns(UserWarning, match=f"but rank {hvd.size() - 1} saved it"):
+                optimizer.load_own_variables(theirs)
 
 
 def case_keras_broadcast_leaves_local_slots_of_adam_offload() -> None:
@@ -228,6 +290,33 @@ def case_keras_process_set() -> None:
         assert len(set(digests[1:])) == 1
         assert digests[0] != digests[1]
     hvd.remove_process_set(together)
+    unknown = hvd.ProcessSet(members)
+    needs = r"init\(process_sets=\[...\]\), or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
+    for reduces in (hvd.DistributedOptimizer, hvd.DistributedGradientTape):
+        plain = momentum() if reduces is hvd.DistributedOptimizer else tf.GradientTape()
+        with pytest.raises(ValueError, match=needs):
+            reduces(plain, process_set=unknown)
+
+
+def case_keras_variables_that_some_ranks_share() -> None:
+    """docs/parallel.md: what `mark_replicated_over` does in torch takes one reduction."""
+    holders = hvd.add_process_set([0, hvd.size() - 1])
+    expert, shared = (tf.Variable(tf.zeros(50)) for _ in range(2))
+    hvd.mark_worker_local(expert)
+    optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-grad")
+    optimizer.build([expert, shared])
+    gradient = tf.constant(values_of(hvd.rank(), 1))
+    mine = gradient
+    if holders.included():
+        mine = hvd.allreduce(gradient, op=hvd.Adasum, process_set=holders)
+    optimizer.apply([mine, gradient], [expert, shared])
+    of_holders = [values_of(rank, 1) for rank in (0, hvd.size() - 1)]
+    expected = reference.adasum(of_holders) if holders.included() else gradient
+    np.testing.assert_allclose(expert, -0.1 * expected, atol=1e-6)
+    expected = -0.1 * reduced_values(1, "adasum-grad")
+    np.testing.assert_allclose(shared, expected, atol=1e-6)
+    align()
+    hvd.remove_process_set(holders)
 
 
 def case_keras_options_that_differ_in_a_process_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import keras
@@ -131,11 +132,11 @@ def case_sources_of_a_tape_that_some_ranks_lack() -> None:
     rank, size = hvd.rank(), hvd.size()
     sources = [tf.Variable([1.0, 1.0]) for _ in range(3)]
 
-    def gradients(used, connect=tf.UnconnectedGradients.NONE):
+    def gradients(used, connect=tf.UnconnectedGradients.NONE, chosen=sources):
         with tf.GradientTape() as tape:
             loss = tf.add_n([tf.reduce_sum(sources[k]) for k in used])
         tape = hvd.DistributedGradientTape(tape, op="sum")
-        return tape.gradient(loss, sources, unconnected_gradients=connect)
+        return tape.gradient(loss, chosen, unconnected_gradients=connect)
 
     gradients((0, 1))  # a list that the ranks know
     found = gradients((0,) if rank == 0 else (0, 1))
@@ -147,6 +148,10 @@ def case_sources_of_a_tape_that_some_ranks_lack() -> None:
         traced((0,) if rank == 0 else (0, 1))
     found = traced((0,) if rank == 0 else (0, 1), tf.UnconnectedGradients.ZERO)
     assert [float(g[0]) for g in found] == [size, size - 1, 0]
+    # In a later list, a rank that has every gradient must wait for the checks, too.
+    later = tf.function(functools.partial(gradients, chosen=sources[:2]))
+    with pytest.raises(tf.errors.OpError, match="unconnected_gradients"):
+        later((0,) if rank == 0 else (0, 1))
 
 
 def case_other_sources_on_one_rank() -> None:

@@ -289,8 +289,14 @@ def case_partly_replicated_overflow() -> None:
 def case_replicated_refusals() -> None:
     mine, other = halves()
     model = Mixed()
-    with pytest.raises(ValueError, match="registered process set with this rank in it"):
+    with pytest.raises(ValueError, match="a process set with this rank in it"):
         hvd.mark_replicated_over(other, *model.expert.parameters())
+    unknown = hvd.ProcessSet([0, 1])
+    needs = r"init\(process_sets=\[...\]\), or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
+    with pytest.raises(ValueError, match=needs):
+        hvd.mark_replicated_over(unknown, *model.expert.parameters())
+    with pytest.raises(ValueError, match=needs):
+        hvd.DistributedOptimizer(sgd(model), process_set=unknown)
     if hvd.size() == 4:
         hvd.mark_replicated_over(mine, *model.expert.parameters())
         with pytest.raises(
