@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 
 from adasum_hvd.common import binding
 
 _LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
+_KERAS = "keras"
 
 
 def library_path(framework: str) -> Path | None:
@@ -36,6 +38,19 @@ def _refusal(framework: str, found: str) -> ImportError:
     )
 
 
+def _require_keras() -> None:
+    """Import Keras before Horovod does, so that its errors are not taken for Horovod's."""
+    try:
+        importlib.import_module(_KERAS)
+    except ImportError as error:
+        raise ImportError(
+            "adasum_hvd.tensorflow: expected Keras on TensorFlow, but Keras does not load "
+            f"({error}; KERAS_BACKEND={os.environ.get('KERAS_BACKEND', 'not set')}); set "
+            "KERAS_BACKEND=tensorflow",
+            name=_KERAS,
+        ) from error
+
+
 def require_horovod(framework: str) -> None:
     """Import Horovod's module for a framework, which must be there and hold the op.
 
@@ -43,7 +58,8 @@ def require_horovod(framework: str) -> None:
         framework: "torch" or "tensorflow".
 
     Raises:
-        ImportError: no such Horovod; the message says what there is, and names the command.
+        ImportError: no such Horovod, or Keras does not load; the message says what there is,
+            and names the command or the variable.
     """
     if importlib.util.find_spec(framework) is None:
         raise ImportError(
@@ -56,6 +72,8 @@ def require_horovod(framework: str) -> None:
     if library_path(framework) is None:
         raise _refusal(framework, f"one that was built without {framework}")
     importlib.import_module(framework)  # what ails it is not Horovod's
+    if framework == "tensorflow":
+        _require_keras()
     try:
         operations = importlib.import_module(f"horovod.{framework}.mpi_ops")
         library = operations._basics.MPI_LIB_CTYPES

@@ -62,6 +62,21 @@ def test_with_the_project_and_horovod(saved):
     assert "AdasumDelta (delta variant)" in hvd.banner(loaded.optimizer)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_h5_files_do_not_resume(tmp_path, saved, distributed):
+    """docs/tensorflow.md says so; when Keras changes it, both change."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam()
+    optimizer = hvd.DistributedOptimizer(optimizer) if distributed else optimizer
+    model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
+    one = np.ones((2, 2)), np.ones((2, 1))
+    model.fit(*one, verbose=0)
+    model.save(tmp_path / "model.h5")
+    loaded = keras.models.load_model(tmp_path / "model.h5")
+    with pytest.raises(ValueError, match="Unknown variable"):
+        loaded.fit(*one, verbose=0)
+
+
 def test_with_the_project_but_no_horovod(saved):
     path, _ = saved
     hvd.shutdown()

@@ -102,3 +102,10 @@ def test_horovod_that_does_not_load(tmp_path: Path) -> None:
     said = imported(packages, "torch")
     assert "got one that does not load (" in said
     assert "run `adasum-hvd build`" in said
+
+
+def test_keras_on_a_backend_that_is_missing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    shown = imported(packages_without(tmp_path, "jax"), "tensorflow")
+    assert "Keras does not load (No module named 'jax'; KERAS_BACKEND=jax)" in shown
+    assert "; set KERAS_BACKEND=tensorflow" in shown
