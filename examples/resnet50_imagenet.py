@@ -82,7 +82,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     arguments = parse(argv)
-    switch = boost.switch(arguments.boost_level, arguments.boost_config)
+    switch = boost.switch(
+        arguments.boost_level, arguments.boost_config, gradients_mean=True
+    )
     hvd.init(**switch.init_arguments())
     training = Training(arguments, switch)
     training.resume()

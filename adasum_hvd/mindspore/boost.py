@@ -97,7 +97,7 @@ class Boost:
 def switch(
     boost_level: str = "O0",
     boost_config_dict: Mapping[str, Any] | None = None,
-    gradients_mean: bool = True,
+    gradients_mean: bool | None = None,
     acc_level: str | None = None,
 ) -> Boost:
     """Return what MindSpore's `Model(..., boost_level, boost_config_dict)` would turn on.
@@ -108,7 +108,9 @@ def switch(
             {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
             part optional. Mode "auto" (default): the level decides; "manual": the flags
             override the level; "enable_all"; "disable_all".
-        gradients_mean: average, not sum, what the ranks of a group have.
+        gradients_mean: average, not sum, what the ranks of a group have. Unset, they are
+            averaged with a warning, because MindSpore's context sums by default: the steps
+            differ by a factor of the ranks in a group.
         acc_level: deprecated name of `boost_level`.
 
     Raises:
@@ -118,10 +120,12 @@ def switch(
         TypeError: a flag that is no bool, a number that is no int, a part that is no dict.
 
     Warns, where MindSpore is silent: of flags that "auto" ignores, of keys that nothing
-    reads, and of algorithms that a level would turn on and this project lacks.
+    reads, and of algorithms that a level would turn on and this project lacks. Warns if
+    `gradients_mean` is unset, and if gradients are accumulated, because MindSpore averages them.
 
     Example:
-        >>> adasum_only = switch("O0", {"boost": {"mode": "manual", "adasum": True}})
+        >>> manual = {"mode": "manual", "adasum": True}
+        >>> adasum_only = switch("O0", {"boost": manual}, gradients_mean=True)
         >>> adasum_only.init_arguments()
         {'group_op': 'average', 'group_size': 8}
     """
@@ -143,11 +147,13 @@ def switch(
     )
     _check_split_groups(common)
     _warn_of_unread(config, common, accumulation, on)
+    steps = _count(accumulation, "grad_accumulation_step", 1)
+    _warn_of_other_defaults(gradients_mean, steps)
     return Boost(
         adasum="adasum" in on,
-        accumulation_steps=_count(accumulation, "grad_accumulation_step", 1),
+        accumulation_steps=steps,
         device_number=_count(common, "device_number", SEED_DEVICE_NUMBER),
-        gradients_mean=gradients_mean,
+        gradients_mean=gradients_mean is not False,
     )
 
 
@@ -246,5 +252,20 @@ def _warn_of_unread(
     if unread:
         warnings.warn(
             f"boost_config_dict: nothing reads {', '.join(sorted(unread))}",
+            stacklevel=3,
+        )
+
+
+def _warn_of_other_defaults(gradients_mean: bool | None, steps: int) -> None:
+    if gradients_mean is None:
+        warnings.warn(
+            "boost: expected gradients_mean, but got none: the ranks of a group are averaged "
+            "here, and summed by MindSpore's default; pass gradients_mean=True or False",
+            stacklevel=3,
+        )
+    if steps > 1:
+        warnings.warn(
+            f"boost grad_accumulation: the gradients of {steps} passes add up here, and "
+            f"MindSpore takes their mean; divide the loss by {steps}",
             stacklevel=3,
         )

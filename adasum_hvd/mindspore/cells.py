@@ -6,6 +6,7 @@ References:
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,8 +62,17 @@ def check_job(
             `relaxed`, groups other than of 8 ranks averaged (summed, where the context says
             `gradients_mean=False` and the op is to do it); with `reduced_in_group`, groups
             that the op sums.
+
+    Warns that the groups are averaged, if the context leaves `gradients_mean` unset.
     """
     check(context, strict=not relaxed)
+    if context.gradients_mean is None and (reduced_in_group or not relaxed):
+        warnings.warn(
+            "AdaSum wrap cell: expected a context with gradients_mean, but got none: gradients "
+            "inside a group are averaged here, and summed by MindSpore's default; pass "
+            "ParallelContext(..., gradients_mean=True) or False",
+            stacklevel=4,
+        )
     if relaxed:
         if reduced_in_group and settings["group_op"] == "sum":
             raise RuntimeError(
@@ -71,7 +81,7 @@ def check_job(
                 "hvd.init(group_op='average')"
             )
         return
-    sums = not context.gradients_mean and not reduced_in_group
+    sums = not context.averages and not reduced_in_group
     required = ("sum" if sums else "average", SEED_GROUP_SIZE)
     found = (settings["group_op"], settings["group_size"])
     if found != required:
@@ -127,7 +137,7 @@ class WrapCell(Forwarding, ABC):
                 f"{type(optimizer).__name__}"
             )
         self.optimizer = distribute()
-        self._group, self._mean = gradient_group, context.gradients_mean
+        self._group, self._mean = gradient_group, context.averages
         self._reducer: GradReducer | None = None
 
     def __call__(self, gradients: Sequence[Any]) -> Any:

@@ -28,7 +28,9 @@ class ParallelContext:
         device_num: ranks in the job, all pipeline stages together.
         pipeline_stages: stages that the model is cut into; 1 is none.
         enable_parallel_optimizer: optimizer states are sharded over the ranks.
-        gradients_mean: gradients inside a group are averaged, not summed.
+        gradients_mean: gradients inside a group are averaged, not summed. Unset, they are
+            averaged, and the wrap cells warn, because MindSpore's context sums by default: the
+            steps differ by a factor of the ranks in a group.
 
     Raises:
         TypeError: a number that is no int, or a switch that is no bool.
@@ -39,7 +41,7 @@ class ParallelContext:
     device_num: int = 1
     pipeline_stages: int = 1
     enable_parallel_optimizer: bool = False
-    gradients_mean: bool = True
+    gradients_mean: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -52,14 +54,22 @@ class ParallelContext:
                 raise TypeError(f"{name}: required an int, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name}: required at least 1, got {value}")
-        for name in ("enable_parallel_optimizer", "gradients_mean"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: required a bool, got {getattr(self, name)!r}")
+        switches = {"enable_parallel_optimizer": self.enable_parallel_optimizer}
+        if self.gradients_mean is not None:
+            switches["gradients_mean"] = self.gradients_mean
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: required a bool, got {value!r}")
         if self.pipeline_stages > self.device_num:
             raise ValueError(
                 f"pipeline_stages: required at most device_num={self.device_num}, got "
                 f"{self.pipeline_stages}"
             )
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients inside a group are averaged; also if `gradients_mean` is unset."""
+        return self.gradients_mean is not False
 
     @property
     def stage_device_num(self) -> int:

@@ -32,7 +32,8 @@ class GradReducer(ABC):
             with a true attribute `layerwise_parallel` or `is_in_shard`, or marked with
             `mark_worker_local`, keeps its own gradient; one with an attribute `comm_fusion` is
             reduced together with those of the same number.
-        mean: multiply the sums by 1 / degree.
+        mean: multiply the sums by 1 / degree. MindSpore's newer releases take the context's
+            `gradients_mean`, which is False there unless it was set.
         degree: the divisor; by default the number of ranks in `group` (not in the job).
         fusion_type: the fusion number of parameters without a `comm_fusion`.
         group: a Horovod process set; by default all ranks.

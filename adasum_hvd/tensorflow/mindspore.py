@@ -125,7 +125,7 @@ class WrapCell(cells.WrapCell):
     ):
         if context is None:
             mode = "stand_alone" if mpi_ops.size() == 1 else "data_parallel"
-            context = ParallelContext(mode, mpi_ops.size())
+            context = ParallelContext(mode, mpi_ops.size(), gradients_mean=True)
 
         def distribute() -> Any:
             known = variables

@@ -45,7 +45,7 @@ class Job:
 def quiet(*arguments, **options) -> Boost:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return switch(*arguments, **options)
+        return switch(*arguments, **{"gradients_mean": True, **options})
 
 
 def manual(**flags) -> dict:
@@ -55,7 +55,7 @@ def manual(**flags) -> dict:
 def test_levels():
     assert quiet() == quiet("O0") == Boost()
     with pytest.warns(UserWarning, match="turns on grad_freeze and less_bn") as caught:
-        assert not switch("O1").adasum
+        assert not switch("O1", gradients_mean=True).adasum
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="turns on grad_freeze and less_bn"):
         assert switch("O2").adasum
@@ -102,12 +102,22 @@ def test_algorithms_elsewhere(flag):
 def test_accumulation():
     config = manual(grad_accumulation=True, adasum=True)
     config["grad_accumulation"] = {"grad_accumulation_step": 4}
-    assert quiet("O0", config).accumulation_steps == 4
+    with pytest.warns(UserWarning, match="divide the loss by 4") as caught:
+        assert switch("O0", config, gradients_mean=True).accumulation_steps == 4
+    assert len(caught) == 1
     assert quiet("O0", manual(grad_accumulation=True)).accumulation_steps == 1
     config["boost"]["grad_accumulation"] = False
     config["grad_accumulation"]["grad_accumulation_step"] = 0  # not read
     with pytest.warns(UserWarning, match="nothing reads grad_accumulation"):
         assert switch("O0", config).accumulation_steps == 1
+
+
+def test_gradients_mean_is_not_mindspores_default():
+    with pytest.warns(UserWarning, match="summed by MindSpore's default") as caught:
+        unset = switch("O0", TUTORIAL)
+    assert len(caught) == 1
+    assert unset == quiet("O0", TUTORIAL)
+    assert not quiet("O0", TUTORIAL, gradients_mean=False).gradients_mean
 
 
 def test_common():

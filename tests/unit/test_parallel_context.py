@@ -93,8 +93,10 @@ def test_bad_contexts():
 
 def test_context_of_findings():
     found = [Finding("pipeline", "stages", 4), Finding("zero_redundancy", "it")]
-    assert context_of(found, 16) == ParallelContext("data_parallel", 16, 4, True)
-    assert context_of([], 1) == ParallelContext("stand_alone", 1)
+    assert context_of(found, 16) == ParallelContext(
+        "data_parallel", 16, 4, True, gradients_mean=True
+    )
+    assert context_of([], 1) == ParallelContext("stand_alone", 1, gradients_mean=True)
     assert not context_of([Finding("ddp", "it")], 2).enable_parallel_optimizer
 
 
@@ -122,10 +124,14 @@ def test_refuse():
 
 def test_wrap_cells_need_the_seeds_groups():
     eights = {"group_op": "average", "group_size": 8}
+    unset = ParallelContext("auto_parallel", 16)
+    for how in ({}, {"relaxed": True, "reduced_in_group": True}):
+        with pytest.warns(UserWarning, match="summed by MindSpore's default"):
+            check_job(unset, eights, **how)
     whole = {"group_op": "adasum", "group_size": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_job(ParallelContext("auto_parallel", 16), eights)
+        check_job(ParallelContext("auto_parallel", 16, gradients_mean=True), eights)
         check_job(ParallelContext("auto_parallel", 3), whole, relaxed=True)
     for groups, mean in (
         (whole, True),

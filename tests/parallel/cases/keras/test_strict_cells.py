@@ -13,10 +13,11 @@ import pytest
 import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
+from adasum_hvd import boost
 from adasum_hvd.parallel import ParallelContext
 
 CELLS = (hvd.AdaSumByGradWrapCell, hvd.AdaSumByDeltaWeightWrapCell)
-SIXTEEN = ParallelContext("data_parallel", 16)
+SIXTEEN = ParallelContext("data_parallel", 16, gradients_mean=True)
 
 
 def init() -> None:
@@ -59,3 +60,32 @@ def case_strict_refusals() -> None:
                 cell_class("no optimizer", context=context)
         with pytest.raises(TypeError, match="required a Keras 3 optimizer, got str"):
             cell_class("no optimizer", context=SIXTEEN)
+
+
+def case_boost_switch() -> None:
+    """AdaSum of changes that the group averages, and plain averages of accumulated passes."""
+    manual = {"mode": "manual", "adasum": True}
+    accumulated = {
+        "boost": {"mode": "manual", "grad_accumulation": True},
+        "grad_accumulation": {"grad_accumulation_step": 2},
+    }
+    mine = np.array([1.0, -1.0], np.float32) * (hvd.rank() + 1)
+    mean = np.mean(hvd.allgather_object(mine), 0)
+    for config, passes in (({"boost": manual}, 1), (accumulated, 2)):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="boost grad_accumulation")
+            switch = boost.switch("O0", config, gradients_mean=True)
+        assert switch.adasum == (passes == 1)
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.5), **switch.optimizer_arguments(hvd)
+        )
+        variable = keras.Variable([1.0, 2.0])
+        for _ in range(passes):
+            optimizer.apply([tf.constant(mine)], [variable])
+        expected = np.array([1, 2]) - 0.5 * passes * mean
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+    other = boost.switch(
+        "O0", {"boost": manual, "common": {"device_number": 2}}, gradients_mean=True
+    )
+    with pytest.raises(RuntimeError, match=r"hvd.init\(\*\*boost.init_arguments"):
+        other.optimizer_arguments(hvd)

@@ -93,7 +93,9 @@ def case_cell_over_seed_groups() -> None:
 def case_tutorial() -> float:
     """ResNet-50 on digits, two groups of eight: the loss falls, replicas stay equal."""
     arguments = resnet50_imagenet.parse(["--data", "digits", "--epochs", "3"])
-    switch = boost.switch(arguments.boost_level, arguments.boost_config)
+    switch = boost.switch(
+        arguments.boost_level, arguments.boost_config, gradients_mean=True
+    )
     assert switch.init_arguments() == {"group_op": "average", "group_size": 8}
     training = resnet50_imagenet.Training(arguments, switch)
     losses = []

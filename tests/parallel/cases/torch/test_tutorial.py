@@ -52,7 +52,9 @@ def start() -> None:
 def train(config: dict, *more: str) -> resnet50_imagenet.Training:
     words = [*SMALL.split(), "--data-path", str(folder), "--boost-config"]
     arguments = resnet50_imagenet.parse([*words, json.dumps(config), *more])
-    switch = boost.switch(arguments.boost_level, arguments.boost_config)
+    switch = boost.switch(
+        arguments.boost_level, arguments.boost_config, gradients_mean=True
+    )
     training = resnet50_imagenet.Training(arguments, switch)
     training.resume()
     training.run()
