@@ -53,8 +53,11 @@ class Sgd:
 
 
 class Adam:
-    def __init__(self, lr: float, beta1=0.9, beta2=0.999, epsilon=1e-7):
+    """Adam, or AdamW with a `decay`."""
+
+    def __init__(self, lr: float, beta1=0.9, beta2=0.999, epsilon=1e-7, decay=0.0):
         self.lr, self.betas, self.epsilon = lr, (beta1, beta2), epsilon
+        self.decay = decay
         self.step = 0
         self.m: Weights | None = None
         self.v: Weights | None = None
@@ -67,7 +70,7 @@ class Adam:
         self.v = [b2 * a + (1 - b2) * g * g for a, g in zip(v, grads, strict=True)]
         rate = self.lr * np.sqrt(1 - b2**self.step) / (1 - b1**self.step)
         return [
-            w - rate * a / (np.sqrt(b) + self.epsilon)
+            (1 - self.lr * self.decay) * w - rate * a / (np.sqrt(b) + self.epsilon)
             for w, a, b in zip(weights, self.m, self.v, strict=True)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import keras
 import numpy as np
@@ -76,6 +77,18 @@ def check_equal(model: keras.Model, expected: numerics.Weights, tolerance=1e-6) 
     for mine, wanted in zip(model.get_weights(), expected, strict=True):
         difference = np.abs(mine - wanted).max()
         assert difference <= tolerance * max(1.0, np.abs(wanted).max()), difference
+
+
+def case_offloaded_adam_with_decoupled_decay() -> None:
+    """Both variants; the changes of weights include the decay."""
+    for op in VARIANTS:
+        optimizer = hvd.AdamOffload(
+            0.02, eps=1e-7, weight_decay=2.0, decoupled_weight_decay=True
+        )
+        model = compiled(hvd.DistributedOptimizer(optimizer, op=op))
+        fit(model)
+        adamw = partial(numerics.Adam, 0.02, decay=2.0)
+        check_equal(model, numerics.train(adamw, op, hvd.size(), STEPS), 5e-6)
 
 
 def case_keras_fit_every_op_and_optimizer() -> None:

@@ -103,7 +103,8 @@ class Simulation:
 
 def case_delta_variant_reduces_the_masters() -> None:
     for dtype in DTYPES:
-        for more in ({}, {"use_nesterov": True, "weight_decay": 0.1}):
+        decoupled = {"decoupled_weight_decay": True, "weight_decay": 1.0}
+        for more in ({}, {"use_nesterov": True, "weight_decay": 0.1}, decoupled):
             # With a small eps the first steps are sign-like and amplify rounding.
             settings = {"eps": 1e-2, **more}
             model = model_of(dtype)
@@ -120,6 +121,31 @@ def case_delta_variant_reduces_the_masters() -> None:
                 [torch.from_numpy(w).float() for w in simulation.weights],
                 tolerance,
             )
+
+
+def case_wrap_cells_around_it() -> None:
+    """A cell steps as the distributed optimizer does, and with gradients that it is given."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    cells = {
+        "adasum-grad": hvd.AdaSumByGradWrapCell,
+        "adasum-delta": hvd.AdaSumByDeltaWeightWrapCell,
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        for op, cell_class in cells.items():
+            model, expected_model = model_of(dtype), model_of(dtype)
+            expected = wrapped(expected_model, op)
+            train(expected, expected_model, 0, STEPS)
+            optimizer = hvd.AdamOffload(model.parameters(), 0.01, verbose=False)
+            with pytest.warns(UserWarning, match="in parallel mode data_parallel"):
+                cell = cell_class(optimizer, relaxed=True)
+            for step in range(STEPS):
+                backward(model, step)
+                gradients = [p.grad.clone() for p in cell.parameters]
+                result = cell(gradients)
+            assert (op == "adasum-delta") == (result == tuple(model.parameters()))
+            check_equal(model.parameters(), expected_model.parameters())
+            check_equal(masters(cell.optimizer), masters(expected))
 
 
 def case_parameters_are_their_rounded_masters() -> None:

@@ -100,7 +100,14 @@ def case_reducer_groups() -> None:
         parameter.comm_fusion = index % 2
     own = hvd.DistributedGradReducer(params, mean=False)
     assert fused(own, gradients) == [3, 1]
-    for results in (split(gradients), own(gradients)):
+    # `fusion_type` is the number of the parameters that have none.
+    for index in (0, 3):
+        del params[index].comm_fusion
+    joined = hvd.DistributedGradReducer(params, mean=False, fusion_type=0)
+    assert fused(joined, gradients) == [4]
+    apart = hvd.DistributedGradReducer(params, mean=False, fusion_type=7)
+    assert fused(apart, gradients) == [2, 2]
+    for results in (r(gradients) for r in (split, own, joined, apart)):
         assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
     if hvd.size() > 2:
         pair = hvd.add_process_set([0, 1])
@@ -147,14 +154,14 @@ def case_names_as_horovods_optimizer_keeps_them() -> None:
 
 
 def case_seed_example() -> None:
-    """Seed 001's documented example: loss 256."""
+    """Seed 001's documented example: loss 256, here with a loss weight that differs by rank."""
     weight = nn.Parameter(torch.ones(16, 10))
     loss = ((torch.ones(16, 16) @ weight) ** 2).mean()
-    loss.backward()
-    before = weight.grad.clone()
-    hvd.DistributedGradReducer([weight]).reduce_gradients()
     assert loss.item() == 256.0
-    torch.testing.assert_close(weight.grad, before)
+    (loss * (hvd.rank() + 1)).backward()
+    hvd.DistributedGradReducer([weight]).reduce_gradients()
+    mean_weight = (hvd.size() + 1) / 2
+    torch.testing.assert_close(weight.grad, torch.full((16, 10), 3.2 * mean_weight))
 
 
 def case_check_replicas() -> None:

@@ -105,6 +105,29 @@ def case_accumulation_by_average() -> None:
         train(ACCUMULATION, "--max-steps", "3")
 
 
+def case_autocast_types() -> None:
+    """The logits have the type that `--amp` names; the weights move, and alike everywhere."""
+    short = ["--epochs", "1", "--loss-scale", "dynamic", "--amp"]
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        seen = set()
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, logits, seen=seen: (
+                seen.add(logits.dtype) if isinstance(module, torch.nn.Linear) else None
+            )
+        )
+        try:
+            training = train(ADASUM, *short, name)
+        finally:
+            hook.remove()
+        assert seen == {dtype}
+        assert {p.dtype for p in training.model.parameters()} == {torch.float32}
+        initial = torch.amp.GradScaler("cpu").get_scale()
+        skipped = np.log2(initial / training.scale.get_scale())
+        assert 0 <= skipped < training.step == training.steps_per_epoch
+        momenta = [s["momentum_buffer"] for s in training.optimizer.state.values()]
+        assert momenta and all(torch.isfinite(m).all() for m in momenta)
+
+
 def case_loss_scale_changes_nothing() -> None:
     assert same(train(ADASUM), train(ADASUM, "--loss-scale", "1"))
 
