@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "mindspore": {"common"},
     "monitor": {"common"},
     "parallel": {"common", "mindspore"},
+    "distributed": {"common"},
     "launch": {"common"},
     "tools": {"common", "startup", "install", "mindspore", "torch", "tensorflow"},
     "torch": {
@@ -128,10 +131,16 @@ def test_imports_between_rooms_have_one_direction() -> None:
 def test_only_the_frameworks_rooms_import_a_framework() -> None:
     for module, path in modules().items():
         mine = re.findall(r"^adasum_hvd\.(torch|tensorflow)\b", module)
+        mine += ["torch"] if module.startswith("adasum_hvd.distributed") else []
         mine += PER_FRAMEWORK.findall(str(path.relative_to(PACKAGE)))
         for name in imported(path):
             framework = FRAMEWORKS.get(name.split(".")[0])
             assert framework is None or framework in mine, (module, name)
+
+
+def test_the_engine_of_torch_distributed_needs_no_horovod() -> None:
+    program = "import sys; sys.modules['horovod'] = None; import adasum_hvd.distributed"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def includes() -> dict[str, list[str]]:

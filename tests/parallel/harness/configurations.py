@@ -148,6 +148,12 @@ ALL_SIMULATED = [
     simulated(4, GROUPS),
 ]
 
+# The engine that needs no Horovod.
+DISTRIBUTED = [
+    Configuration(_files("distributed", "all_reduce"), "torchrun", ranks)
+    for ranks in (2, 3, 4, 5)
+]
+
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
     TINY_MPI, PORTABLE_MPI, STAGED_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,
@@ -156,5 +162,6 @@ CONFIGURATIONS = [
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
     Configuration(_files("torch", "strict_sum"), "gloo", 16),  # MindSpore's least
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
+    *DISTRIBUTED,
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
 ]  # fmt: skip

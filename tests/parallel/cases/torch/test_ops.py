@@ -15,15 +15,20 @@ from adasum_hvd import reference
 from adasum_hvd.common import binding
 from adasum_hvd.torch.optimizer.buckets import Bucket
 from adasum_hvd.torch.wire import LIBRARY
-from tests.parallel.harness import process_sets
+from tests.parallel.harness import conformance, process_sets
+from tests.parallel.harness.conformance import (
+    SIZES as SIZES,
+)
+from tests.parallel.harness.conformance import (
+    TOLERANCE as TOLERANCE,
+)
+from tests.parallel.harness.conformance import (
+    Engine,
+    check_close,
+    reduced,
+    tensor_of,
+)
 
-SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
-TOLERANCE = {
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-    torch.float32: 1e-6,
-    torch.float64: 1e-9,
-}
 EVENS: hvd.ProcessSet
 HOSTS: list[str] = []
 
@@ -37,73 +42,31 @@ def start() -> None:
     )
 
 
-def tensor_of(
-    rank: int, size: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0
-):
-    values = np.random.default_rng([seed, rank, size]).standard_normal(size) * scale
-    return torch.from_numpy(values).to(dtype)
+def engine() -> Engine:
+    """Return Horovod's op as the conformance table sees it."""
+    return Engine(
+        hvd.rank(),
+        HOSTS,
+        lambda tensor, name: hvd.allreduce(tensor, op=hvd.Adasum, name=name),
+        lambda tensor, name: hvd.allreduce_(tensor, op="adasum", name=name),
+        lambda several, name: hvd.grouped_allreduce(several, op=hvd.Adasum, name=name),
+        hvd.allgather_object,
+    )
 
 
 def wanted(
     size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1.0
 ) -> np.ndarray:
     inputs = [tensor_of(r, size, dtype, seed, scale) for r in ranks]
-    wide = [
-        t.double().numpy() if dtype == torch.float64 else t.float().numpy()
-        for t in inputs
-    ]
-    hosts = [HOSTS[r] for r in ranks]
-    return reference.adasum(
-        wide,
-        hosts,
-        os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
-        int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
-    )
-
-
-def check_close(
-    got: torch.Tensor, reference_value: np.ndarray, dtype: torch.dtype
-) -> None:
-    assert got.dtype == dtype
-    if got.numel():
-        error = np.abs(got.double().numpy() - reference_value).max()
-        # Opposite scalars cancel: measure against a typical input where the result is tiny.
-        largest = max(np.abs(reference_value).max(), 0.3 if got.numel() < 100 else 0.0)
-        assert error <= TOLERANCE[dtype] * largest, f"error {error / largest}"
+    return reduced(inputs, [HOSTS[r] for r in ranks])
 
 
 def check_same_everywhere(tensors) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    assert len(set(hvd.allgather_object(digest.hexdigest()))) == 1, (
-        "ranks have different bits"
-    )
-    return digest.hexdigest()
+    return conformance.check_same_everywhere(engine(), tensors)
 
 
 def case_every_dtype_and_size() -> dict[str, str]:
-    digests = {}
-    for dtype in TOLERANCE:
-        results = []
-        for size in SIZES:
-            mine = tensor_of(hvd.rank(), size, dtype)
-            before = mine.clone()
-            result = hvd.allreduce(mine, op=hvd.Adasum, name=f"single.{dtype}.{size}")
-            assert torch.equal(mine, before), "the input was changed"
-            check_close(result, wanted(size, dtype, range(hvd.size())), dtype)
-            in_place = hvd.allreduce_(
-                mine, op="adasum", name=f"in_place.{dtype}.{size}"
-            )
-            assert in_place is mine
-            assert torch.equal(result, mine), "in place differs from out of place"
-            results.append(result)
-        tensors = [tensor_of(hvd.rank(), size, dtype) for size in SIZES]
-        grouped = hvd.grouped_allreduce(tensors, op=hvd.Adasum, name=f"grouped.{dtype}")
-        for alone, together in zip(results, grouped, strict=True):
-            assert torch.equal(alone, together), "fused differs from unfused"
-        digests[str(dtype)] = check_same_everywhere(results)
-    return digests
+    return conformance.every_dtype_and_size(engine())
 
 
 def case_bfloat16_travels_in_two_bytes() -> None:
@@ -169,72 +132,25 @@ def case_fused_by_timing() -> None:
 
 
 def case_properties() -> None:
-    if "ADASUM_HVD_GROUP_OP" in os.environ:
-        pytest.skip("a property of AdaSum all the way down")
-    rank, size = hvd.rank(), hvd.size()
-    same = tensor_of(0, 10_000, torch.float32)
-    assert torch.equal(hvd.allreduce(same, op=hvd.Adasum, name="identity"), same)
-    mine = torch.zeros(999 * size)
-    mine[rank::size] = tensor_of(rank, 999, torch.float32)
-    everyone = torch.zeros_like(mine)
-    for other in range(size):
-        everyone[other::size] = tensor_of(other, 999, torch.float32)
-    assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="orthogonal"), everyone)
-    giver = size - 1
-    alone = tensor_of(giver, 5000, torch.float32)
-    zero_or_not = alone if rank == giver else torch.zeros(5000)
-    assert torch.equal(hvd.allreduce(zero_or_not, op=hvd.Adasum, name="zero"), alone)
+    conformance.properties(engine())
 
 
 def case_magnitudes() -> None:
-    for scale in (1e19, 1e-30):
-        mine = tensor_of(hvd.rank(), 9000, torch.float32, 3, scale)
-        result = hvd.allreduce(mine, op=hvd.Adasum, name=f"magnitude.{scale}")
-        reference_value = wanted(9000, torch.float32, range(hvd.size()), 3, scale)
-        error = (
-            np.abs(result.numpy() - reference_value).max()
-            / np.abs(reference_value).max()
-        )
-        assert error <= 1e-6
-    for exponent in (300, -300):
-        mine = tensor_of(hvd.rank(), 9000, torch.float64, 4, 10.0**exponent)
-        result = hvd.allreduce(
-            mine, op=hvd.Adasum, name=f"magnitude64.{exponent}"
-        ).numpy()
-        reference_value = wanted(
-            9000, torch.float64, range(hvd.size()), 4, 10.0**exponent
-        )
-        assert (
-            np.abs(result - reference_value).max()
-            <= 1e-9 * np.abs(reference_value).max()
-        )
+    conformance.magnitudes(engine())
+
+
+def case_not_finite() -> None:
+    conformance.not_finite(engine())
 
 
 def case_cancelling_pairs() -> None:
-    if "ADASUM_HVD_GROUP_OP" in os.environ:
-        pytest.skip("a property of AdaSum all the way down")
-    rank, size = hvd.rank(), hvd.size()
-    for digits in (2, 4, 8):
-
-        def make(r: int, digits: int = digits) -> torch.Tensor:
-            base = tensor_of(r // 2, 60_000, torch.float64, 5)
-            noise = tensor_of(r, 60_000, torch.float64, 6) * 10.0**-digits
-            return base if r % 2 == 0 else -base + noise
-
-        result = hvd.allreduce(
-            make(rank), op=hvd.Adasum, name=f"cancel.{digits}"
-        ).numpy()
-        reference_value = reference.adasum(
-            [make(r).numpy() for r in range(size)], HOSTS
-        )
-        # NumPy's own pairwise sums put an error of some 1e-15 / eps into the float64 tree.
-        bound = 1e-9 + 1e-14 * 10.0**digits
-        assert (
-            np.abs(result - reference_value).max()
-            <= bound * np.abs(reference_value).max()
-        )
+    conformance.cancelling_pairs(engine())
     # Levels of two ranks form every node anyway.
-    if size >= 4 and not case_path().startswith("levels of 2 x 2 "):
+    if (
+        hvd.size() >= 4
+        and "ADASUM_HVD_GROUP_OP" not in os.environ
+        and not case_path().startswith("levels of 2 x 2 ")
+    ):
         explicit = sum(hvd.allgather_object(hvd.counters().explicit_tensors))
         assert explicit > 0, "the ill-conditioned path never ran"
 
@@ -351,11 +267,7 @@ def case_other_ops_still_work() -> None:
 
 
 def case_layouts() -> None:
-    mine = tensor_of(hvd.rank(), 600, torch.float32, 11).view(20, 30).t()
-    flat = hvd.allreduce(mine.contiguous(), op=hvd.Adasum, name="layout.flat")
-    assert torch.equal(hvd.allreduce(mine, op=hvd.Adasum, name="layout.t"), flat)
-    hvd.allreduce_(mine, op=hvd.Adasum, name="layout.t_")
-    assert torch.equal(mine, flat)
+    conformance.layouts(engine())
 
 
 def case_delta_is_an_op_of_its_own() -> None:

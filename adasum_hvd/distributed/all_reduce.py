@@ -1,0 +1,148 @@
+"""`adasum_all_reduce`: AdaSum of tensors over a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from adasum_hvd.distributed.checks import Call, agree, call_of
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
+from adasum_hvd.distributed.reduction import reduce_buffer
+from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
+
+__all__ = ["AdasumWork", "adasum_all_reduce"]
+
+_lanes: weakref.WeakKeyDictionary[Any, dict[torch.device, Lane]]
+_lanes = weakref.WeakKeyDictionary()  # by process group
+
+
+class AdasumWork:
+    """A reduction that has been started; what `adasum_all_reduce(async_op=True)` returns."""
+
+    def __init__(self, future: Future):
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensors hold the result, or on a device make the current stream wait.
+
+        Args:
+            timeout: has no meaning here, as the process group's counts; torch's `Work` has it.
+
+        Raises:
+            ValueError: as `adasum_all_reduce`.
+            RuntimeError: a rank did not take part within the group's timeout.
+        """
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._future.done()
+
+    def get_future(self) -> Future:
+        """Return a future of the list of tensors."""
+        return self._future
+
+
+def adasum_all_reduce(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    group: Any = None,
+    *,
+    rule: str | Coefficients = "adasum",
+    group_op: str | None = None,
+    group_size: int | None = None,
+    async_op: bool = False,
+) -> AdasumWork | None:
+    r"""Replace each tensor by its AdaSum over the ranks, in place.
+
+    Of two ranks' tensors that is `(1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b`; more ranks are
+    merged along the tree of `adasum_hvd.reference`, neighbours on a host first. All ranks end
+    with the same bits, which do not depend on the other tensors in the list.
+
+    Args:
+        tensors: one tensor or several, float16, bfloat16, float32 or float64, of any shape; each
+            has coefficients of its own. The same shapes and dtypes in the same order on all ranks.
+        group: the process group; by default the default one.
+        rule: "adasum", "mean", or a function from Gram matrices, float64 [tensors, N, N], to
+            coefficients, float64 [tensors, N]: the result is `\sum c_i x_i`. It is called on all
+            ranks with the same matrices, once for each dtype; float64 tensors are scaled by a
+            power of two before.
+        group_op: "average" (or "sum"): the ranks of a group are averaged first, and AdaSum joins
+            groups. By default `ADASUM_HVD_GROUP_OP`, else "adasum", which is AdaSum everywhere.
+        group_size: consecutive ranks in a group; by default `ADASUM_HVD_GROUP_SIZE`, else 0, which
+            means that a host is a group.
+        async_op: return at once.
+
+    Returns:
+        With `async_op` a handle; its `wait` raises what the call would have.
+
+    Raises:
+        ValueError: on all ranks, before any tensor is sent: tensors, rule or groups are not the
+            same on all ranks, or one of them is not supported. Or this rank is not in the group.
+        RuntimeError: a rank did not take part within the group's timeout.
+
+    Collective: all ranks of the group, in the same order; blocks unless `async_op`. Tensors must
+    not be read or changed before an asynchronous reduction ends.
+
+    Example:
+        >>> gradient = torch.randn(1000)        # doctest: +SKIP
+        >>> adasum_all_reduce(gradient)         # doctest: +SKIP
+
+    References:
+        arXiv 2006.02924, equation 7; docs/distributed.md.
+    """
+    communicator = Communicator(group)
+    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    try:
+        checked = rule_of(rule, group_op, group_size)
+        call = call_of(several, checked.described)
+    except ValueError as error:  # on the other ranks, too
+        checked, call = Rule("adasum"), Call((), (), str(error))
+
+    def reduce(communicator: Communicator) -> list[torch.Tensor]:
+        agree("adasum_all_reduce", call, communicator)
+        reduce_list([tensor.detach() for tensor in several], communicator, checked)
+        return several
+
+    if not async_op:
+        with torch.no_grad():
+            reduce(communicator)
+        return None
+    return AdasumWork(_submit(reduce, several, communicator))
+
+
+def _submit(task: Any, tensors: Sequence[Any], communicator: Communicator) -> Future:
+    """Run a task in the group's lane. Collective on a CPU the first time; blocks then."""
+    device = next(
+        (t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu")
+    )
+    lanes = _lanes.setdefault(communicator.group, {})
+    if device not in lanes:
+        lanes[device] = lane_on(device, communicator)
+    lane = lanes[device]
+    future = lane.submit(task)
+    if isinstance(lane, StreamLane):
+        for tensor in tensors:
+            lane.keep(tensor)
+    return future
+
+
+def reduce_list(
+    tensors: Sequence[torch.Tensor], communicator: Communicator, rule: Rule
+) -> None:
+    """Reduce tensors that agree on all ranks, in place; those of a dtype together."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        sizes = [tensor.numel() for tensor in of_dtype]
+        if len(of_dtype) == 1 and of_dtype[0].is_contiguous():
+            reduce_buffer(of_dtype[0].view(-1), sizes, communicator, rule)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype])
+        reduce_buffer(flat, sizes, communicator, rule)
+        for tensor, part in zip(of_dtype, flat.split(sizes), strict=True):
+            tensor.copy_(part.view(tensor.shape))

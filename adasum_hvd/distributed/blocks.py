@@ -1,0 +1,176 @@
+"""A rank's slice of all ranks' buffers, worked on in float64 blocks that fit the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from adasum_hvd.distributed.coefficients import Tree, constant
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Chunk, Run, chunks_of
+
+# Float64 elements that are worked on together, of all ranks: 1 MiB, or 16 MiB where a kernel has
+# to be started for every step.
+_ELEMENTS = {"cpu": 1 << 17}
+_ELEMENTS_ON_DEVICE = 1 << 21
+# Ranks whose dot products one call of the matrix library forms. In larger products it adds up some
+# of them in another order than others, and identical vectors would not give identical numbers.
+_TILE = 4
+
+
+class Slice:
+    """The same elements of every rank's buffer.
+
+    Args:
+        rows: every rank's, one-dimensional, all of one floating dtype.
+        runs: which tensors they are.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
+        self._rows = rows
+        self.dtype, device = rows[0].dtype, rows[0].device
+        elements = _ELEMENTS.get(device.type, _ELEMENTS_ON_DEVICE)
+        most = max(1, elements // len(rows) // BLOCK_ELEMENTS)
+        self._chunks = chunks_of(runs, most)
+        tensors = tuple(tensor for chunk in self._chunks for tensor in chunk.tensors)
+        self.owners = constant(tensors, torch.int64, device)  # the tensor of each block
+        filled = len(rows) + (-len(rows) % _TILE if len(rows) > _TILE else 0)
+        self._space = torch.empty(
+            (filled, min(most, len(tensors)), BLOCK_ELEMENTS),
+            dtype=torch.float64,
+            device=device,
+        )
+        self._space[len(rows) :].zero_()
+
+    def _load(self, chunk: Chunk, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float64 [ranks, blocks, BLOCK_ELEMENTS], until the next chunk is loaded.
+
+        Args:
+            chunk: which blocks.
+            factors: float64 [tensors, ranks], what they are multiplied by.
+        """
+        blocks = self._space[:, : len(chunk.tensors)]
+        flat = self._space.view(len(self._space), -1)
+        for start, count, target in chunk.copies:
+            end = target + count
+            for row, to in zip(self._rows, flat, strict=False):
+                to[target:end].copy_(row[start : start + count])
+            if filling := -end % BLOCK_ELEMENTS:
+                flat[:, end : end + filling].zero_()
+        if factors is not None:
+            own = blocks[: len(self._rows)]
+            own.mul_(self._by_block(chunk, factors).movedim(-1, 0)[..., None])
+        return blocks
+
+    def _by_block(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
+        """Return [blocks, ...] of [tensors, ...], or [1, ...] where all blocks are one's."""
+        if chunk.only_tensor is not None:
+            return values[chunk.only_tensor : chunk.only_tensor + 1]
+        return values[self.owners[chunk.first : chunk.first + len(chunk.tensors)]]
+
+    def largest(self) -> torch.Tensor:
+        """Return float64 [blocks, 1]: the largest magnitude of any rank."""
+        found = [self._load(chunk).abs().amax((0, 2)) for chunk in self._chunks]
+        return torch.cat([*found, self._space.new_empty(0)])[:, None]
+
+    def gram(self, factors: torch.Tensor | None) -> torch.Tensor:
+        """Return float64 [blocks, N (N + 1) / 2]: the upper triangles of their Gram matrices."""
+        ranks, filled = len(self._rows), len(self._space)
+        matrices = self._space.new_empty((len(self.owners), filled, filled))
+        tiles = [slice(first, first + _TILE) for first in range(0, filled, _TILE)]
+        for chunk in self._chunks:
+            blocks = self._load(chunk, factors)
+            to = matrices[chunk.first : chunk.first + blocks.shape[1]]
+            for number, left in enumerate(tiles):
+                for right in tiles[number:]:
+                    to[:, left, right] = _products(blocks[left], blocks[right])
+        rows, columns = torch.triu_indices(ranks, ranks, device=matrices.device)
+        return matrices[:, rows, columns]
+
+    def _nodes(
+        self,
+        chunk: Chunk,
+        tree: Tree,
+        sides: Sequence[torch.Tensor | None],
+        factors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the blocks with each node, after so many tiers, in its first rank's place.
+
+        Args:
+            chunk: which blocks.
+            tree: the order of the merges.
+            sides: of each tier, as `coefficients.walk` returns them; None adds up.
+            factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
+        """
+        blocks = self._load(chunk, factors)
+        for tier, side in zip(tree.tiers, sides, strict=False):
+            by_block = None if side is None else self._by_block(chunk, side)
+            for merge, both in enumerate(zip(tier.left, tier.right, strict=True)):
+                for which, node in enumerate(both):
+                    if by_block is not None and tier.by_adasum[merge]:
+                        blocks[node].mul_(by_block[:, merge, which, None])
+                left, right = both
+                blocks[left].add_(blocks[right])
+        return blocks
+
+    def node_products(
+        self,
+        tree: Tree,
+        sides: Sequence[torch.Tensor],
+        factors: torch.Tensor | None,
+        only: Collection[int] | None,
+    ) -> torch.Tensor:
+        """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
+
+        Args:
+            tree: the order of the merges.
+            sides: of the tiers before.
+            factors: as of `_nodes`.
+            only: the tensors that are asked for; others may give zero. All of them if None.
+
+        Returns:
+            float64 [blocks, 3 x merges].
+        """
+        tier = tree.tiers[len(sides)]
+        found = self._space.new_zeros((len(self.owners), len(tier.left), 3))
+        for chunk in self._chunks:
+            if only is not None and not set(only) & set(chunk.tensors):
+                continue
+            blocks = self._nodes(chunk, tree, sides, factors)
+            to = found[chunk.first : chunk.first + blocks.shape[1]]
+            for merge, (left, right) in enumerate(
+                zip(tier.left, tier.right, strict=True)
+            ):
+                both = blocks[left : right + 1 : right - left]
+                to[:, merge] = _products(both, both).flatten(1)[:, [0, 1, 3]]
+        return found.flatten(1)
+
+    def combine(
+        self,
+        tree: Tree,
+        sides: Sequence[torch.Tensor | None],
+        factors: torch.Tensor | None,
+        inverse: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        """Write the root of the tree, rounded once.
+
+        Args:
+            tree: the order of the merges.
+            sides: of all tiers.
+            factors: as of `_nodes`.
+            inverse: float64 [tensors], what the result is multiplied by.
+            result: one-dimensional; may be one of the rows.
+        """
+        for chunk in self._chunks:
+            root = self._nodes(chunk, tree, sides, factors)[0]
+            if inverse is not None:
+                root.mul_(self._by_block(chunk, inverse)[:, None])
+            flat = root.view(-1)
+            for start, count, target in chunk.copies:
+                result[start : start + count].copy_(flat[target : target + count])
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return [blocks, K, L], block by block the dot products of [K, blocks, BLOCK_ELEMENTS]."""
+    return torch.bmm(left.permute(1, 0, 2), right.permute(1, 2, 0))

@@ -1,0 +1,107 @@
+"""What must be the same on all ranks before a tensor is sent, and the errors if it is not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from adasum_hvd.common.agreement import first_difference
+from adasum_hvd.distributed.communicator import Communicator
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Call(NamedTuple):
+    """What a rank is about to reduce."""
+
+    settings: tuple[tuple[str, object], ...]
+    tensors: tuple[tuple[tuple[int, ...], str, str], ...]  # shape, dtype, device type
+    problem: str = ""  # why this rank cannot
+
+
+def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
+    """Return what a rank is about to do; of what it cannot, the reason."""
+    problem = next(filter(None, map(_problem, tensors)), "")
+    devices = {str(t.device) for t in tensors if isinstance(t, torch.Tensor)}
+    if not problem and len(devices) > 1:
+        problem = (
+            f"expected tensors on one device, but got {' and '.join(sorted(devices))}"
+        )
+    if problem:
+        return Call((), (), problem)
+    described = tuple(
+        (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.device.type)
+        for t in tensors
+    )
+    return Call(tuple(settings.items()), described)
+
+
+def _problem(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"expected tensors, but got {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        got = "meta" if tensor.is_meta else str(tensor.layout)
+        return f"expected dense tensors, but got one that is {got}"
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"expected a dtype among {names}, but got {tensor.dtype}"
+    return ""
+
+
+def agree(what: str, call: Call, communicator: Communicator) -> None:
+    """Raise on every rank unless all ranks are about to do the same.
+
+    Args:
+        what: the function, for the message.
+        call: what this rank is about to do.
+        communicator: the ranks.
+
+    Raises:
+        ValueError: the ranks differ, or one of them cannot; with the first difference.
+
+    Collective: all ranks; blocks. Eight bytes travel, more only before an error.
+    """
+    digest = hashlib.sha256(repr(call).encode()).digest()[:8]
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    digests = communicator.all_gather(mine.to(communicator.control_device))
+    if len(set(digests.flatten().tolist())) == 1 and not call.problem:
+        return
+    calls = communicator.all_gather_object(call)
+    problem = _difference(calls, communicator.ranks)
+    here = f"rank {communicator.ranks[communicator.rank]}"
+    raise ValueError(f"{what}: {problem} (this is {here})")
+
+
+def _difference(calls: Sequence[Call], ranks: Sequence[int]) -> str:
+    """Return the first problem or difference, the same on all ranks."""
+    for rank, call in zip(ranks, calls, strict=True):
+        if call.problem:
+            return f"{call.problem} on rank {rank} of {len(ranks)}"
+    settings = first_difference([call.settings for call in calls])
+    if settings is not None:
+        position, (other, *_) = settings
+        (name, first), (_, second) = (calls[k].settings[position] for k in (0, other))
+        return (
+            f"expected the same arguments on all ranks, but got {name}={second} on rank "
+            f"{ranks[other]} and {first} on rank {ranks[0]}; pass the same ones on every rank"
+        )
+    tensors = first_difference([call.tensors for call in calls])
+    if tensors is None:
+        return "expected the same call on all ranks, but got different ones"
+    position, (other, *_) = tensors
+    found = [_described(calls[k].tensors[position : position + 1]) for k in (0, other)]
+    return (
+        f"expected the same tensors in the same order on all ranks, but got {found[1]} as tensor "
+        f"{position} on rank {ranks[other]} and {found[0]} on rank {ranks[0]}; pass tensors of "
+        "the same shapes and dtypes on every rank"
+    )
+
+
+def _described(found: Sequence[tuple[tuple[int, ...], str, str]]) -> str:
+    if not found:
+        return "none"
+    ((shape, dtype, device),) = found
+    return f"{dtype} {list(shape)} on {device}"

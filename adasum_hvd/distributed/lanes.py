@@ -1,0 +1,124 @@
+"""Reductions that run while the program goes on, one after the other.
+
+On a CPU a thread runs them, on a process group of its own: collectives of the program's group
+may come between them in another order on another rank. On other devices a stream does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from adasum_hvd.distributed.communicator import Communicator
+
+Task: TypeAlias = Callable[[Communicator], Any]
+Future: TypeAlias = torch.futures.Future
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]]
+_threads = weakref.WeakKeyDictionary()  # and their tasks
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End idle threads while Python is whole; those that wait for a rank end with the process."""
+    for thread, tasks in list(_threads.items()):
+        tasks.put(None)
+        thread.join(timeout=1.0)
+
+
+class ThreadLane:
+    """Runs tasks in a thread, in the order in which they are submitted.
+
+    Args:
+        communicator: the ranks that submit the same tasks.
+
+    Collective: all ranks of the communicator; blocks.
+    """
+
+    def __init__(self, communicator: Communicator):
+        device = torch.device("cpu")
+        group = dist.new_group(
+            communicator.ranks,
+            timeout=communicator.timeout(device),
+            backend=communicator.backend(device),
+            use_local_synchronization=True,
+        )
+        self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
+        # A daemon: one that waits for a rank that has died must not keep the process.
+        thread = threading.Thread(
+            target=_run,
+            args=(self._tasks, Communicator(group)),
+            name="adasum_hvd",
+            daemon=True,
+        )
+        thread.start()
+        _threads[thread] = self._tasks
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+
+    def submit(self, task: Task) -> Future:
+        """Begin a task, and return the future of its result."""
+        future: Future = torch.futures.Future()
+        self._tasks.put((task, future))
+        return future
+
+
+def _run(
+    tasks: queue.SimpleQueue[tuple[Task, Future] | None], communicator: Communicator
+) -> None:
+    while (entry := tasks.get()) is not None:
+        task, future = entry
+        try:
+            with torch.no_grad():
+                result = task(communicator)
+        except BaseException as error:  # the program's thread raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        # Neither keeps a tensor until the next task comes.
+        del entry, task, future
+        result = None
+
+
+class StreamLane:
+    """Runs tasks on a stream of their own, after the work of the stream that submits them.
+
+    Args:
+        communicator: the ranks that submit the same tasks.
+        device: a device with streams.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device):
+        self._communicator, self._device = communicator, device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def submit(self, task: Task) -> Future:
+        """Begin a task, and return the future of its result.
+
+        Who waits for the future makes the current stream wait, not the program.
+        """
+        future: Future = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream), torch.no_grad():
+            future.set_result(task(self._communicator))
+        return future
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor until the tasks that were submitted are done with it."""
+        tensor.record_stream(self._stream)
+
+
+Lane: TypeAlias = ThreadLane | StreamLane
+
+
+def lane_on(device: torch.device, communicator: Communicator) -> Lane:
+    """Return a new lane for tensors of a device. Collective on a CPU; blocks there."""
+    if device.type == "cpu":
+        return ThreadLane(communicator)
+    return StreamLane(communicator, device)

@@ -1,0 +1,128 @@
+"""AdaSum of one flat buffer: the steps, in order.
+
+1. Every rank receives its slice of all ranks' buffers (the bytes of a reduce-scatter).
+2. It forms the Gram matrix of each tensor's part. Parts of a tensor that crosses slice borders
+   are added up over the ranks.
+3. The tree's coefficients follow from the Gram matrices.
+4. It combines its slice, in place, and sends it to all ranks (an all-gather).
+
+Each slice is computed by one rank, so that all ranks end with the same bits.
+
+A tensor that is itself sharded over other ranks needs one sum more: its Gram matrix is the sum of
+its shards' matrices. `Exchange` is the only place that knows who holds a part of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from adasum_hvd.distributed.blocks import Slice
+from adasum_hvd.distributed.coefficients import Tree, constant, tree_of, walk
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.exchange import Exchange
+from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.rules import Rule, checked
+from adasum_hvd.distributed.slices import Layout, layout_of
+from adasum_hvd.distributed.sums import sums_by_tensor
+from adasum_hvd.distributed.topology import hosts_of
+
+
+class Solution(NamedTuple):
+    """By what the ranks' vectors and the nodes are multiplied."""
+
+    factors: torch.Tensor | None  # float64 [tensors, ranks]
+    sides: Sequence[torch.Tensor | None]  # of each tier; None adds up
+    inverse: torch.Tensor | None = None  # float64 [tensors], of the result
+    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
+
+
+def reduce_buffer(
+    flat: torch.Tensor,
+    sizes: Sequence[int],
+    communicator: Communicator,
+    rule: Rule,
+) -> Solution | None:
+    """Reduce tensors that lie end to end, in place.
+
+    Args:
+        flat: one-dimensional and contiguous, of a floating dtype; the same length on all ranks.
+        sizes: elements of each tensor.
+        communicator: the ranks.
+        rule: what becomes of the tensors.
+
+    Returns:
+        How it was done, with the Gram matrices of the tensors whose first element is in this
+        rank's slice; None where there was nothing to do.
+
+    Collective: all ranks of the communicator; blocks on a CPU.
+    """
+    layout = layout_of(tuple(sizes), communicator.size)
+    if communicator.size == 1 or not flat.numel():
+        return None
+    rows = communicator.scatter(flat, layout.bounds)
+    part = Slice(rows, layout.runs(communicator.rank))
+    tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
+    solution = _solve(part, layout, communicator, rule, tree)
+    mine = rows[communicator.rank]
+    part.combine(tree, solution.sides, solution.factors, solution.inverse, mine)
+    communicator.gather(flat, layout.bounds)
+    return solution
+
+
+def _solve(
+    part: Slice, layout: Layout, communicator: Communicator, rule: Rule, tree: Tree
+) -> Solution:
+    """Return the coefficients of all tensors in this rank's slice. Collective."""
+    device, tensors = part.owners.device, len(layout.sizes)
+    additions: list[torch.Tensor | None] = [None] * len(tree.tiers)
+    if rule.kind == "mean":
+        ones = part.owners.new_ones((tensors, communicator.size), dtype=torch.float64)
+        return Solution(ones / communicator.size, additions)
+    exchange = Exchange(layout, communicator, device, everything=callable(rule.kind))
+    scale = inverse = None
+    if part.dtype == torch.float64:  # whose squares overflow where it does not
+        scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))
+        inverse = 1.0 / scale
+        scale = scale[:, None].expand(tensors, communicator.size)
+    sums = sums_by_tensor(part.gram(scale), part.owners, tensors)
+    gram = _symmetric(exchange.total(sums), communicator.size)
+    if callable(rule.kind):
+        factors = checked(rule.kind(gram), gram)
+        return Solution(factors, additions, None, gram)
+    weights = constant(tree.weights, torch.float64, device)
+    factors = scale if scale is not None else None
+    if set(tree.weights) != {1.0}:
+        factors = weights.expand(tensors, -1) * (1.0 if scale is None else scale)
+    form_nodes = FormNodes(part, exchange, tree, factors)
+    return Solution(factors, walk(gram, tree, form_nodes), inverse, gram)
+
+
+def _symmetric(triangles: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
+    rows, columns = torch.triu_indices(ranks, ranks).tolist()
+    places = {
+        pair: number for number, pair in enumerate(zip(rows, columns, strict=True))
+    }
+    index = tuple(
+        places[min(i, j), max(i, j)] for i in range(ranks) for j in range(ranks)
+    )
+    found = triangles[:, constant(index, torch.int64, triangles.device)]
+    return found.view(-1, ranks, ranks)
+
+
+def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Return by what to multiply so that the largest magnitude becomes about 1.
+
+    Args:
+        largest: float64.
+
+    Returns:
+        Powers of two; 1 for zero and what is not finite.
+    """
+    exponents = torch.frexp(largest)[1].clamp(-1021, 1021).long()
+    # 2**-exponent by its bits: no function gives it exactly on every device.
+    powers = (1023 - exponents << 52).view(torch.float64)
+    return torch.where((largest > 0) & largest.isfinite(), powers, 1.0)

@@ -1,0 +1,106 @@
+"""What becomes of the ranks' tensors: AdaSum, a mean, or any rule on Gram matrices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+GROUP_OPS = ("adasum", "average", "sum")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and its groups, checked.
+
+    Args:
+        kind: "adasum", "mean", or a function from Gram matrices, float64 [tensors, N, N], to
+            coefficients, float64 [tensors, N], on the same device.
+        group_op: how ranks of a group are joined before AdaSum: "adasum", "average" or "sum".
+        group_size: ranks in a group; 0 means that a host is a group.
+
+    Raises:
+        ValueError: another value, or groups with a rule that has none.
+    """
+
+    kind: str | Coefficients
+    group_op: str = "adasum"
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not callable(self.kind) and self.kind not in ("adasum", "mean"):
+            raise ValueError(
+                "rule: expected 'adasum', 'mean' or a function of Gram matrices, but got "
+                f"{self.kind!r}"
+            )
+        if self.group_op not in GROUP_OPS:
+            raise ValueError(
+                f"group_op: expected one of {', '.join(GROUP_OPS)}, but got {self.group_op!r}"
+            )
+        size = self.group_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"group_size: expected an integer >= 0, but got {size!r}")
+        if self.kind != "adasum" and self.group_op != "adasum":
+            raise ValueError(
+                f"group_op: expected rule='adasum', but got rule={self.name} with group_op="
+                f"{self.group_op!r}; leave group_op out"
+            )
+
+    @property
+    def name(self) -> str:
+        """The rule's name, by which ranks compare it."""
+        if isinstance(self.kind, str):
+            return self.kind
+        module = getattr(self.kind, "__module__", "")
+        named = getattr(self.kind, "__qualname__", type(self.kind).__qualname__)
+        return f"{module}.{named}"
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        groups = {"group_op": self.group_op, "group_size": self.group_size}
+        return {"rule": self.name, **groups}
+
+
+def rule_of(
+    rule: str | Coefficients, group_op: str | None, group_size: int | None
+) -> Rule:
+    """Return the rule, with groups from the environment where an argument is None.
+
+    `ADASUM_HVD_GROUP_OP` and `ADASUM_HVD_GROUP_SIZE` are read as the Horovod op reads them, for
+    `rule="adasum"`.
+
+    Raises:
+        ValueError: as :class:`Rule`.
+    """
+    groups = {"ADASUM_HVD_GROUP_OP": "adasum", "ADASUM_HVD_GROUP_SIZE": "0"}
+    if rule == "adasum":
+        groups = {name: os.environ.get(name) or groups[name] for name in groups}
+    op, size = groups.values()
+    if group_size is None:
+        if not size.isdecimal():
+            raise ValueError(
+                f"ADASUM_HVD_GROUP_SIZE: expected an integer >= 0, but got {size!r}"
+            )
+        group_size = int(size)
+    return Rule(rule, op if group_op is None else group_op, group_size)
+
+
+def checked(coefficients: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """Return what a user's rule gave, in float64.
+
+    Raises:
+        ValueError: not a tensor of one coefficient for each tensor and rank.
+    """
+    shape = tuple(gram.shape[:2])
+    got = getattr(coefficients, "shape", None)
+    if got is None or tuple(got) != shape:
+        raise ValueError(
+            f"rule: expected coefficients of shape {shape} (tensors, ranks), but got "
+            f"{type(coefficients).__name__ if got is None else tuple(got)}"
+        )
+    return coefficients.to(gram)

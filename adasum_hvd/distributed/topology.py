@@ -1,0 +1,35 @@
+"""Which ranks share a host: found out once per process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from pathlib import Path
+from typing import Any
+
+from adasum_hvd.distributed.communicator import Communicator
+
+_hosts: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def hosts_of(communicator: Communicator) -> tuple[int, ...]:
+    """Return for each rank the number of its host, in the order of their first ranks.
+
+    Collective on the first call with a group; blocks then.
+    """
+    known = _hosts.get(communicator.group)
+    if known is None:
+        names = communicator.all_gather_object(_host())
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        known = _hosts[communicator.group] = tuple(numbers[name] for name in names)
+    return known
+
+
+def _host() -> tuple[str, str]:
+    """Return what no other host has: names repeat where nobody set them, boots do not."""
+    name = os.environ.get("ADASUM_HVD_HOSTNAME")
+    if name is not None:
+        return name, ""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text() if boot.exists() else ""

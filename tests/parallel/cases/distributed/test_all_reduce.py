@@ -1,0 +1,246 @@
+"""`adasum_all_reduce`, under torchrun and without Horovod."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum_hvd import reference
+from adasum_hvd.distributed import adasum_all_reduce
+from tests.parallel.harness import conformance
+from tests.parallel.harness.conformance import (
+    Engine,
+    check_close,
+    expected,
+    reduced,
+    tensor_of,
+)
+
+HOSTS: list[str] = []
+
+
+def init() -> None:
+    # Two ranks on each host, as far as the tree is concerned.
+    os.environ["ADASUM_HVD_HOSTNAME"] = f"host{int(os.environ['RANK']) % 2}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    HOSTS[:] = [f"host{rank % 2}" for rank in range(dist.get_world_size())]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def align() -> None:
+    dist.barrier()
+
+
+def shutdown() -> None:
+    dist.destroy_process_group()
+
+
+def reduce_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    adasum_all_reduce(tensor)
+    return tensor
+
+
+def reduce_several(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Reduce in the thread, and the other functions in the program's."""
+    work = adasum_all_reduce(tensors, async_op=True)
+    work.wait()
+    assert work.is_completed() and work.get_future().wait() == tensors
+    return tensors
+
+
+def gather(thing: object) -> list[object]:
+    things: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def engine() -> Engine:
+    return Engine(
+        rank(),
+        HOSTS,
+        lambda tensor, name: reduce_in_place(tensor.clone(), name),
+        reduce_in_place,
+        reduce_several,
+        gather,
+    )
+
+
+def case_every_dtype_and_size() -> dict[str, str]:
+    return conformance.every_dtype_and_size(engine())
+
+
+def case_properties() -> None:
+    conformance.properties(engine())
+
+
+def case_magnitudes() -> None:
+    conformance.magnitudes(engine())
+
+
+def case_not_finite() -> None:
+    conformance.not_finite(engine())
+
+
+def case_cancelling_pairs() -> None:
+    conformance.cancelling_pairs(engine())
+
+
+def case_layouts() -> None:
+    conformance.layouts(engine())
+
+
+def case_many_in_flight() -> None:
+    """Asynchronous reductions among collectives of the program, and of another length each."""
+    tensors = [tensor_of(rank(), 50 + 900 * k, torch.float32, k) for k in range(12)]
+    works = [adasum_all_reduce(tensor, async_op=True) for tensor in tensors]
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total[0] == dist.get_world_size()
+    for k, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        check_close(
+            tensor, expected(engine(), 50 + 900 * k, torch.float32, k), torch.float32
+        )
+
+
+def case_several_dtypes_and_empty_lists() -> None:
+    adasum_all_reduce([])
+    mixed = [torch.float16, torch.float32, torch.float16, torch.float64]
+    tensors = [tensor_of(rank(), 2000, dtype, 40 + k) for k, dtype in enumerate(mixed)]
+    adasum_all_reduce(tensors)
+    for k, (tensor, dtype) in enumerate(zip(tensors, mixed, strict=True)):
+        check_close(tensor, expected(engine(), 2000, dtype, 40 + k), dtype)
+    weight = torch.ones(3, requires_grad=True)
+    adasum_all_reduce(weight)
+    assert torch.equal(weight, torch.ones(3))
+
+
+def case_groups() -> None:
+    for group_op in ("average", "sum"):
+        for group_size in (0, 2):
+            tensors = [tensor_of(r, 9000, torch.float32, 50) for r in range(len(HOSTS))]
+            correct = reference.adasum(
+                [t.numpy() for t in tensors], HOSTS, group_op, group_size
+            )
+            mine = tensors[rank()]
+            adasum_all_reduce(mine, group_op=group_op, group_size=group_size)
+            check_close(mine, correct, torch.float32)
+
+
+def mean_of(gram: torch.Tensor) -> torch.Tensor:
+    assert gram.dtype == torch.float64 and torch.equal(gram, gram.mT)
+    return torch.full(gram.shape[:2], 1 / gram.shape[1], dtype=torch.float64)
+
+
+def by_norm(gram: torch.Tensor) -> torch.Tensor:
+    """Weigh each rank by its norm, over all tensors."""
+    norms = gram.diagonal(dim1=1, dim2=2)
+    return norms / norms.sum()
+
+
+def case_rules() -> None:
+    size = dist.get_world_size()
+    for dtype in (torch.float32, torch.float64):
+        means = []
+        for rule in ("mean", mean_of):
+            mine = [tensor_of(rank(), 9000, dtype, 60), tensor_of(rank(), 5, dtype, 61)]
+            adasum_all_reduce(mine, rule=rule)
+            means.append(mine[0])
+        everyone = [tensor_of(r, 9000, dtype, 60) for r in range(size)]
+        check_close(means[0], torch.stack(everyone).double().mean(0).numpy(), dtype)
+        assert torch.equal(*means)
+    several = [
+        [tensor_of(r, n, torch.float32, 62) for n in (9000, 70)] for r in range(size)
+    ]
+    norms = np.array([[t.double().square().sum() for t in ts] for ts in several])
+    adasum_all_reduce(several[rank()], rule=by_norm)
+    others = [
+        [tensor_of(r, n, torch.float32, 62) for n in (9000, 70)] for r in range(size)
+    ]
+    for k, mine in enumerate(several[rank()]):
+        stacked = np.stack([ts[k].double().numpy() for ts in others])
+        check_close(mine, (norms[:, k] / norms.sum()) @ stacked, torch.float32)
+
+
+def case_process_group() -> None:
+    evens = list(range(0, dist.get_world_size(), 2))
+    group = dist.new_group(evens)
+    mine = tensor_of(rank(), 70_000, torch.float32, 8)
+    if rank() in evens:
+        correct = reduced(
+            [tensor_of(r, 70_000, torch.float32, 8) for r in evens],
+            [HOSTS[r] for r in evens],
+        )
+        adasum_all_reduce(mine, group)
+        check_close(mine, correct, torch.float32)
+        again = tensor_of(rank(), 70_000, torch.float32, 8)
+        adasum_all_reduce(again, group, async_op=True).wait()
+        assert torch.equal(again, mine)
+    else:
+        with pytest.raises(ValueError, match=r"a process group that this rank is in"):
+            adasum_all_reduce(mine, group)
+
+
+def refused(words: str, tensors, **arguments) -> None:
+    """Check that a call raises on this rank, whether it waits or not, and changes nothing."""
+    several = tensors if isinstance(tensors, list) else [tensors]
+    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in several]
+    with pytest.raises(ValueError, match=words):
+        adasum_all_reduce(tensors, **arguments)
+    work = adasum_all_reduce(tensors, async_op=True, **arguments)
+    with pytest.raises(ValueError, match=words):
+        work.wait()
+    for one, other in zip(several, before, strict=True):
+        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+            assert torch.equal(one, other)
+
+
+def case_what_is_refused_on_all_ranks() -> None:
+    last = dist.get_world_size() - 1
+    odd = rank() == last
+    match = rf"but got float32 \[3\] on cpu as tensor 1 on rank {last} and float32 \[5\] on cpu"
+    refused(match, [torch.ones(2), torch.ones(3 if odd else 5)])
+    refused(
+        "same tensors in the same order", torch.ones(6).view((3, 2) if odd else (2, 3))
+    )
+    refused("got float64", torch.ones(4, dtype=torch.float64 if odd else torch.float32))
+    refused("got none as tensor 1", [torch.ones(2)] * (1 if odd else 2))
+    refused("got rule=mean", torch.ones(2), rule="mean" if odd else "adasum")
+    refused(
+        "got group_size=2",
+        torch.ones(2),
+        group_op="average",
+        group_size=2 if odd else 1,
+    )
+    refused(
+        f"got torch.int64 on rank {last}",
+        torch.ones(2, dtype=torch.int64 if odd else None),
+    )
+    refused("got torch.complex64 on rank 0", torch.ones(2, dtype=torch.complex64))
+    refused("got int", [torch.ones(2), 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused("got one that is torch.sparse_coo", torch.ones(2, 2).to_sparse())
+    refused("rule: expected 'adasum', 'mean' or", torch.ones(2), rule="median")
+    refused(
+        "group_op: expected rule='adasum'", torch.ones(2), rule="mean", group_op="sum"
+    )
+    refused("group_op: expected one of", torch.ones(2), group_op="product")
+    refused("group_size: expected an integer", torch.ones(2), group_size=-1)
+    refused(
+        r"expected coefficients of shape \(1, ",
+        torch.ones(2),
+        rule=lambda gram: gram[0],
+    )
+    good = torch.ones(3)
+    adasum_all_reduce(good)
+    assert torch.equal(good, torch.ones(3))

@@ -1,0 +1,140 @@
+"""The parts of the torch.distributed engine, in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adasum_hvd import reference
+from adasum_hvd.distributed.blocks import Slice
+from adasum_hvd.distributed.coefficients import (
+    coefficients,
+    leaf_coefficients,
+    tree_of,
+    walk,
+)
+from adasum_hvd.distributed.reduction import power_of_two_scale
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Layout, chunks_of
+from adasum_hvd.distributed.sums import sums_by_tensor
+
+SIZES = st.lists(st.integers(0, 5 * BLOCK_ELEMENTS), max_size=6).map(tuple)
+
+
+@given(SIZES, st.integers(1, 9), st.integers(1, 4))
+def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> None:
+    layout = Layout(sizes, ranks)
+    assert layout.bounds[0] == 0 and layout.bounds[-1] == sum(sizes)
+    assert list(layout.bounds) == sorted(layout.bounds)
+    starts = [0, *itertools.accumulate(sizes)]
+    seen: list[tuple[int, int]] = []  # tensor, element
+    for rank in range(ranks):
+        runs = layout.runs(rank)
+        in_chunks: list[int] = []
+        for chunk in chunks_of(runs, blocks):
+            assert len(chunk.tensors) <= blocks
+            for copy in chunk.copies:
+                assert copy.target % BLOCK_ELEMENTS == 0
+                in_chunks += range(copy.start, copy.start + copy.elements)
+        assert in_chunks == list(range(sum(run.elements for run in runs)))
+        for run in runs:
+            first = layout.bounds[rank] + run.start - starts[run.tensor]
+            assert first % BLOCK_ELEMENTS == 0
+            assert run.whole == (run.elements == sizes[run.tensor])
+            seen += [(run.tensor, first + k) for k in range(run.elements)]
+        assert len(layout.shared[rank]) <= 2
+    assert seen == [(t, k) for t, size in enumerate(sizes) for k in range(size)]
+
+
+@given(st.lists(st.floats(-1e20, 1e20), min_size=1, max_size=200), st.randoms())
+def test_sums_do_not_depend_on_the_order(values, random) -> None:
+    def total(terms: list[float], cut: int) -> float:
+        rows = torch.tensor(terms, dtype=torch.float64)[:, None]
+        parts = []
+        for some in (rows[:cut], rows[cut:]):
+            owners = torch.zeros(len(some), dtype=torch.int64)
+            parts += sums_by_tensor(some, owners, 1)
+        both = torch.cat(parts)
+        return sums_by_tensor(both, torch.zeros(4, dtype=torch.int64), 1).rounded()
+
+    shuffled = random.sample(values, len(values))
+    cut = random.randrange(len(values) + 1)
+    assert torch.equal(total(values, 0), total(shuffled, cut))
+
+
+def test_sums_of_what_is_not_finite() -> None:
+    rows = torch.tensor([[1.0], [float("inf")], [2.0], [float("nan")]]).double()
+    found = sums_by_tensor(rows, torch.tensor([0, 1, 0, 2]), 4).rounded().flatten()
+    assert found[0] == 3 and found[3] == 0 and found[1:3].isnan().all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 13, 16, 33])
+def test_identical_vectors_have_identical_products(ranks: int) -> None:
+    """Whichever place of the Gram matrix they have, and whatever else is in the buffer."""
+    vector = torch.randn(5000, dtype=torch.float64)
+    layout = Layout((300, 5000, 7), 1)
+    rows = [
+        torch.cat([torch.randn(300).double(), vector, torch.ones(7).double()])
+        for _ in range(ranks)
+    ]
+    part = Slice(rows, layout.runs(0))
+    products = part.gram(None)[part.owners == 1]
+    assert torch.equal(products, products[:, :1].expand_as(products))
+    alone = Slice([vector] * ranks, Layout((5000,), 1).runs(0)).gram(None)
+    assert torch.equal(alone, products)
+
+
+HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
+GROUPS = st.sampled_from(["adasum", "average", "sum"])
+
+
+@settings(deadline=None)
+@given(HOSTS, GROUPS, st.integers(0, 4), st.integers(0, 1000))
+def test_coefficients_are_those_of_the_reference(hosts, group_op, group_size, seed):
+    vectors = np.random.default_rng(seed).standard_normal((len(hosts), 40))
+    gram = torch.from_numpy(vectors @ vectors.T)[None]
+    tree = tree_of(tuple(hosts), group_op, group_size)
+    found = coefficients(gram, tree)[0].numpy() @ vectors
+    correct = reference.adasum(vectors, hosts, group_op, group_size)
+    np.testing.assert_allclose(found, correct, rtol=1e-9, atol=1e-9)
+
+
+def test_a_vanishing_vector_is_neutral() -> None:
+    gram = torch.diag(torch.tensor([4.0, 0.0, 9.0])).double()[None]
+    assert torch.equal(
+        coefficients(gram, tree_of((0,) * 3, "adasum", 0))[0], torch.ones(3)
+    )
+
+
+def test_nodes_that_cancel_are_reported() -> None:
+    """From the second tier on, for the tensors concerned only."""
+    vectors = torch.randn(2, 4, 1000, dtype=torch.float64)
+    vectors[1, 1] = -vectors[1, 0] + 1e-5 * vectors[1, 1]
+    tree = tree_of((0,) * 4, "adasum", 0)
+    reported = []
+
+    def form_nodes(tier, sides, cancelled, dots):
+        reported.append((tier, cancelled.tolist()))
+        return dots
+
+    walk(vectors @ vectors.mT, tree, form_nodes)
+    assert reported == [(1, [False, True])]
+
+
+def test_leaf_coefficients_of_odd_trees() -> None:
+    tree = tree_of((0, 0, 1), "average", 0)
+    sides = [torch.ones(1, 1, 2).double(), torch.tensor([[[2.0, 3.0]]]).double()]
+    assert leaf_coefficients(sides, tree, 1).tolist() == [[1.0, 1.0, 3.0]]
+
+
+def test_scales_are_powers_of_two() -> None:
+    largest = [1e300, 1e-300, 5e-324, 1.0, 0.75, 0.0, float("inf"), float("nan")]
+    scales = power_of_two_scale(torch.tensor(largest, dtype=torch.float64))
+    assert torch.equal(scales.frexp()[0], torch.full((8,), 0.5).double())
+    scaled = (scales * torch.tensor(largest, dtype=torch.float64))[[0, 1, 3, 4]]
+    assert (scaled >= 0.5).all() and (scaled <= 1).all()
+    assert scales[5:].tolist() == [1.0] * 3
