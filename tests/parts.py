@@ -20,11 +20,13 @@ import pytest
 SHARING = [
     f"tests/parallel/{name}" for name in ("cases", "test_bits.py", "test_device.py")
 ]
-# The cases share jobs that compute; the other tests' jobs mostly wait. The longest part first.
+FAULTS = "tests/parallel/test_faults.py"
+# The longest part first, and a short one last: then both places are busy until the end.
 PARTS = {
     "cases": SHARING,
     "unit": ["tests/unit"],
-    "jobs": ["tests/parallel", *(f"--ignore={path}" for path in SHARING)],
+    "jobs": ["tests/parallel", *(f"--ignore={path}" for path in (*SHARING, FAULTS))],
+    "faults": [FAULTS],
     "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
 }
 AT_ONCE = 2
@@ -58,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(Path(path)))
 
 
-def pytest_of(name: str) -> list[str]:
+def command_of(name: str) -> list[str]:
     """Return the command of a part."""
     return [sys.executable, "-m", "pytest", *PARTS[name]]
 
@@ -70,7 +72,7 @@ class Part:
         self.name, self._began, self._shown = name, time.monotonic(), 0.0
         self._progress, self._log = folder / f"{name}.progress", folder / f"{name}.log"
         self._last = ""
-        words = [*pytest_of(name), "-p", "tests.parts"]
+        words = [*command_of(name), "-p", "tests.parts"]
         words += ["--color=yes"] * sys.stdout.isatty()
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -111,7 +113,7 @@ def show(running: list[Part]) -> None:
 def main(names: list[str]) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
-        return subprocess.call(pytest_of(names[0]))
+        return subprocess.call(command_of(names[0]))
     waiting, running, failed = list(names), [], []
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:

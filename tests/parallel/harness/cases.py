@@ -2,7 +2,7 @@
 
 A case is a function `case_*` that all ranks of a job call together. With
 `@pytest.mark.parametrize` it is several cases; names, values and ids are literals, or a name
-that the same file gives to a literal.
+that the same file, or one of these tests that it imports from, gives to a literal.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cases_in(file: str) -> tuple[Case, ...]:
     """
     path = FOLDER / f"{file.replace('.', '/')}.py"
     body = ast.parse(path.read_text()).body
-    known = _literals(body)
+    known = _literals(path)
     cases = tuple(
         Case(file, node.name, "-".join(ids), arguments, node.lineno)
         for node in body
@@ -66,16 +66,31 @@ def cases_in(file: str) -> tuple[Case, ...]:
     return cases
 
 
-def _literals(body: list[ast.stmt]) -> dict[str, Any]:
-    """Return the module's names of literals."""
+@functools.cache
+def _literals(path: Path) -> dict[str, Any]:
+    """Return the names of literals in a file, its own and those it imports from these tests."""
     known = {}
-    for node in body:
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             try:
                 known[node.targets[0].id] = ast.literal_eval(node.value)
             except ValueError:
                 continue
+        elif isinstance(node, ast.ImportFrom) and (file := _tests_file(node)):
+            theirs = _literals(file)
+            known |= {
+                alias.asname or alias.name: theirs[alias.name]
+                for alias in node.names
+                if alias.name in theirs
+            }
     return known
+
+
+def _tests_file(node: ast.ImportFrom) -> Path | None:
+    """Return the file of these tests from which a statement imports names."""
+    package, _, name = (node.module or "").partition("tests.parallel.")
+    path = FOLDER.parent / f"{name.replace('.', '/')}.py"
+    return path if name and not package and path.is_file() else None
 
 
 def _parameters(

@@ -11,6 +11,7 @@ define a `start` for what its cases share.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -44,6 +45,7 @@ def main(files: str, folder: str, *chosen: str) -> None:
     align = _of(first, "align", "barrier")
     report = Path(folder, f"rank-{_of(first, 'rank')()}.jsonl")
     known = {str(case): case for name in modules for case in cases_in(name)}
+    gc.freeze()  # cases that collect garbage need not walk all of a framework's objects
     for case in _select(known, chosen):
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         verdict = run(getattr(modules[case.file], case.function), case)

@@ -1,0 +1,107 @@
+"""How the tests of ranks are collected, and how `make test` shows its parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import parts
+from tests.parallel.harness import cases, configurations
+from tests.parallel.harness.worker import run
+
+FILE = """
+import pytest
+from tests.parallel.harness.torch_training import VARIANTS
+SIZES = (1, 2)
+
+def case_plain() -> None: ...
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("op", "steps"), [("a", 1), ("b", 2)], ids=["one", "two"])
+def case_of_two_marks(size, op, steps) -> None: ...
+
+@pytest.mark.parametrize("op", VARIANTS)
+def case_of_an_imported_name(op) -> None: ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "cases").mkdir()
+    harness = tmp_path / "harness"
+    harness.mkdir()
+    (harness / "torch_training.py").write_text('VARIANTS = ("x", "y")')
+    monkeypatch.setattr(cases, "FOLDER", tmp_path / "cases")
+    monkeypatch.setattr(cases, "cases_in", cases.cases_in.__wrapped__)
+    return tmp_path / "cases"
+
+
+def test_cases_are_read_with_their_parameters(folder: Path) -> None:
+    (folder / "test_some.py").write_text(FILE)
+    found = cases.cases_in("test_some")
+    assert [case.name for case in found] == [
+        "case_plain",
+        *(f"case_of_two_marks[{id_}]" for id_ in ("one-1", "one-2", "two-1", "two-2")),
+        "case_of_an_imported_name[x]",
+        "case_of_an_imported_name[y]",
+    ]
+    assert found[1].arguments == {"op": "a", "steps": 1, "size": 1}
+    returned = run(lambda size, op, steps: [size, op, steps], found[4])
+    assert returned["result"] == [2, "b", 2] and not returned["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '@pytest.mark.parametrize("x", [f()])\ndef case_a(x): ...',
+            r"expected literals as parameters of a case, but got \[f\(\)\]",
+        ),
+        ("def case_a(): ...\ndef case_a(): ...", "got twice {'case_a'}"),
+    ],
+)
+def test_cases_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
+    (folder / "test_some.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        cases.cases_in("test_some")
+
+
+def test_every_file_of_cases_has_ranks_that_run_it() -> None:
+    """`make soak` and `make gpu` run the files that no shared configuration does."""
+    shared = {file for one in configurations.CONFIGURATIONS for file in one.files}
+    found = {cases.file_of(path) for path in cases.FOLDER.rglob("test_*.py")}
+    assert found - shared == {
+        "device.test_tensorflow",
+        "device.test_torch",
+        "torch.test_sixteen",
+        "torch.test_soak",
+    }
+    ids = [str(one) for one in configurations.CONFIGURATIONS]
+    assert len(set(ids)) == len(ids)
+
+
+def test_parts_show_how_far_they_are_and_fail(tmp_path: Path) -> None:
+    """Two parts side by side: lines while they run, pytest's output and the status at the end."""
+    (tmp_path / "test_one.py").write_text("def test_a(): pass\ndef test_b(): pass")
+    (tmp_path / "test_two.py").write_text(
+        "import time\ndef test_c():\n    time.sleep(2)\n    assert False"
+    )
+    script = (
+        "import sys; from tests import parts\nparts.PLAIN_SECONDS = 0\n"
+        f"parts.PARTS = {{n: [f'{tmp_path}/test_{{n}}.py'] for n in ('one', 'two')}}\n"
+        "sys.exit(parts.main(['one', 'two']))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(parts.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 1, shown.stderr
+    assert "two 0/1 " in shown.stdout
+    assert "2 passed in" in shown.stdout and "1 failed in" in shown.stdout
+    assert shown.stdout.endswith("failed: two\n")
