@@ -27,25 +27,24 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    from adasum_hvd.launch import command  # needs Horovod, which may be what is missing
+    from adasum_hvd.launch import command  # needs Horovod; `build` must work without it
 
-    words = arguments.command
     try:
-        return command.run(words, arguments.nprocs)
+        return command.run(arguments.command, arguments.nprocs)
     except (RuntimeError, OSError) as error:
         print(f"adasum-hvd exec: {error}", file=sys.stderr)
         return 1
 
 
 def _count(text: str) -> int:
-    """Return a number of processes."""
+    """Return a number of processes given on the command line."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"required an integer >= 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, but got {text!r}")
     return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; `run` in what it parses is the command."""
+    """Return the parser of all commands; `run` of the parsed arguments is the command."""
     parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
     parser.add_argument(
         "--version", action="version", version=f"adasum-hvd {__version__}"
@@ -59,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--frameworks",
         metavar="LIST",
-        help="torch, tensorflow or both (default: what is installed)",
+        help="torch, tensorflow or both (default: the installed ones)",
     )
     mpi = build.add_mutually_exclusive_group()
     mpi.add_argument("--mpi", action="store_true", default=None, help="require MPI")

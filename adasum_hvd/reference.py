@@ -65,11 +65,11 @@ def tree(
 
     Args:
         hosts: any id of each rank's host.
-        group_op: "adasum", "average" or "sum": how ranks inside a group are joined.
+        group_op: "adasum", "average" or "sum": the reduction inside a group.
         group_size: ranks in a group; 0 means that a host is a group.
 
     Returns:
-        Merge k joins two nodes into node `len(hosts) + k`; nodes below that are ranks.
+        Merge k combines two nodes into node `len(hosts) + k`; nodes below `len(hosts)` are ranks.
     """
     merges: list[Merge] = []
     tops = [

@@ -48,7 +48,7 @@ def ops(name: str) -> Mapping[str, Callable[[], None]]:
         flat.copy_(mine)
 
     def observed() -> None:
-        binding.observe(wire.LIBRARY, f"allreduce.{label}")
+        binding.request_record(wire.LIBRARY, f"allreduce.{label}")
         reduce()
 
     return {"off": reduce, "observed": observed}

@@ -31,12 +31,11 @@ _PAGES = {
     "monitor": "monitor.md",
     "parallel": "parallel.md",
     "launch": "clusters.md",
-    "rendezvous": "elastic.md",
     "elastic": "elastic.md",
-    "learning_rate": "choose.md",
-    "topology": "choose.md",
+    "advice": "choose.md",
+    "startup/groups": "choose.md",
+    "startup": "index.md",
     "install": "index.md",
-    "installed": "index.md",
     "tools": "index.md",
     "torch/ddp": "where_to_use.md",
     "torch/elastic": "elastic.md",
@@ -84,7 +83,8 @@ def of_native() -> Iterator[tuple[str, str]]:
         if path.suffix in (".cc", ".h", ".cu"):
             for thrown in _NATIVE.findall(path.read_text()):
                 parts = re.findall(r'"((?:[^"\\]|\\.)*)"', thrown)
-                if "required" in thrown or thrown.startswith(("std::string", '"')):
+                is_error = "required" in thrown or "expected" in thrown
+                if is_error or thrown.startswith(("std::string", '"')):
                     yield (
                         "...".join(parts).replace('\\"', '"'),
                         str(path.relative_to(PACKAGE)),

@@ -1,4 +1,4 @@
-"""The lines that name what is in force: for an optimizer, and on rank 0 after `init`."""
+"""One-line descriptions of a job: for an optimizer, and on rank 0 after `init`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def banner(
     extra: dict[str, int],
     study: str = "momentum",
 ) -> str:
-    """Return one line that says what is in force: backend, ranks, groups, variant, rate, wire.
+    """Return one line: variant, ranks, backend, transport, groups, learning rate, wire, memory.
 
     Args:
         options: the optimizer's.
-        settings: the op's, as `binding.settings` gives them.
+        settings: the op's, from `binding.settings`.
         backend: "MPI" or "Gloo".
-        path: how the ranks reach each other, as `binding.transport_description` says it.
-        wire: the dtypes that travel.
-        extra: bytes beside the optimizer's own, "device" and "host".
-        study: the name in `learning_rate.FIGURES` of what says most of the optimizer.
+        path: the transport, from `binding.transport_description`.
+        wire: the dtypes on the wire.
+        extra: bytes in addition to the optimizer's own, by "device" and "host".
+        study: the key in `learning_rate.FIGURES` of the study that fits the optimizer.
     """
     parts = [
         f"adasum_hvd: {options.op.name} "
         f"({'delta' if options.is_delta else 'gradient'} variant)",
         f"{options.process_set.size()} ranks on {backend}",
-        f"exchange over {path or 'what the first reduction finds'}",
+        f"exchange over {path or 'a transport that the first reduction chooses'}",
         _groups(settings) if ops.is_adasum(options.op) else "no groups",
         *_advice(options.op, options.process_set.size(), settings, study),
         f"{options.backward_passes_per_step} backward passes and {options.local_steps} local "
@@ -54,20 +54,20 @@ def _groups(settings: Mapping[str, object]) -> str:
     return f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
 
 
-def started(
+def startup_line(
     settings: Mapping[str, object], backend: str, ranks: int, hosts: int, path: str
 ) -> str:
-    """Return what `init` says on rank 0: version, ranks, hosts, path, groups, variant.
+    """Return the line that `init` logs on rank 0: version, ranks, hosts, transport, groups.
 
     Args:
-        settings: the op's, as `binding.settings` gives them.
+        settings: the op's, from `binding.settings`.
         backend: "MPI" or "Gloo".
-        ranks: of the job.
-        hosts: of the job.
-        path: as `binding.transport_description` says it, "" before the first reduction.
+        ranks: number of ranks in the job.
+        hosts: number of hosts in the job.
+        path: the transport, from `binding.transport_description`; "" before the first reduction.
 
     Example:
-        >>> started({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")
+        >>> startup_line({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")
         '0.2.0: 2 ranks on 1 host over Gloo; exchange over shared memory; AdaSum all the way'
     """
     host = "host" if hosts == 1 else "hosts"
@@ -88,7 +88,7 @@ def started(
 def _advice(
     op: ops.ReduceOp, ranks: int, settings: dict[str, object], study: str
 ) -> list[str]:
-    """Return what the figures say of this variant and its learning rate, where they do."""
+    """Return advice on the learning rate and the variant, if a study covers them."""
     group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))
     if group_op != "adasum" and group_size == 0:
         return []

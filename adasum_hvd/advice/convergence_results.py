@@ -1,6 +1,6 @@
-"""What the convergence studies found: the rows that `adasum_lr` answers from.
+"""Results of the convergence studies, from which `adasum_lr` derives learning rates.
 
-tests/unit/test_learning_rate.py makes the same rows from docs/convergence/raw.
+tests/unit/test_learning_rate.py computes the same rows from docs/convergence/raw.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ __all__ = ["FIGURES", "MEASURED", "WORKLOAD", "Best", "Figures", "Measured"]
 
 
 class Measured(NamedTuple):
-    """What `benchmarks/convergence` found for one reduction, on test data.
+    """Result of `benchmarks/convergence` for one reduction and number of workers, on test data.
 
-    `factor` is the best rate of the grid over the single worker's, `accuracy` (a loss, where the
-    study has one) and `deviation` belong to it. They are None where the rate was not tuned
-    again. `unscaled` is the same at the single worker's rate.
+    `factor` is the best rate of the grid divided by the single worker's rate. `accuracy` (a loss
+    in studies that report one) and `deviation` are the mean and standard deviation at that rate.
+    All three are None if the rate was not tuned for this number of workers. `unscaled` and
+    `unscaled_deviation` are the same at the single worker's rate.
     """
 
     workers: int
@@ -29,7 +30,7 @@ class Measured(NamedTuple):
 
 
 class Best(NamedTuple):
-    """A rate over the single worker's, and what it reached."""
+    """A rate divided by the single worker's rate, and its result."""
 
     factor: float
     result: float
@@ -37,9 +38,9 @@ class Best(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """One study's rows: its workload in words, and what its figures are.
+    """One study: its workload in words, its unit and its rows.
 
-    `trained` is where training begins: a figure that is worse counts as none.
+    `trained` is the threshold of training: a worse result does not count.
     """
 
     workload: str
@@ -49,17 +50,18 @@ class Figures(NamedTuple):
     rows: dict[ops.ReduceOp, tuple[Measured, ...]]
 
     def best(self, row: Measured) -> Best | None:
-        """Return the better of the row's two rates; None where it was not tuned, or did not train.
+        """Return the better of the row's two rates; None if untuned or below `trained`.
 
-        The rate of the grid was chosen on validation data with one seed, and may be the worse one.
+        The rate of the grid was chosen on validation data with one seed, so it can be worse on
+        test data than the single worker's rate.
         """
         if row.factor is None or row.accuracy is None or row.deviation is None:
             return None
         sign = -1 if self.is_loss else 1
-        found = Best(1.0, row.unscaled, row.unscaled_deviation)
+        better = Best(1.0, row.unscaled, row.unscaled_deviation)
         if sign * row.accuracy > sign * row.unscaled:
-            found = Best(float(row.factor), row.accuracy, row.deviation)
-        return found if sign * found.result >= sign * self.trained else None
+            better = Best(float(row.factor), row.accuracy, row.deviation)
+        return better if sign * better.result >= sign * self.trained else None
 
 
 WORKLOAD = (
@@ -122,7 +124,8 @@ FIGURES = {
     ),
     "adamw": Figures(
         "a GPT of 44 160 parameters on 2^18 bytes of text, 64 per worker and step, AdamW, 5 "
-        "seeds, rates a factor of 3 apart; AdasumGrad and Average were level at 8 and 64",
+        "seeds, rates a factor of 3 apart; AdasumGrad and Average were equal within one standard "
+        "deviation at 8 and 64",
         "nats per byte",
         True,
         4.0,

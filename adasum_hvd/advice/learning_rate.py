@@ -1,8 +1,8 @@
-"""Which variant and which learning rate to use, from the figures of docs/convergence.md.
+"""The variant and the learning rate to start from, by the studies in docs/convergence.md.
 
-**The rule**: use the gradient variant, `AdasumGrad`. Wherever both were measured with momentum
-it is level with the delta variant or above it, and above it where steps are few: from 32
-workers on, and from 16 on with 32 images per worker instead of 8.
+**The rule**: use the gradient variant, `AdasumGrad`. In every measurement with momentum its
+accuracy is equal to the delta variant's within one standard deviation, or better. It is better
+if steps are few: from 32 workers, and from 16 workers with 32 images each instead of 8.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 
 
 class LearningRate(NamedTuple):
-    """A learning rate, the reason for it, and how sure it is.
+    """A learning rate, its factor over the single worker's, the reason and the certainty.
 
-    `certainty` is "measured" (this number of workers), "interpolated" (between two), or
-    "extrapolated" (more workers than were measured with success, or groups, for which
-    the factors of two reductions are multiplied). `figures` are the rows that it rests on.
+    `certainty` is "measured" (at this number of workers), "interpolated" (between two), or
+    "extrapolated" (more workers than any study trained, or groups, whose factor is the
+    product of two reductions' factors). `figures` are the rows used.
     """
 
     lr: float
@@ -55,29 +55,28 @@ def adasum_lr(
     group_size: int = 1,
     optimizer: str = "momentum",
 ) -> LearningRate:
-    """Return the learning rate to start from, given the one that is best for one process.
+    """Return the learning rate to start from, given the best one for a single process.
 
-    The factor over `base_lr` is the better of the two of `FIGURES[optimizer]`, one and the best of
-    a grid; between two numbers of workers it is interpolated, both on a logarithmic scale. It was
-    found with one model: a start to tune from, not a law.
+    The factor over `base_lr` is the better of two in `FIGURES[optimizer]`: 1, and the best of a
+    grid. Between two numbers of workers it is interpolated on logarithmic scales. Each study used
+    one model, so tune from this rate.
 
     Args:
         base_lr: the learning rate tuned on a single process, with the same batch per rank.
         op: `Average`, `Sum` or an AdaSum variant; `Adasum` is the delta variant, as in
             `DistributedOptimizer`.
         size: number of ranks.
-        group_op: how ranks inside a group are joined ("adasum", "average", "sum").
-        group_size: ranks in a group, for "average" and "sum": what `init` was given, or the
-            ranks of one host, which is `init`'s default and not this one.
-        optimizer: the study to answer from: "momentum" (SGD), "adam" or "adamw"; see
-            :func:`study_of`.
+        group_op: the reduction inside a group ("adasum", "average", "sum").
+        group_size: ranks in a group, for "average" and "sum": the argument of `init`, or the
+            number of ranks per host if `init` got none. The default here is 1.
+        optimizer: the study: "momentum" (SGD), "adam" or "adamw"; see :func:`study_of`.
 
     Returns:
-        The rate, its factor over `base_lr`, the reason, how sure it is, and the figures.
+        The rate, its factor over `base_lr`, the reason, the certainty, and the rows used.
 
     Raises:
-        ValueError: an `op`, `group_op` or `optimizer` that is unknown or has no figures, or a
-            rate or size that is not positive.
+        ValueError: an `op`, `group_op` or `optimizer` is unknown or was not studied, or a rate
+            or size is not positive.
 
     Example:
         >>> adasum_lr(0.1, "adasum-grad", size=32).factor
@@ -90,21 +89,21 @@ def adasum_lr(
 
     References:
         arXiv 2006.02924, section 5, and docs/convergence.md. Horovod's AdaSum guide (SEEDS
-        row 1F) gives 2 to 2.5 times the single worker's rate, and local_size times it where a
-        node is averaged first; neither came out here.
+        row 1F) recommends 2 to 2.5 times the single worker's rate, and local_size times it if
+        nodes are averaged first; the studies here confirm neither.
     """
     if not (base_lr > 0 and math.isfinite(base_lr)) or size < 1 or group_size < 1:
         raise ValueError(
-            f"adasum_lr: required base_lr > 0, size >= 1 and group_size >= 1, got {base_lr!r}, "
-            f"{size!r} and {group_size!r}"
+            "adasum_lr: expected base_lr > 0, size >= 1 and group_size >= 1, but got "
+            f"{base_lr!r}, {size!r} and {group_size!r}"
         )
     if group_op not in ops.GROUP_OPS:
         raise ValueError(
-            f"adasum_lr: group_op: required one of {ops.GROUP_OPS}, got {group_op!r}"
+            f"adasum_lr: group_op: expected one of {ops.GROUP_OPS}, but got {group_op!r}"
         )
     if optimizer not in FIGURES:
         raise ValueError(
-            f"adasum_lr: optimizer: required one of {tuple(FIGURES)}, got {optimizer!r}"
+            f"adasum_lr: optimizer: expected one of {tuple(FIGURES)}, but got {optimizer!r}"
         )
     figures = FIGURES[optimizer]
     reduction = ops.parse(op)
@@ -113,8 +112,8 @@ def adasum_lr(
     for needed in (reduction, *([ops.parse(group_op)] if grouped else [])):
         if needed not in figures.rows:
             raise ValueError(
-                "adasum_lr: op: required average, sum or an AdaSum variant, got "
-                f"{needed.name}, for which there are no figures with {optimizer}"
+                "adasum_lr: op: expected average, sum or an AdaSum variant, but got "
+                f"{needed.name}, which has no measured results with {optimizer}"
             )
     if grouped:
         return _grouped(base_lr, figures, reduction, size, group_op, group_size)
@@ -124,69 +123,72 @@ def adasum_lr(
         reason += f"; {reduction.name} was {advice}"
     if group_op != "adasum" and ops.is_adasum(reduction):
         reason += (
-            "; groups of one rank leave nothing to reduce: where groups are larger (a host, by "
-            "default) give group_size"
+            "; group_size=1 means groups of one rank: pass the real group_size (by default the "
+            "ranks per host)"
         )
     return LearningRate(base_lr * factor, factor, reason, certainty, rows)
 
 
 def study_of(optimizer: object) -> str:
-    """Return the name in `FIGURES` of the study that says most of an optimizer.
+    """Return the key in `FIGURES` of the study that fits an optimizer best.
 
-    By its class: "adamw" for AdamW, "adam" for Adam and others named after it, "momentum" for
-    all else.
+    The names of its classes decide: "adamw", or "adam", or else "momentum".
 
     Example:
         >>> study_of(object())
         'momentum'
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of Keras's loss scaling
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # Keras's loss scaling
     names = " ".join(kind.__name__.lower() for kind in type(inner).__mro__)
     return next((name for name in ("adamw", "adam") if name in names), "momentum")
 
 
 def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:
-    """Return what the figures say against this variant at this size, "" where nothing.
+    """Return a warning if the other variant was measured to be better at this size, or "".
 
-    That the other variant did better on the measured number of workers that is next to `size`
-    (in ratio), each at its better rate, by more than both spreads together.
+    Compares the two variants at the measured number of workers that is closest to `size` (in
+    ratio), each at its better rate. The difference counts if it exceeds the sum of both standard
+    deviations.
 
     Example:
         >>> variant_advice(ops.AdasumGrad, 64)
         ''
         >>> variant_advice(ops.AdasumDelta, 32).partition("; ")[0]
-        'measured below AdasumGrad on 32 workers (97.6 +- 0.7 to 98.9 +- 0.3 %'
+        'measured worse than AdasumGrad on 32 workers (97.6 ± 0.7 against 98.9 ± 0.3 %'
     """
     figures = FIGURES[optimizer]
     variants = [ops.AdasumGrad, ops.AdasumDelta]
     if op not in variants or not set(variants) <= figures.rows.keys():
         return ""
     other = variants[1 - variants.index(op)]
-    near = min(
+    nearest = min(
         (row.workers for row in figures.rows[op]),
         key=lambda workers: abs(math.log(size / workers)),
     )
-    mine, theirs = (
+    best, best_other = (
         next(
-            (figures.best(row) for row in figures.rows[of] if row.workers == near), None
+            (figures.best(row) for row in figures.rows[of] if row.workers == nearest),
+            None,
         )
         for of in (op, other)
     )
-    if mine is None or theirs is None:
+    if best is None or best_other is None:
         return ""
-    ahead = theirs.result - mine.result
-    if (-ahead if figures.is_loss else ahead) <= mine.deviation + theirs.deviation:
+    difference = best_other.result - best.result
+    improvement = -difference if figures.is_loss else difference
+    if improvement <= best.deviation + best_other.deviation:
         return ""
     return (
-        f"measured below {other.name} on {near} workers ({mine.result} +- {mine.deviation} to "
-        f"{theirs.result} +- {theirs.deviation} {figures.unit}; docs/convergence.md)"
+        f"measured worse than {other.name} on {nearest} workers ({best.result} ± "
+        f"{best.deviation} against {best_other.result} ± {best_other.deviation} "
+        f"{figures.unit}; docs/convergence.md)"
     )
 
 
 def _factor(
     figures: Figures, op: ops.ReduceOp, size: float
 ) -> tuple[float, str, tuple[Measured, ...]]:
-    """Return the factor, how sure it is, and the rows that it comes from."""
+    """Return the factor, its certainty, and the rows used."""
     known = [(row, figures.best(row)) for row in figures.rows[op]]
     tuned = [(row, best.factor) for row, best in known if best is not None]
     below, factor = [pair for pair in tuned if pair[0].workers <= size][-1]
@@ -207,21 +209,21 @@ def _reason(
     certainty: str,
     rows: tuple[Measured, ...],
 ) -> str:
-    said = " and ".join(
-        f"{best.result} +- {best.deviation} {figures.unit} on {row.workers} at "
+    results = " and ".join(
+        f"{best.result} ± {best.deviation} {figures.unit} on {row.workers} workers at "
         f"{best.factor:g} times the rate of one worker"
         for row in rows
         if (best := figures.best(row)) is not None
     )
-    here = next((row for row in figures.rows[op] if row.workers == size), None)
-    if here:
-        said += (
-            f"; {here.unscaled} +- {here.unscaled_deviation} {figures.unit} on {size} at that "
-            "rate itself"
+    measured = next((row for row in figures.rows[op] if row.workers == size), None)
+    if measured:
+        results += (
+            f"; {measured.unscaled} ± {measured.unscaled_deviation} {figures.unit} on {size} "
+            "workers at the rate of one worker"
         )
-    if here and certainty == "extrapolated":
-        said += f"; no rate of the grid trained it on {size}"
-    return f"{certainty}: {op.name} reached {said} ({figures.workload}; docs/convergence.md)"
+    if measured and certainty == "extrapolated":
+        results += f"; no rate of the grid trained on {size} workers"
+    return f"{certainty}: {op.name} reached {results} ({figures.workload}; docs/convergence.md)"
 
 
 def _grouped(
@@ -236,9 +238,9 @@ def _grouped(
     inside, _, rows = _factor(figures, ops.parse(group_op), group_size)
     across, _, more = _factor(figures, op, max(1.0, size / group_size))
     reason = (
-        f"extrapolated: {inside:.3g} times for groups of {group_size} joined by {group_op}, "
-        f"and {across:.3g} times for {op.name} over {size / group_size:g} of them; the two "
-        "were measured apart, not together (docs/convergence.md)"
+        f"extrapolated: {inside:.3g} times for groups of {group_size} reduced by {group_op}, "
+        f"and {across:.3g} times for {op.name} over {size / group_size:g} groups; the two were "
+        "measured separately (docs/convergence.md)"
     )
     factor = inside * across
     return LearningRate(base_lr * factor, factor, reason, "extrapolated", rows + more)

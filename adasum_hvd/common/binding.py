@@ -1,6 +1,6 @@
-"""What Python asks the native op: is it there, which settings, what did it do.
+"""The native op's C interface: its presence, settings, counters, memory and monitor records.
 
-Every framework's Horovod library holds a copy of the op; a function here takes that
+Every framework's Horovod library holds a copy of the op. The functions here take that
 library, as `ctypes.CDLL` (`HorovodBasics.MPI_LIB_CTYPES`).
 """
 
@@ -17,23 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BUILD_COMMAND = "adasum-hvd build"
-_SEGMENTS = "adasum.segments="  # in native/op/fused_tensors.cc, too
+_SEGMENTS = "adasum.segments="  # the same as in native/op/fused_tensors.cc
 
 
 class Counters(NamedTuple):
-    """What the op has done in this process since it was loaded.
+    """The op's counters in this process since it was loaded.
+
+    The times cover tensors in host memory; Horovod's timeline has those on devices.
 
     Attributes:
-        calls: reductions; one of several fused tensors counts once.
-        tensors: parameters, each with coefficients of its own.
-        delta_tensors: those of the delta variant among them.
+        calls: reductions; a reduction of several fused tensors counts once.
+        tensors: parameters, each with its own coefficients.
+        delta_tensors: parameters reduced by the delta variant.
         bytes: reduced.
-        explicit_tensors: those with a node that had to be formed explicitly, on this rank; on
-            devices of reductions that have ended.
-        exchange_nanoseconds: spent sending, receiving and summing the Gram matrices, of
-            tensors in host memory (those on devices: Horovod's timeline), as the next two.
-        solve_nanoseconds: spent on the sums that ranks share, and on coefficients.
-        gather_nanoseconds: spent combining slices and sending them round.
+        explicit_tensors: tensors with an ill-conditioned node that this rank formed explicitly;
+            on devices, of finished reductions only.
+        exchange_nanoseconds: time of the reduce-scatter and the Gram matrices.
+        solve_nanoseconds: time of the Gram matrices' allreduce and of the coefficients.
+        gather_nanoseconds: time to combine slices and allgather them.
     """
 
     calls: int
@@ -60,7 +61,7 @@ def require_op(library: ctypes.CDLL) -> None:
     """
     if not has_op(library):
         raise RuntimeError(
-            "AdaSum: required a Horovod built with the AdaSum op, got "
+            "AdaSum: expected a Horovod built with the AdaSum op, but got "
             f"{library._name} without it; run `{_BUILD_COMMAND}`"
         )
     if error := settings_error(library):
@@ -79,20 +80,20 @@ def version(library: ctypes.CDLL) -> str:
 
 
 def settings(library: ctypes.CDLL) -> dict[str, object]:
-    """Return the settings that the environment asks for, as the op reads them at `init`."""
+    """Return the settings in the environment, as the op reads them at `init`."""
     return json.loads(_text(library, "horovod_adasum_settings"))
 
 
 def settings_error(library: ctypes.CDLL) -> str:
-    """Return which `ADASUM_HVD_*` variable holds no valid value, or "" when all do."""
+    """Return the error about an invalid `ADASUM_HVD_*` variable, or "" if all are valid."""
     return _text(library, "horovod_adasum_settings_error")
 
 
 def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
-    """Return how the ranks of a process set reach each other, and why not by shared memory.
+    """Return the transport of a process set, and the reason if it is not shared memory.
 
-    Empty before the first AdaSum in that process set; what is said of devices comes with the
-    first tensor there.
+    Empty before the first AdaSum in that process set. The part about devices is added with the
+    first tensor on a device.
     """
     call = library.horovod_adasum_path
     call.restype = ctypes.c_char_p
@@ -116,17 +117,16 @@ def counters(library: ctypes.CDLL) -> Counters:
 def shared_memory(
     library: ctypes.CDLL, size: int
 ) -> ctypes.Array[ctypes.c_char] | None:
-    """Return memory of zeros that the other ranks of this host can map.
+    """Return zeroed memory that the other ranks of this host can map.
 
-    Tensors that lie there are reduced where they are; all others are copied there and back.
+    The op reduces tensors in this memory in place, and copies all others in and out.
 
     Args:
         library: the framework's Horovod library.
         size: bytes.
 
     Returns:
-        A buffer of `size` bytes, given back when nobody holds it any more; None where the
-        system gives none.
+        A buffer of `size` bytes, freed with its last reference; None if the allocation fails.
     """
     allocate = library.horovod_adasum_allocate
     allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_int64,)
@@ -137,19 +137,19 @@ def shared_memory(
     free = weakref.finalize(
         memory, library.horovod_adasum_free, ctypes.c_void_p(address)
     )
-    free.atexit = False  # the op may be at work until the process ends
+    free.atexit = False  # the op may use the memory until the process ends
     return memory
 
 
-class Observation(NamedTuple):
-    """What a reduction has found of a tensor's segments.
+class TensorRecord(NamedTuple):
+    """One rank's record of a reduction, by segment of the tensor.
 
     Attributes:
-        number: of the observed reductions of this tensor, from 1.
-        sizes: of every level in which AdaSum joins anything, outwards: how many vectors a group
-            joins there. Empty on one rank.
-        rows: float64 of (segments * width,): `monitor.statistics` says what they hold. A rank
-            has what it has solved, and zeros of all else: the sum over the ranks is complete.
+        number: how many reductions of this tensor have been recorded, this one included.
+        sizes: by level of the AdaSum tree, innermost first: how many vectors a group combines.
+            Empty on one rank.
+        rows: float64 of (segments * width,), in the layout of `monitor.statistics`. A rank has
+            zeros for the segments that other ranks solved; the sum over the ranks is complete.
     """
 
     number: int
@@ -157,8 +157,8 @@ class Observation(NamedTuple):
     rows: NDArray[np.float64]
 
 
-def observe(library: ctypes.CDLL, entry: str) -> None:
-    """Ask for what the next reduction of tensor `entry` finds.
+def request_record(library: ctypes.CDLL, entry: str) -> None:
+    """Request a record of the next reduction of tensor `entry`.
 
     Args:
         library: the framework's Horovod library.
@@ -167,38 +167,38 @@ def observe(library: ctypes.CDLL, entry: str) -> None:
     library.horovod_adasum_observe(entry.encode())
 
 
-def observation(library: ctypes.CDLL, entry: str) -> Observation | None:
-    """Return what the latest observed reduction of a tensor has found.
+def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
+    """Return the latest record of a tensor, or None if there is none.
 
-    None where there was none. On a device waits for the reduction, once.
+    For a tensor on a device, the first call waits for the reduction.
 
     Args:
         library: the framework's Horovod library.
-        entry: as of :func:`observe`.
+        entry: see :func:`request_record`.
     """
     sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
     levels, doubles = ctypes.c_int64(), ctypes.c_int64()
     call = library.horovod_adasum_observed
     call.restype = ctypes.c_int64
-    where = (sizes, levels, rows, doubles)
-    number = call(entry.encode(), *(ctypes.byref(place) for place in where))
+    outputs = (sizes, levels, rows, doubles)
+    number = call(entry.encode(), *map(ctypes.byref, outputs))
     if not number:
         return None
     count = doubles.value
     copied = np.ctypeslib.as_array(rows, (count,)).copy() if count else np.zeros(0)
-    return Observation(number, tuple(sizes[: levels.value]), copied)
+    return TensorRecord(number, tuple(sizes[: levels.value]), copied)
 
 
 def segmented(name: str, elements: Sequence[int]) -> str:
-    """Return a tensor's name that tells the op that it is many tensors laid end to end.
+    """Return a name that makes the op treat a tensor as consecutive segments.
 
-    Each segment then gets its own AdaSum coefficients, as if it had been reduced alone,
-    for the price of negotiating one tensor. All ranks agree on a name, so that none can cut
-    the tensor otherwise: neither one that has joined, nor one that never made such a tensor.
+    Each segment gets its own AdaSum coefficients, as if it were reduced alone; only one tensor is
+    negotiated. Horovod compares names over the ranks, so all ranks use the same segments,
+    also ranks that have joined.
 
     Args:
-        name: what the tensor is called besides.
-        elements: the segments' element counts; their sum is the tensor's.
+        name: the tensor's name without segments.
+        elements: the segments' element counts; their sum is the tensor's element count.
 
     Example:
         >>> segmented("bucket", [768, 768, 64])
@@ -216,19 +216,19 @@ def register_weights(
     elements: Sequence[int],
     weights: Sequence[int],
 ) -> None:
-    """Tell the op that tensor `entry` holds weights, and where newer ones are.
+    """Register tensor `entry` as a start copy of weights, with the addresses of the weights.
 
-    The op then reduces the change of each segment, leaves `entry` as it is and sets each
-    newer weight to the older one plus the AdaSum of the changes.
+    The op then reduces each segment's change (weight minus start copy), leaves `entry` as it is,
+    and sets each weight to its start copy plus the AdaSum of the changes.
 
     Args:
         library: the framework's Horovod library.
         entry: the tensor's full name in Horovod ("allreduce." included).
-        start: address of the tensor; one of that name elsewhere in memory (of a rank that
-            has joined) is an ordinary tensor.
-        elements: the segments' element counts, as in its name (:func:`segmented`).
-        weights: the newer weights' addresses, by segment, contiguous and of the tensor's
-            dtype; they must stay where they are until the reduction is done.
+        start: address of the start copy. A tensor of the same name at another address (on a rank
+            that has joined) is an ordinary tensor.
+        elements: the segments' element counts, as in the name (:func:`segmented`).
+        weights: the weights' addresses, by segment, contiguous and of the tensor's dtype; they
+            must not move until the reduction is done.
     """
     array = (ctypes.c_int64 * len(elements))(*elements)
     addresses = (ctypes.c_void_p * len(elements))(*weights)

@@ -12,22 +12,22 @@ _times_marked = 0
 def mark_worker_local(*tensors: Any) -> None:
     """Exclude parameters from every reduction: each rank keeps and updates its own.
 
-    For parameters that exist on one rank only (tensor parallelism) or must differ. Call it
-    before `DistributedOptimizer` and before the first step. A buffer may be marked too:
-    `check_replicas` then leaves it out.
+    Use it for parameters that exist on one rank only (tensor parallelism) or must differ. Call it
+    before `DistributedOptimizer` and before the first step. `check_replicas` leaves out marked
+    buffers, too.
 
     Args:
         *tensors: parameters, variables or buffers.
 
     Raises:
-        TypeError: something else, such as a layer or a list, which no reduction looks at.
+        TypeError: an argument has no shape and dtype, such as a layer or a list.
     """
     check_tensors("mark_worker_local", tensors)
     mark(tensors, _LOCAL, True)
 
 
 def mark(tensors: Iterable[Any], name: str, value: Any) -> None:
-    """Set an attribute that says how tensors are reduced."""
+    """Set an attribute that decides how tensors are reduced."""
     global _times_marked
     _times_marked += 1
     for tensor in tensors:
@@ -35,22 +35,22 @@ def mark(tensors: Iterable[Any], name: str, value: Any) -> None:
 
 
 def times_marked() -> int:
-    """Return how often tensors were marked: no mark is new where the number is not."""
+    """Return how often :func:`mark` was called; callers compare it to detect new marks."""
     return _times_marked
 
 
 def check_tensors(what: str, tensors: Iterable[Any]) -> None:
-    """Raise TypeError unless all of these have a shape and a dtype, in whatever framework.
+    """Raise TypeError unless all `tensors` have a shape and a dtype, in any framework.
 
     Args:
-        what: who asks, for the message.
-        tensors: what was passed.
+        what: the calling function, for the message.
+        tensors: its arguments.
     """
     for tensor in tensors:
         if not (hasattr(tensor, "shape") and hasattr(tensor, "dtype")):
             raise TypeError(
-                f"{what}: required parameters, variables or buffers, got a "
-                f"{type(tensor).__name__}; pass what is in it one by one, as in "
+                f"{what}: expected parameters, variables or buffers, but got a "
+                f"{type(tensor).__name__}; pass its parameters one by one, as in "
                 f"{what}(..., *model.parameters())"
             )
 

@@ -10,31 +10,33 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_signature_of(theirs: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Return a decorator that lets a function show the signature of one of Horovod's.
+def with_signature_of(
+    horovod_function: Callable[..., Any],
+) -> Callable[[Function], Function]:
+    """Return a decorator that gives a function the signature of one of Horovod's.
 
-    Unlike `functools.wraps`, which says that the one is the other.
+    Unlike `functools.wraps`, it sets no `__wrapped__` and keeps name and docstring.
     """
+    signature = inspect.signature(horovod_function)
 
     def decorate(function: Function) -> Function:
-        function.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+        function.__signature__ = signature  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
 def public(namespace: dict[str, Any]) -> list[str]:
-    """Return a module's public names; modules that are not Horovod's or ours leave it.
+    """Return the public names that a module's `__all__` lacks, and delete foreign modules.
 
-    Horovod's modules import `os`, `warnings`, the framework, ... under their own names, and a
-    star brings them along.
+    `from horovod.torch import *` also imports `os`, `warnings`, the framework and so on; they
+    are deleted from the namespace.
 
     Args:
         namespace: the module's `globals()`, after its last import.
 
     Returns:
-        What its `__all__` lacks: of modules only `elastic` and `callbacks`, which are part of
-        the interface.
+        The missing names. Of modules only `elastic` and `callbacks`, which are public.
     """
     for name, value in list(namespace.items()):
         if name.startswith("_") or not isinstance(value, ModuleType):

@@ -1,7 +1,7 @@
-"""The reductions by number and by name, for every framework.
+"""The reduction ops by number and by name, for every framework.
 
-`Adasum` has Horovod's own number, so it can be passed to Horovod's functions; the two
-variants exist for `DistributedOptimizer`, and in `allreduce` mean the same plain AdaSum.
+`Adasum` has Horovod's own number, so Horovod's functions accept it. The two variants differ in
+`DistributedOptimizer` only; in `allreduce` both are plain AdaSum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class SparseAdasumError(NotImplementedError, ValueError):
-    """AdaSum of sparse tensors: to Horovod not implemented, to us a wrong argument."""
+    """AdaSum of sparse tensors; NotImplementedError as in Horovod, and a ValueError."""
 
 
 class ReduceOp(enum.IntEnum):
@@ -46,9 +46,9 @@ Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 AdasumGrad, AdasumDelta = ReduceOp.AdasumGrad, ReduceOp.AdasumDelta
 
-# A tensor of this name is a weight change: the op shows and counts it as such.
+# The op counts and traces a tensor with this prefix as a weight change.
 DELTA_PREFIX = "adasum.delta/"
-# A float16 tensor of this name holds bfloat16, which Horovod has no type for.
+# A float16 tensor with this prefix holds bfloat16 bits; Horovod has no type for them.
 BFLOAT16_PREFIX = "adasum.bfloat16/"
 
 _ADASUM = frozenset({Adasum, AdasumGrad, AdasumDelta})
@@ -67,22 +67,19 @@ _BY_NAME = {
 
 
 def names() -> list[str]:
-    """Return the names that :func:`parse` knows, for the choices of a command line."""
+    """Return the names that :func:`parse` accepts, for the choices of a command line."""
     return list(_BY_NAME)
 
 
 def parse(op: ReduceOp | int | str) -> ReduceOp:
-    """Return the reduction that `op` means.
+    """Return `op` as a :class:`ReduceOp`.
 
     Args:
         op: a :class:`ReduceOp`, Horovod's number of one, or a name such as "adasum-delta"
-            (case does not matter, "_" reads as "-").
-
-    Returns:
-        The reduction.
+            (case does not matter, "_" equals "-").
 
     Raises:
-        ValueError: there is no such reduction.
+        ValueError: `op` is unknown.
 
     Example:
         >>> parse("adasum-delta") is AdasumDelta
@@ -96,7 +93,9 @@ def parse(op: ReduceOp | int | str) -> ReduceOp:
         return ReduceOp(op)
     except (KeyError, ValueError):
         known = ", ".join(_BY_NAME)
-        raise ValueError(f"reduction op: required one of {known}, got {op!r}") from None
+        raise ValueError(
+            f"reduction op: expected one of {known}, but got {op!r}"
+        ) from None
 
 
 def is_adasum(op: ReduceOp) -> bool:

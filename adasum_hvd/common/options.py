@@ -1,4 +1,4 @@
-"""The arguments of `DistributedOptimizer` that mean the same in every framework."""
+"""The arguments of `DistributedOptimizer` that all frameworks share, and their checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from adasum_hvd.common import ops
 
-# What must be the same on all ranks, and what a saved Keras optimizer keeps.
+# Must be equal on all ranks; a saved Keras optimizer stores them.
 SHARED = (
     "backward_passes_per_step",
     "local_steps",
@@ -22,26 +22,26 @@ SHARED = (
 
 
 class ProcessSet(Protocol):
-    """Horovod's process set, after `init`: the ranks that take part in a collective."""
+    """Horovod's process set, after `init`: the ranks of a collective."""
 
     process_set_id: int
-    ranks: list[int]  # in the job
+    ranks: list[int]  # numbered in the job
 
     def size(self) -> int:
-        """Return the number of ranks in it."""
+        """Return the number of its ranks."""
 
     def rank(self) -> int:
-        """Return this process's rank in it."""
+        """Return this process's rank in the set."""
 
     def included(self) -> bool:
-        """Return whether this process is in it."""
+        """Return whether this process is in the set."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `DistributedOptimizer` that outlive it; documented there.
+    """The arguments of `DistributedOptimizer`, documented there, that each step uses.
 
-    `op` is never `Adasum`: that is resolved to `AdasumDelta`. A framework without
+    `op` is never `Adasum`: :func:`optimizer_op` replaces it by `AdasumDelta`. A framework without
     `start_copy` or `average_aggregated_gradients` leaves them at their defaults.
     """
 
@@ -60,12 +60,12 @@ class Options:
 
     @property
     def is_delta(self) -> bool:
-        """Whether weight changes are reduced, and not gradients."""
+        """Whether weight changes are reduced instead of gradients."""
         return self.op is ops.AdasumDelta
 
     @property
     def shared(self) -> dict[str, object]:
-        """What must be the same on all ranks, for `agreement.compare_settings`."""
+        """The arguments that must be equal on all ranks, for `agreement.compare_settings`."""
         values = {name: getattr(self, name) for name in SHARED}
         groups = self.groups
         if isinstance(groups, Sequence):
@@ -84,13 +84,13 @@ class Options:
 
 
 def optimizer_op(op: ops.ReduceOp | int | str) -> ops.ReduceOp:
-    """Return what `op` means for an optimizer, where `Adasum` is the delta variant."""
+    """Return `op` for an optimizer: `Adasum` becomes the delta variant, as in Horovod."""
     reduction = ops.parse(op)
     return ops.AdasumDelta if reduction is ops.Adasum else reduction
 
 
 def groups_of(what: str, num_groups: int, groups: Any) -> Any:
-    """Return `groups`, with lists for what may be iterated once, or what `num_groups` says."""
+    """Return `groups` as lists, or the deprecated `num_groups` if that alone was given."""
     if not num_groups:
         if groups is None or isinstance(groups, int):
             return groups
@@ -106,19 +106,19 @@ def groups_of(what: str, num_groups: int, groups: Any) -> Any:
 def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: required an integer >= 1, got {value!r}")
+        raise ValueError(f"{name}: expected an integer >= 1, but got {value!r}")
 
 
 def check(options: Options, compressions: Sequence[Any]) -> None:
-    """Check arguments that make no sense, alone or together.
+    """Check the arguments, alone and in combination.
 
     Args:
         options: the arguments.
         compressions: those that the framework and the reduction have.
 
     Raises:
-        ValueError: an argument, or a combination, that has no meaning.
-        NotImplementedError: a compression that is not one of `compressions`.
+        ValueError: an argument or a combination is invalid.
+        NotImplementedError: the compression is not one of `compressions`.
     """
     only_delta = {
         "local_steps": options.local_steps != 1,
@@ -127,48 +127,49 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
     for name, given in only_delta.items():
         if given and not options.is_delta:
             raise ValueError(
-                f"{name}: required op=AdasumDelta, got op={options.op.name}"
+                f"{name}: expected op=AdasumDelta, but got op={options.op.name}"
             )
     if options.average_aggregated_gradients and ops.is_adasum(options.op):
         raise ValueError(
-            "average_aggregated_gradients: required op=Average or op=Sum, got "
+            "average_aggregated_gradients: expected op=Average or op=Sum, but got "
             f"op={options.op.name}"
         )
     if options.op in (ops.Min, ops.Product):
         raise ValueError(
-            f"op: required average, sum, max or an AdaSum variant, got {options.op.name}"
+            f"op: expected average, sum, max or an AdaSum variant, but got {options.op.name}"
         )
     if options.gradient_predivide_factor != 1.0 and options.op is not ops.Average:
         raise ValueError(
-            f"gradient_predivide_factor: required op=Average, got op={options.op.name}"
+            f"gradient_predivide_factor: expected op=Average, but got op={options.op.name}"
         )
     factor = options.gradient_predivide_factor
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(
-            f"gradient_predivide_factor: required a finite number > 0, got {factor!r}"
+            f"gradient_predivide_factor: expected a finite number > 0, but got {factor!r}"
         )
     for name in ("backward_passes_per_step", "local_steps", "bucket_bytes"):
         check_count(name, getattr(options, name))
     if options.clip_delta_norm is not None and not options.clip_delta_norm > 0:
         raise ValueError(
-            f"clip_delta_norm: required a number > 0, got {options.clip_delta_norm!r}"
+            f"clip_delta_norm: expected a number > 0, but got {options.clip_delta_norm!r}"
         )
     if options.start_copy not in ("device", "host"):
         raise ValueError(
-            f'start_copy: required "device" or "host", got {options.start_copy!r}'
+            f'start_copy: expected "device" or "host", but got {options.start_copy!r}'
         )
     if options.compression not in compressions:
         names = ("none", "fp16", "bf16")[: len(compressions)]
-        required = " or ".join(f"Compression.{name}" for name in names)
+        expected = " or ".join(f"Compression.{name}" for name in names)
         raise NotImplementedError(
-            f"compression: required {required}, got {options.compression!r}"
+            f"compression: expected {expected}, but got {options.compression!r}"
         )
     if isinstance(options.groups, int):
         if isinstance(options.groups, bool) or options.groups < 0:
             raise ValueError(
-                f"groups: required an integer >= 0 or lists of parameters, got {options.groups!r}"
+                "groups: expected an integer >= 0 or lists of parameters, but got "
+                f"{options.groups!r}"
             )
     elif options.groups is not None:
         listed = [id(parameter) for group in options.groups for parameter in group]
         if len(set(listed)) != len(listed):
-            raise ValueError("groups: required each parameter once, got one twice")
+            raise ValueError("groups: expected each parameter once, but got one twice")

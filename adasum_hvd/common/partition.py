@@ -1,4 +1,4 @@
-"""Which tensors travel together."""
+"""The division of parameters into buckets and fusion groups."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def partition(
     bucket_bytes: int,
     groups: int | Sequence[Sequence[Any]] | None = None,
 ) -> list[list[Named[Name]]]:
-    """Divide parameters into lists that can share a bucket, the last used in forward first.
+    """Divide parameters into lists that each fit one bucket, in reverse order of forward.
 
     Args:
         named: all parameters to reduce.
-        describe: the kind of a parameter, of which a list holds one only (wire dtype,
-            device), and the bytes it takes on the wire.
+        describe: returns a parameter's kind (wire dtype, device) and its bytes on the wire; all
+            parameters of a list have one kind.
         bucket_bytes: a list is closed before it exceeds this many bytes.
         groups: as Horovod's: a number of groups, or lists of parameters that stay together.
 
@@ -47,7 +47,7 @@ def partition(
 def _chosen_groups(
     named: list[Named[Name]], groups: int | Sequence[Sequence[Any]] | None
 ) -> list[tuple[list[Named[Name]], bool]]:
-    """Return (parameters, whether the byte limit holds) for each of the caller's groups."""
+    """Return (parameters, whether the byte limit applies) for each of the caller's groups."""
     if groups is None:
         return [(named, True)]
     if isinstance(groups, int):
@@ -71,12 +71,12 @@ def fusion_groups(
     """Return the fusion id of each parameter of a `DistributedGradReducer` (SEEDS row 1D).
 
     Args:
-        parameters: those with an attribute `comm_fusion` bring their own id.
-        fusion_type: the id of the others.
-        split_indices: with `fusion_type=1`, a new group begins behind each index.
+        parameters: a parameter's attribute `comm_fusion` is its id.
+        fusion_type: the id of parameters without that attribute.
+        split_indices: with `fusion_type=1`, a new group begins after each index.
 
     Returns:
-        One id per parameter; equal ids are reduced together.
+        One id per parameter; parameters with equal ids are reduced together.
     """
     own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
     if len(set(own)) > 1:
@@ -85,8 +85,8 @@ def fusion_groups(
         return [fusion_type] * len(parameters)
     if max(split_indices) >= len(parameters):
         warnings.warn(
-            f"split_indices: required indices below {len(parameters)}, got {list(split_indices)}; "
-            "those beyond are ignored",
+            f"split_indices: expected indices below {len(parameters)}, but got "
+            f"{list(split_indices)}; larger ones are ignored",
             stacklevel=3,
         )
     splits = sorted(split_indices)

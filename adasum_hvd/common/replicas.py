@@ -1,4 +1,4 @@
-"""Are all ranks still the same model? What both frameworks' `check_replicas` share."""
+"""The comparison of replicas over the ranks: the part of `check_replicas` without a framework."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ReplicaMismatch(RuntimeError):
 
 
 def is_due(model: Any, every: int) -> bool:
-    """Return whether this call for `model`, which it counts, is a k-th one.
+    """Count this call for `model`, and return whether it is one of every `every` calls.
 
     Raises:
-        ValueError: `every` is no integer of at least 1.
+        ValueError: `every` is not an integer of at least 1.
     """
     options.check_count("check_replicas: every", every)
     calls = _calls[model] = _calls.get(model, 0) + 1
@@ -29,15 +29,15 @@ def is_due(model: Any, every: int) -> bool:
 
 
 def compare(ranks: Sequence[int], digests: Sequence[Digests], rank: int) -> None:
-    """Raise unless all of these ranks have the same.
+    """Raise unless the digests of all ranks are equal.
 
     Args:
-        ranks: in the job.
-        digests: of each of them.
-        rank: this one, for the message.
+        ranks: numbered in the job.
+        digests: those of each rank.
+        rank: this rank, for the message.
 
     Raises:
-        ReplicaMismatch: they differ; names the first tensor that does, and the ranks.
+        ReplicaMismatch: names the first tensor that differs, and the ranks.
     """
     differs = first_difference(digests)
     if differs is None:
@@ -45,8 +45,8 @@ def compare(ranks: Sequence[int], digests: Sequence[Digests], rank: int) -> None
     position, others = differs
     name, _ = next(d[position] for d in digests if len(d) > position)
     raise ReplicaMismatch(
-        f"replicas: required equal tensors on all {len(ranks)} ranks, got another {name} on ranks "
-        f"{[ranks[index] for index in others]} than on rank {ranks[0]} (this is rank {rank}); "
-        f"broadcast the parameters from rank {ranks[0]}, and look for data or random numbers "
-        "that differ where they must not"
+        f"replicas: expected equal tensors on all {len(ranks)} ranks, but got another {name} on "
+        f"ranks {[ranks[k] for k in others]} than on rank {ranks[0]} (seen by rank {rank}); "
+        f"broadcast the parameters from rank {ranks[0]}, and look for random numbers or data that "
+        "differ between ranks by mistake"
     )

@@ -1,1 +1,1 @@
-"""Elastic jobs: the state that ranks share, and their rendezvous after a change of ranks."""
+"""Elastic jobs: the state that ranks share, and the rendezvous before each start of Horovod."""

@@ -2,9 +2,9 @@
 
 The classes and the order of events are Horovod's. Three differences fix lost work and waits:
 
-- after a change all ranks synchronize, always, from the rank with the newest commit;
+- after a change all ranks always synchronize from the rank with the newest commit;
 - when hosts come or go, trained weights and the state's attributes are kept;
-- a host update that arrives during a restart, or in the same second as another one, is kept.
+- a host update that arrives during a restart, or within a second of another one, is kept.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -24,23 +24,22 @@ Result = TypeVar("Result")
 
 
 class SharedState(ObjectState):
-    """A state that all ranks get from the one whose last commit is the newest.
+    """The first base class of a framework's state: all ranks get the newest committed state.
 
-    Where a rank dies in the moment of a commit some of the others have made it, and some not.
-
-    The first base class of a framework's state.
+    When a rank dies during a commit, some of the other ranks have finished it and some have not,
+    so ranks count their commits.
     """
 
-    _commits = 0  # that led to this rank's state, synchronizations too; 0: it is new
+    _commits = 0  # of this rank's state, including synchronizations; 0 for a new rank
 
-    # The framework's functions, static: they compare settings, and return every rank's object
-    # and the root's. Collective.
+    # Static functions of the framework: compare settings, gather every rank's object, and
+    # broadcast the root's object. Collective.
     _agree: Callable[[], None]
     _gather: Callable[..., list[Any]]
     _broadcast: Callable[..., Any]
 
     def _sync_trained(self, root: int) -> None:
-        """Give every rank what the root has trained. Collective."""
+        """Copy the root's models, optimizers and samplers to every rank. Collective."""
         raise NotImplementedError
 
     @property
@@ -48,12 +47,12 @@ class SharedState(ObjectState):
         return self._commits > 0
 
     def save(self) -> None:
-        """Commit what there is now, without looking for news of hosts."""
+        """Commit the current state, without checking for host updates."""
         super().save()
         self._commits += self._survived
 
     def sync(self) -> None:
-        """Give every rank what the surviving one with the newest commit has, and commit it.
+        """Copy the state of the rank with the newest commit to every rank, and commit it.
 
         Collective: every rank; blocks.
 
@@ -74,24 +73,24 @@ class SharedState(ObjectState):
         self._commits = max(commits) + 1
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt if any rank was told that hosts come or go.
+        """Raise HostsUpdatedInterrupt if any rank has received a host update.
 
-        Horovod's asks rank 0 only, and leaves out what comes within a second of the last news.
+        Horovod's method checks rank 0 only, and drops updates within a second of the last one.
 
         Collective: every rank; blocks.
 
         Raises:
-            HostsUpdatedInterrupt: so it is; on every rank.
+            HostsUpdatedInterrupt: hosts come or go; on every rank.
         """
-        news = HostUpdateResult.no_update
+        updates = HostUpdateResult.no_update
         while not self._host_messages.empty():
             _, update = self._host_messages.get()
-            news |= update
-        if any(self._gather(news, name="adasum.elastic.hosts")):
+            updates |= update
+        if any(self._gather(updates, name="adasum.elastic.hosts")):
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_reset(self) -> None:
-        """As Horovod's, and keeps the news that has come since the ranks began to start again."""
+        """Reset as Horovod does, but keep host updates that arrived during the restart."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -102,13 +101,13 @@ def running(
     restart: Callable[[], None],
     is_failure: Callable[[Exception], bool],
 ) -> Callable[..., Result]:
-    """Return `func` as a function that goes on when ranks die, leave or come.
+    """Return `func` as a function that continues when ranks die, leave or join.
 
     Args:
         func: its first argument is the state.
-        restart: shuts Horovod down and starts it with the ranks that there are now.
-        is_failure: whether an error means that another rank has died, so that this one is to
-            go on from its last commit. Others are raised.
+        restart: shuts Horovod down and starts it with the job's current ranks.
+        is_failure: whether an error means that another rank has died, so that this rank
+            continues from its last commit. Other errors are raised.
     """
 
     @functools.wraps(func)

@@ -1,5 +1,5 @@
-"""What AdaSum does in a run, tensor by tensor: docs/monitor.md.
+"""Records of AdaSum in a run, by tensor, without a framework: docs/monitor.md.
 
-Without a framework: what the op found (`statistics`), where it goes (`sinks`), and when it is
-asked for (`watcher`). Each framework's `AdasumMonitor` says what there is to watch.
+`monitor` requests records from the op, `statistics` computes their numbers, and `sinks` writes
+them. Each framework's `AdasumMonitor` provides the tensors.
 """

@@ -1,4 +1,4 @@
-"""Where a monitor's records go: a file of JSON lines, TensorBoard, any function."""
+"""Outputs for a monitor's records: a JSON-lines file, TensorBoard, or any function."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ Sink = Callable[[Record], Any]
 
 
 class Jsonl:
-    """Appends a line of JSON per record; `adasum-hvd plot` draws it.
+    """Appends one JSON line per record; `adasum-hvd plot` draws the file.
 
     Args:
-        path: the file; its folder is made. It is opened with the first record.
+        path: the file; its folder is created at once, the file with the first record.
+
+    Raises:
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, path: Path):
@@ -30,10 +33,10 @@ class Jsonl:
         if path.is_dir() or not os.access(
             path if path.exists() else path.parent, os.W_OK
         ):
-            raise ValueError(f"required a file that can be written, got {path}")
+            raise ValueError(f"expected a file that can be written, but got {path}")
 
     def __call__(self, record: Record) -> None:
-        """Append a record, so that a reader sees it at once."""
+        """Append a record and close the file, so that readers see it at once."""
         with self.path.open("a") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -42,7 +45,7 @@ class TensorBoard:
     """Writes a scalar `adasum/STATISTIC/TENSOR` per value.
 
     Args:
-        folder: of the event files; it is made with the first record.
+        folder: of the event files; created with the first record.
 
     Raises:
         ValueError: the package `tensorboard` is not installed.
@@ -51,14 +54,14 @@ class TensorBoard:
     def __init__(self, folder: Path):
         if importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
-                f"required the package tensorboard for the folder {folder}, got none; "
+                f"expected the package tensorboard for the folder {folder}, but got none; "
                 "pip install tensorboard, or name a file that ends in .jsonl"
             )
         self.folder = folder
         self._file: IO[bytes] | None = None
 
     def __call__(self, record: Record) -> None:
-        """Append a record, so that a reader sees it at once."""
+        """Append the record's values and flush, so that readers see them at once."""
         # Not its EventFileWriter, which imports TensorFlow where there is one.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -66,15 +69,15 @@ class TensorBoard:
 
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            where = f"{int(record['time'])}.{socket.gethostname()}.{os.getpid()}"
-            self._file = (self.folder / f"events.out.tfevents.{where}").open("ab")
+            suffix = f"{int(record['time'])}.{socket.gethostname()}.{os.getpid()}"
+            self._file = (self.folder / f"events.out.tfevents.{suffix}").open("ab")
             version = Event(wall_time=record["time"], file_version="brain.Event:2")
             RecordWriter(self._file).write(version.SerializeToString())
         values = [
-            Summary.Value(tag=f"adasum/{what}/{name}", simple_value=tensor[what])
+            Summary.Value(tag=f"adasum/{key}/{name}", simple_value=tensor[key])
             for name, tensor in record["tensors"].items()
-            for what in NAMES
-            if tensor[what] is not None
+            for key in NAMES
+            if tensor[key] is not None
         ]
         event = Event(wall_time=record["time"], step=record["step"])
         event.summary.value.extend(values)
@@ -89,29 +92,30 @@ class TensorBoard:
 
 
 class Sinks:
-    """Several sinks; one that fails is left out, with a warning, and training goes on.
+    """Several sinks; a sink that fails is removed with a warning, and training continues.
 
     Args:
         to: paths that end in `.jsonl`, other paths (folders for TensorBoard), functions of a
             record; or one of these.
 
     Raises:
-        TypeError: something else.
-        ValueError: a file that cannot be written; TensorBoard is not installed.
+        TypeError: an element of `to` is none of these.
+        ValueError: a file cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(self, to: Any):
-        several = isinstance(to, Sequence) and not isinstance(to, str)
-        self._sinks: list[Sink] = [_sink(one) for one in (to if several else [to])]
+        is_list = isinstance(to, Sequence) and not isinstance(to, str)
+        self._sinks: list[Sink] = [
+            _sink(target) for target in (to if is_list else [to])
+        ]
 
     def __call__(self, record: Record) -> None:
-        """Hand a record to all."""
+        """Pass a record to all sinks."""
         for sink in list(self._sinks):
             try:
                 sink(record)
-            except (
-                Exception
-            ) as error:  # a full disk, or whatever a user's function raises
+            # A full disk, or any error of a user's function.
+            except Exception as error:
                 self._sinks.remove(sink)
                 warnings.warn(
                     f"AdasumMonitor: {sink!r} failed and gets no more records: "
@@ -120,18 +124,18 @@ class Sinks:
                 )
 
     def close(self) -> None:
-        """Close those that hold something open."""
+        """Close the sinks that have open files."""
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
 
 
-def _sink(one: Any) -> Sink:
-    if isinstance(one, str | os.PathLike):
-        path = Path(one)
+def _sink(target: Any) -> Sink:
+    if isinstance(target, str | os.PathLike):
+        path = Path(target)
         return Jsonl(path) if path.suffix == ".jsonl" else TensorBoard(path)
-    if not callable(one):
+    if not callable(target):
         raise TypeError(
-            "to: required paths that end in .jsonl, folders for TensorBoard, or functions of a "
-            f"record, got {one!r}"
+            "to: expected paths that end in .jsonl, folders for TensorBoard, or functions of a "
+            f"record, but got {target!r}"
         )
-    return one
+    return target

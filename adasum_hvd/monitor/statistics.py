@@ -1,4 +1,4 @@
-"""From what the op observes to numbers that people read."""
+"""Statistics of AdaSum, computed from the op's records."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 __all__ = ["NAMES", "statistics"]
 
 NAMES = ("cosine", "orthogonality", "gain", "lowest", "highest")
-_SUMS = 5  # of a group, before its coefficients: native/reduce/observation.h
+_SUMS = 5  # per group, before its coefficients: native/reduce/observation.h
 
 Rows: TypeAlias = NDArray[np.float64]
 
 
 def width(sizes: Sequence[int]) -> int:
-    """Return how many doubles the op has of a tensor.
+    """Return the number of doubles in a segment's record.
 
     Args:
-        sizes: how many vectors a group joins, by level, outwards.
+        sizes: how many vectors a group combines, by level, innermost first.
     """
     return sum(
         math.prod(sizes[level + 1 :]) * (_SUMS + size)
@@ -30,25 +30,24 @@ def width(sizes: Sequence[int]) -> int:
 
 
 def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
-    r"""Return, for each tensor, what its Gram matrices tell.
+    r"""Return statistics of each tensor, from the sums of its Gram matrices.
 
-    With `x_i` what AdaSum joins (the ranks' vectors, or what groups have averaged or summed):
+    `x_i` are the N inputs of AdaSum: the ranks' vectors, or the groups' averages or sums.
 
-    - `cosine`: the mean of `cos(x_i, x_j)` over pairs. Where the reduction has several levels,
-      of the pairs that meet in one of them: ranks of a group, then results of groups;
-    - `orthogonality`: `|AdaSum|^2 / sum |x_i|^2`: 1 where all are orthogonal, 1/N where all are
-      parallel;
-    - `gain`: `|AdaSum| / |mean of x_i|`: N where orthogonal, 1 where parallel. Of several levels
-      the product;
+    - `cosine`: the mean of `cos(x_i, x_j)` over pairs. With several levels, the pairs within a
+      level: ranks of a group, then results of groups;
+    - `orthogonality`: `|AdaSum|^2 / sum |x_i|^2`; 1 if all are orthogonal, 1/N if parallel;
+    - `gain`: `|AdaSum| / |mean of x_i|`; N if all are orthogonal, 1 if parallel. With several
+      levels, the product over levels;
     - `lowest`, `highest`: of the coefficients `c_i` in `AdaSum = sum c_i x_i`.
 
     Args:
-        rows: (tensors, width(sizes)), added up over the ranks; `binding.Observation.rows`.
-        sizes: as there.
+        rows: (tensors, width(sizes)), summed over the ranks; see `binding.TensorRecord.rows`.
+        sizes: see `binding.TensorRecord.sizes`.
 
     Returns:
-        By name of :data:`NAMES`, float64 of (tensors,). NaN where a tensor is zero on all ranks or
-        a value is not finite; `gain` is infinite where the ranks' vectors cancel.
+        By name in :data:`NAMES`, float64 of (tensors,). NaN if a tensor is zero on all ranks or
+        a value is not finite; `gain` is infinite if the ranks' vectors cancel.
 
     References:
         arXiv 2006.02924, figure 1, shows the orthogonality.
@@ -82,7 +81,7 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
 
 
 def _norm(norms: Rows) -> Rows:
-    """Return the norm of vectors laid end to end, from theirs; squares would overflow."""
+    """Return the norm of concatenated vectors from their norms, without overflow of squares."""
     largest = norms.max(1)
     scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
     return scale * np.sqrt(((norms / scale[:, None]) ** 2).sum(1))

@@ -1,11 +1,11 @@
-"""Runs after Horovod's own `init`, in every framework."""
+"""Steps after Horovod's own `init`, in every framework."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-from adasum_hvd.advice.banner import started
+from adasum_hvd.advice.banner import startup_line
 from adasum_hvd.common import binding
 from adasum_hvd.common.logging import log_on_first_rank, logger
 from adasum_hvd.startup import groups
@@ -13,10 +13,10 @@ from adasum_hvd.startup.uncaught import report_uncaught
 
 
 def after_init(mpi_ops: Any, library: ctypes.CDLL) -> None:
-    """Set up logging, the exception hook and the warning about groups on this rank.
+    """Set up logging and the exception hook, and warn about groups that leave AdaSum unused.
 
     Args:
-        mpi_ops: Horovod's, of the framework.
+        mpi_ops: Horovod's module for the framework.
         library: the framework's Horovod library.
     """
     log_on_first_rank(mpi_ops.rank())
@@ -33,11 +33,12 @@ def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
     """Log one line on rank 0: version, ranks, transport and groups.
 
     Args:
-        mpi_ops: Horovod's, of the framework.
+        mpi_ops: Horovod's module for the framework.
         library: the framework's Horovod library.
         path: `binding.transport_description`, "" before the first reduction.
     """
     if mpi_ops.rank() == 0:
         backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
-        where = mpi_ops.size(), mpi_ops.cross_size(), path
-        logger.info(started(binding.settings(library), backend, *where))
+        ranks, hosts = mpi_ops.size(), mpi_ops.cross_size()
+        settings = binding.settings(library)
+        logger.info(startup_line(settings, backend, ranks, hosts, path))

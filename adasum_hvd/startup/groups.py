@@ -1,8 +1,8 @@
-"""Groups: which ranks are reduced together first, and how.
+"""Groups: sets of ranks that are reduced before AdaSum runs over their results.
 
-The native op reads its settings from the environment at every `init`, so arguments become
-environment variables here, before Horovod starts; that they are equal on all ranks is
-checked by the op itself, in the first reduction of every process set.
+The native op reads its settings from the environment at every `init`, so this module turns
+arguments into environment variables before Horovod starts. The op compares them over the ranks
+in the first reduction of every process set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import check_count
 
-_before: dict[str, str | None] = {}  # what the last `configure` has replaced
+_replaced: dict[str, str | None] = {}  # variables before the last `configure`
 
 
 def configure(group_op: str | None = None, group_size: int | None = None) -> None:
@@ -24,49 +24,52 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
         group_op: how the ranks of one group are reduced before AdaSum runs over the groups:
             "adasum" (all the way down, the default), "average" or "sum". A rank that has
             joined counts in the average's divisor, as in Horovod's own Average.
-        group_size: that many consecutive ranks form a group (MindSpore: 8); None leaves
-            `ADASUM_HVD_GROUP_SIZE`, by default a group is a host.
+        group_size: number of consecutive ranks in a group (MindSpore: 8). None leaves
+            `ADASUM_HVD_GROUP_SIZE` as it is; by default a group is a host.
 
-    What an earlier call has set is taken back first: it was for its own `init`.
+    Each call first restores the variables that an earlier call changed, because its arguments
+    were for one `init` only.
 
     Raises:
-        ValueError: an unknown `group_op`, or a `group_size` that is no positive integer.
+        ValueError: `group_op` is unknown, or `group_size` is not a positive integer.
     """
     if group_op is not None and group_op not in ops.GROUP_OPS:
-        raise ValueError(f"group_op: required one of {ops.GROUP_OPS}, got {group_op!r}")
+        raise ValueError(
+            f"group_op: expected one of {ops.GROUP_OPS}, but got {group_op!r}"
+        )
     if group_size is not None:
         check_count("group_size", group_size)
-    for name, value in _before.items():
+    for name, value in _replaced.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    _before.clear()
+    _replaced.clear()
     for name, given in (
         ("ADASUM_HVD_GROUP_OP", group_op),
         ("ADASUM_HVD_GROUP_SIZE", group_size),
     ):
         if given is not None:
-            _before[name] = os.environ.get(name)
+            _replaced[name] = os.environ.get(name)
             os.environ[name] = str(given)
 
 
 def warn_of_one_group(
     settings: Mapping[str, object], rank: int, ranks: int, on_host: int
 ) -> None:
-    """Warn, on the first rank, where groups leave nothing to AdaSum.
+    """Warn on rank 0 if all ranks are in one group, so that AdaSum has nothing to combine.
 
     Args:
         settings: the op's, after `init`.
         rank: this rank.
-        ranks: ranks of the job.
-        on_host: ranks on this host, the group where no size was given.
+        ranks: number of ranks in the job.
+        on_host: number of ranks on this host, the default group size.
     """
     group_op, size = settings["group_op"], settings["group_size"] or on_host
     if group_op != "adasum" and 1 < ranks <= int(str(size)) and rank == 0:
         warnings.warn(
-            f"AdaSum: {ranks} ranks are one group (group_size={size}), which is reduced by "
-            f"{group_op}, so that AdaSum has no second group to combine; start more ranks, set "
-            'a smaller group_size, or group_op="adasum"',
+            f"AdaSum: expected at least 2 groups, but got one group of all {ranks} ranks "
+            f"(group_size={size}), which is reduced by {group_op}, so AdaSum has nothing to "
+            'combine; start more ranks, set a smaller group_size, or set group_op="adasum"',
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Is a Horovod installed that can run the op? Asked before a framework's module imports it."""
+"""The check that the installed Horovod has the op, before a framework's module imports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KERAS = "keras"
 
 
 def library_path(framework: str) -> Path | None:
-    """Return the path of Horovod's library for `framework`, without importing anything."""
+    """Return the path of Horovod's library for `framework`, without importing it."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -24,22 +24,22 @@ def library_path(framework: str) -> Path | None:
 
 
 def has_mpi(framework: str) -> bool:
-    """Return whether Horovod's library for `framework` speaks MPI, by its symbols."""
+    """Return whether Horovod's library for `framework` was built with MPI, by its symbols."""
     path = library_path(framework)
     return path is not None and b"MPI_Init_thread" in path.read_bytes()
 
 
-def _refusal(framework: str, found: str) -> ImportError:
+def _no_op_error(framework: str, actual: str) -> ImportError:
     return ImportError(
-        f"adasum_hvd.{framework}: required a Horovod built with the AdaSum op for "
-        f"{framework}, got {found}; run `adasum-hvd build` (`adasum-hvd doctor` says what "
-        "there is)",
+        f"adasum_hvd.{framework}: expected a Horovod built with the AdaSum op for "
+        f"{framework}, but got {actual}; run `adasum-hvd build` (`adasum-hvd doctor` shows what "
+        "is installed)",
         name="horovod",
     )
 
 
 def _require_keras() -> None:
-    """Import Keras before Horovod does, so that its errors are not taken for Horovod's."""
+    """Import Keras first, so that its errors are not reported as Horovod's."""
     try:
         importlib.import_module(_KERAS)
     except ImportError as error:
@@ -52,34 +52,34 @@ def _require_keras() -> None:
 
 
 def require_horovod(framework: str) -> None:
-    """Import Horovod's module for a framework, which must be there and hold the op.
+    """Import Horovod's module for a framework, and check that it has the op.
 
     Args:
         framework: "torch" or "tensorflow".
 
     Raises:
-        ImportError: no such Horovod, or Keras does not load; the message says what there is,
-            and names the command or the variable.
+        ImportError: the framework or a Horovod with the op is not installed, or Keras does not
+            load; the message names the command or the variable that fixes it.
     """
     if importlib.util.find_spec(framework) is None:
         raise ImportError(
-            f"adasum_hvd.{framework}: required {framework}, got none; run `pip install "
+            f"adasum_hvd.{framework}: expected {framework}, but got none; run `pip install "
             f"{framework}`, then `adasum-hvd build`",
             name=framework,
         )
     if importlib.util.find_spec("horovod") is None:
-        raise _refusal(framework, "none")
+        raise _no_op_error(framework, "none")
     if library_path(framework) is None:
-        raise _refusal(framework, f"one that was built without {framework}")
-    importlib.import_module(framework)  # what ails it is not Horovod's
+        raise _no_op_error(framework, f"one that was built without {framework}")
+    # First, so that the framework's own errors are not reported as Horovod's.
+    importlib.import_module(framework)
     if framework == "tensorflow":
         _require_keras()
     try:
         operations = importlib.import_module(f"horovod.{framework}.mpi_ops")
         library = operations._basics.MPI_LIB_CTYPES
-    except (
-        Exception
-    ) as error:  # TensorFlow has classes of its own for what does not load
-        raise _refusal(framework, f"one that does not load ({error})") from error
+    # TensorFlow raises its own classes for a library that does not load.
+    except Exception as error:
+        raise _no_op_error(framework, f"one that does not load ({error})") from error
     if not binding.has_op(library):
-        raise _refusal(framework, f"{library._name} without the op")
+        raise _no_op_error(framework, f"{library._name} without the op")

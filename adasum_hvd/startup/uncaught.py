@@ -1,4 +1,4 @@
-"""Reports the exception that ends this rank's script to the other ranks."""
+"""A `sys.excepthook` that reports this rank's uncaught exception to the other ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from types import TracebackType
 
 from horovod.common.exceptions import HorovodInternalError
 
-_MOST = 300  # characters; the message that carries them is of one size
+_MAX_CHARACTERS = 300  # the native abort notice has a fixed size
 _libraries: list[ctypes.CDLL] = []
 
 
 def report_uncaught(library: ctypes.CDLL) -> None:
     """Report an uncaught exception of this process in the errors of the other ranks.
 
-    Ranks that wait for this one get a `HorovodInternalError` as soon as it shuts down, and its
-    text names the exception. Horovod's own exceptions are not reported: all ranks have them.
+    Ranks that wait for this rank get a `HorovodInternalError` as soon as it shuts down; the
+    error's text names the exception. Horovod's own exceptions are not reported, because every
+    rank raises them.
 
     Args:
-        library: Horovod's library of the framework that was initialized.
+        library: the Horovod library of the initialized framework.
     """
     if not _libraries:
         hook = sys.excepthook
@@ -30,9 +31,9 @@ def report_uncaught(library: ctypes.CDLL) -> None:
             trace: TracebackType | None,
         ) -> None:
             if not issubclass(kind, HorovodInternalError):
-                text = f"its script raised {kind.__name__}: {error}"[:_MOST]
-                for one in _libraries:
-                    one.horovod_adasum_leave(text.encode())
+                text = f"its script raised {kind.__name__}: {error}"[:_MAX_CHARACTERS]
+                for loaded in _libraries:
+                    loaded.horovod_adasum_leave(text.encode())
             hook(kind, error, trace)
 
         sys.excepthook = report

@@ -10,8 +10,8 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import Options, ProcessSet
+from adasum_hvd.monitor.monitor import Monitor, check_job, check_op
 from adasum_hvd.monitor.statistics import Rows
-from adasum_hvd.monitor.watcher import Watcher, check_job, check_op
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
@@ -82,10 +82,10 @@ class AdasumMonitor:
         check_job(tf_ops.settings())
         options, self._reduction = _reduction_of(optimizer)
         check_op(options.op)
-        self._watcher: Watcher | None = None
+        self._monitor: Monitor | None = None
         process_set = options.process_set
         if process_set.included() and process_set.size() > 1:
-            self._watcher = Watcher(every, to, _Channel(process_set))
+            self._monitor = Monitor(every, to, _Channel(process_set))
 
     def step(self, number: int | None = None) -> None:
         """Note that a step has been taken; outside a `tf.function`.
@@ -95,14 +95,14 @@ class AdasumMonitor:
         Args:
             number: of the step, for the record; by default it counts.
         """
-        if self._watcher is not None:
-            self._watcher.after_step(lambda: self._reduction.entries, number)
+        if self._monitor is not None:
+            self._monitor.after_step(lambda: self._reduction.entries, number)
 
     def close(self) -> None:
         """Stop. Collective; blocks."""
-        if self._watcher is not None:
-            self._watcher.close()
-            self._watcher = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
 
 def _reduction_of(optimizer: Any) -> tuple[Options, Reduction]:

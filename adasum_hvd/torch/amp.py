@@ -123,8 +123,8 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
         forget_scaler(optimizer)
         variant = "gradient" if optimizer._reduces_gradients else "delta"
         raise RuntimeError(
-            f"{variant} variant on several ranks: required a scaler that agrees "
-            "over the ranks, got torch's GradScaler; use adasum_hvd.torch.GradScaler"
+            f"{variant} variant on several ranks: expected a scaler that agrees "
+            "over the ranks, but got torch's GradScaler; use adasum_hvd.torch.GradScaler"
             + (
                 ", or call optimizer.synchronize() before scaler.step() and step inside "
                 "optimizer.skip_synchronize()"

@@ -65,7 +65,7 @@ def _named(params: Any) -> list[Named]:
         return sorted(params.items(), key=lambda item: str(item[0]))
     if isinstance(params, torch.Tensor | str) or not isinstance(params, Iterable):
         raise TypeError(
-            "required a state dict, or an iterable of tensors or (name, tensor) pairs, got "
+            "expected a state dict, or an iterable of tensors or (name, tensor) pairs, but got "
             f"{type(params).__name__}"
         )
     return [
@@ -90,12 +90,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _problem_with(tensor: Any) -> str:
     """Say why something cannot travel; nothing where it can."""
     if not isinstance(tensor, torch.Tensor):
-        return f"required a tensor, got {type(tensor).__name__}"
+        return f"expected a tensor, but got {type(tensor).__name__}"
     if torch.nn.parameter.is_lazy(tensor):
-        return "required a shape, got a lazy tensor; run one forward pass first"
+        return "expected a shape, but got a lazy tensor; run one forward pass first"
     if not _is_plain(tensor):
         return (
-            "required a dense tensor of values in memory, got "
+            "expected a dense tensor of values in memory, but got "
             f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device}); leave "
             "it out, or hvd.broadcast_object it"
         )
@@ -262,7 +262,7 @@ def _load(
         optimizer.load_state_dict(state)
     except Exception as error:  # of the optimizer, for the others to hear of
         return Failure(
-            f"required an optimizer that loads the root's state, got {type(error).__name__}: "
+            f"expected an optimizer that loads the root's state, but got {type(error).__name__}: "
             f"{error}; build it alike on every rank"
         )
     return None

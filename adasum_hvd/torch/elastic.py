@@ -154,7 +154,7 @@ class TorchState(SharedState, HorovodState):
 
 def _foreign(value: Any) -> Any:
     raise NotImplementedError(
-        "TorchState: required modules, optimizers, samplers, scalers and objects, got a "
+        "TorchState: expected modules, optimizers, samplers, scalers and objects, but got a "
         f"{type(value)} with a handler of its own in Horovod's registry; "
         "keep its state_dict() in the state"
     )

@@ -52,12 +52,12 @@ class DistributedGradReducer(GradReducer):
     def _is_sparse(self, gradient: torch.Tensor) -> bool:
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(
-                "DistributedGradReducer: required a tensor, or a list or tuple of tensors, got "
+                "DistributedGradReducer: expected a tensor, or a list or tuple of tensors, but got "
                 f"{type(gradient).__name__}"
             )
         if gradient.is_complex() or gradient.layout not in _LAYOUTS:
             raise ValueError(
-                "DistributedGradReducer: required real gradients, dense or COO, got "
+                "DistributedGradReducer: expected real gradients, dense or COO, but got "
                 f"{gradient.dtype} of layout {gradient.layout}"
             )
         return gradient.is_sparse

@@ -1,4 +1,4 @@
-"""`AdasumMonitor`: what AdaSum does in a run, for torch optimizers and DDP's hook."""
+"""`AdasumMonitor` for torch optimizers and DDP's hook: records of AdaSum in a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.monitor.monitor import Entries, Monitor, check_job, check_op
 from adasum_hvd.monitor.statistics import Rows
-from adasum_hvd.monitor.watcher import Entries, Watcher, check_job, check_op
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.ddp import AdasumState
@@ -21,7 +21,7 @@ from adasum_hvd.torch.optimizer.buckets import NamedParameter
 
 
 class _Channel:
-    """The ranks of a process set."""
+    """The connection between the ranks of a process set."""
 
     library = wire.LIBRARY
 
@@ -49,16 +49,16 @@ class _Channel:
 
 
 class AdasumMonitor:
-    """Records, every k steps and for each parameter, what AdaSum finds and does.
+    """Records statistics of AdaSum for each parameter, every k steps.
 
-    A record is a dict: `step` (steps since the monitor was made), `time` (seconds since 1970),
-    `ranks`, `joined` (how many vectors AdaSum joins: the ranks, or groups that average or sum),
-    and `tensors`. That has of each parameter, by its name, what
-    :func:`adasum_hvd.monitor.statistics.statistics` computes: `cosine`, `orthogonality`, `gain`,
-    `lowest` and `highest`; None where a value is not finite. Parameters without a gradient on
-    any rank are left out, and those marked with `mark_replicated_over` or `mark_worker_local`.
+    A record is a dict: `step` (steps since the monitor was created), `time` (seconds since 1970),
+    `ranks`, `joined` (number of AdaSum's inputs: ranks, or groups that average or sum), and
+    `tensors`. `tensors` has, by parameter name, the values of
+    :func:`adasum_hvd.monitor.statistics.statistics`: `cosine`, `orthogonality`, `gain`, `lowest`
+    and `highest`, each None if it is not finite. Parameters without a gradient on any rank are
+    left out, and so are those marked with `mark_replicated_over` or `mark_worker_local`.
 
-    Results of the reduction do not change by a bit. A record comes some steps after its own.
+    Recording does not change a bit of the results. A record is written a few steps after its step.
 
     Args:
         source: an optimizer from `DistributedOptimizer` with an AdaSum op, or the
@@ -67,17 +67,17 @@ class AdasumMonitor:
         to: where records go, on the first rank of the process set: paths that end in `.jsonl`,
             other paths (folders for TensorBoard), functions of a record; or one of these.
         named_parameters: (name, parameter) pairs for an `AdasumState`, as
-            `model.named_parameters()`; an optimizer has them.
+            `model.named_parameters()`; not needed for an optimizer.
 
     Raises:
-        TypeError: another `source`, or something else in `to`.
-        ValueError: an optimizer with another op; `every` is no integer of at least 1; a file that
-            cannot be written; TensorBoard is not installed. On every rank.
-        RuntimeError: `ADASUM_HVD_OP=off`: Horovod's own op tells nothing.
-        NotImplementedError: an elastic job.
+        TypeError: `source` or an element of `to` has a wrong type.
+        ValueError: the optimizer's op is not AdaSum; `every` is not an integer of at least 1; a
+            file cannot be written; TensorBoard is not installed. On every rank.
+        RuntimeError: `ADASUM_HVD_OP=off`, because Horovod's own op makes no records.
+        NotImplementedError: the job is elastic.
 
-    Collective: every rank of the process set makes it, and its steps; on the steps that are
-    recorded some doubles per parameter travel. Blocks only while it is made, and in `close`.
+    Collective: every rank of the process set creates it and takes the same steps; a recorded step
+    sends a few doubles per parameter. Blocks only here and in `close`.
 
     Example:
         >>> monitor = hvd.AdasumMonitor(optimizer, 50, "run.jsonl")  # doctest: +SKIP
@@ -96,11 +96,11 @@ class AdasumMonitor:
         check_job(torch_ops.settings())
         self._source = source
         self._names = {id(p): name for name, p in named_parameters or ()}
-        self._watcher: Watcher | None = None
+        self._monitor: Monitor | None = None
         process_set = self._process_set()
         if process_set.included() and process_set.size() > 1:
-            self._watcher = Watcher(every, to, _Channel(process_set))
-            self._attach(self._watcher)
+            self._monitor = Monitor(every, to, _Channel(process_set))
+            self._attach(self._monitor)
 
     def _process_set(self) -> ProcessSet:
         source = self._source
@@ -108,23 +108,23 @@ class AdasumMonitor:
             return source.process_set
         if not isinstance(source, DistributedBase):
             raise TypeError(
-                "AdasumMonitor: required an optimizer from DistributedOptimizer or an "
-                f"AdasumState, got {type(source).__name__}"
+                "AdasumMonitor: expected an optimizer from DistributedOptimizer or an "
+                f"AdasumState, but got {type(source).__name__}"
             )
         check_op(source._options.op)
         return source._options.process_set
 
-    def _attach(self, watcher: Watcher) -> None:
+    def _attach(self, monitor: Monitor) -> None:
         if isinstance(self._source, AdasumState):
             entries_of = self._entries_of_state
-            self._detach = self._source.on_round(lambda: watcher.after_step(entries_of))
+            self._detach = self._source.on_round(lambda: monitor.after_step(entries_of))
         else:
             entries_of = self._entries_of_optimizer
             hook = self._source.register_step_post_hook(
-                lambda *_: watcher.after_step(entries_of)
+                lambda *_: monitor.after_step(entries_of)
             )
             self._detach = hook.remove
-        watcher.ask_first(entries_of)
+        monitor.request_first(entries_of)
 
     def _entries_of_optimizer(self) -> Entries:
         return {bucket.entry: bucket.names for bucket in self._source._common_buckets}
@@ -139,8 +139,8 @@ class AdasumMonitor:
         }
 
     def close(self) -> None:
-        """Hand over the last record and stop. Collective; blocks."""
-        if self._watcher is not None:
+        """Write the last record and stop. Collective; blocks."""
+        if self._monitor is not None:
             self._detach()
-            self._watcher.close()
-            self._watcher = None
+            self._monitor.close()
+            self._monitor = None

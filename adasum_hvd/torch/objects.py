@@ -36,7 +36,7 @@ def check_root(what: str, root_rank: int, process_set: ProcessSet) -> None:
     ranks = list(ranks_of(process_set))
     if isinstance(root_rank, bool) or root_rank not in ranks:
         raise ValueError(
-            f"{what}: required a root_rank of {ranks}, got {root_rank!r} (this is rank "
+            f"{what}: expected a root_rank of {ranks}, but got {root_rank!r} (this is rank "
             f"{mpi_ops.rank()})"
         )
 
@@ -55,7 +55,7 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 
 def _refusal(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
     return pickle.PicklingError(
-        f"{what}: required an object that pickles, got on rank {rank} {failure.text} (this "
+        f"{what}: expected an object that pickles, but got on rank {rank} {failure.text} (this "
         f"is rank {mpi_ops.rank()})"
     )
 

@@ -131,7 +131,7 @@ def check_tensors(
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"allreduce {_label(name)}: required a tensor, got {type(tensor).__name__} "
+                f"allreduce {_label(name)}: expected a tensor, but got {type(tensor).__name__} "
                 f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
             )
         adasum = ops.is_adasum(op)
@@ -139,14 +139,14 @@ def check_tensors(
             if tensor.dtype in (_ADASUM_DTYPES if adasum else _DTYPES):
                 continue
             raise ValueError(
-                f"allreduce {_label(name)}: {op.name} required a dtype that Horovod adds up, "
+                f"allreduce {_label(name)}: {op.name} expected a dtype that Horovod adds up, "
                 f"got {tensor.dtype} (rank {mpi_ops.rank()} of {mpi_ops.size()}); cast it "
                 "before the reduction"
             )
         error = ops.SparseAdasumError if adasum else ValueError
         gather = "" if adasum else ", or use hvd.sparse_allreduce_async"
         raise error(
-            f"allreduce {_label(name)}: {op.name} required a dense tensor, got one of layout "
+            f"allreduce {_label(name)}: {op.name} expected a dense tensor, but got one of layout "
             f"{tensor.layout} (rank {mpi_ops.rank()} of {mpi_ops.size()}); reduce its "
             f"to_dense(){gather}"
         )

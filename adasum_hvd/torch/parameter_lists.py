@@ -33,7 +33,7 @@ def compare_parameter_lists(
         outside = [holder for holder in ranks if holder not in by_rank]
         if outside:
             raise ValueError(
-                "DistributedOptimizer: required marked process sets inside the optimizer's own, "
+                "DistributedOptimizer: expected marked process sets inside the optimizer's own, "
                 f"got {list(ranks)} with rank {outside[0]} outside of {list(by_rank)} (this is "
                 f"rank {rank})"
             )

@@ -18,18 +18,18 @@ def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
     where = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
     if ops.is_adasum(reduction):
         raise ops.SparseAdasumError(
-            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name}, which "
+            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name}, which "
             f"gathered entries say nothing of {where}; reduce to_dense() with hvd.allreduce"
         )
     if reduction not in (ops.Average, ops.Sum):
         raise ValueError(
-            f"sparse_allreduce {name}: required Average or Sum, got {reduction.name} {where}; "
+            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} {where}; "
             "reduce to_dense() with hvd.allreduce"
         )
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         found = getattr(tensor, "layout", type(tensor).__name__)
         raise ValueError(
-            f"sparse_allreduce {name}: required a sparse COO tensor, got {found} {where}; use "
+            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {found} {where}; use "
             "hvd.allreduce, or to_sparse_coo()"
         )
     return reduction

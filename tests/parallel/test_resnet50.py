@@ -18,10 +18,10 @@ def test_tutorial_command_line(tmp_path):
     words = [*command("gloo", 2), sys.executable, program, "--data", "synthetic"]
     words += ["--batch-size", "64", "--epochs", "2", "--epoch-log", str(log)]
     words += ["--checkpoint", str(tmp_path / "checkpoints")]
-    # 2 ranks are one group of eight: no AdaSum, and it says so.
+    # 2 ranks are one group of eight: no AdaSum, and a warning.
     status, output = run_launcher(words, environment(), 100)
     assert status == 0, output[-2000:]
-    assert "2 ranks are one group (group_size=8), which is reduced by average" in output
+    assert "all 2 ranks (group_size=8), which is reduced by average" in output
     assert "epoch: 2 step: 10 loss is " in output
     assert len(log.read_text().splitlines()) == 2
     status, output = run_launcher(words, environment(), 100)

@@ -101,7 +101,7 @@ def test_local_size_divides_only_what_registry_h_leaves_undivided():
 
 def test_a_horovod_without_the_op_is_refused():
     with pytest.raises(
-        RuntimeError, match=r"required a Horovod built with.*run `adasum-hvd build`"
+        RuntimeError, match=r"expected a Horovod built with.*run `adasum-hvd build`"
     ):
         binding.require_op(ctypes.CDLL("libc.so.6"))
 

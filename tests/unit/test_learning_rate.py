@@ -133,19 +133,19 @@ def test_adam_has_figures_of_its_own():
     assert study_of(SimpleNamespace()) == "momentum"
     rate = adasum_lr(0.1, "adasum-grad", 32, optimizer="adam")
     assert (rate.factor, rate.certainty) == (1, "measured")
-    assert "Adam, 3 seeds" in rate.reason and "99.0 +- 0.2 %" in rate.reason
+    assert "Adam, 3 seeds" in rate.reason and "99.0 ± 0.2 %" in rate.reason
     rate = adasum_lr(0.003, "average", 64, optimizer="adamw")
     assert rate.lr == pytest.approx(0.01, rel=1e-3)
-    assert "2.877 +- 0.061 nats per byte on 64" in rate.reason
+    assert "2.877 ± 0.061 nats per byte on 64" in rate.reason
     assert adasum_lr(0.1, "average", 16, optimizer="adamw").certainty == "interpolated"
     assert adasum_lr(0.1, "adasum", 64, optimizer="adam").certainty == "extrapolated"
     with pytest.raises(
-        ValueError, match="got Average, for which there are no figures with adam"
+        ValueError, match="got Average, which has no measured results with adam"
     ):
         adasum_lr(0.1, "average", 32, optimizer="adam")
     with pytest.raises(ValueError, match="got Sum, for which there are no figures"):
         adasum_lr(0.1, "adasum-grad", 64, "sum", 8, optimizer="adamw")
-    with pytest.raises(ValueError, match=r"optimizer: required one of .* got 'lion'"):
+    with pytest.raises(ValueError, match=r"optimizer: expected one of .* got 'lion'"):
         adasum_lr(0.1, "average", 32, optimizer="lion")
 
 
@@ -166,7 +166,7 @@ def test_advice_is_what_is_beyond_the_spreads():
 def test_reasons_name_the_rule():
     for size, named in ((16, False), (22, False), (23, True), (64, True)):
         reason = adasum_lr(0.1, "adasum-delta", size).reason
-        assert ("measured below AdasumGrad" in reason) == named
+        assert ("measured worse than AdasumGrad" in reason) == named
         assert "below" not in adasum_lr(0.1, "adasum-grad", size).reason
     assert "no rate of the grid trained it on 64" in adasum_lr(0.1, "sum", 64).reason
 
@@ -176,7 +176,7 @@ def test_groups_multiply_two_figures():
         rate = adasum_lr(0.1, "adasum-delta", 512, group_op, 16)
         assert rate.factor == pytest.approx(inside * 3)
         assert rate.certainty == "extrapolated"
-        assert f"groups of 16 joined by {group_op}" in rate.reason
+        assert f"groups of 16 reduced by {group_op}" in rate.reason
         assert "not together" in rate.reason
     assert adasum_lr(0.1, "average", 64, "average", 8) == adasum_lr(0.1, "average", 64)
     alone = adasum_lr(0.1, "adasum-grad", 16, "average")
@@ -228,7 +228,7 @@ def test_the_banner_says_the_same():
     ],
 )
 def test_refuses(wrong):
-    with pytest.raises(ValueError, match="adasum_lr: required base_lr > 0"):
+    with pytest.raises(ValueError, match="adasum_lr: expected base_lr > 0"):
         adasum_lr(*wrong)
 
 
@@ -237,12 +237,12 @@ def test_refuses(wrong):
     [
         (
             {"group_op": "avg"},
-            r"adasum_lr: group_op: required one of .*'average'.* got 'avg'",
+            r"adasum_lr: group_op: expected one of .*'average'.* got 'avg'",
         ),
-        ({"op": "max"}, "adasum_lr: op: required average, sum .* got Max"),
-        ({"op": "min"}, "adasum_lr: op: required average, sum .* got Min"),
-        ({"op": "product"}, "adasum_lr: op: required average, sum .* got Product"),
-        ({"op": "lamb"}, "reduction op: required one of average, .* got 'lamb'"),
+        ({"op": "max"}, "adasum_lr: op: expected average, sum .* got Max"),
+        ({"op": "min"}, "adasum_lr: op: expected average, sum .* got Min"),
+        ({"op": "product"}, "adasum_lr: op: expected average, sum .* got Product"),
+        ({"op": "lamb"}, "reduction op: expected one of average, .* got 'lamb'"),
     ],
     ids=str,
 )

@@ -94,14 +94,14 @@ def test_a_sink_that_fails_is_left_out(tmp_path: Path) -> None:
 
 
 def test_wrong_sinks(tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(TypeError, match=r"required paths that end in \.jsonl.*got 7"):
+    with pytest.raises(TypeError, match=r"expected paths that end in \.jsonl.*got 7"):
         sinks.Sinks([7])
     folder = tmp_path / "a.jsonl"
     folder.mkdir()
     with pytest.raises(ValueError, match="a file that can be written"):
         sinks.Sinks(folder)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ValueError, match=r"required the package tensorboard.*got none"):
+    with pytest.raises(ValueError, match=r"expected the package tensorboard.*got none"):
         sinks.Sinks(tmp_path / "events")
 
 

@@ -20,7 +20,7 @@ def test_parse_names_and_numbers():
 
 @pytest.mark.parametrize("wrong", ["adasume", "", 99, -1])
 def test_parse_refuses(wrong):
-    with pytest.raises(ValueError, match=r"required one of average, sum, adasum.*got"):
+    with pytest.raises(ValueError, match=r"expected one of average, sum, adasum.*got"):
         ops.parse(wrong)
 
 
@@ -45,10 +45,10 @@ def test_groups_sets_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mean",), "group_op: required one of"),
-        ((None, 0), "group_size: required an integer >= 1, got 0"),
-        ((None, True), "group_size: required an integer >= 1, got True"),
-        ((None, 2.0), "group_size: required an integer >= 1, got 2.0"),
+        (("mean",), "group_op: expected one of"),
+        ((None, 0), "group_size: expected an integer >= 1, but got 0"),
+        ((None, True), "group_size: expected an integer >= 1, but got True"),
+        ((None, 2.0), "group_size: expected an integer >= 1, but got 2.0"),
     ],
 )
 def test_groups_refuses(arguments, message):

@@ -42,7 +42,7 @@ def test_fusion_groups_of_the_seed():
     assert fusion_groups(plain, 1, [1, 2]) == [1024, 1024, 1025, 1026, 1026]
     own = [SimpleNamespace(comm_fusion=n) for n in (1, 2, 1)]
     assert fusion_groups(own, 1, [0]) == [1, 2, 1]
-    with pytest.warns(UserWarning, match="required indices below 5"):
+    with pytest.warns(UserWarning, match="expected indices below 5"):
         fusion_groups(plain, 1, [7])
 
 
@@ -73,15 +73,15 @@ def test_optimizer_options():
     assert options.optimizer_op("adasum") is ops.AdasumDelta
     assert options.optimizer_op(0) is ops.Average
     for wrong, message in (
-        ({"op": ops.Sum, "local_steps": 2}, "local_steps: required op=AdasumDelta"),
-        ({"op": ops.Min}, "op: required average, sum, max or an AdaSum variant"),
+        ({"op": ops.Sum, "local_steps": 2}, "local_steps: expected op=AdasumDelta"),
+        ({"op": ops.Min}, "op: expected average, sum, max or an AdaSum variant"),
         ({"op": ops.AdasumDelta, "backward_passes_per_step": True}, "an integer >= 1"),
         ({"op": ops.AdasumDelta, "clip_delta_norm": 0}, "a number > 0"),
-        ({"op": ops.Sum, "gradient_predivide_factor": 2.0}, "required op=Average"),
+        ({"op": ops.Sum, "gradient_predivide_factor": 2.0}, "expected op=Average"),
     ):
         given_options = options.Options(process_set=None, compression="none", **wrong)
         with pytest.raises(ValueError, match=message):
             options.check(given_options, ["none"])
     given_options = options.Options(ops.Sum, process_set=None, compression="zip")
-    with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
+    with pytest.raises(NotImplementedError, match=r"expected Compression\.none"):
         options.check(given_options, ["none"])

@@ -66,7 +66,7 @@ def imported(packages: Path, framework: str) -> str:
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_no_horovod(tmp_path: Path, framework: str) -> None:
     said = imported(packages_without(tmp_path, "horovod"), framework)
-    assert said.startswith(f"adasum_hvd.{framework}: required a Horovod built with the")
+    assert said.startswith(f"adasum_hvd.{framework}: expected a Horovod built with the")
     assert "got none; run `adasum-hvd build`" in said
 
 

@@ -19,11 +19,12 @@ FORK = multiprocessing.get_context("fork")
 CAME, WENT = 7, 0  # exit statuses
 
 
-def test_what_horovodrun_says_of_a_place() -> None:
+def test_assignment_is_horovodruns_reply() -> None:
     slot = SlotInfo("here", 0, 1, 2, 3, 4, 5)
     values = map(int, slot.to_response_string().split(","))
-    told = dict(zip(rendezvous.PLACE, values, strict=True))
-    assert told == {n: getattr(slot, n[8:].lower()) for n in rendezvous.PLACE}
+    assignment = dict(zip(rendezvous.ASSIGNMENT, values, strict=True))
+    expected = {n: getattr(slot, n[8:].lower()) for n in rendezvous.ASSIGNMENT}
+    assert assignment == expected
     assert GET_RANK_AND_SIZE == "rank_and_size"
 
 
@@ -39,7 +40,7 @@ def port() -> Iterator[int]:
 def come(rank: int, size: int, port: int, seconds: float) -> None:
     """Be a rank: its status says whether it was let in."""
     time.sleep(seconds)
-    place = dict.fromkeys(rendezvous.PLACE, "0") | {"HOROVOD_ELASTIC": "1"}
+    place = dict.fromkeys(rendezvous.ASSIGNMENT, "0") | {"HOROVOD_ELASTIC": "1"}
     place |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
     place |= {"HOROVOD_HOSTNAME": "here", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
     os.environ.update(place, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
@@ -81,7 +82,7 @@ def test_without_a_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "0")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
-    with pytest.raises(RuntimeError, match="required an answer from horovodrun at"):
+    with pytest.raises(RuntimeError, match="expected a reply from horovodrun at"):
         rendezvous.start(lambda: None, again=True)
 
 

@@ -140,12 +140,12 @@ def case_observed_tensors() -> None:
     mine = [array_of(hvd.rank(), size, "float32", 9) for size in SIZES]
     for round_number in (1, 2):
         for name in names:
-            binding.observe(hvd.library, name)
+            binding.request_record(hvd.library, name)
         hvd.adasum(*mine, names=names)
-        found = [binding.observation(hvd.library, name) for name in names]
+        found = [binding.latest_record(hvd.library, name) for name in names]
         assert all(one is not None and one.number == round_number for one in found)
     hvd.adasum(*mine, names=names)  # nobody has asked for
-    assert binding.observation(hvd.library, names[0]).number == 2
+    assert binding.latest_record(hvd.library, names[0]).number == 2
     sizes = found[0].sizes
     assert bool(sizes) == (hvd.size() > 1)
     folder = Path(sys.argv[2])  # the launch's

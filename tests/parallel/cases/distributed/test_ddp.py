@@ -348,7 +348,7 @@ def case_what_is_refused() -> None:
         warnings.simplefilter("ignore")
         rows = wrapped(Rows())
         with pytest.raises(
-            ValueError, match="AdasumGrad required a dense tensor, got one of"
+            ValueError, match="AdasumGrad expected a dense tensor, but got one of"
         ):
             rows(torch.arange(3)).sum().backward()
     check_bits(wrapped(model_of()), by_optimizer(model_of()))  # and the next one works

@@ -134,7 +134,7 @@ def case_keras_callbacks_with_horovods_arguments() -> None:
         ranks = [len(set(weights)) for weights in zip(*everyone, strict=True)]
         count = 1 + several
         assert ranks == [hvd.size()] * count + [1] * (4 - count)
-    with pytest.raises(TypeError, match="required parameters, variables or buffers"):
+    with pytest.raises(TypeError, match="expected parameters, variables or buffers"):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", [model])
 
 
@@ -228,6 +228,6 @@ def case_keras_check_replicas() -> None:
     with pytest.raises(TypeError, match="required a model, got list"):
         hvd.check_replicas([bias])
     with pytest.raises(
-        ValueError, match="CheckReplicasCallback: every: required an integer"
+        ValueError, match="CheckReplicasCallback: every: expected an integer"
     ):
         hvd.callbacks.CheckReplicasCallback(every=0)

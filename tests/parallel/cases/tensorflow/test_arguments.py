@@ -83,7 +83,9 @@ def case_num_groups_is_groups() -> None:
 
 def case_average_aggregated_gradients() -> None:
     for op in (hvd.Adasum, hvd.AdasumGrad, hvd.AdasumDelta):
-        with pytest.raises(ValueError, match="required op=Average or op=Sum, got op="):
+        with pytest.raises(
+            ValueError, match="expected op=Average or op=Sum, but got op="
+        ):
             hvd.DistributedOptimizer(sgd(), op=op, average_aggregated_gradients=True)
     weights = []
     for average in (False, True):

@@ -250,7 +250,7 @@ def case_set_backward_passes_per_step() -> None:
             backward(model, step)
         optimizer.step()
         hvd.check_replicas(model)
-        with pytest.raises(ValueError, match="required an integer >= 1, got 0"):
+        with pytest.raises(ValueError, match="expected an integer >= 1, but got 0"):
             optimizer.set_backward_passes_per_step(0)
 
 

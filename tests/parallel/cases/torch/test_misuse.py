@@ -171,5 +171,5 @@ def case_groups_that_differ() -> None:
 
 
 def case_every_is_checked() -> None:
-    with pytest.raises(ValueError, match="every: required an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match="every: expected an integer >= 1, but got 0"):
         hvd.check_replicas(model_of(), every=0)

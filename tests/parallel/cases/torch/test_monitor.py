@@ -142,5 +142,5 @@ def case_monitor_refuses() -> None:
         hvd.AdasumMonitor(optimizer, 1 + min(hvd.rank(), 1), [])
     with pytest.raises(ValueError, match=r"an integer >= 1, got 0 \(on rank 0"):
         hvd.AdasumMonitor(optimizer, hvd.rank() and 1, [])
-    with pytest.raises(TypeError, match=r"required paths.*got 7 \(on rank 0, this is"):
+    with pytest.raises(TypeError, match=r"expected paths.*got 7 \(on rank 0, seen by"):
         hvd.AdasumMonitor(optimizer, 1, 7)

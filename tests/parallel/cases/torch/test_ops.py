@@ -227,7 +227,7 @@ def case_mismatches_are_refused_on_all_ranks() -> None:
 
 
 def case_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="reduction op: required one of average"):
+    with pytest.raises(ValueError, match="reduction op: expected one of average"):
         hvd.allreduce(torch.ones(3), op="adasome")
     with pytest.raises(ValueError, match="op parameter supersedes average"):
         hvd.allreduce(torch.ones(3), average=True, op=hvd.Adasum)

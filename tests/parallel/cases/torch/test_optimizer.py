@@ -107,16 +107,16 @@ def case_wrong_arguments_of_the_optimizer() -> None:
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
         make(gradient_predivide_factor=2.0, op="adasum")
     with pytest.raises(
-        ValueError, match="backward_passes_per_step: required an integer >= 1"
+        ValueError, match="backward_passes_per_step: expected an integer >= 1"
     ):
         make(backward_passes_per_step=0, op="adasum")
     for groups in (-1, True):
-        with pytest.raises(ValueError, match="groups: required an integer >= 0 or"):
+        with pytest.raises(ValueError, match="groups: expected an integer >= 0 or"):
             make(groups=groups, op="adasum")
     for factor in (0.0, float("nan"), -1.0):
-        with pytest.raises(ValueError, match="required a finite number > 0, got"):
+        with pytest.raises(ValueError, match="expected a finite number > 0, but got"):
             make(gradient_predivide_factor=factor, op="average")
-    with pytest.raises(NotImplementedError, match=r"required Compression\.none"):
+    with pytest.raises(NotImplementedError, match=r"expected Compression\.none"):
         make(compression=object(), op="adasum")
     with pytest.raises(NotImplementedError, match=r"none or Compression\.fp16, got"):
         make(compression=hvd.Compression.bf16, op="average")
@@ -265,7 +265,7 @@ def case_broadcast_optimizer_state() -> None:
             optimizer.state[p]["momentum_buffer"], torch.full_like(p, 3.0)
         )
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    with pytest.raises(ValueError, match="required a root_rank of"):
+    with pytest.raises(ValueError, match="expected a root_rank of"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=99)
 
 

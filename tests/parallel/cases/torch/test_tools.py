@@ -94,7 +94,7 @@ def case_reducer_groups() -> None:
     assert torch.equal(plain[1], gradients[1])
     split = hvd.DistributedGradReducer(params, mean=False, split_indices=[1, 3])
     assert fused(split, gradients) == [1, 2, 1]  # one keeps its own gradient
-    with pytest.warns(UserWarning, match="required indices below 5"):
+    with pytest.warns(UserWarning, match="expected indices below 5"):
         hvd.DistributedGradReducer(params, split_indices=[9])
     for index, parameter in enumerate(params):
         parameter.comm_fusion = index % 2

@@ -1,0 +1,237 @@
+"""The monitor without a framework: it requests records, sums them over the ranks, writes them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from adasum_hvd.common import binding, ops
+from adasum_hvd.common.agreement import compare_settings, refuse_elastic
+from adasum_hvd.common.options import check_count
+from adasum_hvd.monitor.sinks import Record, Sinks
+from adasum_hvd.monitor.statistics import Rows, statistics, width
+
+# The names of a tensor's segments, by the tensor's name in Horovod.
+Entries = Mapping[str, Sequence[str]]
+_numbers = itertools.count()
+
+
+class Channel(Protocol):
+    """The functions of a framework that a monitor uses."""
+
+    library: ctypes.CDLL
+    rank: int  # this rank, numbered in the job
+    ranks: Sequence[int]  # the ranks that reduce
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return every rank's object. Collective; blocks."""
+
+    def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
+        """Start to sum `rows` over the ranks. Collective.
+
+        Returns:
+            A function of `wait` that returns the sum. Without `wait` it returns None while the
+            sum is not finished.
+        """
+
+
+def check_job(settings: Mapping[str, object]) -> None:
+    """Check that this job can have a monitor.
+
+    Args:
+        settings: the op's, from :func:`adasum_hvd.common.binding.settings`.
+
+    Raises:
+        NotImplementedError: the job is elastic.
+        RuntimeError: `ADASUM_HVD_OP=off`.
+    """
+    refuse_elastic("AdasumMonitor")
+    if settings["op"] == "off":
+        raise RuntimeError(
+            "AdasumMonitor: expected the AdaSum op, but got ADASUM_HVD_OP=off; unset it on all "
+            "ranks"
+        )
+
+
+def check_op(op: ops.ReduceOp) -> None:
+    """Raise ValueError unless an optimizer's op is an AdaSum variant."""
+    if not ops.is_adasum(op):
+        raise ValueError(
+            "AdasumMonitor: expected an optimizer with an AdaSum op, but got "
+            f"op={op.name}; pass op=AdasumGrad or op=AdasumDelta to DistributedOptimizer"
+        )
+
+
+class _Segments(NamedTuple):
+    """The segments of one of Horovod's tensors among the summed rows."""
+
+    names: Sequence[str]
+    sizes: tuple[int, ...]
+
+
+class Monitor:
+    """Requests a record of every k-th step, sums it over the ranks, and passes it to the sinks.
+
+    A reduction leaves the record of a segment on the rank that solved it, and zeros on all others.
+    One Sum of a few doubles per tensor collects them; ranks that have joined contribute zeros.
+
+    Args:
+        every: steps between two records.
+        to: see :class:`Sinks`; used on the first rank only.
+        channel: the connection to the other ranks.
+
+    Raises:
+        ValueError, TypeError: `every` is not an integer of at least 1 or differs between ranks,
+            or `to` is invalid on the first rank; on every rank.
+
+    Collective: all ranks of the channel; blocks.
+    """
+
+    def __init__(self, every: int, to: Any, channel: Channel):
+        self._every, self._channel = every, channel
+        self._is_first = channel.rank == channel.ranks[0]
+        self._sinks, error = None, None
+        try:
+            check_count("every", every)
+            self._sinks = Sinks(to) if self._is_first else None
+        except (TypeError, ValueError) as raised:
+            error = raised
+        self._name = f"adasum.monitor.{self._agree(error)}"
+        self._steps = 0
+        self._due = every == 1
+        # By requested entry, the number of its latest record before the request.
+        self._requested: dict[str, int] = {}
+        self._segments_of: Entries = {}
+        self._pending: tuple[int, list[_Segments], Callable[[bool], Rows | None]] | None
+        self._pending = None
+
+    def _agree(self, error: Exception | None) -> int:
+        """Compare the arguments, and return the monitor's number. Collective."""
+        failure = None if error is None else (type(error), str(error))
+        gathered = self._channel.gather((failure, self._every, next(_numbers)))
+        failures, intervals, numbers = zip(*gathered, strict=True)
+        rank, ranks = self._channel.rank, self._channel.ranks
+        for other, failed in zip(ranks, failures, strict=True):
+            if failed is not None:
+                kind, text = failed
+                raise kind(
+                    f"AdasumMonitor: {text} (on rank {other}, seen by rank {rank})"
+                )
+        compare_settings(
+            [{"every": interval} for interval in intervals],
+            rank,
+            "arguments of AdasumMonitor",
+            "pass the same ones on every rank",
+            ranks,
+        )
+        return max(numbers)
+
+    def after_step(
+        self, entries_of: Callable[[], Entries], step: int | None = None
+    ) -> None:
+        """Count a step, and collect its record if one was requested.
+
+        Args:
+            entries_of: returns the tensors that the next step will reduce, equal on all ranks.
+            step: the step's number in the record; by default the number of calls.
+
+        Collective on the steps with a record; blocks only while an earlier record is pending.
+        """
+        self._steps += 1
+        self._deliver(wait=False)
+        self._due |= (self._steps + 1) % self._every == 0
+        if not (self._due or self._requested):
+            return
+        entries = entries_of()
+        if self._requested:
+            if dict(self._segments_of) != dict(entries):
+                self._due = (
+                    True  # other tensors now: parameters were frozen, for example
+                )
+            elif not self._collect(self._steps if step is None else step):
+                return
+        if self._due and entries:
+            self._request(entries)
+
+    def request_first(self, entries_of: Callable[[], Entries]) -> None:
+        """Request a record of the first step, if it is due and its tensors are known."""
+        if self._due and (entries := entries_of()):
+            self._request(entries)
+
+    def _request(self, entries: Entries) -> None:
+        self._due = False
+        self._segments_of, self._requested = dict(entries), {}
+        for entry in entries:
+            latest = binding.latest_record(self._channel.library, entry)
+            self._requested[entry] = latest.number if latest else 0
+            binding.request_record(self._channel.library, entry)
+
+    def _collect(self, step: int) -> bool:
+        """Start to sum the requested records; return False if one does not exist yet."""
+        parts, rows = [], []
+        for entry, number_before in self._requested.items():
+            record = binding.latest_record(self._channel.library, entry)
+            if record is None or record.number <= number_before:
+                return False
+            names = self._segments_of[entry]
+            parts.append(_Segments(names, record.sizes))
+            rows.append(record.rows[: len(names) * width(record.sizes)])
+        self._requested = {}
+        self._deliver(wait=True)
+        finish_sum = self._channel.start_sum(np.concatenate(rows), self._name)
+        self._pending = step, parts, finish_sum
+        return True
+
+    def _deliver(self, wait: bool) -> None:
+        if self._pending is None:
+            return
+        step, parts, finish_sum = self._pending
+        total = finish_sum(wait)
+        if total is None:
+            return
+        self._pending = None
+        if self._sinks is not None:
+            tensors = _tensors(parts, total)
+            self._sinks(
+                {
+                    "step": step,
+                    "time": time.time(),
+                    "ranks": len(self._channel.ranks),
+                    "joined": math.prod(parts[0].sizes),
+                    "tensors": tensors,
+                }
+            )
+
+    def close(self) -> None:
+        """Write the pending record, and close the sinks. Collective; blocks."""
+        self._deliver(wait=True)
+        self._requested = {}
+        if self._sinks is not None:
+            self._sinks.close()
+
+
+def _tensors(parts: Sequence[_Segments], total: Rows) -> Record:
+    """Return the statistics by tensor in model order, which is the reverse of bucket order."""
+    tensors = {}
+    begin = 0
+    for names, sizes in parts:
+        count = len(names)
+        end = begin + count * width(sizes)
+        columns = statistics(total[begin:end].reshape(count, -1), sizes)
+        begin = end
+        for index, name in enumerate(names):
+            values = {key: _plain(column[index]) for key, column in columns.items()}
+            if values["orthogonality"] is not None:  # else zero on all ranks
+                tensors[name] = values
+    return dict(reversed(tensors.items()))
+
+
+def _plain(value: float) -> float | None:
+    """Return a number for JSON, rounded to float32's digits; None if it is not finite."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
