@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, and the errors where it is not."""
+"""Comparisons of settings and parameters over the ranks, and the errors if they differ."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a paramete
 
 
 def is_elastic() -> bool:
-    """Return whether ranks may come and go in this job (`horovodrun --min-np`)."""
+    """Return whether ranks can join and leave this job (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def refuse_elastic(what: str) -> None:
-    """Raise NotImplementedError in an elastic job, whose ranks come and go.
+    """Raise NotImplementedError in an elastic job.
 
     Args:
-        what: who asks, for the message.
+        what: the calling function or class, for the message.
     """
     if is_elastic():
         raise NotImplementedError(
-            f"{what}: required a job with a fixed number of ranks, got an elastic one "
-            "(HOROVOD_ELASTIC=1), in which ranks would wait for one another or train alone; "
-            "start it with horovodrun -np N, without --min-np, --max-np and a discovery script"
+            f"{what}: expected a job with a fixed number of ranks, but got an elastic job "
+            "(HOROVOD_ELASTIC=1), whose ranks could hang or train alone; start it with "
+            "horovodrun -np N, without --min-np, --max-np and a discovery script"
         )
 
 
@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def compare_settings(
-    theirs: Sequence[dict[str, Any]],
+    by_rank: Sequence[dict[str, Any]],
     rank: int,
     what: str = "ADASUM_HVD_* variables",
     remedy: str = "export them on every host",
@@ -123,53 +123,52 @@ def compare_settings(
     """Compare every rank's settings.
 
     Args:
-        theirs: every rank's, by name: :func:`comparable` of the op's, or `Options.shared`.
-        rank: this rank.
-        what: what they are, for the message.
-        remedy: what to do where they differ, for the message.
-        ranks: whose they are, in the job; all of its ranks when empty.
+        by_rank: each rank's settings by name: :func:`comparable` of the op's, or `Options.shared`.
+        rank: this rank, for the message.
+        what: the kind of settings, for the message.
+        remedy: the remedy if they differ, for the message.
+        ranks: the ranks in `by_rank`, numbered in the job; all ranks of the job if empty.
 
     Raises:
         ValueError: they differ; on every rank.
     """
-    ranks = ranks or range(len(theirs))
-    for other, settings in zip(ranks, theirs, strict=True):
-        first = theirs[0]
-        # Of other versions, not the same names.
+    ranks = ranks or range(len(by_rank))
+    for other, settings in zip(ranks, by_rank, strict=True):
+        first = by_rank[0]
+        # Ranks with other versions can have other names.
         names = dict.fromkeys([*first, *settings])
         different = [name for name in names if settings.get(name) != first.get(name)]
         if different:
             name = different[0]
             raise ValueError(
-                f"AdaSum: required the same {what} on all ranks, got "
+                f"AdaSum: expected the same {what} on all ranks, but got "
                 f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank "
-                f"{ranks[0]} (this is rank {rank}); {remedy}"
+                f"{ranks[0]} (seen by rank {rank}); {remedy}"
             )
 
 
 def first_difference(
-    theirs: Sequence[Sequence[Any]],
-    essence: Callable[[Any], Any] = lambda entry: entry,
+    lists: Sequence[Sequence[Any]],
+    key: Callable[[Any], Any] = lambda entry: entry,
 ) -> tuple[int, list[int]] | None:
-    """Return where the lists of several ranks first differ, and which differ from the first.
+    """Return the first position at which lists differ, and which differ from the first list.
 
     Args:
-        theirs: every rank's list; lists may be of different lengths.
-        essence: what of an entry has to be equal.
+        lists: each rank's list; the lengths may differ.
+        key: returns the part of an entry that must be equal.
 
     Returns:
-        The position, and the indices in `theirs` of the lists that have another entry there
-        than the first list has, or none where it has one; None where all are equal.
+        The position, and the indices of the lists whose entry at that position is missing or
+        differs from the first list's; None if all lists are equal.
 
     Example:
         >>> first_difference(["abc", "abd", "abc", "ab"])
         (2, [1, 3])
     """
-    for position in range(max(map(len, theirs), default=0)):
-        found = [
-            [*map(essence, of_rank[position : position + 1])] for of_rank in theirs
-        ]
-        different = [k for k, entry in enumerate(found) if entry != found[0]]
+    for position in range(max(map(len, lists), default=0)):
+        # Slices, which are empty in shorter lists.
+        entries = [[*map(key, entry[position : position + 1])] for entry in lists]
+        different = [k for k, entry in enumerate(entries) if entry != entries[0]]
         if different:
             return position, different
     return None
@@ -177,30 +176,33 @@ def first_difference(
 
 def compare_parameters(
     what: str,
-    theirs: Sequence[Sequence[Described]],
+    by_rank: Sequence[Sequence[Described]],
     rank: int,
     names: bool = True,
     ranks: Sequence[int] = (),
-    remedy: str = "build the model alike, or mark what differs with mark_worker_local()",
+    remedy: str = (
+        "build the same model on every rank, or mark parameters that differ with "
+        "mark_worker_local()"
+    ),
 ) -> None:
-    """Compare every rank's list of what will be reduced.
+    """Compare every rank's list of parameters to reduce.
 
     Args:
-        what: who asks, for the message.
-        theirs: (name, shape, dtype) of every parameter of every rank of the process set.
-        rank: this rank, in the job.
-        names: compare names too, where the framework does not count them up.
-        ranks: whose they are, in the job, for the message; by default it counts them in the
-            process set.
-        remedy: what to do where they differ, for the message.
+        what: the calling function or class, for the message.
+        by_rank: (name, shape, dtype) of every parameter, for each rank of the process set.
+        rank: this rank, numbered in the job.
+        names: compare names, too; False if the framework numbers them by itself.
+        ranks: the ranks in `by_rank`, numbered in the job, for the message; by default the
+            message numbers them in the process set.
+        remedy: the remedy if they differ, for the message.
 
     Raises:
         ValueError: the lists differ; on every rank.
     """
-    differs = first_difference(theirs, lambda entry: entry if names else entry[1:])
-    if differs is None:
+    difference = first_difference(by_rank, lambda entry: entry if names else entry[1:])
+    if difference is None:
         return
-    position, (other, *_) = differs
+    position, (other, *_) = difference
     if ranks:
         of_ranks = f" of {list(ranks)}"
         first, second = f"rank {ranks[0]}", f"rank {ranks[other]}"
@@ -209,12 +211,12 @@ def compare_parameters(
         of_ranks = ""
         first, second = "the first rank", f"rank {other} of the process set"
         both = f"{first} and {second}"
-    expected, found = theirs[0], theirs[other]
-    if position < min(len(expected), len(found)):
-        got = f"{expected[position]} on {first} and {found[position]} on {second}"
+    expected, actual = by_rank[0], by_rank[other]
+    if position < min(len(expected), len(actual)):
+        got = f"{expected[position]} on {first} and {actual[position]} on {second}"
     else:
-        got = f"{len(expected)} and {len(found)} parameters on {both}"
+        got = f"{len(expected)} and {len(actual)} parameters on {both}"
     raise ValueError(
-        f"{what}: required the same parameters in the same order on all ranks{of_ranks}, got "
-        f"{got} (this is rank {rank}); {remedy}"
+        f"{what}: expected the same parameters in the same order on all ranks{of_ranks}, but got "
+        f"{got} (seen by rank {rank}); {remedy}"
     )

@@ -39,10 +39,10 @@ def compare(ranks: Sequence[int], digests: Sequence[Digests], rank: int) -> None
     Raises:
         ReplicaMismatch: names the first tensor that differs, and the ranks.
     """
-    differs = first_difference(digests)
-    if differs is None:
+    difference = first_difference(digests)
+    if difference is None:
         return
-    position, others = differs
+    position, others = difference
     name, _ = next(d[position] for d in digests if len(d) > position)
     raise ReplicaMismatch(
         f"replicas: expected equal tensors on all {len(ranks)} ranks, but got another {name} on "

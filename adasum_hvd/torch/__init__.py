@@ -1,17 +1,17 @@
-"""`horovod.torch` with an AdaSum that works: `import adasum_hvd.torch as hvd`."""
+"""`horovod.torch` with AdaSum for any number of ranks: `import adasum_hvd.torch as hvd`."""
 
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
-from adasum_hvd.common import namespaces as _names
-from adasum_hvd.startup import preflight as _installed
+from adasum_hvd.common import namespaces as _namespaces
+from adasum_hvd.startup import preflight as _preflight
 
-_installed.require_horovod("torch")
+_preflight.require_horovod("torch")
 
 from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
-import adasum_hvd.torch.elastic as elastic  # not Horovod's, which the star has brought
+import adasum_hvd.torch.elastic as elastic  # replaces Horovod's, imported by the star
 from adasum_hvd.advice.learning_rate import adasum_lr
 from adasum_hvd.common.marks import mark_worker_local
 from adasum_hvd.common.ops import (
@@ -104,7 +104,7 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
-__all__ += _names.public(globals())  # Horovod's, which are not listed
+__all__ += _namespaces.public(globals())  # Horovod's names
 
 if _CHECKING:
 

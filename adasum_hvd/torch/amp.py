@@ -1,8 +1,8 @@
-"""Mixed precision: one rank's overflow must count for all ranks, or the replicas part.
+"""Mixed precision: an overflow on one rank must count on all ranks, or replicas diverge.
 
-torch's scaler looks at the gradients of its own rank. With the gradient variant that is
-right once the gradients are reduced (an infinity on one rank makes the reduced gradient
-non-finite everywhere); with the delta variant, whose gradients stay local, it never is.
+torch's scaler checks the gradients of its own rank. That suffices for reduced gradients, because
+an infinity on one rank makes them non-finite on all. It does not suffice for the delta variant,
+whose gradients stay local.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 
 _AGREED = "_adasum_scaler_agreed"
-# When a scaler began a step, by the count of Horovod's starts.
+# The count of Horovod's starts when a scaler began its step.
 _BEGUN = "adasum_generation"
 
 
@@ -24,13 +24,13 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose decisions are the same on all ranks.
 
     A drop-in replacement: `scale`, `unscale_`, `step`, `update` and the state dict are
-    torch's. When any rank's gradients overflow, every rank skips the step (the delta
-    variant then reduces nothing new) and every rank's scale shrinks. It shrinks too when
-    the reduced change of the delta variant is not finite; weights are then those from before
-    the step, or the window of local steps, and the optimizer's state has seen the step.
+    torch's. When any rank's gradients overflow, every rank skips the step and shrinks its scale.
+    The scale also shrinks when the delta variant's reduced change is not finite. The weights are
+    then those from before the step (or the window of local steps), but the optimizer's state
+    includes the step.
 
-    With the gradient variant the ranks compare their scales with their hyperparameters: gradients
-    of different scales add up to none. In an elastic job pass it to `TorchState`.
+    With the gradient variant the ranks compare their scales with their hyperparameters, because
+    gradients of different scales must not be added. In an elastic job pass it to `TorchState`.
 
     Example:
         >>> scaler = hvd.GradScaler("cuda")       # doctest: +SKIP
@@ -53,12 +53,12 @@ class GradScaler(torch.amp.GradScaler):
             finally:
                 optimizer._loss_scale = None
         super().unscale_(optimizer)
-        # Gradients that all ranks reduced are the same everywhere; others are not.
+        # Gradients reduced by all ranks are equal on all ranks; others are not.
         if not reduces_gradients or optimizer._any_partial:
             self._agree(optimizer)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
-        """Return what torch notes of a step; one that a rank's death has ended is forgotten."""
+        """Return torch's state of the current step; drop it if a rank's death ended the step."""
         state = self._per_optimizer_states[id(optimizer)]
         if state.setdefault(_BEGUN, wire.generation()) != wire.generation():
             del self._per_optimizer_states[id(optimizer)]
@@ -101,20 +101,20 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def forget_scaler(optimizer: Any) -> None:
-    """Remove what a scaler has left in the optimizer, as it does itself after a `step()`."""
+    """Remove a scaler's attributes from the optimizer, as torch's scaler does after a `step()`."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
 def must_skip(optimizer: Any, consistent: bool) -> bool:
-    """Return whether a scaler asked this `step()` to do nothing.
+    """Return whether this `step()` must be skipped because a scaler found an overflow.
 
     Args:
         optimizer: a distributed optimizer inside `step()`.
-        consistent: the gradients that the scaler looked at are the same on all ranks.
+        consistent: the gradients that the scaler checked are equal on all ranks.
 
     Raises:
-        RuntimeError: torch's own scaler decided on gradients that differ between ranks.
+        RuntimeError: torch's own scaler checked gradients that differ between ranks.
     """
     found = getattr(optimizer, "found_inf", None)
     if found is None:
@@ -123,8 +123,8 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
         forget_scaler(optimizer)
         variant = "gradient" if optimizer._reduces_gradients else "delta"
         raise RuntimeError(
-            f"{variant} variant on several ranks: expected a scaler that agrees "
-            "over the ranks, but got torch's GradScaler; use adasum_hvd.torch.GradScaler"
+            f"{variant} variant on several ranks: expected a scaler that decides the same on "
+            "all ranks, but got torch's GradScaler; use adasum_hvd.torch.GradScaler"
             + (
                 ", or call optimizer.synchronize() before scaler.step() and step inside "
                 "optimizer.skip_synchronize()"
@@ -143,6 +143,6 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
             if parameter.grad is not None
         ]
         torch._foreach_div_(gradients, scale.item())
-    # Both are dealt with; an optimizer that could use them itself must not do so again.
+    # Done here, so that an optimizer that supports them does not unscale again.
     optimizer.grad_scale = optimizer.found_inf = None
     return False

@@ -1,4 +1,4 @@
-"""What gradients and changes of weights are cast to while they travel."""
+"""Wire dtypes of gradients and weight changes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class BF16Compressor(compression.Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """Return the tensor as bfloat16, and the dtype that it had."""
+        """Return the tensor as bfloat16, and its original dtype."""
         short = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         return short, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: torch.dtype) -> torch.Tensor:
-        """Return the tensor in the dtype that it had."""
+        """Return the tensor in its original dtype."""
         return tensor.to(context)
 
 
@@ -31,7 +31,7 @@ class Compression(compression.Compression):
 
 
 def compressions(op: ops.ReduceOp) -> tuple[type[compression.Compressor], ...]:
-    """Return those that a wrapper of this reduction can use."""
+    """Return the compressions that an optimizer with this reduction supports."""
     if ops.is_adasum(op) and torch_ops.settings()["op"] == "on":
         return Compression.none, Compression.fp16, Compression.bf16
     return Compression.none, Compression.fp16

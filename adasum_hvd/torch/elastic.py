@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Model(horovod_state.ModelStateHandler):
-    """A module: all ranks get the root's, and keep what is marked as their own."""
+    """A module: all ranks get the root's values, except for marked parameters and buffers."""
 
     def sync_from(self, root: int, survived: bool) -> None:
         module = self.value
@@ -55,13 +55,13 @@ class _Model(horovod_state.ModelStateHandler):
         }
         broadcast_parameters(shared, root)
         rest = {name: v for name, v in state.items() if name not in shared}
-        theirs = broadcast_object(rest, root, "adasum.elastic.model")
-        if theirs and not survived:
-            module.load_state_dict({**state, **theirs})
+        root_rest = broadcast_object(rest, root, "adasum.elastic.model")
+        if root_rest and not survived:
+            module.load_state_dict({**state, **root_rest})
 
 
 class _Optimizer(horovod_state.OptimizerStateHandler):
-    """An optimizer: meets the ranks that there are now, and gets the root's state."""
+    """An optimizer: restarts with the job's current ranks, and gets the root's state."""
 
     def sync_from(self, root: int, survived: bool) -> None:
         distributed = isinstance(self.value, DistributedBase)
@@ -77,7 +77,7 @@ class _Optimizer(horovod_state.OptimizerStateHandler):
 
 
 class _Sampler(horovod_state.SamplerStateHandler):
-    """A sampler, whose progress all ranks have in common."""
+    """A sampler: all ranks get the root's progress."""
 
     def sync_from(self, root: int, survived: bool) -> None:
         state = broadcast_object(
@@ -87,7 +87,7 @@ class _Sampler(horovod_state.SamplerStateHandler):
 
 
 class _Scaler(horovod_state.StateHandler):
-    """A gradient scaler, whose scale all ranks have in common."""
+    """A gradient scaler: all ranks get the root's scale."""
 
     def __init__(self, scaler: torch.amp.GradScaler):
         super().__init__(scaler)
@@ -97,7 +97,7 @@ class _Scaler(horovod_state.StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # Empty where the scaler is not enabled, which torch refuses to load.
+        # Empty if the scaler is disabled; torch refuses to load an empty state.
         if self._saved:
             self.value.load_state_dict(self._saved)
 
@@ -115,13 +115,13 @@ _HANDLERS: dict[type, Callable[[Any], Any]] = {
 
 
 class TorchState(SharedState, HorovodState):
-    """What is committed, restored and given to newcomers, as Horovod's.
+    """The training state that is committed, restored and copied to new ranks, as Horovod's.
 
     Args:
         model: a module.
-        optimizer: an optimizer, distributed or not; a distributed one has to be in a state.
-        **kwargs: more modules, optimizers, samplers and gradient scalers, and objects that
-            pickle; attributes of the state.
+        optimizer: an optimizer. Every distributed optimizer of the job must be in a state.
+        **kwargs: more modules, optimizers, samplers and gradient scalers, and picklable objects;
+            each becomes an attribute of the state.
     """
 
     _agree = staticmethod(ops.agree)
@@ -161,10 +161,10 @@ def _foreign(value: Any) -> Any:
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `func` as a function that goes on when ranks die, leave or come, as Horovod's.
+    """Return `func` as a function that continues when ranks die, leave or join, as Horovod's.
 
-    After a failure the last commit is restored; when hosts only come or leave, nothing is
-    lost. Then Horovod starts again, all ranks synchronize the state, and `func` is called anew.
+    After a failure the last commit is restored; if hosts only come or leave, nothing is lost.
+    Then Horovod restarts, all ranks synchronize the state, and `func` is called again.
 
     Args:
         func: its first argument is the state, such as :class:`TorchState`.

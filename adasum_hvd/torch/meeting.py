@@ -80,9 +80,9 @@ def _store_of(place: Place) -> dist.Store:
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"{place.scheduler}: expected rank 0's store on {place.address}, port "
-            f"{place.port}, but got none: {error} (rank {place.rank} of {place.size}); start all "
-            "ranks with the same MASTER_ADDR and a free MASTER_PORT"
+            f"{place.scheduler}: required rank 0's store on {place.address}, port "
+            f"{place.port}, got none ({error}; this is rank {place.rank} of {place.size}); start "
+            "all ranks, with the same MASTER_ADDR and with a free MASTER_PORT"
         ) from error
     return dist.PrefixStore("adasum_hvd", store)
 

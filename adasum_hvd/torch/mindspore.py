@@ -32,8 +32,8 @@ class DistributedGradReducer(GradReducer):
     """Sums gradients over the ranks of a group in float32, and multiplies by 1 / degree.
 
     Arguments and errors: those of :class:`adasum_hvd.mindspore.grad_reducer.GradReducer`.
-    Sparse gradients are COO tensors. A parameter given to `mark_replicated_over` keeps its
-    own gradient, too.
+    Sparse gradients are COO tensors. Parameters marked with `mark_replicated_over` also keep
+    their own gradients.
 
     Example:
         >>> reducer = DistributedGradReducer(list(model.parameters()))  # doctest: +SKIP
@@ -79,10 +79,10 @@ class DistributedGradReducer(GradReducer):
         return finish
 
     def _reduce_sparse(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        # Not coalesced: entries of one position are not added up, in float16 least of all.
-        def gather(tensor: torch.Tensor, what: str) -> Any:
+        # Not coalesced, because adding entries of one position in float16 loses precision.
+        def gather(tensor: torch.Tensor, suffix: str) -> Any:
             return mpi_ops.allgather(
-                tensor, name=f"{name}.{what}", process_set=self._group
+                tensor, name=f"{name}.{suffix}", process_set=self._group
             )
 
         positions = gather(gradient._indices().t().contiguous(), "i")
@@ -95,8 +95,8 @@ class DistributedGradReducer(GradReducer):
     def reduce_gradients(self) -> None:
         """Reduce every parameter's `.grad` in place. Collective; blocks.
 
-        A gradient that is None counts as dense zeros, and then exists on this rank too; a
-        sparse gradient must exist on every rank.
+        A gradient that is None is first set to dense zeros; a sparse gradient must exist on
+        every rank.
         """
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -109,26 +109,25 @@ class DistributedGradReducer(GradReducer):
 class WrapCell(cells.WrapCell):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
-    Attributes that a cell lacks (`step`, `zero_grad`, `param_groups`, `state_dict`, ...) are
-    those of `optimizer`, the `DistributedOptimizer` inside, to read and to set, so that a
-    gradient scaler takes a cell for an optimizer; give LR schedulers the one inside.
+    Reading or setting an attribute that a cell lacks (`step`, `zero_grad`, `param_groups`,
+    `state_dict`, ...) uses `cell.optimizer`, the `DistributedOptimizer` inside, so a gradient
+    scaler accepts a cell as an optimizer. Pass `cell.optimizer` to LR schedulers.
 
     Args:
         optimizer: a torch optimizer.
         relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
             groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
         named_parameters: as `DistributedOptimizer`'s.
-        context: the parallel context to check; by default what was found in the job.
+        context: the parallel context to check; by default the one detected in the job.
         model: as `DistributedOptimizer`'s.
-        gradient_group: a process set, this rank's group: gradients given to the cell are
-            averaged over it (summed with `gradients_mean=False`) before anything else, as
-            MindSpore's TrainOneStepCell does. Then the op averages inside its groups, also
-            with `gradients_mean=False`: it finds sums that are equal there.
+        gradient_group: a process set, this rank's group. The cell first averages the gradients
+            over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
+            The op then averages inside its groups, where all ranks have the same gradients.
 
     Raises:
-        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
-            two, other groups; in this order, and before the type of `optimizer` is looked at.
-        TypeError: `optimizer` is no torch optimizer.
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or not a power of
+            two, other groups; checked in this order, before the type of `optimizer`.
+        TypeError: `optimizer` is not a torch optimizer.
 
     Collective: every rank; blocks.
 
@@ -151,9 +150,9 @@ class WrapCell(cells.WrapCell):
         model: Any = None,
         gradient_group: ProcessSet | None = None,
     ):
-        found = find_modes(optimizer, model)
+        by_rank = find_modes(optimizer, model)
         if context is None:
-            context = context_of([f for of_rank in found for f in of_rank], size())
+            context = context_of([f for modes in by_rank for f in modes], size())
         super().__init__(
             optimizer,
             context,
@@ -169,8 +168,8 @@ class WrapCell(cells.WrapCell):
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """The optimizer's parameters that require a gradient, in the order of gradients."""
         groups = self.optimizer.param_groups
-        everything = (parameter for group in groups for parameter in group["params"])
-        return tuple(parameter for parameter in everything if parameter.requires_grad)
+        parameters = (parameter for group in groups for parameter in group["params"])
+        return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
     def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:
         tensor = isinstance(gradient, torch.Tensor)
@@ -181,7 +180,7 @@ class WrapCell(cells.WrapCell):
         parameters: tuple[torch.Tensor, ...],
         gradients: Sequence[torch.Tensor],
     ) -> Any:
-        # Drops what a backward pass by torch has left in .grad.
+        # A backward pass may have left gradients in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.detach().to(parameter.dtype, copy=True)
@@ -192,12 +191,12 @@ class WrapCell(cells.WrapCell):
 
 
 class AdaSumByGradWrapCell(WrapCell):
-    """Reduces gradients with AdaSum, then takes the optimizer's step; returns its result."""
+    """Reduces gradients with AdaSum, then takes the optimizer's step, and returns its result."""
 
     _op = ops.AdasumGrad
 
 
 class AdaSumByDeltaWeightWrapCell(WrapCell):
-    """Takes the optimizer's step, reduces the weights' change; returns the parameters."""
+    """Takes the optimizer's step, then reduces the weight changes; returns the parameters."""
 
     _op = ops.AdasumDelta

@@ -1,4 +1,4 @@
-"""The parallel modes that all ranks were found to use; see `adasum_hvd/parallel`."""
+"""Detection of the parallel modes on all ranks; see `adasum_hvd/parallel`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from adasum_hvd.torch.wire import ranks_meet
 def find_modes(
     optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> list[list[Finding]]:
-    """Return what every rank of `process_set` was found to use, by its number in the job.
+    """Return the parallel modes in use on every rank, indexed by the rank's number in the job.
 
     Args:
-        optimizer: any optimizer; its parameters are looked at, worker-local ones excepted.
+        optimizer: any optimizer; its parameters are checked, except for worker-local ones.
         model: see :func:`adasum_hvd.parallel.torch_modes.detect`.
-        process_set: the ranks to ask. A rank outside of it, or alone in it, reduces nothing,
-            so that nothing can be mixed, and gets empty lists.
+        process_set: the ranks to check. A rank outside of it, or alone in it, reduces nothing
+            and gets an empty list.
 
     Collective: every rank of `process_set`; blocks.
     """

@@ -1,4 +1,4 @@
-"""Objects over the ranks, on any process set."""
+"""Allgather and broadcast of Python objects, on any process set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adasum_hvd.common.options import ProcessSet
 
 
 class Failure:
-    """What went wrong on one rank, sent in place of what the others wait for."""
+    """An error of one rank, sent to the other ranks in place of the object that they expect."""
 
     def __init__(self, error: BaseException | str):
         self.text = (
@@ -23,29 +23,29 @@ class Failure:
 
 
 class _Unpicklable(Failure):
-    """In place of an object that did not pickle."""
+    """Sent in place of an object that cannot be pickled."""
 
 
 def ranks_of(process_set: ProcessSet) -> Sequence[int]:
-    """Return the ranks of a process set, by their numbers in the job."""
+    """Return the ranks of a process set, numbered in the job."""
     return process_set.ranks or range(mpi_ops.size())
 
 
 def check_root(what: str, root_rank: int, process_set: ProcessSet) -> None:
-    """Raise ValueError where no rank of `process_set` is the root."""
+    """Raise ValueError unless `root_rank` is in `process_set`."""
     ranks = list(ranks_of(process_set))
     if isinstance(root_rank, bool) or root_rank not in ranks:
         raise ValueError(
-            f"{what}: expected a root_rank of {ranks}, but got {root_rank!r} (this is rank "
-            f"{mpi_ops.rank()})"
+            f"{what}: expected a root_rank in {ranks}, but got {root_rank!r} (rank "
+            f"{mpi_ops.rank()} of {mpi_ops.size()}); pass a rank of the process set"
         )
 
 
 def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
-    """Return `obj` in bytes, or else the error that the others must hear of."""
+    """Return the pickled `obj` and None, or a pickled `_Unpicklable` and the error."""
     try:
         return cloudpickle.dumps(obj), None
-    except Exception as error:  # whatever a class's own __reduce__ may raise
+    except Exception as error:  # a class's own __reduce__ may raise any
         return pickle.dumps(_Unpicklable(error)), error
 
 
@@ -53,10 +53,10 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _refusal(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
+def _pickling_error(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
     return pickle.PicklingError(
-        f"{what}: expected an object that pickles, but got on rank {rank} {failure.text} (this "
-        f"is rank {mpi_ops.rank()})"
+        f"{what}: expected a picklable object, but got {failure.text} on rank {rank} (seen by "
+        f"rank {mpi_ops.rank()} of {mpi_ops.size()})"
     )
 
 
@@ -65,15 +65,15 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> list[Any]:
-    """Return every rank's `obj`, in rank order; Horovod's knows the global process set only.
+    """Return every rank's `obj`, in rank order; unlike Horovod's, on any process set.
 
     Args:
-        obj: anything that pickles, functions too.
-        name: base name of the two tensors that travel.
-        process_set: the ranks that take part.
+        obj: any picklable object, functions too.
+        name: base name of the two tensors that are sent.
+        process_set: the ranks to gather from.
 
     Raises:
-        pickle.PicklingError: a rank's `obj` does not pickle; on all ranks.
+        pickle.PicklingError: a rank's `obj` cannot be pickled; on all ranks.
 
     Collective: every rank of `process_set`; blocks.
     """
@@ -83,14 +83,14 @@ def allgather_object(
     lengths = mpi_ops.allgather(
         torch.tensor([data.numel()]), name=f"{base}.length", process_set=process_set
     )
-    everything = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
+    gathered = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
     objects = [
         pickle.loads(part.numpy().tobytes())
-        for part in everything.split(lengths.tolist())
+        for part in gathered.split(lengths.tolist())
     ]
-    for rank, found in zip(ranks_of(process_set), objects, strict=True):
-        if isinstance(found, _Unpicklable):
-            raise _refusal("allgather_object", rank, found) from error
+    for rank, received in zip(ranks_of(process_set), objects, strict=True):
+        if isinstance(received, _Unpicklable):
+            raise _pickling_error("allgather_object", rank, received) from error
     return objects
 
 
@@ -102,18 +102,18 @@ def broadcast_object(
 ) -> Any:
     """Return the root's `obj`.
 
-    Horovod's names what travels after the type of `obj`, and waits for ever where the ranks
-    pass objects of different types, such as None on all but the root.
+    Horovod's function puts the type of `obj` into the tensors' names, so it hangs if the ranks
+    pass objects of different types, such as None on all ranks but the root.
 
     Args:
-        obj: anything that pickles, functions too; without meaning on other ranks.
+        obj: any picklable object, functions too; ignored on other ranks than the root.
         root_rank: the rank, in the job, whose object counts.
-        name: base name of the two tensors that travel.
-        process_set: the ranks that take part.
+        name: base name of the two tensors that are sent.
+        process_set: the ranks of the broadcast.
 
     Raises:
         ValueError: `root_rank` is not in `process_set`; on all its ranks.
-        pickle.PicklingError: the root's `obj` does not pickle; on all ranks.
+        pickle.PicklingError: the root's `obj` cannot be pickled; on all ranks.
 
     Collective: every rank of `process_set`; blocks.
     """
@@ -133,5 +133,5 @@ def broadcast_object(
         obj if is_root and error is None else pickle.loads(data.numpy().tobytes())
     )
     if isinstance(received, _Unpicklable):
-        raise _refusal("broadcast_object", root_rank, received) from error
+        raise _pickling_error("broadcast_object", root_rank, received) from error
     return received

@@ -1,4 +1,4 @@
-"""AdaSum as a Horovod reduction of PyTorch tensors: the functions that Horovod has, too."""
+"""Horovod's `init` and `allreduce` functions for PyTorch tensors, with AdaSum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from adasum_hvd.torch.wire import (
 _DTYPES = frozenset(
     (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
 )
-# The op itself refuses integers, for all frameworks.
+# Integers pass here, because the op itself refuses them for all frameworks.
 _ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
 Reduction = TypeVar("Reduction", bound=Callable[..., Any])
 
@@ -42,8 +42,8 @@ def init(
 ) -> None:
     """Start Horovod, as `horovod.torch.init`, and check that AdaSum can run.
 
-    Where horovodrun and MPI have not started the ranks, torch's process group says who they are,
-    or the variables of torchrun, Slurm, mpirun or a Kubernetes Job do: docs/clusters.md.
+    If neither horovodrun nor MPI started the ranks, they are taken from torch's process group or
+    from the variables of torchrun, Slurm, mpirun or a Kubernetes Job: docs/clusters.md.
 
     Args:
         *args: as `horovod.torch.init`.
@@ -52,9 +52,9 @@ def init(
         **kwargs: as `horovod.torch.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
-            variables of a launcher are missing or contradict one another.
-        ValueError: a setting is invalid, or the ranks' settings differ; then on every rank.
+        RuntimeError: the installed Horovod lacks the op, and the message names the command to
+            build it; or a launcher's variables are missing or contradict one another.
+        ValueError: a setting is invalid, or the ranks' settings differ (on every rank).
 
     Collective: every rank calls it; blocks until all have.
     """
@@ -68,7 +68,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Args:
         *args: as `mpi_ops.init`.
-        again: with the ranks that an elastic job has now.
+        again: restart with the current ranks of an elastic job.
         **kwargs: as `mpi_ops.init`.
 
     Raises:
@@ -87,21 +87,21 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
 
 def agree() -> None:
-    """Check that all ranks work with the same settings, and connect them. Collective; blocks.
+    """Check that all ranks have the same settings, and connect them. Collective; blocks.
 
     Raises:
         ValueError: the settings differ; on every rank.
     """
-    theirs = allgather_object(agreement.comparable(settings()), "adasum.settings")
-    agreement.compare_settings(theirs, mpi_ops.rank())
+    by_rank = allgather_object(agreement.comparable(settings()), "adasum.settings")
+    agreement.compare_settings(by_rank, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
-        # Connects the ranks now, when an error is easy to understand, not in the first step.
+        # Connection errors are easier to understand here than in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
     note_agreement()
 
 
 def settings() -> dict[str, object]:
-    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes."""
+    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes, ..."""
     return binding.settings(LIBRARY)
 
 
@@ -121,12 +121,12 @@ def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
 def check_tensors(
     tensors: Sequence[torch.Tensor], name: str | None, op: ops.ReduceOp
 ) -> None:
-    """Check that there is nothing but dense tensors of the right dtypes to reduce.
+    """Check that all `tensors` are dense and have a dtype that the reduction supports.
 
     Raises:
-        TypeError: something is no tensor.
-        SparseAdasumError: a sparse tensor, and the reduction is AdaSum.
-        ValueError: a sparse tensor, or one of a dtype that Horovod has no type for.
+        TypeError: an element is not a tensor.
+        SparseAdasumError: a tensor is sparse, and the reduction is AdaSum.
+        ValueError: a tensor is sparse, or Horovod does not support its dtype.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -139,7 +139,7 @@ def check_tensors(
             if tensor.dtype in (_ADASUM_DTYPES if adasum else _DTYPES):
                 continue
             raise ValueError(
-                f"allreduce {_label(name)}: {op.name} expected a dtype that Horovod adds up, "
+                f"allreduce {_label(name)}: {op.name} expected a dtype that Horovod reduces, but "
                 f"got {tensor.dtype} (rank {mpi_ops.rank()} of {mpi_ops.size()}); cast it "
                 "before the reduction"
             )
@@ -153,7 +153,7 @@ def check_tensors(
 
 
 def _label(name: str | None) -> str:
-    return "of a nameless tensor" if name is None else f"of {name}"
+    return "of an unnamed tensor" if name is None else f"of {name}"
 
 
 def _outputs_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ def _outputs_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Allreduce(torch.autograd.Function):
-    """AdaSum of `tensors`, whose gradient is the AdaSum of the gradients (as Horovod's)."""
+    """AdaSum of `tensors`; its gradient is the AdaSum of the gradients, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
@@ -190,7 +190,7 @@ def _reduce_in_place(tensors: list[torch.Tensor], *options: Any) -> Any:
 
 
 def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any:
-    """Return reduced tensors, or the one. Differentiable."""
+    """Return the reduced tensors, or the reduced tensor if not grouped. Differentiable."""
     if not tensors:
         return []
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
@@ -203,21 +203,22 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
 
 
 def _reduction_like(
-    horovods: Reduction, adasum: Callable[..., Any], doc: str
+    horovod_function: Reduction, adasum: Callable[..., Any], doc: str
 ) -> Reduction:
-    """Return a function with Horovod's signature: AdaSum by `adasum`, all else by Horovod's.
+    """Return a function with Horovod's signature that reduces by AdaSum through `adasum`.
 
     Args:
-        horovods: of one tensor, or of several where its first parameter is `tensors`.
+        horovod_function: used for all other ops; it reduces several tensors if its first
+            parameter is `tensors`, and else one.
         adasum: takes the tensors and the last arguments of :func:`wire.enqueue`, and returns
-            what Horovod's does.
+            the same kind of result as `horovod_function`.
         doc: the function's docstring.
     """
-    signature = inspect.signature(horovods)
+    signature = inspect.signature(horovod_function)
     first = next(iter(signature.parameters))
     grouped = first == "tensors"
 
-    @with_signature_of(horovods)
+    @with_signature_of(horovod_function)
     def reduce(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -226,8 +227,8 @@ def _reduction_like(
         name, op = given["name"], _reduction(given["op"], given.pop("average"))
         check_tensors(tensors, name, op)
         if tensors and not ops.is_adasum(op):
-            what = tensors if grouped else tensors[0]
-            return horovods(**given | {first: what, "op": int(op)})
+            inputs = tensors if grouped else tensors[0]
+            return horovod_function(**given | {first: inputs, "op": int(op)})
         options = (
             given["prescale_factor"],
             given["postscale_factor"],
@@ -237,14 +238,14 @@ def _reduction_like(
         return adasum(tensors, name, op, *options, grouped, **extra)
 
     reduce.__doc__, reduce.__module__ = inspect.cleandoc(doc), __name__
-    reduce.__name__ = reduce.__qualname__ = horovods.__name__
+    reduce.__name__ = reduce.__qualname__ = horovod_function.__name__
     return reduce  # type: ignore[return-value]
 
 
 allreduce_async = _reduction_like(
     mpi_ops.allreduce_async,
     _start,
-    """Start reducing `tensor` over the ranks of `process_set`; `tensor` stays as it is.
+    """Start to reduce `tensor` over the ranks of `process_set`; `tensor` is not modified.
 
     Args:
         tensor: float16, bfloat16, float32 or float64, any shape.
@@ -253,16 +254,17 @@ allreduce_async = _reduction_like(
         op: a reduction or its name; AdaSum works for any number of ranks. Default Average.
         prescale_factor: multiplies the input.
         postscale_factor: multiplies the result. AdaSum applies both factors once, in float64.
-        process_set: the ranks that take part.
+        process_set: the ranks to reduce over.
 
     Returns:
         A handle for `synchronize` and `poll`.
 
     Raises:
-        TypeError: `tensor` is none.
-        ValueError: unknown `op`, a sparse tensor, or a tensor type that Horovod does not know;
-            from `synchronize`, on every rank, for an integer dtype.
-        HorovodInternalError: from `synchronize`, on every rank, for tensors that differ.
+        TypeError: `tensor` is not a tensor.
+        ValueError: `op` is unknown, or Horovod does not support the tensor's layout or dtype;
+            for integer dtypes raised by `synchronize`, on every rank.
+        HorovodInternalError: shapes or dtypes differ between ranks; raised by `synchronize`, on
+            every rank.
 
     Collective: every rank of `process_set`; does not block.
     """,
@@ -270,12 +272,12 @@ allreduce_async = _reduction_like(
 allreduce_async_ = _reduction_like(
     mpi_ops.allreduce_async_,
     _start_in_place,
-    """Start reducing `tensor` in place; arguments and errors as :func:`allreduce_async`.""",
+    """Start to reduce `tensor` in place; arguments and errors as :func:`allreduce_async`.""",
 )
 grouped_allreduce_async = _reduction_like(
     mpi_ops.grouped_allreduce_async,
     _start,
-    """Start reducing several tensors of one dtype together, each with its own coefficients.
+    """Start to reduce several tensors of one dtype together, each with its own coefficients.
 
     Arguments and errors as :func:`allreduce_async`; `synchronize` returns a tuple.
     """,
@@ -283,7 +285,7 @@ grouped_allreduce_async = _reduction_like(
 grouped_allreduce_async_ = _reduction_like(
     mpi_ops.grouped_allreduce_async_,
     _start_in_place,
-    """Start reducing several tensors in place; see :func:`grouped_allreduce_async`.""",
+    """Start to reduce several tensors in place; see :func:`grouped_allreduce_async`.""",
 )
 allreduce = _reduction_like(
     mpi_ops.allreduce,

@@ -1,4 +1,4 @@
-"""Do the ranks that reduce a parameter agree on it?"""
+"""The comparison of parameter lists over the ranks that reduce them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from adasum_hvd.common.agreement import compare_parameters
 
 Ranks = tuple[int, ...]
 _REMEDY = (
-    "build the model alike: a stage of a pipeline or a shard on each rank cannot be reduced. "
-    "What differs can be marked with mark_worker_local(), or mark_replicated_over() the ranks "
-    "that hold it"
+    "build the same model on every rank, because pipeline stages and shards cannot be reduced. "
+    "Mark parameters that differ with mark_worker_local(), or with mark_replicated_over() the "
+    "ranks that hold them"
 )
 
 
@@ -21,10 +21,9 @@ def compare_parameter_lists(
     """Raise unless every set of ranks has one list of parameters.
 
     Args:
-        by_rank: for every rank: for every set of ranks that it reduces over, the (name,
-            shape, dtype) of the parameters, in order. The same on all ranks, so that all
-            come to the same conclusion.
-        rank: the caller's, for the message.
+        by_rank: by rank and by set of ranks that it reduces over, the (name, shape, dtype) of
+            the parameters, in order. Equal on all ranks, so that every rank raises.
+        rank: this rank, for the message.
 
     Raises:
         ValueError: names the first difference and the ranks.
@@ -34,10 +33,10 @@ def compare_parameter_lists(
         if outside:
             raise ValueError(
                 "DistributedOptimizer: expected marked process sets inside the optimizer's own, "
-                f"got {list(ranks)} with rank {outside[0]} outside of {list(by_rank)} (this is "
-                f"rank {rank})"
+                f"but got {list(ranks)} with rank {outside[0]} outside of {list(by_rank)} (seen "
+                f"by rank {rank}); pass the optimizer a process set that contains them"
             )
-        theirs = [by_rank[holder].get(ranks, ()) for holder in ranks]
+        lists = [by_rank[holder].get(ranks, ()) for holder in ranks]
         compare_parameters(
-            "DistributedOptimizer", theirs, rank, ranks=ranks, remedy=_REMEDY
+            "DistributedOptimizer", lists, rank, ranks=ranks, remedy=_REMEDY
         )

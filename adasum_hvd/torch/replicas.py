@@ -1,4 +1,4 @@
-"""Are all ranks still the same model? And what is in force in this job?"""
+"""`check_replicas`, which compares the ranks' models, and `banner`, which describes the job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _digest(tensor: torch.Tensor) -> str:
 def _tensors(
     model: torch.nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name, tensor, the parameter or buffer whose marks count for it)."""
+    """Yield (name, tensor, parameter or buffer whose marks apply to it)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
     if optimizer is None or not getattr(optimizer, "_reduces_gradients", True):
@@ -46,7 +46,7 @@ def _tensors(
 def _digests(
     model: torch.nn.Module, optimizer: Any, everyone: Ranks
 ) -> dict[Ranks, Digests]:
-    """Return, for every set of ranks that share tensors, their names and digests."""
+    """Return the tensors' names and digests, by the set of ranks that share them."""
     digests: dict[Ranks, Digests] = {everyone: []}
     for name, tensor, marked in _tensors(model, optimizer):
         if not marks.is_worker_local(marked):
@@ -64,21 +64,21 @@ def check_replicas(
 ) -> bool:
     """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
 
-    Statistics of batch normalization are buffers that each rank has by its own data: mark
-    them with `mark_worker_local`, or average them first.
+    Batch normalization statistics are buffers that depend on each rank's own data: mark them
+    with `mark_worker_local`, or average them first.
 
     Args:
-        model: its parameters and buffers. Worker-local ones are left out, and those marked
-            with `mark_replicated_over` are compared over the ranks that hold them.
-        optimizer: its state tensors too, except for the delta variant, where they differ.
-        every: do it on every k-th call for this model only, and return at once otherwise.
+        model: its parameters and buffers are compared. Worker-local ones are left out, and those
+            marked with `mark_replicated_over` are compared over the ranks that hold them.
+        optimizer: its state is compared, too, except for the delta variant's, which is local.
+        every: compare on every k-th call for this model; other calls return at once.
         process_set: the ranks to compare.
 
     Returns:
-        True when a comparison was made, False when this call was left out.
+        Whether this call compared the ranks.
 
     Raises:
-        ValueError: `every` is no integer of at least 1.
+        ValueError: `every` is not an integer of at least 1.
         ReplicaMismatch: on every rank; names the first tensor that differs and the ranks.
 
     Collective: every rank of `process_set`; blocks when it compares.
@@ -96,7 +96,7 @@ def check_replicas(
 
 
 def banner(optimizer: Any) -> str:
-    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+    """Return one line: variant, ranks, backend, transport, groups, learning rate, wire, memory.
 
     Example:
         >>> if hvd.rank() == 0:                       # doctest: +SKIP

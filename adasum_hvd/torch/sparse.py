@@ -1,4 +1,4 @@
-"""Sums and averages of sparse tensors: the entries of all ranks, as Horovod does it."""
+"""Sums and averages of sparse tensors: an allgather of their entries, as in Horovod."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from adasum_hvd.torch import wire
 
 def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
     reduction = ops.parse(op)
-    where = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
-    if ops.is_adasum(reduction):
-        raise ops.SparseAdasumError(
-            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name}, which "
-            f"gathered entries say nothing of {where}; reduce to_dense() with hvd.allreduce"
-        )
+    rank = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
     if reduction not in (ops.Average, ops.Sum):
-        raise ValueError(
-            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} {where}; "
+        error = ops.SparseAdasumError if ops.is_adasum(reduction) else ValueError
+        raise error(
+            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} {rank}; "
             "reduce to_dense() with hvd.allreduce"
         )
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        found = getattr(tensor, "layout", type(tensor).__name__)
+        actual = getattr(tensor, "layout", type(tensor).__name__)
         raise ValueError(
-            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {found} {where}; use "
+            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {actual} {rank}; use "
             "hvd.allreduce, or to_sparse_coo()"
         )
     return reduction
@@ -41,21 +37,21 @@ def sparse_allreduce_async(
     op: Any = ops.Average,
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Start adding up or averaging a sparse tensor over the ranks of `process_set`.
+    """Start to sum or average a sparse tensor over the ranks of `process_set`.
 
-    Horovod's takes every reduction but its own number of Average for Sum, AdaSum too, and
-    has no bfloat16.
+    Horovod's function treats every other reduction as Sum, even AdaSum, and does not support
+    bfloat16.
 
     Args:
         tensor: a COO tensor, of the same shape and dtype on all ranks, with any number of
             entries.
         name: the tensor's name, the same on all ranks; counted up when None.
         op: Average or Sum, or the name of one.
-        process_set: the ranks that take part.
+        process_set: the ranks to reduce over.
 
     Returns:
         A function that waits and returns the result: the entries of all ranks, in rank order
-        and not added up. `synchronize` calls it.
+        and not coalesced. `synchronize` calls it.
 
     Raises:
         SparseAdasumError: `op` is AdaSum; both a NotImplementedError and a ValueError.

@@ -1,9 +1,9 @@
-"""How tensors reach Horovod's background thread for AdaSum, and come back.
+"""The interface to Horovod's background thread for AdaSum of torch tensors.
 
-The only file that calls Horovod's torch library directly: Horovod's own Python refuses
-AdaSum on sizes that are no power of two and on process sets, which our op handles. It relies
-on `mpi_ops._handle_map` and on the names of the library's functions, as they are in Horovod
-0.28.1 (tests/unit/test_horovod_internals.py).
+Only this file calls Horovod's torch library directly, because Horovod's own Python refuses
+AdaSum on process sets and if the number of ranks is not a power of two. It relies on
+`mpi_ops._handle_map` and on the names of the library's functions in Horovod 0.28.1
+(tests/unit/test_horovod_internals.py).
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from adasum_hvd.common.options import ProcessSet
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 NOTHING = -1  # the handle of an empty group
 
-# Handles whose tensors travel as a copy, and where that copy goes when it is back.
-_carried: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-# Horovod names nameless tensors by a count of all calls, which runs apart as soon as a process set
-# leaves a rank out; these counts are per process set.
-_nameless: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# By handle, the (copy sent, output that it is copied to) pairs.
+_copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+# Horovod numbers unnamed tensors by a count of all calls, which differs between ranks as soon as
+# a process set excludes one; these counts are per process set.
+_unnamed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
-_agreed = 0  # the generation in which all ranks have agreed on the settings
+_agreed = 0  # the generation in which all ranks have compared their settings
 
 
 def forget() -> None:
-    """Begin anew, as Horovod does at `init`."""
+    """Reset this module's state after Horovod's `init`."""
     global _generation
     _generation += 1
-    _carried.clear()
-    _nameless.clear()
+    _copies.clear()
+    _unnamed.clear()
     _op_is_on.cache_clear()
 
 
 def generation() -> int:
-    """Return how often Horovod has started: what ranks agreed on holds for one time."""
+    """Return how often Horovod has started; agreements between ranks hold until the next start."""
     return _generation
 
 
 def note_agreement() -> None:
-    """Note that all ranks are here, and work with the same settings."""
+    """Note that all ranks have started and have the same settings."""
     global _agreed
     _agreed = _generation
 
 
 def ranks_meet() -> bool:
-    """Return whether all ranks come through here together.
+    """Return whether all ranks run the same code now, so that collectives are allowed.
 
-    In an elastic job they do so from the first synchronization on: before that some have just
-    been started and others go on where they were.
+    In an elastic job this holds from the first synchronization on. Before that, new ranks are
+    still starting while survivors continue in the middle of the script.
     """
     return not agreement.is_elastic() or _agreed == _generation
 
@@ -67,62 +67,62 @@ def _op_is_on() -> bool:
 
 
 def _as_bits(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether these are bfloat16 and travel as such, in two bytes, by their name."""
+    """Return whether the tensors are bfloat16 and are sent as two bytes per element."""
     return tensors[0].dtype == torch.bfloat16 and (
         all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _op_is_on()
     )
 
 
 def _name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
-    """Return the name that tells the op what a tensor is."""
+    """Return the name with the op's prefixes for bfloat16 and weight changes."""
     if as_bits:
         name = ops.BFLOAT16_PREFIX + name
     return ops.DELTA_PREFIX + name if op is ops.AdasumDelta else name
 
 
 def entry(name: str, op: ops.ReduceOp, dtype: torch.dtype) -> str:
-    """Return what Horovod calls a tensor of this dtype that :func:`enqueue` sends as `name`."""
+    """Return the full name in Horovod of a tensor that :func:`enqueue` sends as `name`."""
     as_bits = dtype == torch.bfloat16 and ops.is_adasum(op) and _op_is_on()
     return f"allreduce.{_name_in_op(name, op, as_bits)}"
 
 
 def nameless(process_set: ProcessSet) -> str:
-    """Return a name for what has none, the same on all ranks of the process set."""
-    count = _nameless.setdefault(process_set, itertools.count())
+    """Return a name for an unnamed tensor, equal on all ranks of the process set."""
+    count = _unnamed.setdefault(process_set, itertools.count())
     return f"adasum.noname.{process_set.process_set_id}.{next(count)}"
 
 
-def _travels_as_is(tensor: torch.Tensor) -> bool:
+def _needs_no_copy(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bfloat16 and tensor.is_contiguous()
 
 
-def _carry(
+def _with_copies(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], as_bits: bool
 ) -> Any:
-    """Return what to send, what to receive, and (copy, where its result belongs) pairs."""
-    sent, received, carried = [], [], []
+    """Return the tensors to send, the tensors to receive, and (copy, output) pairs."""
+    sent, received, copies = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
         if as_bits and tensor.is_contiguous() and output.is_contiguous():
             tensor, output = tensor.view(torch.float16), output.view(torch.float16)
         elif as_bits:
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            carried.append((copy, output))
+            copies.append((copy, output))
             tensor = output = copy.view(torch.float16)
-        elif not (_travels_as_is(tensor) and _travels_as_is(output)):
+        elif not (_needs_no_copy(tensor) and _needs_no_copy(output)):
             dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
             copy = tensor.detach().to(
                 dtype, copy=True, memory_format=torch.contiguous_format
             )
-            carried.append((copy, output))
+            copies.append((copy, output))
             tensor = output = copy
         sent.append(tensor)
         received.append(output)
-    return sent, received, carried
+    return sent, received, copies
 
 
 @functools.cache
 def _function_for(dtype: torch.dtype, device_type: str, grouped: bool) -> Any:
-    """Return the library's function for such tensors; ValueError when it has none."""
+    """Return the library's function for such tensors; ValueError if there is none."""
     factory = (
         mpi_ops._grouped_allreduce_function_factory
         if grouped
@@ -142,12 +142,11 @@ def enqueue(
     process_set: ProcessSet,
     grouped: bool,
 ) -> int:
-    """Hand tensors to Horovod's background thread for AdaSum and return the handle.
+    """Enqueue tensors for AdaSum in Horovod's background thread, and return the handle.
 
-    bfloat16 travels as float16 of the same bits under a name that says so. What the op
-    cannot take as it is (other layouts; bfloat16 beside other dtypes in a group, or with
-    `ADASUM_HVD_OP=off`) travels as a contiguous copy, of float32 for bfloat16;
-    `synchronize` copies the result to where it belongs.
+    bfloat16 is sent as float16 of the same bits, marked by the name. Tensors that are not
+    contiguous are sent as contiguous copies. So is bfloat16 in a group with other dtypes or with
+    `ADASUM_HVD_OP=off`, as float32. `synchronize` copies the results to the outputs.
     """
     if not tensors:
         return NOTHING
@@ -155,12 +154,12 @@ def enqueue(
         name = nameless(process_set)
     as_bits = _as_bits(tensors)
     name = _name_in_op(name, op, as_bits)
-    sent, received, carried = tensors, outputs, []
+    sent, received, copies = tensors, outputs, []
     in_place = outputs is tensors
-    if not all(map(_travels_as_is, tensors if in_place else (*tensors, *outputs))):
-        sent, received, carried = _carry(tensors, outputs, as_bits)
+    if not all(map(_needs_no_copy, tensors if in_place else (*tensors, *outputs))):
+        sent, received, copies = _with_copies(tensors, outputs, as_bits)
     first = sent[0]
-    device = "cpu" if first.is_cpu else first.device.type  # the latter takes its time
+    device = "cpu" if first.is_cpu else first.device.type  # `is_cpu` is much faster
     function = _function_for(first.dtype, device, grouped)
     arguments = (sent, received) if grouped else (first, received[0])
     try:
@@ -177,8 +176,8 @@ def enqueue(
         raise mpi_ops.HorovodInternalError(error) from error
     results = tuple(outputs) if grouped else outputs[0]
     mpi_ops._handle_map[handle] = ((sent, received), results)
-    if carried:
-        _carried[handle] = carried
+    if copies:
+        _copies[handle] = copies
     return handle
 
 
@@ -186,7 +185,7 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
     """Wait for an asynchronous operation and return its output, as Horovod's does.
 
     Args:
-        handle: what any of the asynchronous functions has returned.
+        handle: the return value of an asynchronous function.
 
     Raises:
         ValueError: the op refused the tensors (dtype, segments); on every rank.
@@ -196,19 +195,19 @@ def synchronize(handle: int | Callable[[], Any]) -> Any:
         return handle()
     if handle == NOTHING:
         return ()
-    carried = _carried.pop(handle, ())
+    copies = _copies.pop(handle, ())
     try:
         result = mpi_ops.synchronize(handle)
     finally:
-        # Horovod forgets to where it raises ValueError.
+        # Horovod keeps the entry if it raises ValueError.
         mpi_ops._handle_map.pop(handle, None)
-    for copy, output in carried:
+    for copy, output in copies:
         write_back(output.detach(), copy)
     return result
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a flat tensor that the op reduces without copying it, where there is such memory."""
+    """Return a flat tensor, in shared memory if possible, which the op reduces without a copy."""
     memory = None
     if device.type == "cpu" and elements:
         memory = binding.shared_memory(LIBRARY, elements * dtype.itemsize)
@@ -218,7 +217,7 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor that may be expanded: each place in memory once."""
+    """Copy values into a tensor that may be expanded, writing each memory location once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

@@ -101,7 +101,7 @@ import os, pytest
 rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["ADASUM_HVD_GROUP_SIZE"] = "2" if rank == "1" else "1"
 import adasum_hvd.torch as hvd
-with pytest.raises(ValueError, match="required the same ADASUM_HVD_.* got group_size=2 on rank 1"):
+with pytest.raises(ValueError, match="expected the same ADASUM_HVD_.* got group_size=2 on rank 1"):
     hvd.init()
 print("DONE")
 """

@@ -58,13 +58,13 @@ def test_lists_of_parameters():
     agreement.compare_parameters("x", [mine, mine], 0)
     agreement.compare_parameters("x", [mine, renamed], 0, names=False)
     for other in (renamed, mine[:1], []):
-        with pytest.raises(ValueError, match="x: required the same parameters in the"):
+        with pytest.raises(ValueError, match="x: expected the same parameters in the"):
             agreement.compare_parameters("x", [mine, other], 1)
     with pytest.raises(ValueError, match="got 2 and 1 parameters"):
         agreement.compare_parameters("x", [mine, mine[:1]], 1, names=False)
     # The first place where any list differs, by the ranks in the job.
     with pytest.raises(
-        ValueError, match=r"of \[2, 3, 5\], got \('kernel'.* on rank 2 and .*ank 5"
+        ValueError, match=r"of \[2, 3, 5\], but got \('kernel'.* on rank 2 and .*ank 5"
     ):
         agreement.compare_parameters("x", [mine, mine[:1], renamed], 3, ranks=[2, 3, 5])
 

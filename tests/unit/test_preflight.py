@@ -91,7 +91,9 @@ def test_horovod_without_the_op(tmp_path: Path) -> None:
     there, gone = b"horovod_adasum_version", b"horovod_nothing_so_far"
     copy.write_bytes(library.read_bytes().replace(there, gone))
     said = imported(packages, "torch")
-    assert said.partition(", got ")[2].startswith(f"{copy} without the op; run `adasum")
+    assert said.partition(", but got ")[2].startswith(
+        f"{copy} without the op; run `adasum"
+    )
 
 
 def test_horovod_that_does_not_load(tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ def case_what_is_refused() -> None:
         NotImplementedError, match=r"required Compression\.none, .*got 'fp8'"
     ):
         AdasumState(compression="fp8")
-    words = r"the same arguments of AdasumState on all ranks, got compression=NoneCompressor on"
+    words = r"the same arguments of AdasumState on all ranks, but got compression=NoneCompressor on"
     with pytest.raises(ValueError, match=words):
         AdasumState(compression=None if hvd.rank() else hvd.Compression.fp16)
     with pytest.raises(

@@ -112,15 +112,15 @@ def case_keras_worker_local_variables_on_one_rank() -> None:
         optimizer = hvd.DistributedOptimizer(momentum(), **kwargs)
         variables = variables_here()
         with pytest.raises(
-            ValueError, match="required the same parameters in the same"
+            ValueError, match="expected the same parameters in the same"
         ):
             optimizer.apply([tf.ones(3)], variables)
     old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-    with pytest.raises(ValueError, match="required the same parameters in the same"):
+    with pytest.raises(ValueError, match="expected the same parameters in the same"):
         hvd.DistributedOptimizer(old, op="adasum-delta").apply_gradients(
             [(tf.ones(3), variable) for variable in variables_here()]
         )
-    with pytest.raises(ValueError, match="required the same parameters in the same"):
+    with pytest.raises(ValueError, match="expected the same parameters in the same"):
         hvd.DistributedOptimizer(old, op="average").compute_gradients(
             lambda: tf.reduce_sum(variables[0]), variables
         )
@@ -329,7 +329,7 @@ def case_keras_options_that_differ_in_a_process_set() -> None:
         optimizer = hvd.DistributedOptimizer(
             momentum(), op="adasum-delta", local_steps=local_steps, process_set=together
         )
-        got = f"got local_steps=3 on rank {last} and 2 on rank 1 .this is rank {hvd.rank()}"
+        got = f"got local_steps=3 on rank {last} and 2 on rank 1 .seen by rank {hvd.rank()}"
         with pytest.raises(ValueError, match=got):
             optimizer.apply([tf.ones(3)], [tf.Variable(tf.ones(3))])
     align()

@@ -208,7 +208,7 @@ def case_elastic_states_that_differ() -> None:
     model = keras.Sequential(dense)
     hvd.compile(model, hvd.DistributedOptimizer(momentum(), op="adasum-grad"), "mse")
     state = hvd.elastic.KerasState(model)
-    with pytest.raises(ValueError, match="required the same parameters"):
+    with pytest.raises(ValueError, match="expected the same parameters"):
         state.sync()
     rate = 2 if hvd.rank() else 3
     optimizer = hvd.DistributedOptimizer(

@@ -266,7 +266,7 @@ def case_keras_modes_that_cannot_work() -> None:
     layer = keras.layers.Dense(2 + (hvd.rank() == 0))
     model = keras.Sequential([keras.Input((6,)), layer])
     hvd.compile(model, hvd.DistributedOptimizer(momentum()), loss="mse")
-    with pytest.raises(ValueError, match="required the same parameters in the same"):
+    with pytest.raises(ValueError, match="expected the same parameters in the same"):
         model.fit(np.ones((4, 6)), np.ones((4, layer.units)), verbose=0)
 
 

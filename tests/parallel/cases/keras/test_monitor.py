@@ -92,7 +92,7 @@ def case_tf1_monitor() -> None:
 
 def case_keras_monitor_refuses() -> None:
     average = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
-    with pytest.raises(ValueError, match="an AdaSum op, got op=Average"):
+    with pytest.raises(ValueError, match="an AdaSum op, but got op=Average"):
         hvd.AdasumMonitor(average)
     with pytest.raises(TypeError, match=r"DistributedOptimizer, got keras.*SGD"):
         hvd.AdasumMonitor(keras.optimizers.SGD(0.05))

@@ -185,7 +185,7 @@ def case_tape() -> None:
     odd = tf.Variable(tf.ones(size))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(odd**2)
-    with pytest.raises(ValueError, match="required the same parameters in the same"):
+    with pytest.raises(ValueError, match="expected the same parameters in the same"):
         hvd.DistributedGradientTape(tape).gradient(loss, [odd])
 
 

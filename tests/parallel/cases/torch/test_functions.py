@@ -119,7 +119,7 @@ def case_broadcast_refusals_have_names() -> None:
     if hvd.size() > 1:
         extra = {"b": good} if hvd.rank() == last() else {}
         with pytest.raises(
-            ValueError, match="required the same parameters in the same"
+            ValueError, match="expected the same parameters in the same"
         ):
             hvd.broadcast_parameters({"a": good, **extra}, 0)
         mine = torch.ones(2 + (hvd.rank() == last()))
@@ -134,7 +134,7 @@ def case_broadcast_in_a_process_set() -> None:
         if pair.included():
             hvd.broadcast_parameters([mine], 2, process_set=pair)
             assert hvd.broadcast_object(hvd.rank(), 2, process_set=pair) == 2
-            with pytest.raises(ValueError, match=r"expected a root_rank of \[1, 2\]"):
+            with pytest.raises(ValueError, match=r"expected a root_rank in \[1, 2\]"):
                 hvd.broadcast_parameters([mine], 0, process_set=pair)
         assert mine[0] == (2.0 if pair.included() else hvd.rank())
         hvd.remove_process_set(pair)
@@ -253,12 +253,12 @@ def case_objects() -> None:
     assert obj["text"] == "x" * last()
     assert hvd.broadcast_object(None) is None
     lock = threading.Lock() if hvd.rank() == last() else 1
-    match = rf"expected an object that pickles, but got on rank {last()} TypeError"
+    match = rf"expected a picklable object, but got TypeError.* on rank {last()} "
     with pytest.raises(pickle.PicklingError, match=f"allgather_object: {match}"):
         hvd.allgather_object(lock)
     with pytest.raises(pickle.PicklingError, match=f"broadcast_object: {match}"):
         hvd.broadcast_object(lock, last())
-    with pytest.raises(ValueError, match="broadcast_object: expected a root_rank of"):
+    with pytest.raises(ValueError, match="broadcast_object: expected a root_rank in"):
         hvd.broadcast_object(1, hvd.size())
 
 

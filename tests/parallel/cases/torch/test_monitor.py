@@ -131,7 +131,7 @@ def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
 def case_monitor_refuses() -> None:
     model = model_of()
     average = hvd.DistributedOptimizer(sgd(model.parameters()))
-    with pytest.raises(ValueError, match="an AdaSum op, got op=Average"):
+    with pytest.raises(ValueError, match="an AdaSum op, but got op=Average"):
         hvd.AdasumMonitor(average, 1, [])
     with pytest.raises(TypeError, match="from DistributedOptimizer or an AdasumState"):
         hvd.AdasumMonitor(sgd(model.parameters()), 1, [])
@@ -140,7 +140,7 @@ def case_monitor_refuses() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum)
     with pytest.raises(ValueError, match=rf"every=2 on rank 1 .*rank {hvd.rank()}\)"):
         hvd.AdasumMonitor(optimizer, 1 + min(hvd.rank(), 1), [])
-    with pytest.raises(ValueError, match=r"an integer >= 1, got 0 \(on rank 0"):
+    with pytest.raises(ValueError, match=r"an integer >= 1, but got 0 \(on rank 0"):
         hvd.AdasumMonitor(optimizer, hvd.rank() and 1, [])
     with pytest.raises(TypeError, match=r"expected paths.*got 7 \(on rank 0, seen by"):
         hvd.AdasumMonitor(optimizer, 1, 7)
