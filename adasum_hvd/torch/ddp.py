@@ -1,10 +1,10 @@
 """AdaSum under torch's DistributedDataParallel: communication hooks.
 
-DDP's buckets are reduced by the op, in place, and every parameter keeps coefficients of its own:
-the gradients become those of `DistributedOptimizer(op=AdasumGrad)`, bit for bit. Where a hook is
-registered DDP divides by nothing, and neither must the program.
+The op reduces DDP's buckets in place, with separate coefficients for every parameter. The
+gradients equal those of `DistributedOptimizer(op=AdasumGrad)` bit for bit. With a hook DDP does
+not divide gradients by the number of ranks, and the program must not either.
 
-DDP looks at the hooks' annotations, which are therefore no strings here.
+No `from __future__ import annotations` here, because DDP checks the hooks' annotations.
 
 References:
     arXiv 2006.02924, section 3; docs/where_to_use.md.
@@ -33,11 +33,12 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-_instances: dict[int, Iterator[int]] = {}  # by process set, whose ranks count alike
+# By process set; its ranks create states in the same order, so the numbers agree.
+_instances: dict[int, Iterator[int]] = {}
 
 
 class _Started(NamedTuple):
-    """A bucket that travels, and what DDP waits for."""
+    """A bucket whose reduction has started, and the future that DDP waits for."""
 
     future: torch.futures.Future[torch.Tensor]
     handle: int
@@ -46,12 +47,12 @@ class _Started(NamedTuple):
 
 
 class AdasumState:
-    """What :func:`adasum_hook` keeps for one DDP model.
+    """The state of :func:`adasum_hook` for one DDP model.
 
     Args:
-        process_set: the ranks of DDP's process group; all of them by default.
-        compression: `Compression.fp16` or `Compression.bf16`: two bytes on the wire. By default
-            gradients travel in their own dtype.
+        process_set: the ranks of DDP's process group; by default all ranks.
+        compression: `Compression.fp16` or `Compression.bf16`: two bytes per element on the wire.
+            By default gradients are sent in their own dtype.
 
     Raises:
         ValueError: Horovod is not initialized, or torch's process group has other ranks than
@@ -71,7 +72,7 @@ class AdasumState:
         process_set: ProcessSet | None = None,
         compression: Any = None,
     ):
-        mpi_ops.size()  # raises where Horovod has not been initialized
+        mpi_ops.size()  # raises if Horovod is not initialized
         agreement.refuse_elastic("AdasumState")
         self.process_set = process_set or mpi_ops.global_process_set
         agreement.require_registered(self.process_set)
@@ -83,12 +84,12 @@ class AdasumState:
         self._label = f"ddp.{next(numbers)}"
         self._names: dict[tuple[int, ...], str] = {}
         self._started: list[_Started] = []
-        # The parameters of the buckets of this backward pass, by the name Horovod has for it.
+        # The parameters of this backward pass's buckets, by the bucket's name in Horovod.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._on_round: list[Callable[[], None]] = []
 
     def _name(self, index: int, elements: tuple[int, ...]) -> str:
-        """Return a bucket's name: DDP builds others of the same index and size after a step."""
+        """Return a bucket's name, which includes its sizes: DDP rebuilds buckets after a step."""
         key = index, *elements
         if key not in self._names:
             digest = hashlib.sha256(repr(elements).encode()).hexdigest()[:12]
@@ -99,12 +100,12 @@ class AdasumState:
     def start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to reduce a bucket in place, and return what :meth:`finish` completes.
+        """Start to reduce a bucket in place; return a future that :meth:`finish` completes.
 
         Args:
-            flat: the bucket's gradients, laid end to end.
+            flat: the bucket's gradients, concatenated.
             index: the bucket's number.
-            parameters: those whose gradients they are, in order.
+            parameters: the bucket's parameters, in the order of their gradients.
         """
         elements = tuple(parameter.numel() for parameter in parameters)
         future = _future_on(flat)
@@ -124,7 +125,7 @@ class AdasumState:
         return future
 
     def finish(self) -> None:
-        """Wait for all buckets that have been started. Collective; blocks.
+        """Wait for all started buckets. Collective; blocks.
 
         Raises:
             ValueError: the op refused the tensors; on every rank.
@@ -138,43 +139,45 @@ class AdasumState:
             future.set_result(flat)
 
     def on_round(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call a function whenever all gradients of a pass are reduced; return what ends that."""
+        """Call `call` after each fully reduced backward pass; return a function that stops it."""
         self._on_round.append(call)
         return lambda: self._on_round.remove(call)
 
     def end_round(self) -> None:
-        """Note that all gradients of a backward pass are reduced."""
+        """Run the :meth:`on_round` functions after a fully reduced backward pass."""
         for call in self._on_round:
             call()
 
 
 def _check(state: AdasumState) -> None:
-    """Compare what the ranks are in torch and in Horovod, and their arguments. Collective."""
+    """Compare the ranks' numbers in torch and in Horovod, and their arguments. Collective."""
     process_set = state.process_set
     if not process_set.included():
         raise ValueError(
-            f"AdasumState: required a process set that this rank is in, got {process_set} on "
-            f"rank {mpi_ops.rank()} of {mpi_ops.size()}; make one of DDP's process group"
+            f"AdasumState: expected a process set that includes this rank, but got {process_set} "
+            f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); pass the ranks of DDP's process group"
         )
     if state.compression not in compressions(ops.AdasumGrad):
         raise NotImplementedError(
-            "compression: required Compression.none, Compression.fp16 or Compression.bf16, got "
-            f"{state.compression!r}"
+            "compression: expected Compression.none, Compression.fp16 or Compression.bf16, but "
+            f"got {state.compression!r}"
         )
-    mine = {"compression": state.compression.__name__}
+    arguments = {"compression": state.compression.__name__}
     ranks = ranks_of(process_set)
-    here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    said = allgather_object((mine, here), "adasum.ddp", process_set)
-    for rank, (_, there) in zip(ranks, said, strict=True):
-        if there is not None and there != (rank, mpi_ops.size()):
+    in_torch = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    )
+    by_rank = allgather_object((arguments, in_torch), "adasum.ddp", process_set)
+    for rank, (_, numbers) in zip(ranks, by_rank, strict=True):
+        if numbers is not None and numbers != (rank, mpi_ops.size()):
             raise ValueError(
-                f"AdasumState: required the ranks of torch.distributed and of Horovod to be the "
-                f"same, got rank {there[0]} of {there[1]} there and rank {rank} of "
-                f"{mpi_ops.size()} here (this is rank {mpi_ops.rank()}); start both from one "
+                "AdasumState: expected the same ranks in torch.distributed and in Horovod, but got "
+                f"rank {numbers[0]} of {numbers[1]} in torch.distributed and rank {rank} of "
+                f"{mpi_ops.size()} in Horovod (seen by rank {mpi_ops.rank()}); start both from one "
                 "launcher: call init_process_group() first, then hvd.init()"
             )
     agreement.compare_settings(
-        [settings for settings, _ in said],
+        [settings for settings, _ in by_rank],
         mpi_ops.rank(),
         "arguments of AdasumState",
         "pass the same ones on every rank",
@@ -183,7 +186,7 @@ def _check(state: AdasumState) -> None:
 
 
 def _future_on(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future for a tensor, whose result waits for the stream that it was set on."""
+    """Return a future for a tensor; on a device, `wait` synchronizes the streams."""
     return torch.futures.Future(devices=None if tensor.is_cpu else [tensor.device])
 
 
@@ -192,28 +195,28 @@ def adasum_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of gradients by AdaSum, for `DistributedDataParallel.register_comm_hook`.
 
-    Buckets travel while backward runs. Their results are waited for in the last one's hook, when
-    all gradients are there: a thread that waits would take the processor from backward.
+    Buckets are reduced while backward runs. The last bucket's hook waits for all results, because
+    a waiting thread would take CPU time from backward.
 
     Args:
         state: the model's.
-        bucket: of DDP's; its buffer is reduced in place.
+        bucket: a bucket of DDP's; its buffer is reduced in place.
 
     Raises:
-        TypeError: `bucket` is none of DDP's.
-        SparseAdasumError: a sparse gradient.
+        TypeError: `bucket` is not a bucket of DDP's.
+        SparseAdasumError: a gradient is sparse.
         ValueError, HorovodInternalError: as :meth:`AdasumState.finish`.
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks.
     """
     if not isinstance(bucket, dist.GradBucket):
         raise TypeError(
-            "adasum_hook: required a bucket of DistributedDataParallel, got "
-            f"{type(bucket).__name__}; FSDP's modules and DDP's Python reducer have none, see "
-            "docs/parallel.md"
+            "adasum_hook: expected a bucket of DistributedDataParallel, but got "
+            f"{type(bucket).__name__}; FSDP's modules and DDP's Python reducer have no buckets, "
+            "see docs/parallel.md"
         )
     if bucket.index() == 0:
-        state.finish()  # of a backward pass that broke off
+        state.finish()  # buckets of an interrupted backward pass
         state.reduced.clear()
     future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
@@ -229,7 +232,7 @@ def keep_local_hook(
 
     Args:
         state: None.
-        bucket: of DDP's.
+        bucket: a bucket of DDP's.
     """
     future = _future_on(bucket.buffer())
     future.set_result(bucket.buffer())

@@ -1,8 +1,8 @@
-"""Parameters that not all ranks hold: stepped locally, or reduced over those that hold them.
+"""Marks for parameters that only some ranks hold: updated locally, or reduced over those ranks.
 
 References:
-    SEEDS row 1B: parameters that only one rank holds are updated locally, and those with
-    fewer replicas than the group are never mixed with the others.
+    SEEDS row 1B: parameters that only one rank holds are updated locally, and parameters with
+    fewer replicas than the group are never mixed with others.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _HOLDERS = "_adasum_holders"
 def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> None:
     """Reduce parameters over the ranks that hold them, never with other ranks' parameters.
 
-    For experts, tensor-parallel shards or pipeline stages with replicas on some ranks only.
+    Use it for experts, tensor-parallel shards or pipeline stages with replicas on some ranks.
     Call it before `DistributedOptimizer`, on the ranks that hold the parameters, with the
-    same names, shapes and order on each of them; (un)freeze them on all ranks of the job in
-    the same step. A set of one rank makes them worker-local.
+    same names, shapes and order on each of them. Freeze and unfreeze them on all ranks of the
+    job in the same step. A set of one rank makes them worker-local.
 
     Args:
-        process_set: a registered Horovod process set that this rank is in.
+        process_set: a registered Horovod process set that includes this rank.
         *tensors: parameters, and buffers for `check_replicas`.
 
     Raises:
-        ValueError: the process set is not registered, or this rank is not in it.
-        TypeError: `process_set` is none, or something in `tensors` is no tensor.
-        NotImplementedError: the job is elastic: process sets end when ranks come or go.
+        ValueError: the process set is not registered, or does not include this rank.
+        TypeError: `process_set` is not a process set, or an element of `tensors` is not a tensor.
+        NotImplementedError: the job is elastic, and process sets end when ranks come or go.
 
     Example:
         >>> pair = hvd.add_process_set([0, 1])                          # doctest: +SKIP
@@ -42,8 +42,8 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
-            f"mark_replicated_over: required a process set first, got {process_set!r:.80}; "
-            "make one with hvd.add_process_set"
+            f"mark_replicated_over: expected a process set first, but got {process_set!r:.80}; "
+            "create one with hvd.add_process_set"
         )
     check_tensors("mark_replicated_over", tensors)
     refuse_process_set(process_set, global_process_set)
@@ -68,5 +68,5 @@ def is_worker_local(tensor: torch.Tensor) -> bool:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Return whether not all ranks hold the parameter."""
+    """Return whether only some ranks hold the parameter."""
     return holders(tensor) is not None or is_worker_local(tensor)

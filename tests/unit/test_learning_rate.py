@@ -180,7 +180,7 @@ def test_groups_multiply_two_figures():
         assert "were measured separately" in rate.reason
     assert adasum_lr(0.1, "average", 64, "average", 8) == adasum_lr(0.1, "average", 64)
     alone = adasum_lr(0.1, "adasum-grad", 16, "average")
-    assert alone.factor == 1 and "give group_size" in alone.reason
+    assert alone.factor == 1 and "pass the real group_size" in alone.reason
     assert adasum_lr(0.1, "adasum-grad", 4, "average", 16).factor == pytest.approx(10)
 
 

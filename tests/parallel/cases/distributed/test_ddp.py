@@ -306,7 +306,7 @@ def case_process_set() -> None:
         assert torch.equal(weights(ddp.module), expected)
     else:
         with pytest.raises(
-            ValueError, match=r"a process set that this rank is in.*rank 1"
+            ValueError, match=r"a process set that includes this rank.*rank 1"
         ):
             AdasumState(process_set=process_set)
     dist.barrier()
@@ -334,14 +334,14 @@ def case_what_is_refused() -> None:
         ):
             hvd.DistributedOptimizer(sgd(ddp.parameters()), op=op, model=ddp)
     with pytest.raises(
-        NotImplementedError, match=r"required Compression\.none, .*got 'fp8'"
+        NotImplementedError, match=r"expected Compression\.none, .*got 'fp8'"
     ):
         AdasumState(compression="fp8")
     words = r"the same arguments of AdasumState on all ranks, but got compression=NoneCompressor on"
     with pytest.raises(ValueError, match=words):
         AdasumState(compression=None if hvd.rank() else hvd.Compression.fp16)
     with pytest.raises(
-        TypeError, match=r"required a bucket of Distrib.*got Tensor; FSDP"
+        TypeError, match=r"expected a bucket of Distrib.*got Tensor; FSDP"
     ):
         adasum_hook(AdasumState(), torch.ones(3))
     with warnings.catch_warnings():

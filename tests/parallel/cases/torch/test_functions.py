@@ -390,7 +390,7 @@ def case_marks_refuse_what_holds_parameters() -> None:
             TypeError, match="mark_replicated_over: expected parameters"
         ):
             hvd.mark_replicated_over(hvd.global_process_set, wrong)
-    with pytest.raises(TypeError, match="mark_replicated_over: required a process set"):
+    with pytest.raises(TypeError, match="mark_replicated_over: expected a process set"):
         hvd.mark_replicated_over([0], model.weight)
 
 
