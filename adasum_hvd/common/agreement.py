@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# What `compare_settings` says of `Options.shared`.
+# Words of `compare_settings` for `Options.shared`: what differs, and the remedy.
 OPTIONS = (
     "arguments of DistributedOptimizer or the tape",
     "pass the same ones on every rank",
 )
-# What `compare_settings` says of `optimizer_facts`.
+# The same for `optimizer_facts`.
 OPTIMIZER = (
     "optimizer",
     "create it alike on every rank; only the learning rate may differ",
@@ -40,25 +40,25 @@ def refuse_elastic(what: str) -> None:
 
 
 def require_registered(process_set: Any) -> None:
-    """Raise ValueError unless Horovod knows the process set.
+    """Raise ValueError unless the process set is registered with Horovod.
 
     Args:
-        process_set: the one that was asked for.
+        process_set: the user's argument.
     """
     if process_set.process_set_id is None:
         raise ValueError(
-            f"process_set: expected one that Horovod knows, but got {process_set}, which is not "
-            "registered; pass it to hvd.init(process_sets=[...]), or set "
+            f"process_set: expected one that is registered, but got {process_set}, which is not; "
+            "pass it to hvd.init(process_sets=[...]), or set "
             "HOROVOD_DYNAMIC_PROCESS_SETS=1 and call hvd.add_process_set() on every rank"
         )
 
 
 def refuse_process_set(process_set: Any, all_ranks: object) -> None:
-    """Refuse a process set that is not registered, and any but the global one in an elastic job.
+    """Refuse an unregistered process set, and in an elastic job all but the global one.
 
     Args:
-        process_set: the one that was asked for.
-        all_ranks: the framework's global one.
+        process_set: the user's argument.
+        all_ranks: the framework's global process set.
 
     Raises:
         NotImplementedError: the job is elastic.
@@ -66,15 +66,15 @@ def refuse_process_set(process_set: Any, all_ranks: object) -> None:
     """
     if is_elastic() and process_set is not all_ranks:
         raise NotImplementedError(
-            "process_set: required all ranks in an elastic job, got "
+            "process_set: expected all ranks in an elastic job, but got "
             f"{process_set}, which ends when ranks come or go; leave it out"
         )
     require_registered(process_set)
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:
-    """Return the settings of the op that must agree: all but those that are a rank's own."""
-    # As native/op/settings.cc's fingerprint.
+    """Return the op's settings that must be equal on all ranks."""
+    # Excludes the same settings as the fingerprint in native/op/settings.cc.
     free = ("kernels", "threads", "timeout_seconds", "stall_seconds")
     return {name: value for name, value in settings.items() if name not in free}
 
@@ -100,7 +100,7 @@ def optimizer_facts(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that is equal on two ranks if what it stands for is."""
+    """Return a value that can be compared between ranks."""
     if isinstance(value, Mapping):
         return {key: _plain(element) for key, element in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, global_process_set, rank
+from horovod.torch.mpi_ops import ProcessSet, global_process_set, rank, size
 
 from adasum_hvd.common.agreement import refuse_process_set
 from adasum_hvd.common.marks import check_tensors, is_marked_local, mark
@@ -50,7 +50,7 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
     if not process_set.included():
         raise ValueError(
             "mark_replicated_over: expected a process set with this rank in it, but got "
-            f"{process_set} (this is rank {rank()}); mark on the ranks inside it only"
+            f"{process_set} (rank {rank()} of {size()}); mark parameters on its ranks only"
         )
     mark(tensors, _HOLDERS, process_set)
 

@@ -271,9 +271,9 @@ def case_elastic_refusals() -> None:
     model = model_of()
     with elastic():
         some = hvd.ProcessSet([0])
-        with pytest.raises(NotImplementedError, match="process_set: required all"):
+        with pytest.raises(NotImplementedError, match="process_set: expected all"):
             hvd.DistributedOptimizer(momentum(), process_set=some)
-        with pytest.raises(NotImplementedError, match="process_set: required all"):
+        with pytest.raises(NotImplementedError, match="process_set: expected all"):
             hvd.DistributedGradientTape(tf.GradientTape(), process_set=some)
         plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
         with pytest.raises(NotImplementedError, match="got an elastic one"):
