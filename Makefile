@@ -18,7 +18,7 @@ help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
 	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
 	@echo "make test      lint, unit tests, parallel tests, several hosts; CI also runs docs, demo, wheel, lint-docker"
-	@echo "make lint      ruff, mypy, clang-format"
+	@echo "make lint      ruff, mypy, clang-format, imports between rooms, the glossary"
 	@echo "make docs      links and code blocks of the documents, examples in docstrings"
 	@echo "make site      the documents as a site, in build/site; strict about links"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
@@ -71,12 +71,13 @@ integrations: setup
 gpu: $(VENV)/ready
 	$(BIN)/python tests/gpu/first.py --output build/gpu
 
-# Neither tool imports Horovod.
+# None of these imports Horovod. The tests check imports between rooms and the glossary.
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/python -m pytest --quiet tests/unit/test_structure.py tests/unit/test_language.py
 
 # Not in `lint`: hadolint comes for x86-64 only.
 lint-docker: $(VENV)/ready
@@ -91,7 +92,7 @@ docker-check:
 docs: setup
 	$(BIN)/python -m pytest tests/unit/test_docs.py --doctest-modules adasum_hvd
 
-# Beside the tests' packages, since mkdocstrings asks the modules themselves.
+# In the tests' environment, because mkdocstrings imports the modules.
 site: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 TF_ENABLE_ONEDNN_OPTS=0 $(BIN)/mkdocs build --quiet

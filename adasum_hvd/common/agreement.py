@@ -10,7 +10,7 @@ from typing import Any
 # Words of `compare_settings` for `Options.shared`: what differs, and the remedy.
 OPTIONS = (
     "arguments of DistributedOptimizer or the tape",
-    "pass the same ones on every rank",
+    "pass the same arguments on every rank",
 )
 # The same for `optimizer_facts`.
 OPTIMIZER = (
@@ -25,15 +25,15 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def refuse_elastic(what: str) -> None:
+def refuse_elastic(caller: str) -> None:
     """Raise NotImplementedError in an elastic job.
 
     Args:
-        what: the calling function or class, for the message.
+        caller: the function or class, for the message.
     """
     if is_elastic():
         raise NotImplementedError(
-            f"{what}: expected a job with a fixed number of ranks, but got an elastic job "
+            f"{caller}: expected a job with a fixed number of ranks, but got an elastic job "
             "(HOROVOD_ELASTIC=1), whose ranks could hang or train alone; start it with "
             "horovodrun -np N, without --min-np, --max-np and a discovery script"
         )
@@ -175,7 +175,7 @@ def first_difference(
 
 
 def compare_parameters(
-    what: str,
+    caller: str,
     by_rank: Sequence[Sequence[Described]],
     rank: int,
     names: bool = True,
@@ -188,7 +188,7 @@ def compare_parameters(
     """Compare every rank's list of parameters to reduce.
 
     Args:
-        what: the calling function or class, for the message.
+        caller: the function or class, for the message.
         by_rank: (name, shape, dtype) of every parameter, for each rank of the process set.
         rank: this rank, numbered in the job.
         names: compare names, too; False if the framework numbers them by itself.
@@ -217,6 +217,6 @@ def compare_parameters(
     else:
         got = f"{len(expected)} and {len(actual)} parameters on {both}"
     raise ValueError(
-        f"{what}: expected the same parameters in the same order on all ranks{of_ranks}, but got "
+        f"{caller}: expected the same parameters in the same order on all ranks{of_ranks}, but got "
         f"{got} (seen by rank {rank}); {remedy}"
     )

@@ -101,7 +101,7 @@ def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
 
 
 def reduces_on_devices(library: ctypes.CDLL) -> bool:
-    """Return whether CUDA tensors are reduced where they are, over NCCL."""
+    """Return whether CUDA tensors are reduced on their device, over NCCL."""
     call = library.horovod_adasum_on_devices
     call.restype = ctypes.c_bool
     return call()

@@ -39,19 +39,19 @@ def times_marked() -> int:
     return _times_marked
 
 
-def check_tensors(what: str, tensors: Iterable[Any]) -> None:
+def check_tensors(caller: str, tensors: Iterable[Any]) -> None:
     """Raise TypeError unless all `tensors` have a shape and a dtype, in any framework.
 
     Args:
-        what: the calling function, for the message.
+        caller: the function, for the message.
         tensors: its arguments.
     """
     for tensor in tensors:
         if not (hasattr(tensor, "shape") and hasattr(tensor, "dtype")):
             raise TypeError(
-                f"{what}: expected parameters, variables or buffers, but got a "
+                f"{caller}: expected parameters, variables or buffers, but got a "
                 f"{type(tensor).__name__}; pass its parameters one by one, as in "
-                f"{what}(..., *model.parameters())"
+                f"{caller}(..., *model.parameters())"
             )
 
 

@@ -89,14 +89,14 @@ def optimizer_op(op: ops.ReduceOp | int | str) -> ops.ReduceOp:
     return ops.AdasumDelta if reduction is ops.Adasum else reduction
 
 
-def groups_of(what: str, num_groups: int, groups: Any) -> Any:
+def groups_of(caller: str, num_groups: int, groups: Any) -> Any:
     """Return `groups` as lists, or the deprecated `num_groups` if that alone was given."""
     if not num_groups:
         if groups is None or isinstance(groups, int):
             return groups
         return [list(group) for group in groups]
     warnings.warn(
-        f"{what}: num_groups is deprecated; pass groups={num_groups}",
+        f"{caller}: num_groups is deprecated; pass groups={num_groups}",
         DeprecationWarning,
         stacklevel=3,
     )

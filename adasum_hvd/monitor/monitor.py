@@ -127,7 +127,7 @@ class Monitor:
             [{"every": interval} for interval in intervals],
             rank,
             "arguments of AdasumMonitor",
-            "pass the same ones on every rank",
+            "pass the same arguments on every rank",
             ranks,
         )
         return max(numbers)

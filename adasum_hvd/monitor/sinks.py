@@ -62,7 +62,7 @@ class TensorBoard:
 
     def __call__(self, record: Record) -> None:
         """Append the record's values and flush, so that readers see them at once."""
-        # Not its EventFileWriter, which imports TensorFlow where there is one.
+        # TensorBoard's EventFileWriter would import TensorFlow.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter

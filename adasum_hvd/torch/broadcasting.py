@@ -153,12 +153,14 @@ def broadcast_parameters(
         finish()
 
 
-def _raise_failure(what: str, by_rank: Iterable[Any], process_set: ProcessSet) -> None:
+def _raise_failure(
+    caller: str, by_rank: Iterable[Any], process_set: ProcessSet
+) -> None:
     """Raise ValueError if a rank has failed, with the first such rank."""
     for rank, result in zip(ranks_of(process_set), by_rank, strict=True):
         if isinstance(result, Failure):
             raise ValueError(
-                f"{what}: {result.text} (on rank {rank}, seen by rank {mpi_ops.rank()} of "
+                f"{caller}: {result.text} (on rank {rank}, seen by rank {mpi_ops.rank()} of "
                 f"{mpi_ops.size()})"
             )
 
@@ -234,12 +236,12 @@ def broadcast_optimizer_state(
 
     Collective: every rank of `process_set`; blocks.
     """
-    what = "broadcast_optimizer_state"
-    check_root(what, root_rank, process_set)
+    caller = "broadcast_optimizer_state"
+    check_root(caller, root_rank, process_set)
     is_root = mpi_ops.rank() == root_rank
     outlined, tensors = _outlined(optimizer) if is_root else (None, [])
     by_rank = allgather_object(outlined, "adasum.optimizer_state", process_set)
-    _raise_failure(what, by_rank, process_set)
+    _raise_failure(caller, by_rank, process_set)
     outline, shapes = by_rank[list(ranks_of(process_set)).index(root_rank)]
     # One tensor at a time, through the host: a pickle of the state may exceed MPI's 2 GiB.
     received = []
@@ -250,7 +252,7 @@ def broadcast_optimizer_state(
         received.append(copy)
     failure = None if is_root or keep else _load(optimizer, outline, received)
     failures = allgather_object(failure, "adasum.optimizer_state.loaded", process_set)
-    _raise_failure(what, failures, process_set)
+    _raise_failure(caller, failures, process_set)
 
 
 def _load(

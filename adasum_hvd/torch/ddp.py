@@ -180,7 +180,7 @@ def _check(state: AdasumState) -> None:
         [settings for settings, _ in by_rank],
         mpi_ops.rank(),
         "arguments of AdasumState",
-        "pass the same ones on every rank",
+        "pass the same arguments on every rank",
         ranks,
     )
 

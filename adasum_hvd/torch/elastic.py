@@ -1,7 +1,7 @@
 """Elastic training: the job continues with the ranks that remain or join.
 
 Names and calls are Horovod's; :mod:`adasum_hvd.elastic.state` lists the differences. With the
-delta variant the optimizer state is local, and survivors keep theirs.
+delta variant the optimizer state is local, and survivors keep their own.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.

@@ -36,9 +36,9 @@ def find_modes(
         for parameter in group["params"]
         if not marks.is_worker_local(parameter)
     ]
-    mine = detect(parameters, optimizer, model)
+    modes = detect(parameters, optimizer, model)
     if not ranks_meet():
-        return [mine if rank == mpi_rank() else [] for rank in range(size())]
-    theirs = allgather_object(mine, "adasum.parallel_modes", process_set)
-    by_rank = dict(zip(ranks_of(process_set), theirs, strict=True))
+        return [modes if rank == mpi_rank() else [] for rank in range(size())]
+    gathered = allgather_object(modes, "adasum.parallel_modes", process_set)
+    by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
     return [by_rank.get(rank, []) for rank in range(size())]

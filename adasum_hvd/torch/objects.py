@@ -31,12 +31,12 @@ def ranks_of(process_set: ProcessSet) -> Sequence[int]:
     return process_set.ranks or range(mpi_ops.size())
 
 
-def check_root(what: str, root_rank: int, process_set: ProcessSet) -> None:
+def check_root(caller: str, root_rank: int, process_set: ProcessSet) -> None:
     """Raise ValueError unless `root_rank` is in `process_set`."""
     ranks = list(ranks_of(process_set))
     if isinstance(root_rank, bool) or root_rank not in ranks:
         raise ValueError(
-            f"{what}: expected a root_rank in {ranks}, but got {root_rank!r} (rank "
+            f"{caller}: expected a root_rank in {ranks}, but got {root_rank!r} (rank "
             f"{mpi_ops.rank()} of {mpi_ops.size()}); pass a rank of the process set"
         )
 
@@ -53,9 +53,9 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _pickling_error(what: str, rank: int, failure: Failure) -> pickle.PicklingError:
+def _pickling_error(caller: str, rank: int, failure: Failure) -> pickle.PicklingError:
     return pickle.PicklingError(
-        f"{what}: expected a picklable object, but got {failure.text} on rank {rank} (seen by "
+        f"{caller}: expected a picklable object, but got {failure.text} on rank {rank} (seen by "
         f"rank {mpi_ops.rank()} of {mpi_ops.size()})"
     )
 

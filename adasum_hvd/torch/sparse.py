@@ -64,8 +64,8 @@ def sparse_allreduce_async(
     values = tensor.detach()._values().contiguous()
     as_bits = values.dtype == torch.bfloat16
     handles = [
-        mpi_ops.allgather_async(part, f"{name}.{what}", process_set)
-        for part, what in (
+        mpi_ops.allgather_async(part, f"{name}.{suffix}", process_set)
+        for part, suffix in (
             (tensor.detach()._indices().t().contiguous(), "indices"),
             (values.view(torch.int16) if as_bits else values, "values"),
         )
