@@ -25,7 +25,7 @@ def vectors(workers: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 13, 64])
-def test_adasum_is_the_references(workers):
+def test_adasum_equals_the_reference(workers):
     stacked = [vectors(workers, 7, 3), vectors(workers, 40), torch.zeros(workers, 2)]
     stacked[1][-1] = 0
     reduced = reductions.reduce_workers(stacked, "adasum-grad")
@@ -34,7 +34,7 @@ def test_adasum_is_the_references(workers):
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_groups_are_the_references():
+def test_groups_equal_the_reference():
     stacked = vectors(24, 50)
     (mine,) = reductions.reduce_workers([stacked], "adasum", group_size=8).tensors
     rows = list(stacked.numpy())
@@ -104,8 +104,8 @@ def test_the_mean_of_changes_is_that_of_gradients_for_sgd():
     assert (weights(setting) - weights(apart)).abs().max() < 1e-6
 
 
-def test_adamw_does_not_see_that_a_sum_is_larger():
-    """Its steps are the average's, but for epsilon where a gradient is next to nothing."""
+def test_adamw_is_invariant_to_the_scale_of_a_sum():
+    """Its steps equal the average's, except for epsilon if a gradient is tiny."""
     average, total = (weights(replace(TINY, op=op)) for op in ("average", "sum"))
     moved = (average - weights(TINY, 1)).abs().mean()
     assert (average - total).abs().mean() < moved / 100
@@ -151,7 +151,7 @@ def test_lamb_by_hand():
     torch.testing.assert_close(weights, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_run_that_diverges_says_so():
+def test_a_run_that_diverges_is_reported():
     setting = Setting("digits", "sgd", "sum", 4, 1e30, 1)
     record = train(setting).record
     assert record["diverged"] and not training.is_trained(record)
@@ -162,7 +162,7 @@ def test_splits_share_no_file():
     assert min(sizes) > 2**17 and sizes[0] > 3 * max(sizes[1:])
 
 
-def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
+def test_stored_runs_are_not_repeated(tmp_path, monkeypatch):
     kept = runs.Runs(tmp_path, "one")
     setting = replace(TINY, budget=2**8)
     first = kept.get(setting)
@@ -194,14 +194,14 @@ def test_rates_are_chosen_on_validation(tmp_path):
 def test_studies_name_each_run_once(name):
     for scale in studies.SCALES.values():
         study = studies.STUDIES[name](scale)
-        said = [(row.setting, row.rate, row.base) for row in study.rows]
-        assert len(said) == len(set(said)) >= 3
+        runs = [(row.setting, row.rate, row.base) for row in study.rows]
+        assert len(runs) == len(set(runs)) >= 3
         for row in study.rows:
             assert row.setting.workers % row.setting.group_size == 0
             assert row.setting.optimizer in study.grids
 
 
-def test_tables_say_what_failed_and_what_was_not_run(tmp_path):
+def test_tables_mark_failed_and_missing_runs(tmp_path):
     study = replace(studies.lamb(studies.SCALES["tiny"]), seeds=2)
     first = study.rows[0].setting
     grid = study.grids["lamb"]

@@ -1,4 +1,4 @@
-"""What the pages say exists: links, files, names in code, make targets, commands."""
+"""Links, files, names in code, make targets and commands of the pages exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_page = pytest.mark.parametrize(
 
 
 @every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in pages.links(page):
         if ":" not in target:
             assert (page.parent / target.split("#")[0]).exists(), target
@@ -49,7 +49,7 @@ def hvd_of(tree: ast.Module) -> ModuleType | None:
 
 
 @every_page
-def test_what_python_blocks_use_of_hvd_exists(page: Path) -> None:
+def test_names_used_in_python_blocks_exist(page: Path) -> None:
     hvd = None
     for block in pages.blocks(page, "python"):
         tree = ast.parse(block)
@@ -81,8 +81,8 @@ PROGRAMS = [*PAGES, *sorted((REPOSITORY / "examples").glob("*.py"))]
 
 
 @pytest.mark.parametrize("file", PROGRAMS, ids=lambda path: path.name)
-def test_horovodrun_is_told_its_backend(file: Path) -> None:
-    """By itself it takes MPI, and passes flags of Open MPI 4 to whichever there is."""
+def test_horovodrun_commands_name_their_backend(file: Path) -> None:
+    """Its default is MPI, with flags of Open MPI 4 for any Open MPI."""
     text = re.sub(r"\\+\n", " ", file.read_text())
     for command in re.findall(r"horovodrun [^`|\n]*python\b", text):
         assert re.search(r"--(gloo|mpi)\b", command), command
@@ -133,7 +133,7 @@ def test_every_error_message_is_in_troubleshooting() -> None:
 
 
 def test_pages_are_read() -> None:
-    """Otherwise all of the above would pass on nothing."""
+    """Otherwise all tests above would pass on empty lists."""
     readme = REPOSITORY / "README.md"
     assert readme in PAGES and len(PAGES) > 10
     assert "docs/convergence.md" in pages.links(readme)

@@ -1,4 +1,4 @@
-"""The pages quote the convergence study's figures, and follow the rule that comes from them."""
+"""The pages quote the convergence study's figures and follow the rule derived from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEGINNINGS = [
 
 
 def cells(workers: int, *, tuned: bool) -> list[str]:
-    """Return what a table must say of one number of workers."""
+    """Return the cells that a table must have for one number of workers."""
     rows = [row for op in OPS for row in MEASURED[op] if row.workers == workers]
     return [tuned_cell(row) if tuned else unscaled_cell(row) for row in rows]
 

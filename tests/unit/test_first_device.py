@@ -1,4 +1,4 @@
-"""What a first device is to run, on a machine without one."""
+"""The steps for a first CUDA device, on a machine without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this project relies on inside Horovod, pinned: a new Horovod must fail here first."""
+"""Horovod internals that this project uses: a new Horovod must fail here first."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_library_functions_and_handle_map():
     assert "horovod_torch_wait_and_clear" in source
 
 
-def test_everything_of_horovod_torch_is_there():
+def test_all_names_of_horovod_torch_exist():
     public = {name for name in vars(horovod.torch) if not name.startswith("_")}
     assert public <= set(vars(hvd))
 
 
-def test_the_op_answers():
+def test_the_op_has_a_version_and_settings():
     assert binding.has_op(wire.LIBRARY)
     assert binding.version(wire.LIBRARY)
     assert binding.settings(wire.LIBRARY)["op"] == "on"
@@ -78,7 +78,7 @@ def source_of(name: str) -> str:
 
 
 def test_process_sets_end_where_shut_down_cc_ends_them():
-    """The loop's turns have one place, and so has what removes a process set from the table."""
+    """Horovod has one call of the cycle, and one that removes a process set from the table."""
     operations = source_of("operations.cc")
     (turn,) = re.findall(r"(\S+)->ComputeResponseList\(([^)]*)\)", operations)
     assert turn[0] == "process_set.controller"

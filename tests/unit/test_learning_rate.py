@@ -72,8 +72,8 @@ def test_the_table_is_what_the_benchmark_found(name, op):
         assert unscaled[0] == 1
 
 
-def test_the_rule_is_what_the_figures_say():
-    """Level to 16 workers, the gradient variant clearly above from 32 on, at either rate."""
+def test_the_rule_follows_from_the_figures():
+    """Equal up to 16 workers; the gradient variant is clearly better from 32 on, at both rates."""
     pairs = zip(MEASURED[ops.AdasumGrad], MEASURED[ops.AdasumDelta], strict=True)
     for gradient, delta in pairs:
         level = not learning_rate.variant_advice(ops.AdasumDelta, gradient.workers)
@@ -103,7 +103,7 @@ def test_the_rule_is_what_the_figures_say():
         ("sum", 64, 0.3, "extrapolated"),  # where nothing trained, nothing is the best
     ],
 )
-def test_answers_come_from_the_figures(op, size, factor, certainty):
+def test_rates_come_from_the_figures(op, size, factor, certainty):
     rate = adasum_lr(0.1, op, size)
     assert rate.factor == pytest.approx(factor)
     assert rate.lr == pytest.approx(0.1 * rate.factor)
@@ -114,7 +114,7 @@ def test_answers_come_from_the_figures(op, size, factor, certainty):
 
 
 @pytest.mark.parametrize("op", MEASURED, ids=lambda op: op.name)
-def test_factors_between_two_sizes_lie_between_theirs(op):
+def test_factors_are_interpolated_between_two_sizes(op):
     for size in range(1, 130):
         rate = adasum_lr(1.0, op, size)
         factors = [FIGURES["momentum"].best(row).factor for row in rate.figures]
@@ -123,10 +123,10 @@ def test_factors_between_two_sizes_lie_between_theirs(op):
 
 
 class AdamLike:
-    """Named as optimizers of Adam's kin are."""
+    """An optimizer whose name contains "Adam"."""
 
 
-def test_adam_has_figures_of_its_own():
+def test_adam_has_its_own_figures():
     assert study_of(type("DistributedIt", (AdamLike,), {})()) == "adam"
     assert study_of(SimpleNamespace(inner_optimizer=AdamLike())) == "adam"
     assert study_of(type("AdamW", (AdamLike,), {})()) == "adamw"
@@ -149,8 +149,8 @@ def test_adam_has_figures_of_its_own():
         adasum_lr(0.1, "average", 32, optimizer="lion")
 
 
-def test_advice_is_what_is_beyond_the_spreads():
-    said = {
+def test_advice_needs_a_difference_above_both_deviations():
+    advised = {
         (study, size): bool(learning_rate.variant_advice(ops.AdasumDelta, size, study))
         for study in ("momentum", "adam", "adamw")
         for size in (1, 4, 8, 32, 64, 512)
@@ -158,7 +158,7 @@ def test_advice_is_what_is_beyond_the_spreads():
     below = [("momentum", 32), ("momentum", 64), ("momentum", 512)]
     below += [("adam", 8), ("adam", 32), ("adam", 64), ("adam", 512)]
     below += [("adamw", 4), ("adamw", 8), ("adamw", 32)]
-    assert [key for key, warned in said.items() if warned] == below
+    assert [key for key, warned in advised.items() if warned] == below
     for op in (ops.AdasumGrad, ops.Average, ops.Sum):
         assert not any(learning_rate.variant_advice(op, size) for size in (1, 16, 64))
 
@@ -194,7 +194,7 @@ def banner(
     return banner_of(given, settings, "Gloo", "network", [], none, study)
 
 
-def test_the_banner_says_the_same():
+def test_the_banner_has_the_same_advice():
     line = banner(ops.AdasumDelta, 64)
     assert "learning rate 10 times the best of one worker (measured)" in line
     assert learning_rate.variant_advice(ops.AdasumDelta, 64) in line
@@ -246,7 +246,7 @@ def test_refuses(wrong):
     ],
     ids=str,
 )
-def test_refuses_what_has_no_figures(kwargs, message):
+def test_refuses_ops_without_figures(kwargs, message):
     with pytest.raises(ValueError, match=message):
         adasum_lr(0.1, size=16, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The monitor without ranks: numbers, sinks and pictures."""
+"""The monitor without ranks: statistics, sinks and plots."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_levels() -> None:
     assert (found["lowest"], found["highest"]) == (0.125, 0.5)
 
 
-def test_norms_beyond_the_root_of_the_largest_float() -> None:
+def test_norms_whose_squares_overflow() -> None:
     rows = np.array([[0, 1, 5e300, 2.5e300, 5e300, 1, 1]] * 2)
     assert statistics(rows, [2])["orthogonality"].tolist() == [1, 1]
 
@@ -79,7 +79,7 @@ def test_paths_functions_and_folders(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "one.jsonl").read_text())["step"] == 3
 
 
-def test_a_sink_that_fails_is_left_out(tmp_path: Path) -> None:
+def test_a_sink_that_fails_is_removed(tmp_path: Path) -> None:
     def full(one: dict) -> None:
         raise OSError("no space left")
 

@@ -66,7 +66,7 @@ CHOSEN = {
         "levels walk the same tree",
     ),
     ("test_parts", "tsan"): ("workers do every job once",),
-    # Where kernels could read or write what is not theirs.
+    # Kernels could access memory out of bounds here.
     ("device_reduce", "asan-ubsan"): (
         "agrees with the float64 tree",
         "nothing waits for the device",
@@ -165,8 +165,8 @@ def nvcc() -> str:
         pytest.skip(str(error))
 
 
-def test_nvcc_compiles_what_is_for_devices(tmp_path: Path) -> None:
-    """What the simulated CUDA takes, the real compiler takes, too; kernels are below."""
+def test_nvcc_compiles_the_device_code(tmp_path: Path) -> None:
+    """The real compiler accepts the code that runs on the simulated CUDA; kernels are below."""
     benchmark = TESTS.parents[1] / "benchmarks" / "device_kernels.cc"
     for source in (*sorted((NATIVE / "cuda").glob("*.cc")), benchmark):
         command = [nvcc(), "-std=c++17", "-arch=sm_90", "-c", f"-I{NATIVE}"]

@@ -1,4 +1,4 @@
-"""Names of reductions, and group settings."""
+"""Names of reduction ops, and group settings."""
 
 from __future__ import annotations
 

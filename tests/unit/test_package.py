@@ -1,4 +1,4 @@
-"""What users install: a wheel and an sdist that can build the op, from an empty folder."""
+"""The wheel and the sdist can build the op from an empty folder."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def names() -> dict[str, tuple[list[str], list[str]]]:
     return json.loads(shown.stdout.splitlines()[-1])
 
 
-def test_public_names_are_listed_and_are_no_others(names) -> None:
+def test_public_names_are_the_listed_names(names) -> None:
     for module, (listed, there) in names.items():
         assert set(listed) <= set(there) and len(listed) == len(set(listed)), module
         assert not {"os", "tf", "torch", "keras", "warnings", "version"} & set(listed)
@@ -136,11 +136,11 @@ def test_every_public_name_is_in_the_reference(names) -> None:
             assert re.search(found, by_module[module], re.M), (module, name)
 
 
-def test_what_horovod_has_is_there(names) -> None:
-    """Its functions and classes; `__all__` holds what its modules define or import of its own."""
+def test_all_public_names_of_horovod_exist(names) -> None:
+    """Horovod's functions and classes; `__all__` has the names that its modules define."""
     for framework in ("torch", "tensorflow"):
         listed = set(names[f"adasum_hvd.{framework}"][0])
-        wanted = {
+        expected = {
             "allgather",
             "alltoall",
             "broadcast_object",
@@ -148,6 +148,6 @@ def test_what_horovod_has_is_there(names) -> None:
             "add_process_set",
         }
         assert (
-            wanted | {"SyncBatchNorm" if framework == "torch" else "Compression"}
+            expected | {"SyncBatchNorm" if framework == "torch" else "Compression"}
             <= listed
         )

@@ -1,4 +1,4 @@
-"""Which tensors travel together, and what all ranks must have alike; no framework needed."""
+"""Buckets, fusion groups, options and parameter lists, without a framework."""
 
 from __future__ import annotations
 

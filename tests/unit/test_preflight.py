@@ -28,7 +28,7 @@ else:
 
 
 def packages_without(tmp_path: Path, *names: str) -> Path:
-    """Return a folder that holds every installed package but these.
+    """Return a folder with all installed packages except these.
 
     It lies as deep in a folder of libraries as the real one: Horovod's library finds MPI by
     its place relative to itself.
@@ -46,7 +46,7 @@ def packages_without(tmp_path: Path, *names: str) -> Path:
 
 
 def copy_of_horovod(folder: Path) -> Path:
-    """Put Horovod there without any library, and return where."""
+    """Copy Horovod without its libraries, and return the copy's folder."""
     for source in (*SITE.glob("horovod/**/*.py"), SITE / "horovod/metadata.json"):
         target = folder / source.relative_to(SITE)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def copy_of_horovod(folder: Path) -> Path:
 
 
 def imported(packages: Path, framework: str) -> str:
-    """Return what `import adasum_hvd.<framework>` says where only `packages` are."""
+    """Return the error of `import adasum_hvd.<framework>` with only `packages` installed."""
     words = [sys.executable, "-c", IMPORT, SITE, REPOSITORY, packages, framework]
     shown = subprocess.run(
         list(map(str, words)), capture_output=True, text=True, check=True, cwd=packages
@@ -65,22 +65,26 @@ def imported(packages: Path, framework: str) -> str:
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_no_horovod(tmp_path: Path, framework: str) -> None:
-    said = imported(packages_without(tmp_path, "horovod"), framework)
-    assert said.startswith(f"adasum_hvd.{framework}: expected a Horovod built with the")
-    assert "got none; run `adasum-hvd build`" in said
+    message = imported(packages_without(tmp_path, "horovod"), framework)
+    assert message.startswith(
+        f"adasum_hvd.{framework}: expected a Horovod built with the"
+    )
+    assert "got none; run `adasum-hvd build`" in message
 
 
 def test_no_framework(tmp_path: Path) -> None:
-    said = imported(packages_without(tmp_path, "torch"), "torch")
-    assert "got none; run `pip install torch`, then `adasum-hvd build`" in said
+    message = imported(packages_without(tmp_path, "torch"), "torch")
+    assert "got none; run `pip install torch`, then `adasum-hvd build`" in message
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_horovod_without_the_framework(tmp_path: Path, framework: str) -> None:
     packages = packages_without(tmp_path, "horovod")
     copy_of_horovod(packages)
-    said = imported(packages, framework)
-    assert f"got one that was built without {framework}; run `adasum-hvd build`" in said
+    message = imported(packages, framework)
+    assert (
+        f"got one that was built without {framework}; run `adasum-hvd build`" in message
+    )
 
 
 def test_horovod_without_the_op(tmp_path: Path) -> None:
@@ -90,8 +94,8 @@ def test_horovod_without_the_op(tmp_path: Path) -> None:
     # As PyPI's: nothing of that name is exported.
     there, gone = b"horovod_adasum_version", b"horovod_nothing_so_far"
     copy.write_bytes(library.read_bytes().replace(there, gone))
-    said = imported(packages, "torch")
-    assert said.partition(", but got ")[2].startswith(
+    message = imported(packages, "torch")
+    assert message.partition(", but got ")[2].startswith(
         f"{copy} without the op; run `adasum"
     )
 
@@ -101,9 +105,9 @@ def test_horovod_that_does_not_load(tmp_path: Path) -> None:
     library = library_path("torch")
     copy = copy_of_horovod(packages) / library.relative_to(SITE / "horovod")
     copy.write_bytes(b"of another machine")
-    said = imported(packages, "torch")
-    assert "got one that does not load (" in said
-    assert "run `adasum-hvd build`" in said
+    message = imported(packages, "torch")
+    assert "got one that does not load (" in message
+    assert "run `adasum-hvd build`" in message
 
 
 def test_keras_on_a_backend_that_is_missing(tmp_path: Path, monkeypatch) -> None:

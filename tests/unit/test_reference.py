@@ -1,4 +1,4 @@
-"""The properties that AdaSum is defined by, on its NumPy definition."""
+"""The defining properties of AdaSum, on its NumPy definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pairs = st.integers(1, 30).flatmap(
 
 
 @given(vectors, ranks)
-def test_identical_inputs_come_back(vector, count):
+def test_identical_inputs_give_identity(vector, count):
     assert np.array_equal(reference.adasum([vector] * count), vector)
 
 

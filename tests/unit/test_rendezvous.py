@@ -1,4 +1,4 @@
-"""How ranks come together, on horovodrun's real server; elastic jobs are in tests/soak."""
+"""The rendezvous of ranks on horovodrun's real server; elastic jobs are in tests/soak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adasum_hvd.elastic import rendezvous
 
 LIMIT_SECONDS = 60
 FORK = multiprocessing.get_context("fork")
-CAME, WENT = 7, 0  # exit statuses
+STARTED, NO_SLOT = 7, 0  # exit statuses
 
 
 def test_assignment_is_horovodruns_reply() -> None:
@@ -37,21 +37,24 @@ def port() -> Iterator[int]:
     server.stop()
 
 
-def come(rank: int, size: int, port: int, seconds: float) -> None:
-    """Be a rank: its status says whether it was let in."""
+def run_rank(rank: int, size: int, port: int, seconds: float) -> None:
+    """Run one rank; its exit status is STARTED or NO_SLOT."""
     time.sleep(seconds)
-    place = dict.fromkeys(rendezvous.ASSIGNMENT, "0") | {"HOROVOD_ELASTIC": "1"}
-    place |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
-    place |= {"HOROVOD_HOSTNAME": "here", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
-    os.environ.update(place, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+    assignment = dict.fromkeys(rendezvous.ASSIGNMENT, "0") | {"HOROVOD_ELASTIC": "1"}
+    assignment |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
+    assignment |= {
+        "HOROVOD_HOSTNAME": "here",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    }
+    os.environ.update(assignment, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
     rendezvous.MISSING_SECONDS = 1.0
-    rendezvous.start(lambda: os._exit(CAME), again=False)
+    rendezvous.start(lambda: os._exit(STARTED), again=False)
 
 
 def statuses(port: int, size: int, seconds: dict[int, float]) -> list[int | None]:
-    """Return how the ranks in `seconds` ended, which come so many seconds late."""
+    """Return the exit statuses of ranks that start with these delays in seconds."""
     ranks = [
-        FORK.Process(target=come, args=(rank, size, port, late))
+        FORK.Process(target=run_rank, args=(rank, size, port, late))
         for rank, late in seconds.items()
     ]
     for process in ranks:
@@ -62,21 +65,21 @@ def statuses(port: int, size: int, seconds: dict[int, float]) -> list[int | None
     return [process.exitcode for process in ranks]
 
 
-def test_ranks_start_when_all_are_there(port: int) -> None:
+def test_ranks_start_when_all_have_arrived(port: int) -> None:
     began = time.monotonic()
-    assert statuses(port, 3, {0: 0.0, 1: 0.5, 2: 0.0}) == [CAME] * 3
+    assert statuses(port, 3, {0: 0.0, 1: 0.5, 2: 0.0}) == [STARTED] * 3
     assert time.monotonic() - began > 0.5
 
 
 @pytest.mark.parametrize("present", [0, 1])
-def test_a_place_is_asked_for_again_where_one_is_missing(
+def test_ranks_request_new_assignments_if_one_is_missing(
     port: int, present: int
 ) -> None:
-    # This server gives no places, so that who asks ends.
-    assert statuses(port, 2, {present: 0.0}) == [WENT]
+    # This server has no slots, so a rank that requests one ends.
+    assert statuses(port, 2, {present: 0.0}) == [NO_SLOT]
 
 
-def test_without_a_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     monkeypatch.setenv("HOROVOD_HOSTNAME", "here")
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "0")

@@ -1,4 +1,4 @@
-"""Who may use whom: imports between modules, and includes between the native rooms."""
+"""Allowed imports between modules, and includes between the native rooms."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, wherever in it."""
+    """Yield the dotted names that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -97,7 +97,7 @@ def packages(name: str) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Return, by module, the modules of the package that it needs before it can be used."""
+    """Return, by module, the modules of the package that it imports."""
     known = modules()
     edges: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -144,7 +144,7 @@ def test_the_engine_of_torch_distributed_needs_no_horovod() -> None:
 
 
 def includes() -> dict[str, list[str]]:
-    """Return, by native source or header, what it includes."""
+    """Return the includes of each native source and header."""
     found = {}
     for path in native_files():
         if path.suffix != ".cmake":
@@ -176,8 +176,8 @@ def test_includes_have_no_cycle() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_what_the_build_and_the_tests_leave_out_is_there() -> None:
-    """They compile whole folders; a name that they except must not go stale."""
+def test_files_that_the_build_and_the_tests_exclude_exist() -> None:
+    """They compile whole folders, except for named files; those names must stay valid."""
     named = r"\b(?:op|reduce|kernels|transport|cuda)/[\w/]+\.c[cu]\b"
     for path in (NATIVE / "cmake" / "targets.cmake", TESTS / "native" / "rooms.py"):
         excepted = re.findall(named, path.read_text())
