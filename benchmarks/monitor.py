@@ -1,13 +1,13 @@
-"""What watching costs: the op with and without observation, and a training step with a monitor.
+"""The cost of monitoring: the op with and without a record, and a training step with a monitor.
 
     python benchmarks/monitor.py              # 2 and 4 ranks
     python benchmarks/monitor.py --ranks 2 --repetitions 400
 
-The op: AdaSum of a flat bucket of many tensors, in every other call observed, as with `every=1`.
-A step: the same model three times, without a monitor and with one that records every 50th or
-every step. Of each: the shortest and the median time of the slowest rank, how much the shortest
-is over that without, and the median and the middle half of the differences between neighbours
-in time. And the arithmetic alone, per tensor: `observation.cc`.
+The op: AdaSum of a flat bucket of many tensors; every other call is recorded, as with `every=1`.
+A step: the same model three times: without a monitor, and with one that records every 50th or
+every step. Printed for each: the shortest and the median time of the slowest rank, the shortest
+time over that without a monitor, and the median and interquartile range of the differences
+between consecutive calls. Also the arithmetic alone, per tensor: `observation.cc`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP_MODEL = "25 M"
 
 
 def ops(name: str) -> Mapping[str, Callable[[], None]]:
-    """Return the op's calls by name, unobserved first."""
+    """Return the op's calls by name, without a record first."""
     import torch
 
     import adasum_hvd.torch as hvd
@@ -40,22 +40,22 @@ def ops(name: str) -> Mapping[str, Callable[[], None]]:
     count, elements = BUCKETS[name]
     torch.manual_seed(hvd.rank())
     flat = torch.randn(count * elements)
-    # Steps of a training reduce gradients anew; the same sum of sums would shrink to equal ranks.
+    # Training reduces new gradients in each step; repeated AdaSum would make the ranks equal.
     mine, label = flat.clone(), binding.segmented(f"bench.{count}", [elements] * count)
 
     def reduce() -> None:
         hvd.allreduce_(flat, op=hvd.AdasumGrad, name=label)
         flat.copy_(mine)
 
-    def observed() -> None:
+    def recorded() -> None:
         binding.request_record(wire.LIBRARY, f"allreduce.{label}")
         reduce()
 
-    return {"off": reduce, "observed": observed}
+    return {"off": reduce, "recorded": recorded}
 
 
 def steps(name: str) -> Mapping[str, Callable[[], None]]:
-    """Return training steps by name, the unwatched first."""
+    """Return training steps by name, without a monitor first."""
     import torch
 
     import adasum_hvd.torch as hvd
@@ -107,7 +107,7 @@ def rank_main(name: str, repetitions: int, output: Path) -> None:
 
 
 def arithmetic() -> str:
-    """Return what `observation.cc` says."""
+    """Return the output of `observation.cc`."""
     source = Path(__file__).with_name("observation.cc")
     return compiled.output_of(source, ["reduce/observation.cc", "reduce/tree.cc"])
 

@@ -13,7 +13,7 @@ import pytest
 from adasum_hvd import reference
 from adasum_hvd.common import binding
 from adasum_hvd.monitor import statistics
-from tests.parallel.harness import observed
+from tests.parallel.harness import expected_records
 from tests.parallel.harness.simulated_horovod import Horovod
 
 SIZES = (1, 0, 7, 4096, 300, 4097, 100_003, 8)
@@ -136,7 +136,7 @@ def case_cancelling_pairs_keep_their_digits() -> None:
 
 def case_observed_tensors() -> None:
     """What the device's Gram matrices tell, added up over the ranks."""
-    names = [f"observed.{k}" for k in range(len(SIZES))]
+    names = [f"recorded.{k}" for k in range(len(SIZES))]
     mine = [array_of(hvd.rank(), size, "float32", 9) for size in SIZES]
     for round_number in (1, 2):
         for name in names:
@@ -161,7 +161,7 @@ def case_observed_tensors() -> None:
         if size < 2:
             continue
         vectors = [array_of(rank, size, "float32", 9) for rank in range(hvd.size())]
-        observed.check(
+        expected_records.check(
             {"it": {what: values[index] for what, values in tensors.items()}},
             {"it": vectors},
             HOSTS,

@@ -13,8 +13,8 @@ from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.keras.callbacks import AdasumMonitorCallback
 from tests.parallel.cases.keras.test_optimizer import align as align
 from tests.parallel.cases.keras.test_optimizer import digest_of, fit, model_of
+from tests.parallel.harness import expected_records
 from tests.parallel.harness import numpy_training as numerics
-from tests.parallel.harness import observed
 
 STEPS = 4
 
@@ -36,7 +36,7 @@ def vectors_of(weights: numerics.Weights, step: int) -> list[list[np.ndarray]]:
 def check(record: dict, names: list[str], weights: numerics.Weights, step: int) -> None:
     vectors = dict(zip(names, vectors_of(weights, step), strict=True))
     hosts, path = [0] * hvd.size(), binding.transport_description(tf_ops.LIBRARY)
-    observed.check(record["tensors"], vectors, hosts, path, 1e-3)
+    expected_records.check(record["tensors"], vectors, hosts, path, 1e-3)
 
 
 def case_keras_monitor_records_both_variants() -> None:

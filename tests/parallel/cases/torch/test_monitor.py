@@ -15,7 +15,7 @@ from torch import nn
 import adasum_hvd.torch as hvd
 from adasum_hvd.common import binding
 from adasum_hvd.torch import wire
-from tests.parallel.harness import observed
+from tests.parallel.harness import expected_records
 from tests.parallel.harness.torch_training import (
     HOSTS,
     loss_of,
@@ -82,7 +82,7 @@ def case_monitor_records_both_variants() -> None:
         for record in records:
             assert record["ranks"] == hvd.size()
             vectors = reduced[record["step"] - 1]
-            observed.check(record["tensors"], vectors, HOSTS, path)
+            expected_records.check(record["tensors"], vectors, HOSTS, path)
 
 
 def case_monitor_names_what_travels_in_two_bytes() -> None:
@@ -91,7 +91,7 @@ def case_monitor_names_what_travels_in_two_bytes() -> None:
         for record in records:
             vectors = reduced[record["step"] - 1]
             path = binding.transport_description(wire.LIBRARY)
-            observed.check(record["tensors"], vectors, HOSTS, path, 0.05)
+            expected_records.check(record["tensors"], vectors, HOSTS, path, 0.05)
 
 
 def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:

@@ -1,4 +1,4 @@
-"""What a monitor must record, from all ranks' tensors and the reference."""
+"""The records that a monitor must write, from all ranks' tensors and the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Vectors = Sequence[np.ndarray]
 
 
 def levels_of(path: str, ranks: int) -> list[int]:
-    """Return the levels' sizes that `binding.transport_description` tells of."""
+    """Return the levels' sizes in `binding.transport_description`."""
     found = re.search(r"levels of (\d+(?: x \d+)*) ranks", path)
     return [int(size) for size in found[1].split(" x ")] if found else [ranks]
 
