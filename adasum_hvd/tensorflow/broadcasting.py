@@ -13,8 +13,8 @@ from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 
-# Types that Horovod does not carry, and what carries their bits.
-_CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
+# Dtypes that Horovod lacks, and the dtypes in which their bits are sent.
+_WIRE_DTYPES = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
 
 
 def allgather_object(
@@ -23,15 +23,15 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> list[Any]:
-    """Return every rank's `obj`, in rank order, whatever TensorFlow is doing at the moment.
+    """Return every rank's `obj`, in rank order: eagerly, while tracing, and in TF1 graphs.
 
     Args:
         obj: anything that pickles.
-        session: as Horovod's; without it, a TF1 graph uses a session of its own.
-        name: base name of the two tensors that travel.
-        process_set: the ranks that take part.
+        session: as Horovod's; without it, a TF1 graph uses a new session.
+        name: base name of the two tensors that are sent.
+        process_set: the ranks that exchange objects.
 
-    Collective: every rank of `process_set`; blocks, while a function is traced too.
+    Collective: every rank of `process_set`; blocks, also while a function is traced.
     """
     name = name or "adasum.allgather_object"
     with tf.init_scope():
@@ -47,15 +47,15 @@ def broadcast_object(
     name: str = "adasum.broadcast_object",
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Any:
-    """Return the root's `obj`, whatever TensorFlow is doing at the moment.
+    """Return the root's `obj`: eagerly, while tracing, and in TF1 graphs.
 
     Args:
-        obj: anything that pickles; without meaning on other ranks.
-        root_rank: the rank, in the job, whose object counts.
-        name: base name of the two tensors that travel.
-        process_set: the ranks that take part.
+        obj: anything that pickles; ignored on other ranks.
+        root_rank: the rank, in the job, that sends its object.
+        name: base name of the two tensors that are sent.
+        process_set: the ranks that get the object.
 
-    Collective: every rank of `process_set`; blocks, while a function is traced too.
+    Collective: every rank of `process_set`; blocks, also while a function is traced.
     """
     with tf.init_scope():
         if tf.executing_eagerly():
@@ -72,17 +72,17 @@ def broadcast_variables(
 ) -> Any:
     """Give every rank the root's values.
 
-    Horovod's names what travels after the variables, whose names Keras counts up: it waits for
-    ever where one rank has built another model before. This one goes by their order.
+    Horovod's function uses the variables' names, which Keras numbers. It waits without end if one
+    rank has built another model before. This function uses the variables' order.
 
     Args:
         variables: Keras or TensorFlow variables of any dtype, in the same order on all ranks.
-        root_rank: the rank, in the job, whose values count.
-        process_set: the ranks that take part.
+        root_rank: the rank, in the job, that sends its values.
+        process_set: the ranks that get the values.
         inplace: without effect, for Horovod's scripts.
 
     Returns:
-        In a TF1 graph, the operation that does it; otherwise None.
+        In a TF1 graph, the operation that assigns the values; otherwise None.
 
     Raises:
         ValueError: the ranks' variables differ in number, shape or dtype (eagerly).
@@ -114,12 +114,12 @@ def _broadcast(
     variable: Any, root_rank: int, index: int, process_set: ProcessSet
 ) -> Any:
     value = tf.convert_to_tensor(variable)
-    carrier = _CARRIERS.get(value.dtype)
+    wire_dtype = _WIRE_DTYPES.get(value.dtype)
     received = mpi_ops.broadcast(
-        value if carrier is None else tf.bitcast(value, carrier),
+        value if wire_dtype is None else tf.bitcast(value, wire_dtype),
         root_rank,
         name=f"adasum.broadcast.{index}",
         ignore_name_scope=True,
         process_set=process_set,
     )
-    return received if carrier is None else tf.bitcast(received, value.dtype)
+    return received if wire_dtype is None else tf.bitcast(received, value.dtype)

@@ -1,8 +1,8 @@
-"""Elastic training: the job goes on with the ranks that are left, or have come.
+"""Elastic training: the job continues when ranks fail, leave or join.
 
-Horovod's names and calls; :mod:`adasum_hvd.elastic.state` says what differs for all frameworks.
-Horovod's states do not work with Keras 3, whose `optimizer.variables` is no method, and its `run`
-takes every failure but three for the end of the training.
+Names and calls are Horovod's; :mod:`adasum_hvd.elastic.state` documents the differences of all
+frameworks. Horovod's states do not work with Keras 3, whose `optimizer.variables` is not a method.
+Its `run` treats every failure but three as the end of the training.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class _State(SharedState):
-    """What TensorFlow's states share: objects that travel, and variables that are committed."""
+    """The common base of TensorFlow's states: shared objects, and committed variables."""
 
     _agree = staticmethod(ops.agree)
     _gather = staticmethod(allgather_object)
@@ -53,7 +53,7 @@ class _State(SharedState):
         super().__init__(broadcast_object, mpi_ops.rank, **kwargs)
 
     def _kept(self) -> list[Any]:
-        """Return all variables that a commit holds."""
+        """Return all variables of a commit."""
         raise NotImplementedError
 
     def _read(self, variables: Sequence[Any]) -> list[np.ndarray]:
@@ -67,26 +67,26 @@ class _State(SharedState):
         self._committed = self._read(self._kept())
 
     def save(self) -> None:
-        """Commit what there is now, without looking for news of hosts."""
+        """Commit the current values, without a check for changed hosts."""
         self._commit()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last commit."""
+        """Restore the values of the last commit."""
         self._write(self._kept(), self._committed)
         super().restore()
 
 
 class TensorFlowKerasState(_State):
-    """What is committed, restored and given to newcomers of a Keras model and its optimizer.
+    """A Keras model and its optimizer: committed, restored, and sent to new ranks.
 
-    Newcomers get everything; survivors keep worker-local weights, and with the delta variant the
-    optimizer's variables. Random seeds are committed and stay each rank's own.
+    New ranks get everything. Surviving ranks keep worker-local weights, and with the delta variant
+    the optimizer's variables. Random seeds are committed and stay each rank's own.
 
     Args:
         model: a Keras model that is built.
         optimizer: by default the one that the model is compiled with. It is built here.
-        backend: without effect, for Horovod's scripts: setting it warns and says why.
+        backend: without effect, for Horovod's scripts: setting it warns with the reason.
         **kwargs: objects that pickle; attributes of the state.
 
     Raises:
@@ -100,20 +100,21 @@ class TensorFlowKerasState(_State):
         warn_without_effect(what, backend=backend)
         if not model.built:
             raise ValueError(
-                f"{what}: required a model that is built, got {model.name} without its "
+                f"{what}: expected a model that is built, but got {model.name} without its "
                 "variables; call model.build(input_shape), or the model once"
             )
         self.model = model
         self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise ValueError(
-                f"{what}: required an optimizer, got none; pass optimizer=, or compile the model"
+                f"{what}: expected an optimizer, but got none; pass optimizer=, or compile the "
+                "model"
             )
         if not self.optimizer.built:
             with keras.name_scope(self.optimizer.name):
                 self.optimizer.build(model.trainable_variables)
         if is_distributed(self.optimizer):
-            self.optimizer._adasum.is_kept = True
+            self.optimizer._adasum.is_in_state = True
         super().__init__(**kwargs)
 
     def _windows(self) -> tuple[list[Any], list[Any]]:
@@ -121,7 +122,7 @@ class TensorFlowKerasState(_State):
         return self.optimizer.all_windows() if distributed else ([], [])
 
     def _given(self) -> list[Any]:
-        """Return what newcomers get."""
+        """Return the variables that new ranks get."""
         common, own = self._windows()
         return [*self.model.weights, *self.optimizer.variables, *common, *own]
 
@@ -131,7 +132,7 @@ class TensorFlowKerasState(_State):
         return [*given, *(v for v in self.model.variables if id(v) not in known)]
 
     def _own(self) -> list[Any]:
-        """Return what survivors keep of it."""
+        """Return those of them that surviving ranks keep."""
         optimizer = self.optimizer
         slots = local_slots(optimizer)
         is_delta = is_distributed(optimizer) and optimizer._adasum.options.is_delta
@@ -141,7 +142,7 @@ class TensorFlowKerasState(_State):
 
     def _sync_trained(self, root: int) -> None:
         if is_distributed(self.optimizer):
-            self.optimizer.meet_ranks()
+            self.optimizer.compare_ranks()
         own = self._own() if self._survived else []
         values = self._read(own)
         broadcast_variables(self._given(), root)
@@ -149,14 +150,14 @@ class TensorFlowKerasState(_State):
 
 
 class TensorFlowState(_State):
-    """What is committed, restored and given to newcomers of a list of variables.
+    """A list of variables: committed, restored, and sent to new ranks.
 
-    Survivors keep those that are marked with `mark_worker_local`.
+    Surviving ranks keep the variables that are marked with `mark_worker_local`.
 
     Args:
         variables: TensorFlow or Keras variables; by default `tf.compat.v1.global_variables()`.
-        session: in a TF1 graph, where the variables have their values; by default the session
-            in scope.
+        session: for a TF1 graph, the session of the variables' values; by default the session in
+            scope.
         **kwargs: objects that pickle; attributes of the state.
 
     Raises:
@@ -169,8 +170,8 @@ class TensorFlowState(_State):
         self.variables = list(variables or tf.compat.v1.global_variables())
         if not self.variables:
             raise ValueError(
-                "TensorFlowState: required variables, got none; outside TF1 graphs there are no "
-                "global ones, so pass them"
+                "TensorFlowState: expected variables, but got none; pass them, because only TF1 "
+                "graphs have global ones"
             )
         self.session = session
         super().__init__(**kwargs)
@@ -204,7 +205,7 @@ class TensorFlowState(_State):
         self._write(own, values)
 
 
-# What Horovod, the op, Gloo and NCCL say; and lines that say where in a program it was.
+# Messages of Horovod, the op, Gloo and NCCL; and lines of a traceback.
 _FAILURE = re.compile(
     r"Horovod has (been shut down|not been init)|AdaSum: |/gloo/|nccl"
 )
@@ -212,9 +213,9 @@ _FRAME = re.compile(r'^\s*File ".*\n?', re.MULTILINE)
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether TensorFlow says that Horovod has failed, and not the program.
+    """Return whether an error of TensorFlow is a failure of Horovod, and not of the program.
 
-    Ranks that disagree are the program's fault: `tf.errors.InvalidArgumentError`.
+    Ranks that disagree are an error of the program: `tf.errors.InvalidArgumentError`.
     """
     if not isinstance(error, tf.errors.OpError):
         return False
@@ -224,14 +225,14 @@ def is_failure(error: Exception) -> bool:
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `func` as a function that goes on when ranks die, leave or come, as Horovod's.
+    """Return `func` as a function that continues when ranks fail, leave or join, as Horovod's.
 
-    After a failure the last commit is restored; when hosts only come or leave, nothing is
-    lost. Then Horovod starts again, all ranks synchronize the state, and `func` is called anew.
-    Functions that TensorFlow has traced are used again, whatever the number of ranks.
+    After a failure the last commit is restored; if hosts only join or leave, nothing is lost. Then
+    Horovod starts again, all ranks synchronize the state, and `func` is called again. Functions
+    that TensorFlow has traced are used again with any number of ranks.
 
     Args:
-        func: its first argument is the state, such as :class:`TensorFlowKerasState`.
+        func: a function whose first argument is the state, such as :class:`TensorFlowKerasState`.
 
     Example:
         >>> @hvd.elastic.run                                             # doctest: +SKIP

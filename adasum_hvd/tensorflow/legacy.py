@@ -19,9 +19,9 @@ Pair = tuple[Any, Any]  # a gradient, or None, and its variable
 
 
 class _Sums:
-    """Sums of gradients over the passes of a window, in variables of their own.
+    """Sums of gradients over the passes of a window, in separate variables.
 
-    Nothing clears them: the first pass of a window overwrites, so that no read can come late.
+    The first pass of a window overwrites them. Clearing them instead could come before a late read.
     """
 
     def __init__(self, passes: int, average: bool):
@@ -30,12 +30,12 @@ class _Sums:
         self._sums: dict[int, tf.Variable] = {}  # by variable
 
     def add(self, pairs: Sequence[Pair]) -> tuple[list[Pair], tf.Tensor]:
-        """Return the pairs with what has added up, and whether this pass is the last one.
+        """Return the pairs with sums of gradients, and whether this pass is the window's last.
 
         Raises:
             NotImplementedError: a reference variable, which a branch of a graph cannot change.
         """
-        self._make_room(pairs)
+        self._create_sums(pairs)
         assert self._count is not None
         count = tf.identity(self._count.assign_add(1))
         first = tf.equal(count % self.passes, 1)
@@ -53,18 +53,18 @@ class _Sums:
 
     @property
     def bytes(self) -> int:
-        """How much memory the sums take."""
+        """The memory of the sums."""
         sums = self._sums.values()
         return sum(total.shape.num_elements() * total.dtype.size for total in sums)
 
-    def _make_room(self, pairs: Sequence[Pair]) -> None:
+    def _create_sums(self, pairs: Sequence[Pair]) -> None:
         with tf.init_scope():
             if self._count is None:
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
             for gradient, variable in pairs:
                 if not hasattr(variable, "handle"):
                     raise NotImplementedError(
-                        "backward_passes_per_step: required resource variables, got the "
+                        "backward_passes_per_step: expected resource variables, but got the "
                         f"reference variable {variable.name}; pass use_resource=True"
                     )
                 if gradient is not None and id(variable) not in self._sums:
@@ -73,19 +73,19 @@ class _Sums:
 
 
 class _Legacy(tf.compat.v1.train.Optimizer):
-    """Mixed in front of the user's optimizer class."""
+    """A mixin before the user's optimizer class."""
 
     _adasum_options: Options
     _adasum_reduction: Reduction
     _adasum_sums: _Sums
-    _adasum_dtypes: set[tf.DType]  # of the variables that were reduced
+    _adasum_dtypes: set[tf.DType]  # of reduced variables
 
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
         return {"device": self._adasum_sums.bytes, "host": 0}
 
     def _chosen(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Return the pairs that a reduction is for, with what is to be reduced."""
+        """Return the pairs to reduce, each with the tensor to reduce."""
         if not must_reduce(self._adasum_options):
             return []
         chosen = [pair for pair in pairs if not is_marked_local(pair[1])]
@@ -94,9 +94,9 @@ class _Legacy(tf.compat.v1.train.Optimizer):
         self._adasum_dtypes |= {variable.dtype.base_dtype for variable in variables}
         if not self._adasum_reduction.agree(ready, variables).any_tensor:
             raise RuntimeError(
-                "DistributedOptimizer: required gradients to reduce over "
-                f"{self._adasum_options.process_set.size()} ranks, got none; the replicas "
-                "would drift apart"
+                "DistributedOptimizer: expected gradients to reduce over "
+                f"{self._adasum_options.process_set.size()} ranks, but got none, so the "
+                "replicas would diverge; compute the loss from the variables"
             )
         return list(zip(ready, variables, strict=True))
 
@@ -112,10 +112,10 @@ class _LegacyGradient(_Legacy):
     _adasum_last: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Pair]:
-        """As TensorFlow's, reduced over the ranks. Collective where it runs.
+        """As TensorFlow's, reduced over the ranks. Collective when it runs.
 
-        With `backward_passes_per_step`, what the last pass of a window returns is reduced, and
-        `apply_gradients` steps in that pass only.
+        With `backward_passes_per_step`, only the last pass of a window returns reduced gradients,
+        and `apply_gradients` steps in that pass only.
         """
         pairs = super().compute_gradients(*args, **kwargs)
         if self._adasum_sums.passes == 1:
@@ -153,8 +153,8 @@ class _LegacyGradient(_Legacy):
             return step(pairs, global_step, name)
         if self._adasum_last is None:
             raise RuntimeError(
-                "backward_passes_per_step: required gradients of compute_gradients(), got "
-                "others; call that, or minimize()"
+                "backward_passes_per_step: expected gradients of compute_gradients(), but got "
+                "others; call compute_gradients(), or minimize()"
             )
         last, self._adasum_last = self._adasum_last, None
         return tf.cond(last, lambda: tf.group(step(pairs, global_step, name)), tf.no_op)
@@ -166,7 +166,7 @@ class _LegacyDelta(_Legacy):
     def _ready(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> Sequence[Any]:
-        # A reference variable's value is its memory, which the step is about to change.
+        # A reference variable's value is its memory, which the step changes.
         return [
             None if gradient is None else tf.raw_ops.DeepCopy(x=wide(variable))
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -175,7 +175,7 @@ class _LegacyDelta(_Legacy):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """As TensorFlow's. Collective where it runs, in the last pass of a window."""
+        """As TensorFlow's. Collective when it runs, in the last pass of a window."""
         pairs, step = list(grads_and_vars), super().apply_gradients
         if self._adasum_sums.passes == 1:
             return self._apply(pairs, lambda: step(pairs, global_step, name))
@@ -189,7 +189,7 @@ class _LegacyDelta(_Legacy):
     def _apply(self, pairs: Sequence[Pair], local_step: Callable[[], Any]) -> Any:
         chosen = self._chosen(pairs)
         with tf.control_dependencies([s for s, _ in chosen if s is not None]):
-            # Without a gradient on this rank TensorFlow has no step to take.
+            # Without a gradient on this rank TensorFlow takes no step.
             some = any(gradient is not None for gradient, _ in pairs)
             step = local_step() if some or not chosen else None
         done = [] if step is None else [step]
@@ -216,15 +216,15 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
-    """Return `optimizer`'s slots and settings in an instance of the variant of the op.
+    """Return `optimizer`'s slots and settings in an instance of the op's variant.
 
     Raises:
-        NotImplementedError: local steps, which the Keras optimizers have; windows of passes in
-            an elastic job, where newcomers would begin in the middle of one.
+        NotImplementedError: local steps, which only Keras optimizers have; windows of passes in
+            an elastic job, because new ranks would start in the middle of one.
     """
     if options.local_steps != 1:
         raise NotImplementedError(
-            "local_steps: required 1 with a tf.compat.v1 optimizer, got "
+            "local_steps: expected 1 with a tf.compat.v1 optimizer, but got "
             f"{options.local_steps}; use a Keras optimizer"
         )
     passes = options.backward_passes_per_step
@@ -233,7 +233,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     mixin = _LegacyDelta if options.is_delta else _LegacyGradient
     name = f"Distributed{type(optimizer).__name__}"
     distributed = as_dynamic_subclass(optimizer, mixin, name)
-    distributed._optimizer = optimizer  # by Horovod's name for it
+    distributed._optimizer = optimizer  # Horovod's name for it
     distributed._adasum_options = options
     distributed._adasum_dtypes = set()
     distributed._adasum_sums = _Sums(passes, options.average_aggregated_gradients)

@@ -83,28 +83,26 @@ class DistributedGradReducer(GradReducer):
 class WrapCell(cells.WrapCell):
     """A distributed Keras optimizer that is called with a list of gradients.
 
-    Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are those of
-    `optimizer`, the `DistributedOptimizer` inside, to read and to set; give that one to
-    `model.compile`.
+    Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are read and set on
+    `optimizer`, the `DistributedOptimizer` inside. Pass that one to `model.compile`.
 
     Args:
         optimizer: a Keras 3 optimizer.
         variables: the variables that the gradients belong to, in the gradients' order;
             by default the model's, or those that the optimizer was built for.
-        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
+        relaxed: remove the constraints of MindSpore's cells: at least 16 ranks, a power of two,
             groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
         context: the parallel context to check; by default data parallel over all ranks.
         model: a Keras model, for its trainable variables.
-        gradient_group: a process set, this rank's group: gradients given to the cell are
-            averaged over it (summed with `gradients_mean=False`) before anything else, as
-            MindSpore's TrainOneStepCell does.
+        gradient_group: a process set, this rank's group. The cell first averages its gradients
+            over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
         allow_modes: as `DistributedOptimizer`'s.
 
     Raises:
-        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or no power of
-            two, other groups; in this order, and before the type of `optimizer` is looked at.
-            A tf.distribute strategy or keras.distribution on any rank.
-        TypeError: `optimizer` is no Keras optimizer.
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks, a number of ranks
+            that is not a power of two, or other groups; in this order, and before the type of
+            `optimizer` is checked. A tf.distribute strategy or keras.distribution on any rank.
+        TypeError: `optimizer` is not a Keras optimizer.
 
     Collective: every rank; blocks.
     """
@@ -144,17 +142,17 @@ class WrapCell(cells.WrapCell):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The variables that gradients are for, in the gradients' order.
+        """The variables of the gradients, in the same order.
 
         Raises:
-            ValueError: neither they nor a model were given, and the optimizer is not built.
+            ValueError: neither variables nor a model were given, and the optimizer is not built.
         """
         if self._variables is not None:
             return self._variables
         if not self.optimizer.built:
             raise ValueError(
-                f"{type(self).__name__}: required variables, got neither them nor a model, "
-                "and an optimizer that is not built; pass variables= or model="
+                f"{type(self).__name__}: expected variables or a model, but got neither, and the "
+                "optimizer is not built; pass variables= or model="
             )
         return tuple(self.optimizer._trainable_variables)
 
@@ -177,6 +175,6 @@ class AdaSumByGradWrapCell(WrapCell):
 
 
 class AdaSumByDeltaWeightWrapCell(WrapCell):
-    """Takes the optimizer's step, reduces the weights' change; returns the variables."""
+    """Takes the optimizer's step, reduces the change of weights, and returns the variables."""
 
     _op = ops.AdasumDelta

@@ -1,4 +1,4 @@
-"""`AdasumMonitor`: what AdaSum does in a run, for Keras and TF1 optimizers."""
+"""`AdasumMonitor`: statistics of AdaSum in a run, for Keras and TF1 optimizers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Channel:
 
 
 class AdasumMonitor:
-    """Records, every k steps and for each variable, what AdaSum finds and does.
+    """Records statistics of AdaSum for each variable, every k steps.
 
     A record is a dict: `step` (calls of :meth:`step`, or the number given there), `time` (seconds
-    since 1970), `ranks`, `joined` (how many vectors AdaSum joins: the ranks, or groups that
-    average or sum), and `tensors`. That has of each variable, by its path, what
-    :func:`adasum_hvd.monitor.statistics.statistics` computes: `cosine`, `orthogonality`, `gain`,
-    `lowest` and `highest`; None where a value is not finite. Variables without a gradient on any
+    since 1970), `ranks`, `joined` (the number of vectors that AdaSum combines: the ranks, or the
+    groups that average or sum), and `tensors`. `tensors` has for each variable, by its path, the
+    result of :func:`adasum_hvd.monitor.statistics.statistics`: `cosine`, `orthogonality`, `gain`,
+    `lowest` and `highest`; None if a value is not finite. Variables without a gradient on any
     rank are left out.
 
     Results of the reduction do not change by a bit. Under `fit` use
@@ -59,14 +59,14 @@ class AdasumMonitor:
         optimizer: from `DistributedOptimizer` with an AdaSum op, of Keras or
             `tf.compat.v1.train` (executed eagerly or in a `tf.function`, not in a TF1 session).
         every: steps between two records.
-        to: where records go, on the first rank of the process set: paths that end in `.jsonl`,
-            other paths (folders for TensorBoard), functions of a record; or one of these.
+        to: the sinks, on the first rank of the process set: paths that end in `.jsonl`, other
+            paths (folders for TensorBoard), functions of a record; or one of these.
 
     Raises:
         TypeError: another optimizer, or something else in `to`.
-        ValueError: an optimizer with another op; `every` is no integer of at least 1; a file that
-            cannot be written; TensorBoard is not installed. On every rank.
-        RuntimeError: `ADASUM_HVD_OP=off`: Horovod's own op tells nothing.
+        ValueError: an optimizer with another op; `every` is not an integer of at least 1; a file
+            that cannot be written; TensorBoard is not installed. On every rank.
+        RuntimeError: `ADASUM_HVD_OP=off`, because Horovod's own op has no statistics.
         NotImplementedError: an elastic job.
 
     Collective: every rank of the process set; blocks.
@@ -88,12 +88,12 @@ class AdasumMonitor:
             self._monitor = Monitor(every, to, _Channel(process_set))
 
     def step(self, number: int | None = None) -> None:
-        """Note that a step has been taken; outside a `tf.function`.
+        """Count a step; call it outside a `tf.function`.
 
         Collective, and blocks on the steps that are recorded.
 
         Args:
-            number: of the step, for the record; by default it counts.
+            number: the step's number, for the record; by default the number of calls.
         """
         if self._monitor is not None:
             self._monitor.after_step(lambda: self._reduction.entries, number)
@@ -112,6 +112,6 @@ def _reduction_of(optimizer: Any) -> tuple[Options, Reduction]:
         state = inner(optimizer)._adasum
         return state.options, state.reduction
     raise TypeError(
-        "AdasumMonitor: required an optimizer from DistributedOptimizer, got "
+        "AdasumMonitor: expected an optimizer from DistributedOptimizer, but got "
         f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     )

@@ -1,9 +1,8 @@
 """AdaSum as a Horovod reduction of TensorFlow tensors, eagerly and in `tf.function`.
 
-With `named.py` the only file that calls Horovod's TensorFlow operations directly: Horovod's own
-Python refuses AdaSum on sizes that are no power of two and on process sets, which our op
-handles. It relies on `mpi_ops._allreduce`, as it is in Horovod 0.28.1
-(tests/unit/test_tensorflow_internals.py).
+This file and `named.py` call Horovod's TensorFlow operations directly, because Horovod's Python
+refuses AdaSum on process sets and on numbers of ranks that are not a power of two. It relies on
+`mpi_ops._allreduce`, as it is in Horovod 0.28.1 (tests/unit/test_tensorflow_internals.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as horovods
+import horovod.tensorflow as horovod_tf
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
@@ -37,10 +36,10 @@ def init(
 ) -> None:
     """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
 
-    It runs no TensorFlow operation, so that devices can still be chosen by `local_rank()`
-    afterwards. The first AdaSum compares the ranks' settings. Where horovodrun and MPI have not
-    started the ranks, the variables of torchrun, Slurm, mpirun or a Kubernetes Job say who they
-    are: docs/clusters.md.
+    It runs no TensorFlow operation, so devices can still be chosen by `local_rank()` afterwards.
+    The first AdaSum compares the ranks' settings. If neither horovodrun nor MPI started the ranks,
+    the variables of torchrun, Slurm, mpirun or a Kubernetes Job give their numbers:
+    docs/clusters.md.
 
     Args:
         *args: as `horovod.tensorflow.init`.
@@ -49,7 +48,7 @@ def init(
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message holds the command. Or the
+        RuntimeError: the installed Horovod lacks the op; the message names the command. Or the
             variables of a launcher are missing or contradict one another.
         ValueError: a setting is invalid.
 
@@ -65,7 +64,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Args:
         *args: as `mpi_ops.init`.
-        again: with the ranks that an elastic job has now.
+        again: with the current ranks of an elastic job.
         **kwargs: as `mpi_ops.init`.
 
     Raises:
@@ -81,7 +80,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
 
 def agree() -> None:
-    """Check that all ranks work with the same settings. Collective; blocks.
+    """Check that all ranks have the same settings. Collective; blocks.
 
     Raises:
         ValueError: they differ; on every rank.
@@ -110,16 +109,19 @@ def _reduction(
 
 
 def refuse_xla(what: str) -> None:
-    """Raise where a reduction would be traced into a function that XLA compiles.
+    """Raise if a reduction is traced into a function that XLA compiles.
+
+    Args:
+        what: the caller's name, for the message.
 
     Raises:
-        NotImplementedError: so it would; nothing has been sent yet.
+        NotImplementedError: XLA compiles the function; nothing has been sent.
     """
     if tf.executing_eagerly():
         return
     if control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()):
         raise NotImplementedError(
-            f"{what}: required a function that XLA does not compile, got jit_compile=True "
+            f"{what}: expected a function that XLA does not compile, but got jit_compile=True "
             '(Keras\'s "auto" means True where a GPU is visible); pass jit_compile=False to '
             "compile(jit_compile=False) or tf.function, or use "
             "adasum_hvd.tensorflow.keras.compile(model, ...)"
@@ -127,16 +129,16 @@ def refuse_xla(what: str) -> None:
 
 
 def refuse_sparse(tensor: Any, what: str) -> None:
-    """Raise SparseAdasumError for `tf.IndexedSlices`, which no reduction here takes."""
+    """Raise SparseAdasumError for `tf.IndexedSlices`, which AdaSum cannot reduce."""
     if isinstance(tensor, tf.IndexedSlices):
         raise ops.SparseAdasumError(
-            f"{what}: required a dense tensor, got tf.IndexedSlices of shape "
+            f"{what}: expected a dense tensor, but got tf.IndexedSlices of shape "
             f"{tensor.shape}; pass sparse_as_dense=True, or use tf.convert_to_tensor"
         )
 
 
 def wire_dtype(dtype: Any, compression: Any = Compression.none) -> tf.DType:
-    """Return the dtype in which a tensor of `dtype` travels."""
+    """Return the dtype on the wire for a tensor of `dtype`."""
     dtype = tf.as_dtype(dtype)
     if compression is Compression.fp16 and dtype.is_floating:
         return tf.float16
@@ -166,7 +168,7 @@ def allreduce(
     """Return `tensor` reduced over the ranks; differentiable, eagerly and in `tf.function`.
 
     Args:
-        tensor: float16, float32, float64 or bfloat16 (which travels as float32), any shape.
+        tensor: float16, float32, float64 or bfloat16 (float32 on the wire), any shape.
         average: deprecated, as Horovod's.
         device_dense: as Horovod's.
         device_sparse: as Horovod's.
@@ -174,8 +176,8 @@ def allreduce(
         op: a reduction or its name; AdaSum works for any number of ranks. Default Average.
         prescale_factor: multiplies the input.
         postscale_factor: multiplies the result. AdaSum applies both factors once, in float64.
-        name: the tensor's name, the same on all ranks; needed in graphs that differ.
-        process_set: the ranks that take part.
+        name: the tensor's name, the same on all ranks; needed if the ranks' graphs differ.
+        process_set: the ranks that reduce.
         ignore_name_scope: as Horovod's.
 
     Raises:
@@ -191,7 +193,7 @@ def allreduce(
     reduction = _reduction(op, average)
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if not ops.is_adasum(reduction):
-        return horovods.allreduce(
+        return horovod_tf.allreduce(
             tensor, None, device_dense, device_sparse, compression, int(reduction),
             name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
             **factors,
@@ -228,7 +230,7 @@ def grouped_allreduce(
     """Return the tensors reduced over the ranks, each with coefficients of its own.
 
     Arguments and errors as :func:`allreduce`. For AdaSum the dtypes may differ; tensors of one
-    dtype travel together. An empty list, which must be empty on all ranks, sends nothing.
+    dtype share a message. An empty list must be empty on all ranks, and sends nothing.
     """
     refuse_xla("grouped_allreduce")
     reduction = _reduction(op, average)
@@ -236,7 +238,7 @@ def grouped_allreduce(
         return []
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if not ops.is_adasum(reduction):
-        return horovods.grouped_allreduce(
+        return horovod_tf.grouped_allreduce(
             tensors, None, device_dense, device_sparse, compression, int(reduction),
             name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
             **factors,

@@ -1,4 +1,4 @@
-"""Are all ranks still the same model?"""
+"""Comparison of the ranks' models, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def check_replicas(
 ) -> bool:
     """Compare weights and optimizer state over the ranks, bit for bit. Not in `tf.function`.
 
-    Statistics of batch normalization are weights that each rank has by its own data: mark
-    them with `mark_worker_local`, or average them first.
+    Statistics of batch normalization are weights that depend on each rank's data. Mark them with
+    `mark_worker_local`, or average them first.
 
     Args:
         model: a Keras model or layer, or any `tf.Module`. Worker-local variables are left out.
         optimizer: a Keras optimizer; its variables too, except for the delta variant, where
             they differ.
-        every: do it on every k-th call for this model only, and return at once otherwise.
+        every: compare on every k-th call for this model only.
         process_set: the ranks to compare.
 
     Returns:
-        True when a comparison was made, False when this call was left out.
+        True if this call compared, False if it did not.
 
     Raises:
-        ValueError: `every` is no integer of at least 1.
-        TypeError: `model` holds no variables by either name.
+        ValueError: `every` is not an integer of at least 1.
+        TypeError: `model` has neither `weights` nor `variables`.
         ReplicaMismatch: on every rank; names the first variable that differs and the ranks.
 
     Collective: every rank of `process_set`; blocks when it compares.
@@ -65,7 +65,7 @@ def check_replicas(
     weights = getattr(model, "weights", getattr(model, "variables", None))
     if weights is None:
         raise TypeError(
-            f"check_replicas: required a model, got {type(model).__name__}; pass a Keras model "
+            f"check_replicas: expected a model, but got {type(model).__name__}; pass a Keras model "
             "or a tf.Module"
         )
     if not is_due(model, every):
@@ -76,7 +76,7 @@ def check_replicas(
     theirs = allgather_object(
         mine, name="adasum.check_replicas", process_set=process_set
     )
-    # Keras counts up the names of models: two ranks' may differ where their values do not.
+    # Keras numbers the names of models, so two ranks' names may differ.
     named = [
         [(mine[index][0] if index < len(mine) else name, digest)
          for index, (name, digest) in enumerate(digests)]

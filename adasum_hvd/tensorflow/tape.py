@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as horovods
+import horovod.tensorflow as horovod_tf
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
@@ -25,7 +25,7 @@ from adasum_hvd.tensorflow.horovod_arguments import (
 from adasum_hvd.tensorflow.reduction import Reduction, is_alone
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 
-# A tape lives for one step: what the ranks have compared must outlive it.
+# A tape lives for one step, but the result of the ranks' comparison must be kept.
 _reductions: dict[Hashable, Reduction] = {}
 
 
@@ -43,15 +43,15 @@ def _reduction_of(options: Options) -> Reduction:
 
 
 class _Tape(tf.GradientTape):
-    """Mixed in front of the user's tape class."""
+    """A mixin before the user's tape class."""
 
     _adasum_options: Options
     _adasum_local: set[int]
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradient of `source` as it is on this rank.
+        """Do not reduce the gradient of `source`.
 
-        Horovod's tape divides it by the number of ranks, unless told not to.
+        Horovod's tape divides it by the number of ranks by default; this one does not.
         """
         self._adasum_local.add(id(source))
 
@@ -59,8 +59,8 @@ class _Tape(tf.GradientTape):
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As TensorFlow's, reduced over the ranks. Collective; blocks (eagerly).
 
-        A rank whose gradient is None takes part with zeros where another one has a gradient;
-        in a `tf.function` that is an error, see `unconnected_gradients`.
+        If a rank's gradient is None and another rank has one, the first contributes zeros. In a
+        `tf.function` that is an error, see `unconnected_gradients`.
 
         Raises:
             ValueError: a sparse gradient for AdaSum without `sparse_as_dense`; the ranks'
@@ -74,7 +74,7 @@ class _Tape(tf.GradientTape):
         if is_alone(options.process_set):
             return gradients
         flat, sources = tf.nest.flatten(gradients), tf.nest.flatten(sources)
-        # Those without a gradient, too: another rank may have one.
+        # Also sources without a gradient, because another rank may have one.
         places = [
             place
             for place, source in enumerate(sources)
@@ -104,13 +104,13 @@ def DistributedGradientTape(
     """Return a tape whose `gradient()` is reduced over the ranks.
 
     Args:
-        gradtape: a tape that has recorded, or is about to.
+        gradtape: a tape, before or after it has recorded.
         device_dense: without effect, for Horovod's scripts, like `device_sparse` and
-            `scale_local_gradients`: setting one warns and says why.
+            `scale_local_gradients`: setting one warns with the reason.
         device_sparse: see `device_dense`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
-            and `Sum` gather the rows that any rank has, and others are an error.
+            and `Sum` gather the rows of all ranks, and other ops raise an error.
         op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
         gradient_predivide_factor: as Horovod's, with `Average` only.
         num_groups: deprecated form of `groups`.
@@ -118,13 +118,14 @@ def DistributedGradientTape(
             of sources that share one.
         process_set: the ranks that reduce; others keep their own gradients.
         scale_local_gradients: see `device_dense`; Horovod divides worker-local gradients by
-            the number of ranks unless told not to, here they stay as they are.
+            the number of ranks by default, here they are not changed.
 
     Returns:
         An instance of a subclass of `type(gradtape)`.
 
     Raises:
-        ValueError: bad arguments; `AdasumDelta`, because a tape sees no weight changes.
+        ValueError: bad arguments; a process set that is not registered; `AdasumDelta`, because a
+            tape has no weight changes.
         NotImplementedError: a process set in an elastic job.
 
     Example:
@@ -142,7 +143,7 @@ def DistributedGradientTape(
     reduction = ops.parse(op)
     if reduction is ops.AdasumDelta:
         raise ValueError(
-            "DistributedGradientTape: required a reduction of gradients, got AdasumDelta, "
+            "DistributedGradientTape: expected a reduction of gradients, but got AdasumDelta, "
             "which reduces weight changes; use DistributedOptimizer(op=AdasumDelta)"
         )
     options = Options(
@@ -161,7 +162,7 @@ def DistributedGradientTape(
     return tape
 
 
-@with_signature_of(horovods.PartialDistributedGradientTape)
+@with_signature_of(horovod_tf.PartialDistributedGradientTape)
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 ) -> Any:
@@ -169,15 +170,15 @@ def PartialDistributedGradientTape(
 
     Args:
         gradtape: as :func:`DistributedGradientTape`.
-        *args: by position in Horovod's order, which has `local_layers` behind `process_set`.
+        *args: by position in Horovod's order, which has `local_layers` after `process_set`.
         **kwargs: as :func:`DistributedGradientTape`, and `local_layers`: a Keras layer or
-            several, whose gradients stay as they are.
+            several, whose gradients are not reduced.
 
     Raises:
         TypeError: too many arguments.
         ValueError: as :func:`DistributedGradientTape`.
     """
-    given = by_name(horovods.PartialDistributedGradientTape, args, kwargs)
+    given = by_name(horovod_tf.PartialDistributedGradientTape, args, kwargs)
     local = weights_of(given.pop("local_layers", None))
     tape = DistributedGradientTape(gradtape, **given)
     for variable in local:

@@ -80,6 +80,6 @@ def test_h5_files_do_not_resume(tmp_path, saved, distributed):
 def test_with_the_project_but_no_horovod(saved):
     path, _ = saved
     hvd.shutdown()
-    with pytest.warns(UserWarning, match="what was loaded is a plain optimizer"):
+    with pytest.warns(UserWarning, match="a plain optimizer was loaded"):
         loaded = keras.models.load_model(path)
     assert type(loaded.optimizer) is keras.optimizers.SGD

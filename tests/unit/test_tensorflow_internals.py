@@ -86,7 +86,9 @@ def test_arguments_in_horovods_order_become_named_ones():
         count = len(order)
         with pytest.raises(TypeError, match=rf"{function.__name__}: .* most {count} "):
             by_name(function, range(count + 1), {})
-        with pytest.raises(TypeError, match=f"required {order[1]} once, got it twice"):
+        with pytest.raises(
+            TypeError, match=f"expected {order[1]} once, but got it twice"
+        ):
             by_name(function, args, {order[1]: "again"})
 
 

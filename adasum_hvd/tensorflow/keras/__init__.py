@@ -24,7 +24,7 @@ from adasum_hvd.tensorflow.mindspore import (
     AdaSumByGradWrapCell,
 )
 
-# Behind the star, which brings the one without Keras.
+# After the star import, which has the module without Keras.
 import adasum_hvd.tensorflow.keras.elastic as elastic  # type: ignore[no-redef]  # isort: skip
 
 __all__ = [

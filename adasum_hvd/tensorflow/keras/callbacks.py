@@ -39,20 +39,20 @@ __all__ = [
 
 
 def _has_windows(optimizer: Any) -> bool:
-    """Return whether several local steps go between two reductions."""
+    """Return whether there are several local steps between two reductions."""
     optimizer = inner(optimizer)
     return is_distributed(optimizer) and optimizer._adasum.starts.length > 1
 
 
 class AdasumMonitorCallback(keras.callbacks.Callback):
-    """Records what AdaSum finds and does in `fit`: `adasum_hvd.tensorflow.AdasumMonitor`.
+    """Records statistics of AdaSum in `fit`, as `adasum_hvd.tensorflow.AdasumMonitor`.
 
-    With `steps_per_execution` a batch here is so many steps, of which one is looked at.
+    With `steps_per_execution` a batch here is that number of steps, and one of them is recorded.
 
     Args:
         every: batches between two records, whose `step` is the optimizer's `iterations`.
-        to: where records go, on the first rank: paths that end in `.jsonl`, other paths (folders
-            for TensorBoard), functions of a record; or one of these.
+        to: the sinks, on the first rank: paths that end in `.jsonl`, other paths (folders for
+            TensorBoard), functions of a record; or one of these.
 
     Raises:
         TypeError, ValueError, RuntimeError, NotImplementedError: in `fit`, as `AdasumMonitor`.
@@ -69,11 +69,11 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
         self._monitor: AdasumMonitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin. Collective; blocks."""
+        """Create the monitor. Collective; blocks."""
         self._monitor = AdasumMonitor(self.model.optimizer, self._every, self._to)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the step; collective and blocks where it is recorded."""
+        """Count the step; collective and blocking if it is recorded."""
         if self._monitor is not None:
             self._monitor.step(int(self.model.optimizer.iterations))
 
@@ -87,21 +87,21 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state, and checks the first step.
 
-    It broadcasts before the first batch, or after it when the model is not built before on
-    every rank. Random seeds stay different. After the next batch, and again at the end of the
-    first epoch, it compares the trainable weights over the ranks, because a job whose steps
-    reduce nothing looks healthy otherwise.
+    It broadcasts before the first batch, or after it if the model is not yet built on every rank.
+    Sums of gradients and random seeds stay each rank's own. After the next batch, and at the end
+    of the first epoch, it compares the trainable weights over the ranks. Otherwise nothing would
+    show that the steps of a job reduce nothing.
 
     Args:
-        root_rank: the rank whose values count.
-        device: without effect, for Horovod's scripts: setting it warns and says why.
-        local_variables: a variable or several that each rank keeps and updates by itself; they
+        root_rank: the rank that sends its values.
+        device: without effect, for Horovod's scripts: setting it warns with the reason.
+        local_variables: one or several variables that each rank keeps and updates itself; they
             are marked as by `mark_worker_local`.
         process_set: the ranks that train together.
 
     Raises:
-        TypeError: `local_variables` holds something else.
-        NotImplementedError: the job is elastic, where newcomers only would broadcast.
+        TypeError: `local_variables` has an element that is not a variable.
+        NotImplementedError: the job is elastic, because only new ranks would broadcast.
     """
 
     def __init__(
@@ -115,29 +115,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         warn_without_effect("BroadcastGlobalVariablesCallback", device=device)
         if is_elastic():
             raise NotImplementedError(
-                "BroadcastGlobalVariablesCallback: required a job with a fixed number of ranks, "
-                "got an elastic one, where only those that come would broadcast; leave it out, "
-                "the elastic state gives them everything"
+                "BroadcastGlobalVariablesCallback: expected a job with a fixed number of ranks, "
+                "but got an elastic one, in which only new ranks would broadcast; remove the "
+                "callback, because the elastic state sends them everything"
             )
         super().__init__()
         if local_variables is not None:
             one = hasattr(local_variables, "shape")  # TensorFlow's are iterable, too
             mark_worker_local(*([local_variables] if one else local_variables))
         self._root_rank, self._process_set = root_rank, process_set
-        self._of: Any = None
-        self._begin_anew()
+        self._model_and_optimizer: Any = (None, None)
+        self._reset()
 
     def set_model(self, model: Any) -> None:
-        """Begin anew with another model or optimizer; a further `fit` of both goes on."""
-        of = model, model.optimizer  # another one by a second compile
-        if self._of is None or any(
-            a is not b for a, b in zip(of, self._of, strict=True)
-        ):
-            self._of = of
-            self._begin_anew()
+        """Start again with another model or optimizer; a second `fit` of both continues."""
+        current = model, model.optimizer  # a second compile sets another optimizer
+        before = self._model_and_optimizer
+        if any(a is not b for a, b in zip(current, before, strict=True)):
+            self._model_and_optimizer = current
+            self._reset()
         super().set_model(model)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._broadcast_done = self._checked = self._epoch_checked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -149,12 +148,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if type(inner(optimizer)).__module__.startswith("horovod."):
             raise RuntimeError(
-                "fit: required an optimizer that reduces, got horovod.tensorflow.keras's "
+                "fit: expected an optimizer that reduces, but got horovod.tensorflow.keras's "
                 "DistributedOptimizer, which reduces nothing under Keras 3; use "
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer"
             )
         if not self._process_set.included():
-            # It trains on its own.
+            # This rank trains alone.
             self._broadcast_done = self._checked = self._epoch_checked = True
         if not self._broadcast_done and self._built_everywhere():
             if not optimizer.built:
@@ -171,7 +170,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast if that is still to do, or else check the first step.
+        """Broadcast if that was not possible before, otherwise check the first step.
 
         Raises:
             RuntimeError: the step made the replicas differ; on every rank.
@@ -183,7 +182,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._check_replicas()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check once more: the first batch may have been accumulated, or skipped.
+        """Check again, because the first batch may have been accumulated or skipped.
 
         Raises:
             RuntimeError: the replicas differ; on every rank.
@@ -232,25 +231,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
         if len(set(everyone)) > 1:
             raise RuntimeError(
-                f"fit: required first steps that leave {len(everyone)} equal replicas, got "
+                f"fit: expected first steps that leave {len(everyone)} equal replicas, but got "
                 "weights that differ; compile the model with "
-                "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark what "
-                "must differ with mark_worker_local()"
+                "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark weights "
+                "that must differ with mark_worker_local()"
             )
 
 
 class CheckReplicasCallback(keras.callbacks.Callback):
     """Compares the ranks' models every k batches, and at the end of training.
 
-    It compares what :func:`adasum_hvd.tensorflow.check_replicas` does, optimizer included. With
-    local steps, between whose reductions the ranks' weights differ, it compares nothing.
+    It compares as :func:`adasum_hvd.tensorflow.check_replicas` does, with the optimizer. With
+    `local_steps > 1` it compares nothing, because the ranks' weights differ between reductions.
 
     Args:
         every: batches from one comparison to the next.
         process_set: the ranks that train together.
 
     Raises:
-        ValueError: `every` is no integer of at least 1.
+        ValueError: `every` is not an integer of at least 1.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class CheckReplicasCallback(keras.callbacks.Callback):
         self._every, self._process_set, self._batches = every, process_set, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Compare if it is time to. Collective.
+        """Compare if it is due. Collective.
 
         Raises:
             ReplicaMismatch: the replicas differ; on every rank.
@@ -293,7 +292,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     A metric with a value per class (`F1Score()`) is averaged element by element.
 
     Args:
-        device: without effect, for Horovod's scripts: setting it warns and says why.
+        device: without effect, for Horovod's scripts: setting it warns with the reason.
         process_set: the ranks that train together.
     """
 
@@ -311,8 +310,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Replace each value in `logs`. Collective; does nothing outside the process set.
 
         Raises:
-            ValueError: the ranks have different metrics, or one of another shape; on every rank.
-            TypeError: a metric that is no number and no array.
+            ValueError: the ranks have different metrics or shapes; on every rank.
+            TypeError: a metric that is neither a number nor an array.
         """
         if not self._process_set.included():
             return
@@ -325,9 +324,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for rank, theirs in enumerate(kinds):
             if theirs != kinds[0]:
                 raise ValueError(
-                    "MetricAverageCallback: required the same metrics on all ranks, got shapes "
+                    "MetricAverageCallback: expected the same metrics on all ranks, but got shapes "
                     f"{theirs} on rank {rank} and {kinds[0]} on rank 0 "
-                    f"(this is rank {mpi_ops.rank()})"
+                    f"(this is rank {mpi_ops.rank()}); compile the same metrics on all ranks"
                 )
         for name, value in mine.items():
             mean = sum(theirs[name] for theirs in everyone) / len(everyone)
@@ -339,15 +338,15 @@ def _numbers(name: str, value: Any) -> np.ndarray:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"MetricAverageCallback: required numbers or arrays of them, got {value!r} for "
-            f"{name}; leave that metric out, or let it return numbers"
+            f"MetricAverageCallback: expected numbers or arrays of them, but got {value!r} for "
+            f"{name}; remove that metric, or let it return numbers"
         ) from error
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's `ModelCheckpoint` that saves the best model, on rank 0 only.
 
-    Put it behind `MetricAverageCallback`, so that the best is the best of all ranks.
+    Put it after `MetricAverageCallback`, so that it compares the average of all ranks.
 
     Args:
         filepath: as Keras's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow as horovods
+import horovod.tensorflow as horovod_tf
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression
 
@@ -31,14 +31,14 @@ def allreduce(
     """Return `value` reduced over the ranks.
 
     Args:
-        value: a tensor, or what becomes one.
-        name: as :func:`adasum_hvd.tensorflow.ops.allreduce`, like all that follow.
+        value: a tensor, or a value that converts to one.
+        name: as :func:`adasum_hvd.tensorflow.ops.allreduce`, like all the next arguments.
         average: deprecated.
         prescale_factor: multiplies the input.
         postscale_factor: multiplies the result.
         op: a reduction or its name; default Average.
         compression: as Horovod's.
-        **kwargs: the others of that function, such as `process_set`.
+        **kwargs: other arguments of that function, such as `process_set`.
 
     Raises:
         ValueError: as that function's.
@@ -53,10 +53,10 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
-    """Return all ranks' values, one behind the other along the first dimension.
+    """Return all ranks' values, one after the other along the first dimension.
 
     Args:
-        value: a tensor, or what becomes one; ranks differ in the first dimension only.
+        value: a tensor, or a value that converts to one; ranks differ in the first dimension only.
         name: as `horovod.tensorflow.allgather`.
         **kwargs: as `horovod.tensorflow.allgather`.
 
@@ -65,7 +65,7 @@ def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
 
     Collective: every rank of the process set; blocks (eagerly).
     """
-    return horovods.allgather(_tensor(value), name, **kwargs)
+    return horovod_tf.allgather(_tensor(value), name, **kwargs)
 
 
 def broadcast(
@@ -74,8 +74,8 @@ def broadcast(
     """Return the root's value.
 
     Args:
-        value: a tensor, or what becomes one, of one shape and dtype on all ranks.
-        root_rank: the rank, in the job, whose value counts.
+        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
+        root_rank: the rank, in the job, that sends its value.
         name: as `horovod.tensorflow.broadcast`.
         **kwargs: as `horovod.tensorflow.broadcast`.
 
@@ -84,7 +84,7 @@ def broadcast(
 
     Collective: every rank of the process set; blocks (eagerly).
     """
-    return horovods.broadcast(_tensor(value), root_rank, name, **kwargs)
+    return horovod_tf.broadcast(_tensor(value), root_rank, name, **kwargs)
 
 
 def reducescatter(
@@ -93,7 +93,7 @@ def reducescatter(
     """Return this rank's share, along the first dimension, of the reduced value.
 
     Args:
-        value: a tensor, or what becomes one, of one shape and dtype on all ranks.
+        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
         name: as `horovod.tensorflow.reducescatter`.
         op: `Average` or `Sum`, or the name of one.
         **kwargs: as `horovod.tensorflow.reducescatter`.
@@ -107,8 +107,8 @@ def reducescatter(
     reduction = ops.parse(op)
     if reduction not in (ops.Average, ops.Sum):
         raise ValueError(
-            f"reducescatter: op: required average or sum, got {reduction.name}"
+            f"reducescatter: op: expected average or sum, but got {reduction.name}"
         )
-    return horovods.reducescatter(
+    return horovod_tf.reducescatter(
         _tensor(value), op=int(reduction), name=name, **kwargs
     )

@@ -1,7 +1,7 @@
 """Elastic training of Keras models: the state, and callbacks that keep it up to date.
 
-Horovod's names and calls. Its callbacks shorten an epoch by changing what Keras tells them of it,
-which Keras 3 does not look at.
+Names and calls are Horovod's. Its callbacks shorten an epoch by changing `params`, which Keras 3
+ignores.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -45,8 +45,8 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits after every so many batches, and at the end of every epoch; put it last.
 
     Args:
-        state: what is committed.
-        batches_per_commit: how many batches a failure may cost.
+        state: the state to commit.
+        batches_per_commit: number of batches that a failure may lose.
     """
 
     def __init__(self, state: SharedState, batches_per_commit: int = 1):
@@ -55,11 +55,11 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count anew, as all ranks do that come together here."""
+        """Start a new count, as all ranks do here."""
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit where it is time to. Behind the last batch the epoch's end does."""
+        """Commit if it is due; after the last batch `on_epoch_end` commits."""
         self.batches_remaining -= 1
         last = batch + 1 == (self.params or {}).get("steps")
         if self.batches_remaining <= 0 and not (last or self.model.stop_training):
@@ -75,10 +75,10 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Counts in `state.batch` the batches of an epoch that are done.
+    """Counts the finished batches of an epoch in `state.batch`.
 
-    Where Keras knows how many batches an epoch has, the first epoch of a `fit` is shortened by
-    those that were done before; put it before callbacks that stop the training.
+    If Keras knows the number of batches in an epoch, the first epoch of a `fit` is shortened by the
+    batches that were finished before. Put it before callbacks that stop the training.
 
     Args:
         state: has an attribute `batch`.
@@ -91,7 +91,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._ends_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note where the epoch goes on."""
+        """Record where the epoch continues."""
         self._done_before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -99,18 +99,18 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = self._done_before + batch + 1
         steps = (self.params or {}).get("steps")
         if self._done_before and steps and self.state.batch >= steps:
-            # The one way to end an epoch early; the next one begins as if nothing had been.
+            # The only way to end an epoch early; `on_epoch_end` resets it.
             self.model.stop_training = self._ends_epoch = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Begin anew."""
+        """Reset the count."""
         self.state.batch = 0
         if self._ends_epoch:
             self.model.stop_training = self._ends_epoch = False
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Counts in `state.epoch` the epochs that are done, in this `fit` and before.
+    """Counts finished epochs in `state.epoch`, in this `fit` and before.
 
     Args:
         state: has an attribute `epoch`.

@@ -20,15 +20,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Multiplies the learning rate, per epoch or per batch.
 
     Args:
-        initial_lr: the rate that is multiplied.
-        multiplier: a function of the epoch (a fraction of one, without `staircase`), or a
-            base whose power is taken per epoch since `start_epoch`.
-        start_epoch: the first epoch in which to act.
-        end_epoch: the first epoch in which not to act any more.
-        staircase: act at the first batch of an epoch only.
-        momentum_correction: when the rate changes by a factor, so do SGD's velocities, which
-            hold the old rate (Goyal et al., arXiv 1706.02677, section 3).
-        steps_per_epoch: batches in an epoch; found out by itself where Keras knows.
+        initial_lr: the rate to multiply.
+        multiplier: a function of the epoch (fractional without `staircase`), or a base whose
+            exponent is the number of epochs since `start_epoch`.
+        start_epoch: the first epoch with an effect.
+        end_epoch: the first epoch without an effect again.
+        staircase: change the rate at the first batch of an epoch only.
+        momentum_correction: multiply SGD's velocities, which contain the old rate, by the same
+            factor as the rate (Goyal et al., arXiv 1706.02677, section 3).
+        steps_per_epoch: batches in an epoch; needed only if Keras does not know it.
     """
 
     def __init__(
@@ -54,29 +54,29 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many batches an epoch of this `fit` has.
+        """Get the number of batches in an epoch of this `fit`.
 
         Raises:
-            ValueError: Keras does not know, and `steps_per_epoch` was not given; or the
+            ValueError: Keras does not know it, and `steps_per_epoch` was not given; or the
                 optimizer's learning rate cannot be set.
         """
         rate = inner(self.model.optimizer)._learning_rate
         if not hasattr(rate, "assign"):
             raise ValueError(
-                f"{type(self).__name__}: required an optimizer with a number as learning rate, "
-                f"got {type(rate).__name__}; leave out this callback, or give the optimizer a "
-                "number and the schedule to LearningRateScheduleCallback(multiplier=...)"
+                f"{type(self).__name__}: expected an optimizer with a number as learning rate, "
+                f"but got {type(rate).__name__}; remove this callback, or pass a number to the "
+                "optimizer and the schedule to LearningRateScheduleCallback(multiplier=...)"
             )
         steps = self._given_steps or (self.params or {}).get("steps")
         if not steps and not self._staircase:
             raise ValueError(
-                f"{type(self).__name__}: required steps_per_epoch for data of unknown length, "
-                "got none"
+                f"{type(self).__name__}: expected steps_per_epoch for data of unknown length, "
+                "but got none; pass steps_per_epoch="
             )
         self._steps_per_epoch = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Record the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -106,10 +106,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate after warm-up: see `adasum_lr`.
-        warmup_epochs: how long it takes.
+        warmup_epochs: length of the warm-up.
         momentum_correction: as the schedule's.
         steps_per_epoch: as the schedule's.
-        verbose: print a line on rank 0 at the end.
+        verbose: log a line on rank 0 at the end.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Log the learning rate, and say when warm-up is over."""
+        """Log the learning rate, and the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 == self._end:
             rate = float(inner(self.model.optimizer).learning_rate)

@@ -27,10 +27,10 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         optimizer: a Keras 3 optimizer.
-        *args: by position in the order of `horovod.tensorflow.keras`, which is another one
-            than `horovod.tensorflow`'s.
+        *args: by position in the order of `horovod.tensorflow.keras`, which differs from
+            `horovod.tensorflow`'s.
         **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, which
-            explains all of them.
+            documents them.
 
     Raises:
         TypeError: too many arguments, or as that function's.
@@ -43,7 +43,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return an optimizer that reduces for all variables but those of `local_layers`.
+    """Return an optimizer that reduces all variables but those of `local_layers`.
 
     Their variables are marked as by `mark_worker_local`: each rank updates its own.
 
@@ -54,8 +54,8 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> An
             `local_layers`: a built Keras layer or several.
 
     Raises:
-        ValueError: `local_layers` holds something else, or a layer that has no variables yet;
-            or as that function's, with its other errors.
+        ValueError: `local_layers` has an element that is not a layer, or a layer without
+            variables; or as that function's, with its other errors.
     """
     given = by_name(horovod.keras.PartialDistributedOptimizer, args, kwargs)
     local = weights_of(given.pop("local_layers", None), built=True)
@@ -67,13 +67,13 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> An
 def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
     """Call `model.compile(*args, **kwargs)` so that its optimizers can reduce.
 
-    XLA is off (Keras turns it on by itself where a GPU is visible), and under mixed_float16 the
-    loss scale goes inside the distributed optimizer, so that all ranks skip the same steps;
-    `model.optimizer` is then the one to ask. That is so for the argument `optimizer`; a model
-    whose own `compile` takes others scales its losses by itself.
+    It turns XLA off, which Keras turns on if a GPU is visible. Under mixed_float16 it puts the loss
+    scale inside the distributed optimizer, so that all ranks skip the same steps; use
+    `model.optimizer` then. This applies to the argument `optimizer`. A model whose own `compile`
+    has other arguments must scale its losses itself.
 
     Args:
-        model: a Keras model, maybe with a `compile` of its own.
+        model: a Keras model; it may override `compile`.
         *args: as `model.compile`; `optimizer` from `DistributedOptimizer`, or any other.
         **kwargs: as `model.compile`.
 
@@ -84,7 +84,7 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
     given = signature.bind_partial(*args, **kwargs).arguments
     if kwargs.get("jit_compile", "auto") not in (False, "auto"):
         raise ValueError(
-            f"compile: required jit_compile=False, got {kwargs['jit_compile']!r}; XLA cannot "
+            f"compile: expected jit_compile=False, but got {kwargs['jit_compile']!r}; XLA cannot "
             "compile a reduction"
         )
     parameters = signature.parameters.values()
@@ -105,7 +105,7 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         args = tuple(new if value is optimizer else value for value in args)
         kwargs = {k: new if v is optimizer else v for k, v in kwargs.items()}
     model.compile(*args, **kwargs)
-    model.jit_compile = False  # where a compile of its own does not take it
+    model.jit_compile = False  # for a `compile` without that argument
 
 
 def load_model(
@@ -116,16 +116,16 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
-    """Load a model that was saved with a plain or a distributed optimizer, ready to go on.
+    """Load a model that was saved with a plain or a distributed optimizer, to continue training.
 
     Args:
         filepath: as `keras.models.load_model`.
-        custom_optimizers: optimizer classes that the file names and Keras does not know.
+        custom_optimizers: optimizer classes in the file that Keras does not know.
         custom_objects: as `keras.models.load_model`.
         compression: as `DistributedOptimizer`, like `options`.
         legacy_opts: without effect, for Horovod's scripts.
-        **options: arguments of `DistributedOptimizer`, for a model with a plain optimizer; one
-            saved with a distributed optimizer has it back with its own.
+        **options: arguments of `DistributedOptimizer`, for a model with a plain optimizer. A
+            saved distributed optimizer keeps its own.
 
     Returns:
         The model; its optimizer, if it has one, is distributed.
@@ -137,8 +137,8 @@ def load_model(
     classes = list(custom_optimizers or ())
     if not all(isinstance(found, type) for found in classes):
         raise TypeError(
-            f"load_model: custom_optimizers: required classes, got {classes!r}; a dictionary "
-            "of objects is custom_objects="
+            f"load_model: custom_optimizers: expected classes, but got {classes!r}; pass a "
+            "dictionary of objects as custom_objects="
         )
     known = {found.__name__: found for found in classes}
     model = keras.models.load_model(
@@ -148,7 +148,7 @@ def load_model(
         if is_distributed(model.optimizer) and options:
             warnings.warn(
                 f"load_model: {', '.join(options)} has no effect: the optimizer was saved "
-                "distributed, and has its own options back",
+                "distributed, and keeps its own options",
                 stacklevel=2,
             )
         if not is_distributed(model.optimizer):

@@ -67,41 +67,42 @@ def DistributedOptimizer(
     """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
 
     Args:
-        optimizer: any Keras 3 optimizer, `LossScaleOptimizer` too; its variables are taken
-            over, so use the returned one only. Or a `tf.compat.v1.train.Optimizer`.
+        optimizer: any Keras 3 optimizer, also `LossScaleOptimizer`, or a
+            `tf.compat.v1.train.Optimizer`. The result shares its variables, so use only the result.
         name: without effect, for Horovod's scripts, like `use_locking`, `device_dense`,
-            `device_sparse` and `scale_local_gradients`: setting one warns and says why.
+            `device_sparse` and `scale_local_gradients`: setting one warns with the reason.
         use_locking: see `name`.
         device_dense: see `name`.
         device_sparse: see `name`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
-            and `Sum` gather the rows that any rank has, and others are an error. The delta
-            variant needs no such thing: its sparse gradients stay local.
-        backward_passes_per_step: gradients that add up before a step.
-        op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant, every
-            other one reduces gradients.
+            and `Sum` gather the rows of all ranks, and other ops raise an error. The delta variant
+            does not need it, because its sparse gradients stay local.
+        backward_passes_per_step: number of gradients that add up before a step.
+        op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant; every other
+            op reduces gradients.
         gradient_predivide_factor: as Horovod's, with `Average` only.
         average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
             by their number; not with AdaSum.
         num_groups: deprecated form of `groups`.
         groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
             of variables that share one.
-        process_set: the ranks that reduce; others step locally.
+        process_set: the ranks that reduce; others step locally. It must be registered, see
+            docs/tensorflow.md.
         scale_local_gradients: see `name`; Horovod divides worker-local gradients by the number
-            of ranks unless told not to, here they stay as they are.
+            of ranks by default, here they are not changed.
         local_steps: delta variant: local optimizer steps before one reduction of the total
             change.
         clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
-        bucket_bytes: variables travel in groups of about this many bytes.
-        allow_modes: parallel modes to let pass, see docs/parallel.md.
+        bucket_bytes: variables are reduced in groups of about this many bytes.
+        allow_modes: parallel modes to accept, see docs/parallel.md.
 
     Returns:
         An instance of a subclass of `type(optimizer)`.
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: bad arguments.
+        ValueError: bad arguments; a process set that is not registered.
         RuntimeError: inside a tf.distribute strategy or a keras.distribution.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
             backend than TensorFlow; local steps with a TF1 optimizer; in an elastic job a
@@ -135,30 +136,30 @@ def DistributedOptimizer(
     )
     check(options, (Compression.none, Compression.fp16))
     refuse_process_set(process_set, mpi_ops.global_process_set)
-    # Every rank runs the same program and so sees the same; nothing is sent, because models
-    # are also loaded on one rank alone.
+    # Every rank runs the same program and detects the same modes. Nothing is sent, because
+    # models are also loaded on one rank alone.
     parallel.refuse([detect()] * mpi_ops.size(), allow_modes, mpi_ops.rank())
     if isinstance(optimizer, keras.optimizers.Optimizer):
         if keras.backend.backend() != "tensorflow":
             raise NotImplementedError(
-                "DistributedOptimizer: required Keras on TensorFlow, got Keras on "
+                "DistributedOptimizer: expected Keras on TensorFlow, but got Keras on "
                 f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
             )
         return wrap(optimizer, options)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return legacy.wrap(optimizer, options)
     raise TypeError(
-        "DistributedOptimizer: required a Keras 3 optimizer or a tf.compat.v1.train.Optimizer, "
-        f"got {type(optimizer).__module__}.{type(optimizer).__name__}"
+        "DistributedOptimizer: expected a Keras 3 optimizer or a tf.compat.v1.train.Optimizer, "
+        f"but got {type(optimizer).__module__}.{type(optimizer).__name__}"
     )
 
 
 def banner(optimizer: Any) -> str:
-    """Return one line that says what is in force: backend, ranks, groups, variant, wire.
+    """Return one line with the settings in force: backend, ranks, groups, variant, wire.
 
     Args:
-        optimizer: from :func:`DistributedOptimizer`; what travels is known once it is built (a
-            TF1 optimizer: once it has got gradients).
+        optimizer: from :func:`DistributedOptimizer`. The wire dtypes are known once it is built (a
+            TF1 optimizer: after its first gradients).
 
     Raises:
         TypeError: another optimizer.
@@ -170,7 +171,7 @@ def banner(optimizer: Any) -> str:
         dtypes = {variable.dtype for variable in optimizer._trainable_variables}
     else:
         raise TypeError(
-            "banner: required an optimizer from DistributedOptimizer, got "
+            "banner: expected an optimizer from DistributedOptimizer, but got "
             f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         )
     wire = {tf_ops.wire_dtype(dtype, options.compression).name for dtype in dtypes}
@@ -193,23 +194,23 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def wrap(optimizer: Any, options: Options) -> Any:
-    """Return `optimizer`'s variables and settings in an instance of the variant of the op.
+    """Return `optimizer`'s variables and settings in an instance of the op's variant.
 
     Raises:
-        ValueError: it is distributed already, or its settings would part the replicas.
+        ValueError: it is distributed already, or its settings would make the replicas diverge.
         NotImplementedError: a `MultiOptimizer`, which takes no step of its own.
     """
     if is_distributed(optimizer):
         raise ValueError(
-            "DistributedOptimizer: required a plain optimizer, got one that is distributed "
+            "DistributedOptimizer: expected a plain optimizer, but got one that is distributed "
             "already"
         )
     multi = getattr(keras.optimizers, "MultiOptimizer", ())  # not in every Keras 3
     if isinstance(optimizer, multi):
         raise NotImplementedError(
-            "DistributedOptimizer: required an optimizer that takes the step, got Keras's "
-            "MultiOptimizer, which lets others take it; reduce the gradients with "
-            "DistributedGradientTape and give them to the plain MultiOptimizer"
+            "DistributedOptimizer: expected an optimizer that takes the step, but got Keras's "
+            "MultiOptimizer, whose inner optimizers take it; reduce the gradients with "
+            "DistributedGradientTape and pass them to the plain MultiOptimizer"
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scaled = _taken_over(optimizer, DistributedLossScale)
@@ -218,8 +219,8 @@ def wrap(optimizer: Any, options: Options) -> Any:
         return scaled
     if options.local_steps > 1 and optimizer.use_ema:
         raise ValueError(
-            "use_ema: required local_steps=1, got more; the average would be of weights that "
-            "differ between the ranks"
+            "use_ema: expected local_steps=1, but got more; the moving average would be of "
+            "weights that differ between the ranks"
         )
     variant = DeltaOptimizer if options.is_delta else GradientOptimizer
     distributed = _taken_over(optimizer, variant)
@@ -233,14 +234,14 @@ def _taken_over(optimizer: Any, mixin: type) -> Any:
 
 
 class SavedOptimizer:
-    """What Keras finds when a saved model names the class of a distributed optimizer."""
+    """The class that Keras finds for a distributed optimizer in a saved model."""
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Return the distributed optimizer that `get_config` described.
+        """Return the distributed optimizer of a saved configuration.
 
-        Without an initialized Horovod, or when it was of some ranks only, a plain one with a
-        warning: wrap it again.
+        If Horovod is not initialized, or the optimizer's process set was not the global one, it
+        returns a plain optimizer with a warning.
         """
         plain = keras.saving.deserialize_keras_object(
             config["optimizer"], custom_objects=custom_objects
@@ -248,8 +249,8 @@ class SavedOptimizer:
         if not mpi_ops.is_initialized() or not config["all_ranks"]:
             warnings.warn(
                 f"{type(plain).__name__}: Horovod is not initialized or the process set was not "
-                "the global one, so what was loaded is a plain optimizer, which reduces "
-                "nothing; wrap it again",
+                "the global one, so a plain optimizer was loaded, which reduces nothing; wrap "
+                "it again",
                 stacklevel=2,
             )
             return plain

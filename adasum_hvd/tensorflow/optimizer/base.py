@@ -1,4 +1,4 @@
-"""What the gradient and the delta variant of the Keras optimizer share."""
+"""The common base of the gradient and the delta variant of the Keras optimizer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
 
 
 class State:
-    """What a distributed optimizer has beside the plain one's attributes.
+    """The state of a distributed optimizer that a plain one lacks.
 
-    In an object of its own, because Keras makes every variable that it finds in a list of an
-    optimizer's attribute a variable of the optimizer.
+    It is one object, because Keras would make every variable in a list attribute of an optimizer a
+    variable of the optimizer.
     """
 
     def __init__(self, options: Options, facts: Callable[[], dict[str, object]]):
@@ -36,40 +36,40 @@ class State:
         self.reduction = Reduction("DistributedOptimizer", options, optimizer=facts)
         self.gradients = Window("gradients", options.backward_passes_per_step)
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
-        # What one method that Keras calls in a step leaves to the next.
+        # Passed from one method that Keras calls in a step to the next.
         self.step_variables: list[Any] = []
         self.start_values: dict[int, Any] = {}  # by the variable's index
-        # Indices with a gradient on this rank.
+        # Indices of the variables with a gradient on this rank.
         self.present: frozenset[int] = frozenset()
-        self.used: dict[int, Any] = {}  # of the others, whether any rank has one
+        self.used: dict[int, Any] = {}  # whether any rank has a gradient, by index
         self.did_reduce = False
-        # Whether what the last step reduced is finite; only where a loss scale asks.
+        # Whether the last reduced values are finite; only under a loss scale.
         self.finite: tf.Variable | None = None
-        self.is_kept = False  # in the state of an elastic job
+        self.is_in_state = False  # of an elastic job
 
     def watch_overflow(self) -> None:
-        """Note from now on whether what is reduced comes back finite."""
+        """Record after each reduction whether its results are finite."""
         with tf.init_scope():
             self.finite = tf.Variable(True, trainable=False)
 
     @property
     def windows(self) -> tuple[Window, Window]:
-        """Both windows."""
+        """The windows of gradients and of starts."""
         return self.gradients, self.starts
 
     def reduced(self, variables: Sequence[Any]) -> list[Any]:
-        """Return those of `variables` that are reduced, and note that they will be."""
+        """Return the variables that are reduced, and record that this step reduces."""
         chosen = [variable for variable in variables if not is_marked_local(variable)]
         self.did_reduce = bool(chosen)
         return chosen
 
 
 class KerasDistributed(keras.optimizers.Optimizer):
-    """Accumulation, checks and saving; mixed in front of the user's optimizer class.
+    """Accumulation, checks and saving; a mixin before the user's optimizer class.
 
-    It relies on how Keras 3 takes a step (tests/unit/test_tensorflow_internals.py): `apply`
-    unscales and accumulates; where that is complete, `_clip_gradients`, weight decay and
-    `_backend_update_step` follow, then moving averages and constraints.
+    It relies on the order in which Keras 3 takes a step (tests/unit/test_tensorflow_internals.py):
+    `apply` unscales and accumulates. Then come `_clip_gradients`, weight decay,
+    `_backend_update_step`, moving averages and constraints.
     """
 
     _base: type  # the user's class
@@ -84,9 +84,8 @@ class KerasDistributed(keras.optimizers.Optimizer):
         try:
             with tf.init_scope():
                 config = self._plain().get_config()
-        except (
-            Exception
-        ) as error:  # a class of the user's: this rank must not stop alone
+        # The user's class may raise anything, and one rank must not stop alone.
+        except Exception as error:
             config = {"get_config()": type(error).__name__}
         return optimizer_facts(self._base, config)
 
@@ -96,7 +95,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             window.build(self._trainable_variables)
 
     def build(self, variables: Any) -> None:
-        """As Keras's, eagerly: some slots begin as copies of the weights, once."""
+        """As Keras's, but eagerly, because some slots start as copies of the weights."""
         with tf.init_scope():
             super().build(variables)
         self._build_windows()
@@ -104,14 +103,13 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:
             raise RuntimeError(
-                "DistributedOptimizer: required to be the outermost optimizer, got Keras's "
-                "LossScaleOptimizer or MultiOptimizer around it. A LossScaleOptimizer (compile() "
+                "DistributedOptimizer: expected to be the outermost optimizer, but is inside "
+                "Keras's LossScaleOptimizer or MultiOptimizer. A LossScaleOptimizer (compile() "
                 "adds one under mixed_float16) would let each rank decide by its own gradients "
-                "whether to skip a step: required one inside the DistributedOptimizer, so use "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or "
-                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
-                "MultiOptimizer reduce the gradients with DistributedGradientTape, and give "
-                "them to a MultiOptimizer of plain optimizers"
+                "whether to skip a step. Use DistributedOptimizer(LossScaleOptimizer(optimizer)), "
+                "or adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
+                "MultiOptimizer reduce the gradients with DistributedGradientTape, and pass them "
+                "to a MultiOptimizer of plain optimizers"
             )
         super().__setattr__(name, value)
 
@@ -123,11 +121,11 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
         Raises:
             ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
-                another number of gradients than of variables; accumulated passes over other
-                variables than the window's; the ranks' variables or options differ.
+                a different number of gradients than of variables; passes of a window over
+                different variables; the ranks' variables, optimizers or options differ.
             NotImplementedError: under XLA or a tf.distribute strategy.
             RuntimeError: there is nothing to reduce on several ranks; windows in an elastic job
-                whose state does not hold the optimizer.
+                without a state that has the optimizer.
         """
         grads = list(grads)
         if trainable_variables is None:
@@ -136,7 +134,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
         if not self.built:
-            # Here, because a branch of tf.cond must not make variables.
+            # Before any tf.cond, whose branches must not create variables.
             with keras.name_scope(self.name):
                 self.build(variables)
         self._refuse_overwritten(variables)
@@ -152,8 +150,8 @@ class KerasDistributed(keras.optimizers.Optimizer):
         """Return the gradients in the form in which they are accumulated and applied."""
         if len(grads) != len(variables):
             raise ValueError(
-                f"apply: required one gradient per variable, {len(variables)}, got "
-                f"{len(grads)}; give None for a variable without a gradient"
+                f"apply: expected one gradient per variable, {len(variables)}, but got "
+                f"{len(grads)}; pass None for a variable without a gradient"
             )
         return grads
 
@@ -161,17 +159,18 @@ class KerasDistributed(keras.optimizers.Optimizer):
         for variable in variables if self._adasum.reducing else ():
             if getattr(variable, "overwrite_with_gradient", False):
                 raise NotImplementedError(
-                    f"DistributedOptimizer: required variables that a step changes, got "
+                    f"DistributedOptimizer: expected variables that a step changes, but got "
                     f"{name_of(variable)}, which its gradient overwrites (float8 training)"
                 )
 
     def _refuse_lost_windows(self) -> None:
         windows = any(window.length > 1 for window in self._adasum.windows)
-        if is_elastic() and windows and not self._adasum.is_kept:
+        if is_elastic() and windows and not self._adasum.is_in_state:
             raise RuntimeError(
-                "DistributedOptimizer: required to be in a TensorFlowKerasState or KerasState in "
-                "an elastic job with backward_passes_per_step or local_steps, got one that is in "
-                "none: a rank that comes would begin a window while others are inside one"
+                "DistributedOptimizer: expected an optimizer in a TensorFlowKerasState or "
+                "KerasState, because the job is elastic and it has backward_passes_per_step or "
+                "local_steps, but it is in none; pass it to the state, so that new ranks start "
+                "inside the window of the others"
             )
 
     def _accumulate(
@@ -202,7 +201,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
     def _checked_apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         state = self._adasum
         state.did_reduce = False
-        # While Keras accumulates it takes no step; a graph holds the step all the same.
+        # Keras takes no step while it accumulates. A graph contains the step in any case.
         every = self.gradient_accumulation_steps
         pending = (
             every and tf.executing_eagerly() and (int(self._iterations) + 1) % every
@@ -219,24 +218,23 @@ class KerasDistributed(keras.optimizers.Optimizer):
             super().apply(grads, variables)
         if grads and state.reducing and not state.did_reduce and not pending:
             raise RuntimeError(
-                "DistributedOptimizer: required a step that reduces over "
-                f"{state.options.process_set.size()} ranks, got one of {self._base.__name__} "
-                "that reduced nothing (all variables are worker-local, or the class takes its "
-                "steps in another way than Keras's do); the replicas would drift apart"
+                "DistributedOptimizer: expected a step that reduces over "
+                f"{state.options.process_set.size()} ranks, but got one of {self._base.__name__} "
+                "that reduced nothing, so the replicas would diverge; leave some variables "
+                "that are not worker-local, and use an optimizer that steps as Keras's do"
             )
 
     def _apply_together(self, present: dict[int, Any]) -> None:
         """Take a step with all ranks; `present` are this rank's gradients, by index.
 
-        All variables take part in every step, so that a rank needs not have gradients for those
-        that another one has them for.
+        Every step reduces all variables, so a rank may lack gradients that another rank has.
         """
         raise NotImplementedError
 
     def _require_any(self, agreed: Agreed) -> Agreed:
         if agreed.kinds and not agreed.any_tensor:
             raise ValueError(
-                "apply: required a gradient of at least one variable on some rank, got none on "
+                "apply: expected a gradient of at least one variable on some rank, but got none on "
                 f"all {self._adasum.options.process_set.size()}; is the loss computed from the "
                 "variables?"
             )
@@ -247,10 +245,10 @@ class KerasDistributed(keras.optimizers.Optimizer):
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _note_finite(self, reduced: Sequence[Any]) -> Any:
-        """Return whether all of `reduced` is finite, on all ranks alike; None: not asked.
+        """Return whether all of `reduced` is finite, equally on all ranks; None without a scale.
 
-        Finite gradients can still overflow on the wire, and a change in the step, too.
-        Without a loss scale NaN goes into the weights, as in plain training, where users see it.
+        Finite gradients can still overflow on the wire, and a change can overflow in the step.
+        Without a loss scale NaN reaches the weights, as in plain training.
         """
         flag = self._adasum.finite
         if flag is None or not reduced:
@@ -263,7 +261,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     # ---- elastic jobs ----
 
-    def meet_ranks(self) -> None:
+    def compare_ranks(self) -> None:
         """Compare variables and options with the ranks of an elastic job. Collective; blocks.
 
         Raises:
@@ -271,12 +269,12 @@ class KerasDistributed(keras.optimizers.Optimizer):
         """
         variables = self._trainable_variables
         kept = [v for v in variables if not is_marked_local(v)]
-        self._adasum.reduction.meet(kept, len(kept) < len(variables))
+        self._adasum.reduction.compare_all(kept, len(kept) < len(variables))
 
     def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """Return what ranks have in common of unfinished windows, and what is a rank's own.
+        """Return the shared variables of unfinished windows, and those that each rank owns.
 
-        Step counts and starts, and sums of gradients.
+        Shared are step counts and starts; each rank has sums of gradients of its own.
         """
         return self._windows_of(self._trainable_variables)
 
@@ -303,12 +301,12 @@ class KerasDistributed(keras.optimizers.Optimizer):
         return self._windows_of(kept)[0]
 
     def save_own_variables(self, store: Any) -> None:
-        """As Keras's; inside a window also what the window needs."""
+        """As Keras's; inside a window also the window's variables."""
         super().save_own_variables(store)
         save_windows(store, *self._adasum.windows)
 
     def load_own_variables(self, store: Any) -> None:
-        """As Keras's; what a plain optimizer saved begins new windows."""
+        """As Keras's; a plain optimizer's file starts new windows."""
         keys = [key for key in store.keys() if not key.startswith(SAVED)]  # noqa: SIM118
         super().load_own_variables({key: store[key] for key in keys})
         load_windows(store, *self._adasum.windows)

@@ -14,10 +14,10 @@ from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
 
 
 class DeltaOptimizer(KerasDistributed):
-    """Takes the local step, clipping and weight decay included, and reduces what it changed.
+    """Takes the local step, with clipping and weight decay, and reduces the change of weights.
 
-    Variables hold weights whenever user code can look: moving averages and constraints, which
-    Keras applies after the step, see the reduced weights.
+    User code always sees weights in the variables. Keras applies moving averages and constraints
+    after the step, to the reduced weights.
     """
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -33,7 +33,7 @@ class DeltaOptimizer(KerasDistributed):
                 list(present.values()), [variables[index] for index in present]
             )
         else:
-            # Other ranks have gradients: this one takes part, without a step of its own.
+            # Other ranks have gradients: this rank reduces with them, without a step of its own.
             self._backend_apply_gradients([], [])
             self._iterations.assign_add(1)
         for index, variable in enumerate(variables):
@@ -44,7 +44,7 @@ class DeltaOptimizer(KerasDistributed):
     def _keep_starts(self) -> None:
         state = self._adasum
         window = state.starts
-        # In a window of several steps any variable may change in one of them.
+        # In a window of several steps any step may change any variable.
         stepped = (
             state.step_variables if window.length == 1 else self._trainable_variables
         )
@@ -58,10 +58,9 @@ class DeltaOptimizer(KerasDistributed):
         self._require_any(agreed)
         if agreed.note:
             raise ValueError(
-                f"{self._base.__name__}: required an optimizer whose state holds no weights, "
-                f"got {agreed.note}, a copy of them: every rank would go on from its own copy, "
-                "and not from the weights that all share; use op=AdasumGrad, which reduces "
-                "gradients"
+                f"{self._base.__name__}: expected an optimizer whose state holds no weights, "
+                f"but got {agreed.note}, a copy of them. Every rank would continue from its own "
+                "copy instead of the reduced weights; use op=AdasumGrad, which reduces gradients"
             )
         if window.length == 1:
             state.start_values = dict(
@@ -101,14 +100,14 @@ class DeltaOptimizer(KerasDistributed):
             return copy_of_weights(self) if tf.executing_eagerly() else ""
 
     def _start_of(self, variable: Any) -> Any:
-        """Return what `variable` held before the window, None if this rank left it alone."""
+        """Return the value of `variable` before the window, None if this rank did not change it."""
         state = self._adasum
         if state.starts.length == 1:
             return state.start_values[self._get_variable_index(variable)]
         return wide(state.starts.of(variable))
 
-    def give_up_window(self) -> None:
-        """Put the weights back to where an unfinished window of local steps began."""
+    def discard_window(self) -> None:
+        """Restore the weights from before an unfinished window of local steps."""
         window = self._adasum.starts
 
         def restore() -> None:

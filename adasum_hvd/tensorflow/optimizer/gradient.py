@@ -49,9 +49,9 @@ class GradientOptimizer(KerasDistributed):
         agreed = self._require_any(state.reduction.agree(mine, chosen, has_local))
         if self.global_clipnorm and agreed.any_local:
             raise ValueError(
-                "global_clipnorm: required variables that are all reduced, got worker-local "
-                "ones; every rank would clip by another norm and the replicas would drift "
-                "apart, so use clipnorm or clipvalue"
+                "global_clipnorm: expected variables that are all reduced, but got worker-local "
+                "ones. Every rank would clip by another norm and the replicas would diverge; use "
+                "clipnorm or clipvalue"
             )
         results, used = state.reduction(mine, chosen)
         indices = map(self._get_variable_index, chosen)
@@ -81,12 +81,12 @@ class GradientOptimizer(KerasDistributed):
         self._where_finite(lambda: step(grads, trainable_variables, learning_rate))
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """As the optimizer's, where any rank has a gradient for the variable."""
+        """As the optimizer's, if any rank has a gradient for the variable."""
         step = super().update_step
         self._where_used(variable, lambda: step(gradient, variable, learning_rate))
 
     def _where_used(self, variable: Any, action: Callable[[], None]) -> None:
-        """Do `action` if any rank has a gradient for `variable`, as a lone process would."""
+        """Run `action` if any rank has a gradient for `variable`, as plain training does."""
         flag = self._adasum.used.get(self._get_variable_index(variable), True)
         if flag is True:
             action()
@@ -94,7 +94,7 @@ class GradientOptimizer(KerasDistributed):
             tf.cond(flag, returning(action), lambda: 0)
 
     def _where_finite(self, action: Callable[[], None]) -> None:
-        """Do `action`, unless a loss scale is to see that the reduced gradients overflowed."""
+        """Run `action`, unless a loss scale is in use and the reduced gradients overflowed."""
         flag = self._adasum.finite
         if flag is None:
             action()

@@ -1,4 +1,4 @@
-"""Loss scaling: one rank's overflow must count for all ranks, or the replicas part."""
+"""Loss scaling: an overflow on one rank counts on all ranks, so that replicas stay equal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from adasum_hvd.tensorflow.reduction import is_alone
 
 
 class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
-    """Skips a step on all ranks or on none; mixed in front of the user's optimizer class.
+    """Skips a step on all ranks or on none; a mixin before the user's optimizer class.
 
-    Its inner optimizer is a distributed one, which reduces only in steps that are taken.
+    Its inner optimizer is a distributed one, which reduces only in steps that are not skipped.
     """
 
     _base: type  # the user's class
@@ -39,7 +39,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
-                another number of gradients than of variables.
+                a different number of gradients than of variables.
             NotImplementedError: under XLA or a tf.distribute strategy.
         """
         grads = list(grads)
@@ -53,7 +53,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def _stateful_handle_finite_grads(
         self, grads: Any, trainable_variables: Any
     ) -> None:
-        # The inner optimizer keeps the old weights where what it reduced is not finite.
+        # The inner optimizer keeps the old weights if the reduced values are not finite.
         flag = self._adasum.finite
         flag.assign(True)
         scale = tf.identity(self.dynamic_scale.value)
@@ -68,26 +68,26 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
 
     def _stateful_handle_non_finite_grads(self) -> None:
         super()._stateful_handle_non_finite_grads()
-        # Maybe a local step has made one rank's weights infinite: no later gradient would be
-        # finite, and the window would never end.
+        # A local step may have made one rank's weights infinite. Then no later gradient would
+        # be finite, and the window would never end.
         if self._options.is_delta:
-            self.inner_optimizer.give_up_window()
+            self.inner_optimizer.discard_window()
 
     @property
     def window_variables(self) -> list[tf.Variable]:
         """As the inner optimizer's."""
         return self.inner_optimizer.window_variables
 
-    def meet_ranks(self) -> None:
+    def compare_ranks(self) -> None:
         """As the inner optimizer's."""
-        self.inner_optimizer.meet_ranks()
+        self.inner_optimizer.compare_ranks()
 
     def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
         """As the inner optimizer's."""
         return self.inner_optimizer.all_windows()
 
     def extra_bytes(self) -> dict[str, int]:
-        """Return the bytes that the wrapper keeps beside the optimizer."""
+        """Return the bytes that the wrapper adds to the optimizer."""
         return self.inner_optimizer.extra_bytes()
 
     def get_config(self) -> dict[str, Any]:

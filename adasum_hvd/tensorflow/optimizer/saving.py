@@ -16,11 +16,11 @@ _KEPT = ("sparse_as_dense", *SHARED)
 
 
 def saved_config(plain: Any, options: Options) -> dict[str, Any]:
-    """Return what a saved model keeps of a distributed optimizer.
+    """Return the configuration of a distributed optimizer for a saved model.
 
     Args:
-        plain: the optimizer without the distribution, which is saved inside.
-        options: the distribution; of a process set only whether it was the global one.
+        plain: the plain optimizer, which is saved inside.
+        options: the distribution. Of a process set it keeps only whether it was the global one.
     """
     return {
         "optimizer": keras.saving.serialize_keras_object(plain),
@@ -32,7 +32,7 @@ def saved_config(plain: Any, options: Options) -> dict[str, Any]:
 
 
 def restored_options(config: dict[str, Any]) -> Options:
-    """Return the options that :func:`saved_config` kept; older files have fewer."""
+    """Return the options from :func:`saved_config`; older files have fewer."""
     return Options(
         op=ops.ReduceOp[config["op"]],
         process_set=mpi_ops.global_process_set,

@@ -9,21 +9,21 @@ import tensorflow as tf
 
 from adasum_hvd.common.marks import is_marked_local
 
-# Keras's own lists that are no state of the step: variables, and averages that it makes of the
-# weights that all ranks share.
+# Keras's lists that are not state of the step: variables, and moving averages of the weights that
+# all ranks share.
 _NO_SLOTS = ("_variables", "_trainable_variables", "_model_variables_moving_average")
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the optimizer inside a loss scale, and any other as it is."""
+    """Return the optimizer inside a loss scale, and any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:
     """Yield the name of each list of slots, and the slots of each trainable variable.
 
-    Keras's optimizers hold them in lists with an element for each variable: a slot, None, or
-    several slots (`AdamOffload`'s moments are tuples); others in dictionaries by variable.
+    Keras's optimizers keep lists with an element for each variable: a slot, None, or several slots
+    (`AdamOffload`'s moments are tuples). Some keep dictionaries by variable.
     """
     optimizer = inner(optimizer)
     trained = optimizer._trainable_variables
@@ -49,10 +49,10 @@ def _variables(element: Any) -> list[Any]:
 
 
 def local_slots(optimizer: Any) -> set[int]:
-    """Return the ids of the optimizer's variables that each rank has of its own.
+    """Return the ids of the optimizer's variables that differ by rank.
 
-    Those that belong to worker-local variables, and what Keras adds up itself
-    (`gradient_accumulation_steps`), which is each rank's until it is reduced.
+    They belong to worker-local variables, or are sums of Keras's own accumulation
+    (`gradient_accumulation_steps`), which are each rank's until they are reduced.
     """
     trained = inner(optimizer)._trainable_variables
     sums = getattr(inner(optimizer), "_accumulated_gradients", ())
@@ -66,10 +66,10 @@ def local_slots(optimizer: Any) -> set[int]:
 
 
 def copy_of_weights(optimizer: Any) -> str:
-    """Return the name of a list of slots that holds the weights, such as schedule-free ones.
+    """Return the name of a list of slots that is a copy of the weights, "" if there is none.
 
-    It is one whose slots equal the variables, all of them and not only zeros. Worker-local
-    variables do not count.
+    All its slots equal their variables, and not all are zero. Schedule-free optimizers have one.
+    Worker-local variables do not count.
     """
     trained = inner(optimizer)._trainable_variables
     for name, slots in slot_lists(optimizer):

@@ -1,4 +1,4 @@
-"""What outlives a step: sums of gradients, or the weights from before several local steps."""
+"""Windows of several steps: sums of gradients, or the weights before the local steps."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.parallel.tensorflow_modes import native
 
-SAVED = "adasum_"  # begins the names of what is saved inside a window only
+SAVED = "adasum_"  # prefix of the names in a file of an unfinished window
 _SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 
 
 class Window:
-    """Tensors, one per variable, that live until a number of steps has been counted.
+    """Tensors, one per variable, that are kept for a number of steps.
 
-    They are no optimizer variables: a plain optimizer can load what was saved between windows.
+    They are not optimizer variables, so a plain optimizer can load a file saved between windows.
 
     Args:
-        label: names them in a saved optimizer.
-        length: steps in a window; one of a single step keeps nothing.
+        label: the tensors' name in a saved optimizer.
+        length: steps in a window; a window of one step keeps nothing.
     """
 
     def __init__(self, label: str, length: int):
         self._label, self.length = label, length
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
-        # By id, what this window's steps fill.
+        # The ids of the variables whose tensors this window's steps fill.
         self._filled: frozenset[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make room for one tensor per variable."""
+        """Create one tensor per variable."""
         if self.length == 1 or self._steps is not None:
             return
         with tf.init_scope():
@@ -50,36 +50,35 @@ class Window:
         return self._tensors[id(native(variable))]
 
     def variables(self, of: Sequence[Any]) -> list[tf.Variable]:
-        """Return the count of steps and the tensors of `of`; none without a window."""
+        """Return the count of steps and the tensors of `of`; nothing if windows have one step."""
         return [] if self._steps is None else [self._steps, *map(self.of, of)]
 
     def require_same(self, variables: Sequence[Any]) -> None:
         """Raise unless every step of a window fills the tensors of the same variables.
 
-        A traced function cannot see where a window begins, so that there all windows count as
-        one.
+        A traced function does not know when a window begins. There all windows count as one.
 
         Raises:
-            ValueError: this step's are others.
+            ValueError: this step's variables are different.
         """
         filled = frozenset(id(native(variable)) for variable in variables)
         if self._filled is None:
             self._filled = filled
         if filled != self._filled:
             raise ValueError(
-                "backward_passes_per_step: required gradients of the same variables in every "
-                f"pass, got {len(filled)} variables in this pass and {len(self._filled)} in "
+                "backward_passes_per_step: expected gradients of the same variables in every "
+                f"pass, but got {len(filled)} variables in this pass and {len(self._filled)} in "
                 f"an earlier one, {len(filled & self._filled)} of them in both; let "
-                "every pass cover all, or give each part of the model an optimizer of its own"
+                "every pass use all of them, or use an optimizer for each part of the model"
             )
 
     def at_start(self, action: Callable[[], None]) -> None:
-        """Do `action`, at run time, before the first step of a window."""
+        """Run `action` before the first step of a window, at run time."""
         assert self._steps is not None
         tf.cond(tf.equal(self._steps, 0), returning(action), lambda: 0)
 
     def count(self, at_end: Callable[[], None]) -> None:
-        """Count a step, and at run time do `at_end` and begin anew when it is the last."""
+        """Count a step; after the last one run `at_end` and start a new window, at run time."""
         if self.length == 1:
             at_end()
             return
@@ -96,16 +95,16 @@ class Window:
         tf.cond(tf.greater_equal(done, self.length), returning(finish), lambda: 0)
 
     def abandon(self, action: Callable[[], None]) -> None:
-        """Do `action` and begin anew, at run time, if a window is unfinished."""
+        """Run `action` and start a new window if one is unfinished, at run time."""
         if self._steps is None:
             return
         steps = self._steps
 
-        def begin_anew() -> None:
+        def restart() -> None:
             action()
             steps.assign(0)
 
-        tf.cond(tf.greater(steps, 0), returning(begin_anew), lambda: 0)
+        tf.cond(tf.greater(steps, 0), returning(restart), lambda: 0)
 
     @property
     def steps(self) -> int:
@@ -114,19 +113,19 @@ class Window:
 
     @property
     def bytes(self) -> int:
-        """How much memory this takes."""
+        """The memory of the tensors."""
         tensors = self._tensors.values()
         return sum(t.shape.num_elements() * t.dtype.size for t in tensors)
 
     def save(self, store: Any) -> None:
-        """Put what an unfinished window needs into `store`."""
+        """Write the variables of an unfinished window to `store`."""
         if self.steps:
             store[f"{SAVED}{self._label}_steps"] = self.steps
             for index, tensor in enumerate(self._tensors.values()):
                 store[f"{SAVED}{self._label}_{index}"] = tensor.numpy()
 
     def load(self, store: Any) -> None:
-        """Undo :meth:`save`; a store without this window begins a new one."""
+        """Read what :meth:`save` wrote; a store without this window starts a new one."""
         if self._steps is None:
             return
         self._filled = None
@@ -138,7 +137,7 @@ class Window:
 
 
 def save_windows(store: Any, gradients: Window, starts: Window) -> None:
-    """Put what unfinished windows need into `store`, which only this rank can load exactly."""
+    """Write unfinished windows to `store`, which only this rank can load exactly."""
     gradients.save(store)
     starts.save(store)
     if gradients.steps:
@@ -146,7 +145,7 @@ def save_windows(store: Any, gradients: Window, starts: Window) -> None:
 
 
 def load_windows(store: Any, gradients: Window, starts: Window) -> None:
-    """Undo :func:`save_windows`; warn where `store` holds another rank's sums of gradients."""
+    """Read unfinished windows; warn if `store` holds another rank's sums of gradients."""
     gradients.load(store)
     starts.load(store)
     if not gradients.steps or _SAVED_RANK not in store.keys():  # noqa: SIM118

@@ -1,7 +1,8 @@
-"""Lists of gradients or weight changes over the ranks, under names that all ranks share.
+"""Reduction of lists of gradients or weight changes, under names that all ranks share.
 
-Which variables have a tensor may differ by rank and by step (a branch of the model that only
-some batches use): a rank without one takes part with zeros, and hears whether any rank has one.
+The variables that have a tensor may differ by rank and by step, because some batches do not use
+a branch of the model. A rank without a tensor contributes zeros, and learns whether any rank has
+one.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from adasum_hvd.tensorflow.reduction.lists import (
     in_kind,
 )
 
-_MANY = 1 << 29  # more lists than there are
+_MANY = 1 << 29  # larger than any number of a list
 
 
 def is_alone(process_set: ProcessSet) -> bool:
-    """Return whether this rank has nobody to reduce with; never in an elastic job."""
+    """Return whether this rank reduces with no other; False in an elastic job."""
     if not process_set.included():
         return True
     return process_set.size() == 1 and not is_elastic()
 
 
 def must_reduce(options: Options) -> bool:
-    """Return whether steps reduce; on a single rank only where that does more than reduce."""
+    """Return whether steps reduce: with other ranks, or alone to bound the change."""
     process_set = options.process_set
     return not is_alone(process_set) or (
         process_set.included() and options.clip_delta_norm is not None
@@ -47,15 +48,16 @@ class Reduction:
     """Reduces lists of tensors that belong to variables.
 
     Args:
-        what: who asks, for messages and in the tensors' names.
+        what: the caller's name, for messages and for the tensors' names.
         options: op, wire, factors, process set, groups and bucket size.
-        many_lists: the lists of variables may come to differ; that is then an error on every
-            rank. Otherwise there is one, all variables of an optimizer.
+        many_lists: lists of variables may differ between steps and ranks. A difference between
+            ranks is an error on every rank. Otherwise there is one list, all variables of an
+            optimizer.
         optimizer: returns the facts of the optimizer that takes the step, which must be equal.
 
     Attributes:
-        entries: of the latest list, each variable's name (a list of it alone) by what Horovod
-            calls its tensor.
+        entries: variable names of the latest list, by Horovod's name for the tensor; each value
+            is a list of one name.
     """
 
     def __init__(
@@ -66,18 +68,19 @@ class Reduction:
         optimizer: Callable[[], dict[str, object]] = dict,
     ):
         self._what, self._options, self._optimizer = what, options, optimizer
-        # Whose list is another one shows in the step only, where ranks come and go.
+        # In an elastic job only the step itself can show that a list differs.
         self._many = many_lists or is_elastic()
-        self._any_local = False  # some rank has worker-local variables, as `meet` found
+        self._any_local = False  # whether some rank has worker-local variables
         self._known: dict[Hashable, Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
         self.entries: dict[str, list[str]] = {}
 
     def number(self, variables: Sequence[Any]) -> None:
-        """Take note of all variables, of which ranks may come to use different ones.
+        """Number all variables, because ranks may use different ones of them in a step.
 
-        Names may differ between ranks, and shapes be equal: only their places tell them apart.
+        Only the position identifies a variable: names may differ between ranks, and shapes may be
+        equal.
         """
         self._places = {id(variable): k for k, variable in enumerate(variables)}
 
@@ -90,34 +93,34 @@ class Reduction:
         places: Sequence[int] | None = None,
         refuses: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Return `tensors` reduced, one per variable, and which of them any rank has.
+        """Return `tensors` reduced, one per variable, and whether any rank has each of them.
 
         Args:
-            tensors: one per variable, or None where this rank has none; `tf.IndexedSlices` for
-                `Average` and `Sum`, which come back as such, each row once.
-            variables: what they belong to; shapes and dtypes in the same order on all ranks.
+            tensors: one per variable, or None if this rank has none. `Average` and `Sum` accept
+                `tf.IndexedSlices` and return them with each row once.
+            variables: the tensors' variables; shapes and dtypes in the same order on all ranks.
             places: as :meth:`agree`.
-            refuses: make it an error that another rank has a tensor where this one has none.
+            refuses: raise an error if another rank has a tensor that this one lacks.
 
         Returns:
-            The tensors, zeros where no rank has one; and for each True where this rank has one,
-            or else a boolean scalar: whether another one has.
+            The tensors, zeros if no rank has one. And for each variable True if this rank has a
+            tensor, otherwise a boolean scalar: whether another rank has one.
 
         Raises:
             ValueError: the ranks' lists differ; on every rank.
             tf.errors.OpError: the same in a running graph; or `refuses`.
             NotImplementedError: under XLA or a tf.distribute strategy.
 
-        Collective: every rank of the process set, at its first step for this list. It compares
-        then, even while a function is traced.
+        Collective: every rank of the process set. At the first step with a list the ranks
+        compare it, even while a function is traced.
         """
         agreed = self.agree(tensors, variables, places=places)
         present = [tensor is not None for tensor in tensors]
         label = f"{self._what}.{agreed.number}"
         used, checks = self._exchange_flags(label, agreed.number, present, refuses)
-        # Another list than the first one may meet a rank's other one.
+        # Ranks may disagree about any list but the first, so its buckets wait for the checks.
         with tf.control_dependencies([] if agreed.number == self._first else checks):
-            # A cast to its own dtype is no operation, and would not wait for the checks.
+            # A cast to the same dtype adds no operation that would wait for the checks.
             full = [
                 tf.identity(in_kind(tensor, variable, kind))
                 for tensor, variable, kind in zip(
@@ -136,16 +139,16 @@ class Reduction:
         places: Sequence[int] | None = None,
         exact: bool | None = None,
     ) -> list[Any]:
-        """Return `gradients` reduced, and None where no rank has one.
+        """Return `gradients` reduced, and None for those that no rank has.
 
-        A graph cannot tell in advance: there it is an error on every rank when one has a gradient
-        where another has None.
+        A graph is traced before the ranks know that. There it is an error on every rank if some
+        ranks have a gradient and others have None.
 
         Args:
             gradients: as :meth:`__call__`, with its errors.
             variables: as :meth:`__call__`.
             places: as :meth:`agree`.
-            exact: whether to ask the flags; by default outside graphs.
+            exact: whether to read the flags; by default outside graphs.
 
         Collective: as :meth:`__call__`.
         """
@@ -160,35 +163,36 @@ class Reduction:
     def _exchange_flags(
         self, label: str, number: int, present: Sequence[bool], refuses: bool
     ) -> tuple[list[Any], list[Any]]:
-        """Return which variables any rank has a tensor for, and what checks the lists."""
+        """Return whether any rank has a tensor for each variable, and the checks of the lists."""
         mine, count = [int(here) for here in present], len(present)
         if self._many:
             mine += [int(refuses and not here) for here in present]
-            # Whichever is larger grows where numbers differ; a rank that has joined says zeros.
+            # Their maxima add up to 2 * _MANY only if all numbers are equal. A rank that has
+            # joined contributes zeros.
             mine += [_MANY + number, _MANY - number]
         name = f"{self._what}.lists" if self._many else f"{label}.flags"
         flags = self._largest(mine, name)
         used = [True if here else flags[k] > 0 for k, here in enumerate(present)]
         if not self._many:
             return used, [flags]
-        wanted = flags[:count] * flags[count : 2 * count]
+        refused = flags[:count] * flags[count : 2 * count]
         checks = [
             (tf.equal(flags[-2] + flags[-1], 2 * _MANY), self._other_lists()),
             (
-                tf.reduce_all(tf.equal(wanted, 0)),
-                f"{self._what}: required gradients of the same variables on all ranks in a "
-                "tf.function or TF1 graph, got None on some ranks only; pass "
-                "unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient(), or let the "
-                "branch take part with a weight of zero",
+                tf.reduce_all(tf.equal(refused, 0)),
+                f"{self._what}: expected gradients of the same variables on all ranks in a "
+                "tf.function or TF1 graph, but got None on some ranks only; pass "
+                "unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient(), or use the "
+                "branch with a weight of zero",
             ),
         ]
         return used, [flags, *(_require(*check) for check in checks)]
 
     def _other_lists(self) -> str:
         return (
-            f"{self._what}: required gradients of the same list of variables on all ranks, got "
-            "different ones in the same step; pass the same variables everywhere, those without "
-            "a gradient too"
+            f"{self._what}: expected gradients of the same list of variables on all ranks, but "
+            "got different lists in the same step; pass the same variables on every rank, also "
+            "those without a gradient"
         )
 
     def _largest(self, values: Sequence[int], name: str) -> Any:
@@ -221,24 +225,24 @@ class Reduction:
         """Compare what is to be reduced, the optimizer, the options and the op's settings.
 
         Args:
-            tensors: as they will be reduced; only their dtypes count. All ranks must come with
-                an empty list too, so that they hear of it where others have more.
-            variables: what they belong to.
+            tensors: the tensors to reduce; only their dtypes count. A rank with an empty list
+                calls this too, so that ranks with a longer list do not wait for it.
+            variables: the tensors' variables.
             has_local: whether this rank has worker-local variables.
-            places: of the variables among all there are; by default as `number` was told.
-            note: what to tell the other ranks, the first time.
+            places: the variables' positions among all variables; by default from `number`.
+            note: returns a text for all ranks, at the first comparison of a list.
 
         Raises:
             ValueError: the ranks differ; on every rank.
             NotImplementedError: under XLA or a tf.distribute strategy.
 
-        Collective: every rank of the process set, the first time that a list is seen; in an
-        elastic job never, because ranks see their first lists at different times.
+        Collective: every rank of the process set, the first time that a list is seen. Not in an
+        elastic job, because ranks see their first lists at different times.
         """
         tf_ops.refuse_xla(self._what)
         if tf.distribute.has_strategy():
             raise NotImplementedError(
-                f"{self._what}: required one model per rank, got a tf.distribute strategy; "
+                f"{self._what}: expected one model per rank, but got a tf.distribute strategy; "
                 "let Horovod start one process per device instead"
             )
         if places is None:
@@ -254,11 +258,11 @@ class Reduction:
             self._known[key] = self._compare(mine, has_local, note())
         return self._known[key]
 
-    def meet(self, variables: Sequence[Any], has_local: bool) -> None:
+    def compare_all(self, variables: Sequence[Any], has_local: bool) -> None:
         """Compare variables, optimizer, options and settings in an elastic job.
 
         Args:
-            variables: those that will be reduced.
+            variables: the variables that will be reduced.
             has_local: as :meth:`agree`.
 
         Raises:
@@ -290,7 +294,7 @@ class Reduction:
         return agreed
 
     def _announce(self) -> None:
-        """Say that this rank's list is new; ValueError where another rank's is not."""
+        """Announce a new list; raise ValueError if another rank reduces a list it knows."""
         with tf.init_scope():
             if tf.executing_eagerly():
                 self._largest([0], f"{self._what}.lists")
@@ -303,14 +307,14 @@ class Reduction:
 
         Collective: every rank of the process set; blocks (eagerly).
         """
-        # A rank that has joined counts as zero: the largest, of what is not so.
+        # A rank that has joined contributes zero, so the ranks reduce the negation.
         missing = 1 - tf.cast(flag, tf.int32)
         number = self.agree([missing], [missing]).number
         return tf.equal(self._reduce_max(missing, f"{self._what}.{number}"), 0)
 
 
 def _require(condition: Any, message: str) -> Any:
-    """Raise ValueError, or make the graph fail where it runs, unless `condition`."""
+    """Raise ValueError unless `condition`; in a graph the error comes when the graph runs."""
     if not tf.executing_eagerly():
         return tf.debugging.Assert(condition, [message])
     if not bool(condition):

@@ -1,4 +1,4 @@
-"""Tensors of a list in buckets that travel together, and rows that are gathered."""
+"""Reduction of a list: dense tensors in buckets, and rows of sparse ones by gathering."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from adasum_hvd.tensorflow.ops import refuse_sparse, wire_dtype
 from adasum_hvd.tensorflow.reduction import named
 from adasum_hvd.tensorflow.reduction.lists import is_sparse, name_of
 
-# What can be computed from all ranks' rows, for `tf.IndexedSlices`.
+# The reductions that can be computed from all ranks' rows of `tf.IndexedSlices`.
 _SPARSE_OPS = (ops.Average, ops.Sum)
 
 
 def prepared(
     gradients: Sequence[Any], variables: Sequence[Any], options: Options
 ) -> list[Any]:
-    """Return the gradients as they are reduced: `tf.IndexedSlices` made dense on demand.
+    """Return the gradients to reduce; with `sparse_as_dense` all of them are dense.
 
     Raises:
-        ValueError: a sparse gradient that the reduction does not take, and
-            `sparse_as_dense` was not given.
+        ValueError: a sparse gradient that the reduction cannot reduce, without
+            `sparse_as_dense`.
     """
     result = []
     for gradient, variable in zip(gradients, variables, strict=True):
@@ -51,11 +51,11 @@ def reduce_list(
     """Return `tensors` reduced, each with coefficients of its own.
 
     Args:
-        label: begins the names of what travels; the same on all ranks.
-        tensors: one per variable, of the same forms on all ranks.
-        variables: what they belong to.
+        label: the prefix of Horovod's tensor names; the same on all ranks.
+        tensors: one per variable, all dense or sparse in the same way on all ranks.
+        variables: the tensors' variables.
         options: op, wire, factors, process set, groups and bucket size.
-        entries: gets the name of each variable, by what Horovod calls its tensor.
+        entries: receives the name of each variable, by Horovod's name for its tensor.
 
     Collective: every rank of the process set; blocks (eagerly).
     """
@@ -99,7 +99,7 @@ def _on_wire(tensor: Any, options: Options) -> tuple[tf.DType, int]:
 
 
 def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
-    """Return the sum or mean of all ranks' rows; ranks may have other numbers of them."""
+    """Return the sum or mean of all ranks' rows; their numbers may differ by rank."""
     process_set = options.process_set
     dtype = slices.values.dtype
     wire = wire_dtype(dtype, options.compression)
@@ -115,7 +115,7 @@ def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
     total = tf.math.unsorted_segment_sum(tf.cast(values, dtype), places, tf.size(rows))
     if options.op is ops.Average:
         size: Any = process_set.size()
-        if is_elastic():  # it changes under a traced function
+        if is_elastic():  # it may change after a function was traced
             size = mpi_ops.size_op(process_set_id=process_set.process_set_id)
         total /= tf.cast(size, dtype)
     return tf.IndexedSlices(total, rows, slices.dense_shape)

@@ -11,7 +11,7 @@ from adasum_hvd.tensorflow.reduction import Reduction
 
 
 def wide(variable: Any) -> Any:
-    """Return the value in the dtype in which changes are computed: bfloat16 is too coarse."""
+    """Return the value in the dtype for changes: float32 instead of bfloat16."""
     value = tf.convert_to_tensor(variable)
     return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
 
@@ -22,14 +22,14 @@ def reduce_changes(
     starts: Sequence[Any],
     limit: float | None,
 ) -> tuple[list[Any], list[Any]]:
-    """Return where `variables` started and by how much the ranks together change them.
+    """Return the start of each of `variables` and the change that the ranks agree on.
 
     Args:
         reduction: the optimizer's.
-        variables: those that are reduced, with this rank's own steps in them.
-        starts: what each held before, in the dtype of :func:`wide`; None where this rank has
-            left it alone.
-        limit: largest 2-norm of all changes; None: any.
+        variables: the variables to reduce, after this rank's own steps.
+        starts: each variable's value before those steps, in the dtype of :func:`wide`; None if
+            this rank did not change it.
+        limit: largest 2-norm of all changes; None for no limit.
 
     Collective: every rank of the process set; blocks (eagerly).
     """

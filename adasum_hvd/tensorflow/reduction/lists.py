@@ -1,4 +1,4 @@
-"""Lists of what the ranks reduce: compared once, then known by a number."""
+"""Lists of the tensors that the ranks reduce: compared once, then identified by a number."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.reduction import named
 
-# Numbers of lists that the ranks have compared. All ranks of a process set count alike, since
-# comparing is collective.
-_numbers: weakref.WeakKeyDictionary[Any, Any] = (
-    weakref.WeakKeyDictionary()
-)  # by process set
+# The numbers of compared lists, by process set. All its ranks count alike, because every
+# comparison is collective.
+_numbers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """In which form all ranks reduce the tensor of a variable."""
+    """The form in which all ranks reduce the tensor of a variable."""
 
     dtype: tf.DType
     is_rows: bool  # `tf.IndexedSlices`
@@ -42,28 +40,28 @@ class Kind:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank says of one variable in a list."""
+    """One rank's description of one variable in a list."""
 
     name: str
     shape: tuple[int, ...]
-    place: int  # among all variables, -1: unknown
-    kind: Kind | None  # None: this rank has no tensor for it
-    dtype: tf.DType  # of the tensor that it might have
+    place: int  # position among all variables; -1 if unknown
+    kind: Kind | None  # None if this rank has no tensor for it
+    dtype: tf.DType  # of the tensor that the variable may have
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes a list another one; having a tensor or not does not."""
+        """The facts that identify the variable in a list. Whether it has a tensor is not one."""
         return self.shape, self.place, self.dtype
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks found when they compared a list."""
+    """The result of the ranks' comparison of a list."""
 
     number: int
     any_local: bool  # some rank has worker-local variables
     any_tensor: bool  # some rank had a tensor
-    note: str  # what some rank said beside its list
+    note: str  # the first rank's text that is not empty
     kinds: tuple[Kind, ...]  # by variable
 
 
@@ -73,18 +71,18 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def name_of(variable: Any) -> str:
-    """Return the variable's path in its model, or what there is of a name."""
+    """Return the variable's path in its model, or its name if it has no path."""
     name = getattr(variable, "path", None) or getattr(variable, "name", "unnamed")
     return str(name)
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape; TensorFlow 1's behaviour has objects in it that have no hash."""
+    """Return the shape as a tuple, because the dimensions of TF1 shapes have no hash."""
     return tuple(tf.TensorShape(tensor.shape).as_list())
 
 
 def describe(tensor: Any, variable: Any, place: int, is_delta: bool) -> Entry:
-    """Return what a rank says of a variable; `tensor` is None where it has none."""
+    """Return this rank's description of a variable; `tensor` is None if it has none."""
     own = tf.as_dtype(variable.dtype).base_dtype
     if is_delta and own == tf.bfloat16:
         own = tf.float32  # as `changes.wide`
@@ -93,7 +91,7 @@ def describe(tensor: Any, variable: Any, place: int, is_delta: bool) -> Entry:
 
 
 def in_kind(tensor: Any, variable: Any, kind: Kind) -> Any:
-    """Return what all ranks reduce for `variable`: `tensor`, or zeros where it is None."""
+    """Return `tensor` in the form that all ranks reduce, or zeros if it is None."""
     if kind.is_rows:
         return _as_rows(tensor, variable, kind.dtype)
     if tensor is not None:
@@ -129,13 +127,13 @@ def compare(
     """Compare a list, the optimizer, the options and the op's settings over the ranks.
 
     Args:
-        what: who asks, for the message.
-        options: theirs.
+        what: the caller's name, for the message.
+        options: the caller's.
         optimizer: as `optimizer_facts`; empty without an optimizer.
         mine: this rank's list.
         has_local: whether this rank has worker-local variables.
-        together: ask the other ranks at all.
-        note: to be heard by all ranks.
+        together: compare with other ranks; otherwise this rank decides alone.
+        note: a text for all ranks.
 
     Raises:
         ValueError: the ranks differ; on every rank.
@@ -144,14 +142,14 @@ def compare(
     """
     process_set = options.process_set
     settings = comparable(tf_ops.settings())
-    said = settings, options.shared, optimizer, mine, has_local, note
-    everyone, rank, ranks = [said], mpi_ops.rank(), []
+    report = settings, options.shared, optimizer, mine, has_local, note
+    reports, rank, ranks = [report], mpi_ops.rank(), []
     if together:
         ranks = process_set.ranks or []
-        everyone = allgather_object(
-            said, name="adasum.compare", process_set=process_set
+        reports = allgather_object(
+            report, name="adasum.compare", process_set=process_set
         )
-    by_rank, shared, optimizers, lists, local, notes = zip(*everyone, strict=True)
+    by_rank, shared, optimizers, lists, local, notes = zip(*reports, strict=True)
     compare_settings(by_rank, rank, ranks=ranks)
     compare_settings(shared, rank, *OPTIONS, ranks=ranks)
     compare_settings(optimizers, rank, *OPTIMIZER, ranks=ranks)
@@ -162,20 +160,20 @@ def compare(
         number = _fingerprint([options.shared, [e.key for e in mine], kinds])
     else:
         number = next(_numbers.setdefault(process_set, itertools.count()))
-    # In an elastic job a step asks this rank alone: others may have one.
+    # In an elastic job this rank does not know whether another one has a tensor.
     any_tensor = is_elastic() or any(e.kind for entries in lists for e in entries)
-    noted = next(filter(None, notes), "")
-    return Agreed(number, any(local), any_tensor, noted, tuple(kinds))
+    first_note = next(filter(None, notes), "")
+    return Agreed(number, any(local), any_tensor, first_note, tuple(kinds))
 
 
 def _fingerprint(content: Any) -> int:
-    """Return a number for a list that ranks have in common whenever they came to the job."""
+    """Return a number of a list that is equal on all ranks, whenever they joined the job."""
     digest = hashlib.sha256(repr(content).encode()).digest()
     return int.from_bytes(digest[:3], "big")
 
 
 def _merged(entries: Sequence[Entry]) -> Kind:
-    """Return the form for a variable of which ranks say this: rows where nobody is dense."""
+    """Return the form that suits all ranks: rows only if no rank has a dense tensor."""
     kinds = [entry.kind for entry in entries if entry.kind]
     if not kinds:
         return Kind(entries[0].dtype, False)

@@ -1,8 +1,8 @@
-"""Horovod's operations under names that do not depend on where they stand in a graph.
+"""Horovod's operations under names that do not depend on their place in a graph.
 
-TensorFlow prefixes an operation's name with every scope and function around it, and counts some
-of them up; names then depend on what else is in a rank's graph, and Horovod waits for ever for a
-name that one rank lacks. A function that is never inlined keeps its own.
+TensorFlow prefixes an operation's name with the names of the scopes and functions around it, and
+numbers some of them. The name then depends on the rest of a rank's graph, and Horovod waits
+without end for a name that one rank lacks. A function that is never inlined keeps its name.
 
 Relies on `MPI_LIB.horovod_grouped_allreduce` and `horovod_allgather`, as they are in Horovod
 0.28.1 (tests/unit/test_tensorflow_internals.py).
@@ -22,7 +22,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
 
-_turns: dict[str, tf.Variable] = {}  # by name
+_order_variables: dict[str, tf.Variable] = {}  # by name
 _uses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by TF1 graph
 
 
@@ -39,7 +39,7 @@ def reduce_named(
 
     Args:
         tensors: of one dtype that Horovod knows.
-        name: what Horovod calls the tensors, with "_1of2" and so on behind it.
+        name: Horovod's name for the tensors, before a suffix such as "_1of2".
         op: the reduction.
         process_set: the ranks that reduce.
         factors: prescale and postscale factor.
@@ -57,7 +57,7 @@ def reduce_named(
 
 
 def entries_of(name: str, op: ops.ReduceOp, count: int) -> list[str]:
-    """Return what Horovod calls the tensors of :func:`reduce_named`, outside TF1 graphs."""
+    """Return Horovod's names for the tensors of :func:`reduce_named`, outside TF1 graphs."""
     return [f"{_shown(name, op)}_{k + 1}of{count}" for k in range(count)]
 
 
@@ -66,11 +66,11 @@ def _shown(name: str, op: ops.ReduceOp) -> str:
 
 
 def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
-    """Return all ranks' tensors, one behind the other, gathered under exactly this name.
+    """Return all ranks' tensors, one after the other, gathered under exactly this name.
 
     Args:
         tensor: ranks may differ in the first dimension.
-        name: what Horovod calls it.
+        name: Horovod's name for the tensor.
         process_set: the ranks that take part.
 
     Raises:
@@ -84,19 +84,19 @@ def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
 
 
 def zero(dtype: tf.DType) -> Any:
-    """Return a scalar 0 that TensorFlow's graph optimizer does not see as a constant.
+    """Return a scalar 0 that TensorFlow's graph optimizer does not recognise as a constant.
 
-    It takes Horovod's operations for pure functions: one of constants only it runs once, while it
-    optimizes a graph on this rank alone, and keeps the result.
+    The graph optimizer treats Horovod's operations as pure functions. It would run an operation on
+    constants once, on this rank alone, and keep the result.
     """
     with tf.init_scope():
         eager = tf.executing_eagerly()
-        if eager and "" not in _turns:
+        if eager and "" not in _order_variables:
             with tf.device("CPU:0"):
-                _turns[""] = tf.Variable(0, trainable=False, dtype=tf.int64)
+                _order_variables[""] = tf.Variable(0, trainable=False, dtype=tf.int64)
     value: Any = tf.constant(0, tf.int64)
     value = (
-        _turns[""].read_value()
+        _order_variables[""].read_value()
         if eager
         else tf.compat.v1.placeholder_with_default(value, [])
     )
@@ -106,7 +106,7 @@ def zero(dtype: tf.DType) -> Any:
 def _in_graph(name: str) -> tuple[str, bool]:
     """Return the name to use here, and whether TensorFlow keeps its uses in order.
 
-    It does not in a TF1 graph, which runs in any order: there uses are counted.
+    A TF1 graph runs in any order, so there each use gets a number.
     """
     with tf.init_scope():
         if tf.executing_eagerly():
@@ -159,27 +159,27 @@ def _function(
 ) -> Any:
     """Return `body` as a function that is never inlined.
 
-    The ranks' names must not tell how often one of them has traced a function, so two calls may
-    have the same name. Each assigns to one variable: that keeps them apart and in order,
-    whichever functions they are in.
+    Names must not depend on how often a rank has traced a function, so two calls may have the
+    same name. Each call assigns to one variable, which keeps the calls apart and in order across
+    functions.
     """
 
-    def in_turn(*tensors: Any) -> Any:
-        with tf.control_dependencies([turn.assign_add(1)]):
+    def ordered_body(*tensors: Any) -> Any:
+        with tf.control_dependencies([order.assign_add(1)]):
             results = body(*tensors)
-        # Where nobody uses a result, TensorFlow would leave out the operation, and other ranks
-        # would wait for it.
+        # TensorFlow removes an operation without a used result, and other ranks would wait for
+        # it.
         with tf.control_dependencies(tf.nest.flatten(results)):
-            turn.assign_add(1)
+            order.assign_add(1)
         return results
 
     if ordered:
-        if name not in _turns:
+        if name not in _order_variables:
             with tf.init_scope(), tf.device("CPU:0"):
-                _turns[name] = tf.Variable(0, trainable=False, dtype=tf.int64)
-        turn = _turns[name]
+                _order_variables[name] = tf.Variable(0, trainable=False, dtype=tf.int64)
+        order = _order_variables[name]
     function = tf.function(
-        in_turn if ordered else body,
+        ordered_body if ordered else body,
         autograph=False,
         experimental_attributes={"_noinline": True},
     )

@@ -92,7 +92,7 @@ def case_keras_passes_and_gradients_must_be_complete() -> None:
         optimizer = hvd.DistributedOptimizer(inside, op=op)
         variables = [tf.Variable(tf.ones(3)) for _ in range(2)]
         optimizer.build(variables)
-        with pytest.raises(ValueError, match="one gradient per variable, 2, got 1"):
+        with pytest.raises(ValueError, match="one gradient per variable, 2, but got 1"):
             optimizer.apply([tf.ones(3)])
 
 
@@ -127,7 +127,7 @@ def case_keras_worker_local_variables_on_one_rank() -> None:
     optimizer = hvd.DistributedOptimizer(momentum(global_clipnorm=1.0))
     extra = variables_here() if on_first else []
     variables = [tf.Variable(tf.ones(3)), *extra]
-    with pytest.raises(ValueError, match="global_clipnorm: required variables that"):
+    with pytest.raises(ValueError, match="global_clipnorm: expected variables that"):
         optimizer.apply([tf.ones(3)] * len(variables), variables)
 
 
@@ -266,7 +266,7 @@ def case_keras_model_built_on_one_rank() -> None:
 def case_keras_check_sees_accumulated_steps() -> None:
     model = model_of()
     model.compile(momentum(gradient_accumulation_steps=STEPS), "mse")
-    with pytest.raises(RuntimeError, match="required first steps that leave"):
+    with pytest.raises(RuntimeError, match="expected first steps that leave"):
         fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 

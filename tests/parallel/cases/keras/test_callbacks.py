@@ -104,11 +104,11 @@ def case_keras_callbacks() -> None:
     check_same_everywhere(model)
     # The same model compiled again, without the wrapper: the callback looks again.
     model.compile(momentum(), "mse")
-    with pytest.raises(RuntimeError, match="required first steps that leave"):
+    with pytest.raises(RuntimeError, match="expected first steps that leave"):
         fit(model, callbacks=[again])
     plain = model_of()
     plain.compile(momentum(), "mse")
-    with pytest.raises(RuntimeError, match="required first steps that leave"):
+    with pytest.raises(RuntimeError, match="expected first steps that leave"):
         fit(plain, callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)])
     import horovod.tensorflow.keras as horovods
 
@@ -172,7 +172,7 @@ def case_keras_learning_rate_callbacks_again() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule)))
     for callback in (hvd.callbacks.LearningRateWarmupCallback(0.1), ramp):
-        with pytest.raises(ValueError, match="a number as learning rate, got Expo"):
+        with pytest.raises(ValueError, match="a number as learning rate, but got Expo"):
             fit(model, callbacks=[callback])
 
 
@@ -183,9 +183,11 @@ def case_keras_metrics_with_a_value_per_class() -> None:
     mean = (hvd.size() - 1) / 2
     np.testing.assert_allclose(logs["f1"], [1.0, mean])
     assert logs["loss"] == mean and isinstance(logs["loss"], float)
-    with pytest.raises(ValueError, match="the same metrics on all ranks, got shapes"):
+    with pytest.raises(
+        ValueError, match="the same metrics on all ranks, but got shapes"
+    ):
         average.on_epoch_end(0, {"f1": np.ones(2 + hvd.rank())})
-    with pytest.raises(TypeError, match=r"required numbers or arrays .* for name"):
+    with pytest.raises(TypeError, match=r"expected numbers or arrays .* for name"):
         average.on_epoch_end(0, {"name": "text"})
     model = model_of()
     optimizer = hvd.DistributedOptimizer(momentum())
@@ -225,7 +227,7 @@ def case_keras_check_replicas() -> None:
             hvd.check_replicas(model)
         with pytest.raises(hvd.ReplicaMismatch, match="broadcast the parameters"):
             fit(model, callbacks=[hvd.callbacks.CheckReplicasCallback(every=1)])
-    with pytest.raises(TypeError, match="required a model, got list"):
+    with pytest.raises(TypeError, match="expected a model, but got list"):
         hvd.check_replicas([bias])
     with pytest.raises(
         ValueError, match="CheckReplicasCallback: every: expected an integer"

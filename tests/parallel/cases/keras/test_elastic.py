@@ -218,11 +218,11 @@ def case_elastic_states_that_differ() -> None:
     with pytest.raises(ValueError, match="local_steps"):
         state.sync()
     unbuilt = keras.Sequential([keras.layers.Dense(2)])
-    with pytest.raises(ValueError, match="required a model that is built"):
+    with pytest.raises(ValueError, match="expected a model that is built"):
         hvd.elastic.KerasState(unbuilt, momentum())
-    with pytest.raises(ValueError, match="required an optimizer, got none"):
+    with pytest.raises(ValueError, match="expected an optimizer, but got none"):
         hvd.elastic.KerasState(model_of())
-    with pytest.raises(ValueError, match="required variables, got none"):
+    with pytest.raises(ValueError, match="expected variables, but got none"):
         hvd.elastic.TensorFlowState()
 
 
@@ -289,7 +289,9 @@ def case_elastic_refusals() -> None:
             momentum(), op="adasum-delta", local_steps=2
         )
         grads = [tf.ones_like(weight) for weight in model.weights]
-        with pytest.raises(RuntimeError, match="required to be in a TensorFlowKeras"):
+        with pytest.raises(
+            RuntimeError, match="expected an optimizer in a TensorFlowKeras"
+        ):
             optimizer.apply(grads, model.trainable_variables)
 
 

@@ -232,7 +232,7 @@ def case_keras_modes_that_cannot_work() -> None:
     model.compile(hvd.DistributedOptimizer(momentum()), "mse", jit_compile=True)
     with pytest.raises(NotImplementedError, match=r"compile\(jit_compile=False\)"):
         fit(model)
-    with pytest.raises(ValueError, match="required jit_compile=False"):
+    with pytest.raises(ValueError, match="expected jit_compile=False"):
         compiled(hvd.DistributedOptimizer(momentum()), jit_compile=True)
     scaled = keras.optimizers.LossScaleOptimizer(momentum())
     model = model_of()
@@ -254,14 +254,14 @@ def case_keras_modes_that_cannot_work() -> None:
             fit(model)
     model = compiled(hvd.DistributedOptimizer(momentum(global_clipnorm=1.0)))
     hvd.mark_worker_local(model.trainable_variables[0])
-    with pytest.raises(ValueError, match="global_clipnorm: required variables that"):
+    with pytest.raises(ValueError, match="global_clipnorm: expected variables that"):
         fit(model)
     optimizer = hvd.DistributedOptimizer(momentum())
     with pytest.raises(ValueError, match="got one that is distributed already"):
         hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(ValueError, match="use_ema: required local_steps=1"):
+    with pytest.raises(ValueError, match="use_ema: expected local_steps=1"):
         hvd.DistributedOptimizer(momentum(use_ema=True), op="adasum", local_steps=2)
-    with pytest.raises(TypeError, match="required a Keras 3 optimizer"):
+    with pytest.raises(TypeError, match="expected a Keras 3 optimizer"):
         hvd.DistributedOptimizer("sgd")
     layer = keras.layers.Dense(2 + (hvd.rank() == 0))
     model = keras.Sequential([keras.Input((6,)), layer])
@@ -306,10 +306,14 @@ def case_keras_partial_optimizer() -> None:
     hvd.compile(model, optimizer, loss="mse")
     fit(model)
     check_equal(model, trained("sum"), 2e-3)
-    with pytest.raises(ValueError, match="layers that have their weights, got later"):
+    with pytest.raises(
+        ValueError, match="layers that have their weights, but got later"
+    ):
         later = keras.layers.Dense(2, name="later")
         hvd.PartialDistributedOptimizer(momentum(), local_layers=[later])
-    with pytest.raises(ValueError, match="local_layers: required Keras layers, got a "):
+    with pytest.raises(
+        ValueError, match="local_layers: expected Keras layers, but got a "
+    ):
         hvd.PartialDistributedOptimizer(momentum(), local_layers=mine.weights)
 
 
@@ -327,7 +331,9 @@ def case_keras_optimizers_that_hold_weights_or_others() -> None:
             fit(model)
             check_same_everywhere(model)
         else:
-            with pytest.raises(ValueError, match="state holds no weights, got _momen"):
+            with pytest.raises(
+                ValueError, match="state holds no weights, but got _momen"
+            ):
                 fit(model)
     several = keras.optimizers.MultiOptimizer
     map_of = lambda optimizer: lambda variable: optimizer

@@ -94,7 +94,7 @@ def case_keras_monitor_refuses() -> None:
     average = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
     with pytest.raises(ValueError, match="an AdaSum op, but got op=Average"):
         hvd.AdasumMonitor(average)
-    with pytest.raises(TypeError, match=r"DistributedOptimizer, got keras.*SGD"):
+    with pytest.raises(TypeError, match=r"DistributedOptimizer, but got keras.*SGD"):
         hvd.AdasumMonitor(keras.optimizers.SGD(0.05))
     grad = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), op=hvd.AdasumGrad)
     with pytest.raises(ValueError, match="every=2 on rank 1"):

@@ -140,7 +140,9 @@ def case_keras_overflow_of_the_reduced_gradient_skips_the_step() -> None:
 
 def case_keras_loss_scale_around_is_refused() -> None:
     optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-delta")
-    with pytest.raises(RuntimeError, match="required one inside the DistributedOpt"):
+    with pytest.raises(
+        RuntimeError, match=r"Use DistributedOptimizer\(LossScaleOptimizer"
+    ):
         keras.optimizers.LossScaleOptimizer(optimizer)
 
 

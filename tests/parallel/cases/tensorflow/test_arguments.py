@@ -61,7 +61,7 @@ def case_arguments_by_position() -> None:
     assert (options.backward_passes_per_step, options.groups) == (2, 3)
     with pytest.raises(TypeError, match="at most 13 positional arguments"):
         hvd_keras.DistributedOptimizer(sgd(), *range(14))
-    with pytest.raises(TypeError, match="required name once, got it twice"):
+    with pytest.raises(TypeError, match="expected name once, but got it twice"):
         hvd_keras.DistributedOptimizer(sgd(), "a", name="a")
     layer = keras.layers.Dense(1)
     layer.build((None, 2))
@@ -120,7 +120,7 @@ def case_values_of_keras_collectives() -> None:
         (hvd_keras.reducescatter(value, "h", "sum"), size * mine),
     ):
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6)
-    with pytest.raises(ValueError, match="required average or sum, got Adasum"):
+    with pytest.raises(ValueError, match="expected average or sum, but got Adasum"):
         hvd_keras.reducescatter(value, op=hvd.Adasum)
 
 
@@ -136,7 +136,7 @@ def case_load_model() -> None:
     loaded = hvd_keras.load_model(path, [Mine], None, fp16, op=hvd.AdasumDelta)
     assert isinstance(loaded.optimizer, Mine)
     assert loaded.optimizer._adasum.options.compression is fp16
-    with pytest.raises(TypeError, match="custom_optimizers: required classes"):
+    with pytest.raises(TypeError, match="custom_optimizers: expected classes"):
         hvd_keras.load_model(path, {"Mine": Mine})
     with pytest.warns(UserWarning, match="legacy_opts=True has no effect"):
         hvd_keras.load_model(path, [Mine], legacy_opts=True)
@@ -150,7 +150,7 @@ def case_errors_of_horovods_classes_and_empty_lists() -> None:
             ValueError,
         ):  # Horovod's, and what it was here
             with pytest.raises(
-                error, match=r"required a dense tensor, got tf\.Indexed"
+                error, match=r"expected a dense tensor, but got tf\.Indexed"
             ):
                 function(rows, op=hvd.Adasum)
     for op in (None, hvd.Average, hvd.Adasum):
@@ -163,5 +163,5 @@ def case_banner_of_tf1_and_others() -> None:
     assert "AdasumDelta (delta variant)" in hvd.banner(optimizer)
     optimizer.apply_gradients([(tf.ones(2), tf.Variable([1.0, 1.0]))])
     assert "float32 on the wire" in hvd.banner(optimizer)
-    with pytest.raises(TypeError, match="from DistributedOptimizer, got keras"):
+    with pytest.raises(TypeError, match="from DistributedOptimizer, but got keras"):
         hvd.banner(sgd())

@@ -128,7 +128,7 @@ def case_errors_on_every_rank() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="required dtype float16"):
         hvd.allreduce(tf.constant([1, 2]), op=hvd.Adasum)
     slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2]))
-    with pytest.raises(ValueError, match=r"required a dense tensor.*sparse_as_dense"):
+    with pytest.raises(ValueError, match=r"expected a dense tensor.*sparse_as_dense"):
         hvd.allreduce(slices, op=hvd.Adasum)
     compiled = tf.function(lambda x: hvd.allreduce(x, op="adasum"), jit_compile=True)
     with pytest.raises(NotImplementedError, match=r"compile\(jit_compile=False\)"):
@@ -178,7 +178,7 @@ def case_tape() -> None:
         for index in range(2):
             each = [grads[index].numpy() for grads in everyone]
             check(result[index], reference.adasum(each))
-    with pytest.raises(ValueError, match="required a reduction of gradients"):
+    with pytest.raises(ValueError, match="expected a reduction of gradients"):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.AdasumDelta)
     # Ranks whose gradients differ hear of it at once.
     size = 2 + (hvd.rank() == hvd.size() - 1)
