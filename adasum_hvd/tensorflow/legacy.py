@@ -81,7 +81,7 @@ class _Legacy(tf.compat.v1.train.Optimizer):
     _adasum_dtypes: set[tf.DType]  # of reduced variables
 
     def extra_bytes(self) -> dict[str, int]:
-        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        """Return the bytes that this wrapper adds to the optimizer's: "device" and "host"."""
         return {"device": self._adasum_sums.bytes, "host": 0}
 
     def _chosen(self, pairs: Sequence[Pair]) -> list[Pair]:

@@ -122,7 +122,7 @@ def refuse_xla(what: str) -> None:
     if control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()):
         raise NotImplementedError(
             f"{what}: expected a function that XLA does not compile, but got jit_compile=True "
-            '(Keras\'s "auto" means True where a GPU is visible); pass jit_compile=False to '
+            '(Keras\'s "auto" means True if a GPU is visible); pass jit_compile=False to '
             "compile(jit_compile=False) or tf.function, or use "
             "adasum_hvd.tensorflow.keras.compile(model, ...)"
         )
@@ -227,7 +227,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Return the tensors reduced over the ranks, each with coefficients of its own.
+    """Return the tensors reduced over the ranks, each with separate coefficients.
 
     Arguments and errors as :func:`allreduce`. For AdaSum the dtypes may differ; tensors of one
     dtype share a message. An empty list must be empty on all ranks, and sends nothing.

@@ -44,8 +44,8 @@ def check_replicas(
 
     Args:
         model: a Keras model or layer, or any `tf.Module`. Worker-local variables are left out.
-        optimizer: a Keras optimizer; its variables too, except for the delta variant, where
-            they differ.
+        optimizer: a Keras optimizer. Its variables are compared too, except in the delta variant,
+            in which they differ.
         every: compare on every k-th call for this model only.
         process_set: the ranks to compare.
 

@@ -23,7 +23,7 @@ from adasum_hvd.tensorflow.optimizer import is_distributed, wrap
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+    """Return `optimizer` as an instance of a subclass that reduces over the ranks.
 
     Args:
         optimizer: a Keras 3 optimizer.

@@ -64,7 +64,7 @@ def DistributedOptimizer(
     bucket_bytes: int = Options.bucket_bytes,
     allow_modes: Collection[str] = (),
 ) -> Any:
-    """Return `optimizer` as an optimizer of its own class that reduces over the ranks.
+    """Return `optimizer` as an instance of a subclass that reduces over the ranks.
 
     Args:
         optimizer: any Keras 3 optimizer, also `LossScaleOptimizer`, or a
@@ -198,7 +198,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
 
     Raises:
         ValueError: it is distributed already, or its settings would make the replicas diverge.
-        NotImplementedError: a `MultiOptimizer`, which takes no step of its own.
+        NotImplementedError: a `MultiOptimizer`, whose inner optimizers take the step.
     """
     if is_distributed(optimizer):
         raise ValueError(

@@ -287,7 +287,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
     # ---- memory, saved models ----
 
     def extra_bytes(self) -> dict[str, int]:
-        """Return the bytes this wrapper keeps beside the optimizer: "device" and "host"."""
+        """Return the bytes that this wrapper adds to the optimizer's: "device" and "host"."""
         return {"device": sum(w.bytes for w in self._adasum.windows), "host": 0}
 
     @property

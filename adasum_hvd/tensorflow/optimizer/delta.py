@@ -33,7 +33,7 @@ class DeltaOptimizer(KerasDistributed):
                 list(present.values()), [variables[index] for index in present]
             )
         else:
-            # Other ranks have gradients: this rank reduces with them, without a step of its own.
+            # Other ranks have gradients: this rank reduces with them, without a local step.
             self._backend_apply_gradients([], [])
             self._iterations.assign_add(1)
         for index, variable in enumerate(variables):

@@ -222,7 +222,7 @@ class Reduction:
         places: Sequence[int] | None = None,
         note: Callable[[], str] = str,
     ) -> Agreed:
-        """Compare what is to be reduced, the optimizer, the options and the op's settings.
+        """Compare the list, the optimizer, the options and the op's settings over the ranks.
 
         Args:
             tensors: the tensors to reduce; only their dtypes count. A rank with an empty list

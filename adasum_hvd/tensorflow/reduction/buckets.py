@@ -48,7 +48,7 @@ def reduce_list(
     options: Options,
     entries: dict[str, list[str]],
 ) -> list[Any]:
-    """Return `tensors` reduced, each with coefficients of its own.
+    """Return `tensors` reduced, each with separate coefficients.
 
     Args:
         label: the prefix of Horovod's tensor names; the same on all ranks.
