@@ -1,8 +1,8 @@
 """`AdamOffload` for Keras 3 on TensorFlow: Adam with its moments on the host CPU.
 
-The arithmetic is TensorFlow's own Adam kernel, placed on the CPU: eps is where the seed has
-it. The kernel would compute `1 - beta2^t` in float32, with errors up to 3e-5 in the first
-steps, so the bias correction is folded into the learning rate, in float64.
+The arithmetic is TensorFlow's own Adam kernel on the CPU, with eps in the place where the seed
+has it. The kernel would compute `1 - beta2^t` in float32, with errors up to 3e-5 in the first
+steps. The bias correction is therefore a part of the learning rate, in float64.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
         self.rates = [float(rate) for rate in rates]
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the rate of a step; beyond the last one an assertion fails."""
+        """Return the rate of a step; after the last one an assertion fails."""
         with tf.device(_HOST):
             step, count = tf.cast(step, tf.int64), len(self.rates)
-            message = (
-                f"AdamOffload: lr: required a rate per step, got a vector of {count}"
-            )
+            message = f"AdamOffload: lr: expected a rate per step, but got a vector of {count}"
             tf.debugging.assert_less(step, tf.constant(count, tf.int64), message)
             return tf.gather(tf.constant(self.rates, tf.float32), step)
 
@@ -50,18 +48,18 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
 class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
     """A learning rate from any Python function of the step, counted from 0.
 
-    Keras calls its own callables without the step. In a graph the function still runs in
-    every step, as plain Python.
+    Keras calls its own callables without the step. In a graph the function also runs in every
+    step, as plain Python.
 
     Args:
-        function: gets the step as an int and returns a rate.
+        function: a function of the step, an int, that returns a rate.
     """
 
     def __init__(self, function: Callable[[int], Any]):
         self.function = function
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the rate of a step; one that is no number >= 0 fails the step."""
+        """Return the rate of a step; the step fails unless the rate is a number >= 0."""
 
         def rate(step: Any) -> float:
             return adam.check_rate(np.asarray(self.function(int(step))))
@@ -77,12 +75,12 @@ class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> RateFunction:
-        """Undo :meth:`get_config`."""
+        """Return the schedule of a configuration from :meth:`get_config`."""
         return cls(keras.saving.deserialize_keras_object(config["function"]))
 
 
 def _keras_rate(value: Any) -> Any:
-    """Return a learning rate argument as Keras takes it.
+    """Return a learning rate argument in a form that Keras accepts.
 
     Raises:
         TypeError: a wrong type.
@@ -92,9 +90,9 @@ def _keras_rate(value: Any) -> Any:
         isinstance(item, dict) or hasattr(item, "assign") for item in value
     ):
         raise TypeError(
-            "AdamOffload: required a learning rate first, as Keras's optimizers, got variables "
-            "or parameter groups, as torch's; build() and apply() get the variables, and each "
-            "group needs an optimizer of its own"
+            "AdamOffload: expected a learning rate first, as in Keras, but got variables or "
+            "parameter groups, as in torch; pass the variables to build() or apply(), and use an "
+            "optimizer for each group"
         )
     rate = adam.parse_lr(value)
     if isinstance(rate, tuple):
@@ -114,9 +112,9 @@ def _keras_rate(value: Any) -> Any:
 class AdamOffload(keras.optimizers.Optimizer):
     """Adam on the host CPU, for variables on any device; as `common/adam.py` defines it.
 
-    A float32 (or float64) variable on the CPU is updated in place. Any other has a master of
-    float32 (float64 for float64) on the host, from which it is rounded in every step; where
-    the variable was changed by others, it counts.
+    A float32 (or float64) variable on the CPU is updated in place. Any other variable has a master
+    copy in float32 (float64 for float64) on the host, and is rounded from it in every step. If
+    other code has changed the variable, the step starts from the variable.
 
     Args:
         learning_rate: a number or a 0-d tensor; a 1-d tensor or iterable with a rate per step;
@@ -128,8 +126,8 @@ class AdamOffload(keras.optimizers.Optimizer):
         use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
         weight_decay: L2 penalty >= 0, or the decoupled decay, except for variables with "beta"
             or "gamma" in their path and those of `exclude_from_weight_decay()`.
-        loss_scale: what the loss was multiplied by, > 0.
-        name: of the optimizer.
+        loss_scale: the factor of the loss, > 0.
+        name: the optimizer's name.
         decoupled_weight_decay: decay the variables and not through their gradients, as
             `keras.optimizers.AdamW` does.
         **kwargs: as for every Keras optimizer: clipnorm, gradient_accumulation_steps, ...
@@ -177,7 +175,7 @@ class AdamOffload(keras.optimizers.Optimizer):
         self.loss_scale = adam.check("loss_scale", loss_scale)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create moments, and masters where they are needed, on the host."""
+        """Create moments, and master copies if they are needed, on the host."""
         if self.built:
             return
         super().build(variables)
@@ -197,7 +195,7 @@ class AdamOffload(keras.optimizers.Optimizer):
                         ),
                     )
                 )
-                # Zeros: the first step sees that the variable differs, and takes it over.
+                # Zeros differ from the variable, so the first step copies the variable.
                 own = variable.dtype == dtype and "GPU" not in variable.value.device
                 self._masters.append(
                     None
@@ -210,7 +208,7 @@ class AdamOffload(keras.optimizers.Optimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its moments."""
         index = self._get_variable_index(variable)
-        variable = self._trainable_variables[index]  # Keras hands over TensorFlow's
+        variable = self._trainable_variables[index]  # Keras passes TensorFlow's
         momentum, velocity = self._moments[index]
         master = self._masters[index]
         with tf.device(_HOST):
