@@ -204,6 +204,6 @@ def test_parameter_groups_are_torchs():
     variable = keras.Variable([1.0])
     for wrong in ([{"params": [variable], "lr": 0.1}], [variable]):
         with pytest.raises(
-            TypeError, match=r"a learning rate first, as Keras's .*groups"
+            TypeError, match=r"a learning rate first, as in Keras.*groups"
         ):
             AdamOffload(wrong)
