@@ -337,7 +337,9 @@ def case_keras_optimizers_that_hold_weights_or_others() -> None:
                 fit(model)
     several = keras.optimizers.MultiOptimizer
     map_of = lambda optimizer: lambda variable: optimizer
-    with pytest.raises(RuntimeError, match="or MultiOptimizer around it"):
+    with pytest.raises(
+        RuntimeError, match="inside Keras's LossScaleOptimizer or Multi"
+    ):
         inside = several(map_of(hvd.DistributedOptimizer(momentum())))
         inside.build(model.trainable_variables)
     with pytest.raises(NotImplementedError, match="got Keras's MultiOptimizer"):
