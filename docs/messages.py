@@ -1,4 +1,4 @@
-"""List every error message of the code in docs/troubleshooting.md, behind its last heading.
+"""List every error message of the code in docs/troubleshooting.md, after its last heading.
 
 python docs/messages.py
 """
@@ -14,14 +14,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "adasum_hvd"
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 HEADING = "## Every message\n"
-# What is thrown or refused with a text of its own, to the end of the statement.
+# A statement that throws or returns an error with a literal text, to its end.
 _NATIVE = re.compile(
     r"(?:throw [\w:]+|InvalidArgument|: std::\w+_error|Refuse|return|=)[\s(]+"
     r"((?:std::string\()?[^;{}]*?\"[^;{}]*)[;{]"
 )
 
 
-# What a message leaves unsaid is on the page of its room.
+# By the start of a file's path: the page that a message without a remedy links to.
 _PAGES = {
     "native/transport": "reliability.md",
     "native/op/settings": "settings.md",
@@ -49,7 +49,7 @@ _PAGES = {
 
 
 def text_of(node: ast.expr) -> str:
-    """Return a message with `...` for what is filled in."""
+    """Return a message with `...` in place of values."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -68,17 +68,17 @@ def _warning(node: ast.AST) -> ast.Call | None:
 
 
 def of_python() -> Iterator[tuple[str, str]]:
-    """Yield (message, file) of every error and warning with a text of its own."""
+    """Yield (message, file) of every error and warning with a literal text."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            said = node.exc if isinstance(node, ast.Raise) else _warning(node)
-            if isinstance(said, ast.Call):
-                for argument in said.args[:1]:
+            call = node.exc if isinstance(node, ast.Raise) else _warning(node)
+            if isinstance(call, ast.Call):
+                for argument in call.args[:1]:
                     yield text_of(argument), str(path.relative_to(PACKAGE))
 
 
 def of_native() -> Iterator[tuple[str, str]]:
-    """Yield (message, file) of what is thrown with a text of its own."""
+    """Yield (message, file) of every native error with a literal text."""
     for path in (PACKAGE / "native").rglob("*"):
         if path.suffix in (".cc", ".h", ".cu"):
             for thrown in _NATIVE.findall(path.read_text()):
@@ -92,7 +92,7 @@ def of_native() -> Iterator[tuple[str, str]]:
 
 
 def parted(message: str) -> tuple[str, str]:
-    """Return what is wrong and what to do, which stands behind a semicolon outside parentheses."""
+    """Return the error and its remedy, which follows a semicolon outside parentheses."""
     depth = 0
     for place, letter in enumerate(message):
         depth += (letter == "(") - (letter == ")")
@@ -102,13 +102,13 @@ def parted(message: str) -> tuple[str, str]:
 
 
 def page_of(file: str) -> str:
-    """Return a link to the page that says more of what a file does."""
+    """Return a link to the page about a file."""
     room = next(prefix for prefix in _PAGES if file.startswith(prefix))
     return f"[{_PAGES[room]}]({_PAGES[room]})"
 
 
 def rows() -> list[str]:
-    """Return a table's rows: message, what to do, where; sorted by what can be searched for."""
+    """Return the table's rows (message, remedy, file), sorted by the message's words."""
     found = {}
     for message, file in (*of_python(), *of_native()):
         message = (
@@ -126,7 +126,7 @@ def rows() -> list[str]:
 
 
 def section() -> str:
-    """Return what belongs behind the heading."""
+    """Return the text after the heading."""
     head = "| message (`...` is filled in) | what to do | raised in |\n|---|---|---|\n"
     return "\n" + head + "\n".join(rows()) + "\n"
 

@@ -76,7 +76,6 @@ TO_FIX = (
     "docs/index.md",
     "docs/internals.md",
     "docs/kernels.py",
-    "docs/messages.py",
     "docs/parallel.md",
     "docs/performance.md",
     "docs/reliability.md",
