@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from adasum_hvd.distributed.coefficients import constant
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.slices import Layout
 from adasum_hvd.distributed.sums import Sums, sums_by_tensor
+
+
+class Shards(NamedTuple):
+    """Tensors of which every rank of a group holds a shard."""
+
+    communicator: Communicator
+    tensors: tuple[int, ...]  # numbers in the buffer
 
 
 class Exchange:
@@ -21,6 +31,8 @@ class Exchange:
         communicator: the ranks.
         device: of the tables.
         everything: all ranks get the rows of all tensors.
+        shards: ranks over which tensors of the buffer are sharded, once more, and which
+            tensors; implies `everything`.
     """
 
     def __init__(
@@ -29,9 +41,10 @@ class Exchange:
         communicator: Communicator,
         device: torch.device,
         everything: bool = False,
+        shards: Sequence[Shards] = (),
     ):
-        parts = layout.held if everything else layout.shared
-        self._communicator = communicator
+        parts = layout.held if everything or shards else layout.shared
+        self._communicator, self._shards = communicator, shards
         self.tensors = len(layout.sizes)
         # Rows that fill a table, and those that another rank knows, go to one tensor more.
         nobody, width = self.tensors, max(map(len, parts))
@@ -63,16 +76,37 @@ class Exchange:
         table.scatter_reduce_(0, owners, values.flatten(), "amax")
         rows = self._rows(table[:-1, None]).flatten()
         found = torch.zeros_like(table)
-        return found.scatter_reduce_(0, self._owners, rows, "amax")[:-1]
+        found = found.scatter_reduce_(0, self._owners, rows, "amax")[:-1]
+        for communicator, tensors in self._shards:
+            index = constant(tensors, torch.int64, table.device)
+            found[index] = communicator.all_gather(found[index]).amax(0)
+        return found
 
     def total(self, sums: Sums) -> torch.Tensor:
         """Return float64 [tensors, columns]: sums over all ranks, of tensors that are known here.
 
         Collective if any tensor crosses a border.
         """
-        if not self.shared:
-            return sums.rounded()
-        rows = self._rows(torch.cat(sums, 1))
+        if self.shared:
+            terms = torch.cat(self._rows(torch.cat(sums, 1)).chunk(2, 1))
+            owners = self._owners.repeat(2)
+            high, low = sums_by_tensor(terms, owners, self.tensors + 1)
+            sums = Sums(high[:-1], low[:-1])
+        for communicator, tensors in self._shards:
+            sums = self._over_shards(sums, communicator, tensors)
+        return sums.rounded()
+
+    def _over_shards(
+        self, sums: Sums, communicator: Communicator, tensors: tuple[int, ...]
+    ) -> Sums:
+        """Replace the sums of sharded tensors by their sums over the shards."""
+        index = constant(tensors, torch.int64, sums.high.device)
+        rows = communicator.all_gather(torch.cat(sums, 1)[index]).flatten(0, 1)
+        owners = torch.arange(len(tensors), device=index.device)
         terms = torch.cat(rows.chunk(2, 1))
-        found = sums_by_tensor(terms, self._owners.repeat(2), self.tensors + 1)
-        return found.rounded()[:-1]
+        found = sums_by_tensor(
+            terms, owners.repeat(2 * communicator.size), len(tensors)
+        )
+        high, low = sums.high.clone(), sums.low.clone()
+        high[index], low[index] = found
+        return Sums(high, low)

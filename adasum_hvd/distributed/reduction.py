@@ -8,8 +8,8 @@
 
 Each slice is computed by one rank, so that all ranks end with the same bits.
 
-A tensor that is itself sharded over other ranks needs one sum more: its Gram matrix is the sum of
-its shards' matrices. `Exchange` is the only place that knows who holds a part of a tensor.
+A tensor that is itself sharded over other ranks needs one sum more, because a dot product is the
+sum of the shards' dot products. Only `Exchange` knows who holds a part of a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import Tree, constant, tree_of, walk
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.exchange import Exchange
+from adasum_hvd.distributed.exchange import Exchange, Shards
 from adasum_hvd.distributed.ill_conditioned import FormNodes
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
@@ -44,6 +44,7 @@ def reduce_buffer(
     sizes: Sequence[int],
     communicator: Communicator,
     rule: Rule,
+    shards: Sequence[Shards] = (),
 ) -> Solution | None:
     """Reduce tensors that lie end to end, in place.
 
@@ -52,6 +53,8 @@ def reduce_buffer(
         sizes: elements of each tensor.
         communicator: the ranks.
         rule: what becomes of the tensors.
+        shards: groups over which the tensors are sharded; their ranks may hold other `sizes`,
+            zero included, of the same tensors.
 
     Returns:
         How it was done, with the Gram matrices of the tensors whose first element is in this
@@ -60,12 +63,12 @@ def reduce_buffer(
     Collective: all ranks of the communicator; blocks on a CPU.
     """
     layout = layout_of(tuple(sizes), communicator.size)
-    if communicator.size == 1 or not flat.numel():
+    if communicator.size == 1 or not (shards or flat.numel()):
         return None
     rows = communicator.scatter(flat, layout.bounds)
     part = Slice(rows, layout.runs(communicator.rank))
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
-    solution = _solve(part, layout, communicator, rule, tree)
+    solution = _solve(part, layout, communicator, rule, tree, shards)
     mine = rows[communicator.rank]
     part.combine(tree, solution.sides, solution.factors, solution.inverse, mine)
     communicator.gather(flat, layout.bounds)
@@ -73,7 +76,12 @@ def reduce_buffer(
 
 
 def _solve(
-    part: Slice, layout: Layout, communicator: Communicator, rule: Rule, tree: Tree
+    part: Slice,
+    layout: Layout,
+    communicator: Communicator,
+    rule: Rule,
+    tree: Tree,
+    shards: Sequence[Shards],
 ) -> Solution:
     """Return the coefficients of all tensors in this rank's slice. Collective."""
     device, tensors = part.owners.device, len(layout.sizes)
@@ -81,7 +89,8 @@ def _solve(
     if rule.kind == "mean":
         ones = part.owners.new_ones((tensors, communicator.size), dtype=torch.float64)
         return Solution(ones / communicator.size, additions)
-    exchange = Exchange(layout, communicator, device, everything=callable(rule.kind))
+    everything = callable(rule.kind)
+    exchange = Exchange(layout, communicator, device, everything, shards)
     scale = inverse = None
     if part.dtype == torch.float64:  # whose squares overflow where it does not
         scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))

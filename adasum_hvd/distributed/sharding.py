@@ -1,0 +1,104 @@
+"""Where the shards of a parameter are, and the set-ups in which AdaSum has no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_ONE_DIMENSION = (
+    "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
+    'mesh=mesh["shard"]), and pass the other dimension here: adasum_replicate(model, '
+    'mesh["replica"])'
+)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing its memory: of a DTensor its local tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is laid out over the ranks as `tensor`, with this local part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.size(), stride=tensor.stride(),
+    )  # fmt: skip
+
+
+def complete(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient laid out as its parameter; sums that are still pending are added up.
+
+    Collective over the parameter's mesh if the placements differ.
+    """
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
+
+
+def shard_groups(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return the process groups of the mesh dimensions along which a parameter is sharded.
+
+    The dot product of whole tensors is the sum of the shards' dot products over these groups. A
+    dimension along which the parameter is replicated is not among them.
+    """
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    )
+
+
+def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
+    """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
+
+    Args:
+        model: the model.
+        ranks: the ranks of the replicas that hold the same shards, in the job.
+        rank: this one.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == "DistributedDataParallel":
+            yield (
+                f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
+                "pass the module inside it, or use adasum_hook"
+            )
+        elif kind == "FullyShardedDataParallel":
+            yield (
+                f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
+                "parameters; use fully_shard"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            yield f"{name} is partitioned by DeepSpeed ZeRO; use fully_shard"
+        elif isinstance(parameter, DTensor):
+            yield from _mesh_problem(name, parameter, ranks, rank)
+
+
+def _mesh_problem(
+    name: str, parameter: DTensor, ranks: list[int], rank: int
+) -> Iterator[str]:
+    mesh = parameter.device_mesh
+    both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
+    if not both:
+        return
+    replicated = [placement.is_replicate() for placement in parameter.placements]
+    if mesh.ndim > 1 and any(replicated):
+        yield (
+            f"{name} is on a mesh of {mesh.ndim} dimensions, along one of which torch averages "
+            f"its gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
+            f"replicas; {_ONE_DIMENSION}"
+        )
+    else:
+        yield (
+            f"{name} is sharded over ranks {both} of the replicas, which have to hold the same "
+            f"shard; {_ONE_DIMENSION}"
+        )
