@@ -150,9 +150,8 @@ class Replicas:
                 f"{unit.expected[number]} times, as in earlier passes, but got once more after it "
                 f"was reduced (rank {dist.get_rank()}); pass overlap=False"
             )
-        version = self._versions.pop(id(parameter), None)
-        gradient = local_of(parameter.grad)
-        if version is not None and gradient._version == version + 1:
+        before = self._versions.pop(id(parameter), None)
+        if before is not None and _version(parameter.grad) == before + 1:
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "
                 "one that was added to the reduced gradient of the last pass; call zero_grad() "
@@ -254,8 +253,13 @@ class Replicas:
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
-                version = local_of(parameter.grad)._version
-                self._versions[id(parameter)] = version
+                self._versions[id(parameter)] = _version(parameter.grad)
+
+
+def _version(gradient: Any) -> int:
+    """Return how often a gradient was written in place; FSDP writes to the local tensor only."""
+    local = local_of(gradient)
+    return gradient._version + (0 if local is gradient else local._version)
 
 
 def _units(model: torch.nn.Module) -> Iterator[_Unit]:

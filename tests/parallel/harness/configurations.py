@@ -67,6 +67,7 @@ AGREEMENT = (
 )
 TENSORFLOW_OPS = _files("tensorflow", "ops reducer legacy")
 SIMULATED = _files("device", "simulated")
+REPLICATE = _files("distributed", "replicate")
 
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
@@ -167,5 +168,6 @@ CONFIGURATIONS = [
     Configuration(_files("torch", "strict_sum"), "gloo", 16),  # MindSpore's least
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
     *DISTRIBUTED,
+    Configuration(REPLICATE, "torchrun", 4),  # 6 in make soak
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
 ]  # fmt: skip
