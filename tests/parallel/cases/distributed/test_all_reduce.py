@@ -124,16 +124,16 @@ def case_several_dtypes_and_empty_lists() -> None:
     assert torch.equal(weight, torch.ones(3))
 
 
-def case_groups() -> None:
-    for group_op in ("average", "sum"):
-        for group_size in (0, 2):
-            tensors = [tensor_of(r, 9000, torch.float32, 50) for r in range(len(HOSTS))]
-            correct = reference.adasum(
-                [t.numpy() for t in tensors], HOSTS, group_op, group_size
-            )
-            mine = tensors[rank()]
-            adasum_all_reduce(mine, group_op=group_op, group_size=group_size)
-            check_close(mine, correct, torch.float32)
+@pytest.mark.parametrize("group_size", [0, 2])
+@pytest.mark.parametrize("group_op", ["average", "sum"])
+def case_groups(group_op: str, group_size: int) -> None:
+    tensors = [tensor_of(r, 9000, torch.float32, 50) for r in range(len(HOSTS))]
+    correct = reference.adasum(
+        [t.numpy() for t in tensors], HOSTS, group_op, group_size
+    )
+    mine = tensors[rank()]
+    adasum_all_reduce(mine, group_op=group_op, group_size=group_size)
+    check_close(mine, correct, torch.float32)
 
 
 def mean_of(gram: torch.Tensor) -> torch.Tensor:

@@ -150,26 +150,26 @@ def case_elastic_commits_inside_windows() -> None:
         check_same_everywhere(model)
 
 
-def case_elastic_sums_of_keras() -> None:
+@pytest.mark.parametrize("op", ["adasum-grad", "average"])
+def case_elastic_sums_of_keras(op: str) -> None:
     """What `gradient_accumulation_steps` has added up is each rank's own until it is reduced."""
-    for op in ("adasum-grad", "average"):
-        added = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
-        model = compiled(hvd.DistributedOptimizer(added, op=op))
-        state = hvd.elastic.KerasState(model)
-        batches = [numerics.batch_of(hvd.rank(), step, 4) for step in range(4)]
-        state.sync()
-        for batch in batches:
-            model.train_on_batch(*batch)
-        expected = digest_of(model)
-        state.restore()
-        for batch in batches[:2]:
-            model.train_on_batch(*batch)
-        state.save()
-        state.sync()  # all have survived
-        for batch in batches[2:]:
-            model.train_on_batch(*batch)
-        assert digest_of(model) == expected, op
-        check_same_everywhere(model)
+    added = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    model = compiled(hvd.DistributedOptimizer(added, op=op))
+    state = hvd.elastic.KerasState(model)
+    batches = [numerics.batch_of(hvd.rank(), step, 4) for step in range(4)]
+    state.sync()
+    for batch in batches:
+        model.train_on_batch(*batch)
+    expected = digest_of(model)
+    state.restore()
+    for batch in batches[:2]:
+        model.train_on_batch(*batch)
+    state.save()
+    state.sync()  # all have survived
+    for batch in batches[2:]:
+        model.train_on_batch(*batch)
+    assert digest_of(model) == expected, op
+    check_same_everywhere(model)
 
 
 def case_elastic_variables_marked_local() -> None:

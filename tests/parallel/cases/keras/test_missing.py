@@ -101,12 +101,12 @@ def case_no_step_where_no_rank_has_a_gradient() -> None:
         assert all(theirs == everyone[0] for theirs in everyone)
 
 
-def case_no_gradient_on_any_rank() -> None:
-    for op in VARIANTS:
-        variables = [keras.Variable([1.0, 1.0])]
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
-        with pytest.raises(ValueError, match="at least one variable on some rank"):
-            optimizer.apply([None], variables)
+@pytest.mark.parametrize("op", VARIANTS)
+def case_no_gradient_on_any_rank(op: str) -> None:
+    variables = [keras.Variable([1.0, 1.0])]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+    with pytest.raises(ValueError, match="at least one variable on some rank"):
+        optimizer.apply([None], variables)
 
 
 def case_rows_that_some_ranks_lack() -> None:
@@ -182,27 +182,27 @@ def case_other_sources_on_one_rank() -> None:
         old.compute_gradients(loss, sources[:1] if first else sources)
 
 
-def case_a_function_that_one_rank_traces_again() -> None:
+@pytest.mark.parametrize("op", VARIANTS)
+def case_a_function_that_one_rank_traces_again(op: str) -> None:
     """Its last batch is shorter; both functions are in one outer graph."""
-    for op in VARIANTS:
-        weight = tf.Variable([1.0, 1.0])
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
-        optimizer.build([weight])
-        reducer = hvd.DistributedGradReducer([weight])
+    weight = tf.Variable([1.0, 1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+    optimizer.build([weight])
+    reducer = hvd.DistributedGradReducer([weight])
 
-        @tf.function
-        def inner(batch, weight=weight, optimizer=optimizer, reducer=reducer):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(weight) * tf.reduce_mean(batch)
-            tape = hvd.DistributedGradientTape(tape, op="sum")
-            (gradient,) = reducer([tape.gradient(loss, weight)])
-            optimizer.apply([gradient], [weight])
+    @tf.function
+    def inner(batch, weight=weight, optimizer=optimizer, reducer=reducer):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight) * tf.reduce_mean(batch)
+        tape = hvd.DistributedGradientTape(tape, op="sum")
+        (gradient,) = reducer([tape.gradient(loss, weight)])
+        optimizer.apply([gradient], [weight])
 
-        @tf.function
-        def outer(batches, inner=inner):
-            for batch in batches:
-                inner(batch)
+    @tf.function
+    def outer(batches, inner=inner):
+        for batch in batches:
+            inner(batch)
 
-        last = tf.ones(3 if hvd.rank() == 0 else 4)
-        outer([tf.ones(4), tf.ones(4), last])
-        np.testing.assert_allclose(weight.numpy(), 1.0 - 3 * hvd.size(), rtol=1e-6)
+    last = tf.ones(3 if hvd.rank() == 0 else 4)
+    outer([tf.ones(4), tf.ones(4), last])
+    np.testing.assert_allclose(weight.numpy(), 1.0 - 3 * hvd.size(), rtol=1e-6)

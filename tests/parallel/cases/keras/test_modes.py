@@ -22,37 +22,37 @@ from tests.parallel.cases.keras.test_optimizer import (
 from tests.parallel.harness import numpy_training as numerics
 
 
-def case_keras_averages_schedules_and_constraints() -> None:
-    for op in ("adasum-grad", "adasum-delta"):
-        optimizer = hvd.DistributedOptimizer(
-            momentum(use_ema=True, ema_momentum=0.5), op=op
-        )
-        model = compiled(optimizer)
-        images, targets = numerics.data_of(hvd.rank(), STEPS)
-        for step in range(STEPS):
-            part = slice(step * numerics.BATCH, (step + 1) * numerics.BATCH)
-            model.train_on_batch(images[part], targets[part])
-        check_equal(model, trained(op))
-        # The average is of the weights that all ranks share.
-        average = [np.asarray(w, np.float64) for w in trained_prefix(op, 1)]
-        for step in range(2, STEPS + 1):
-            weights = trained_prefix(op, step)
-            average = [(a + w) / 2 for a, w in zip(average, weights, strict=True)]
-        optimizer.finalize_variable_values(model.trainable_variables)
-        check_equal(model, average)
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-        optimizer = keras.optimizers.SGD(schedule)
-        model = compiled(hvd.DistributedOptimizer(optimizer, op=op))
-        fit(model)
-        check_equal(model, numerics.train(Halving, op, hvd.size(), STEPS))
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(3, kernel_constraint="non_neg")]
-        )
-        hvd.compile(model, hvd.DistributedOptimizer(momentum(), op=op), loss="mse")
-        hvd.broadcast_variables(model.weights)
-        fit(model)
-        check_same_everywhere(model)
-        assert model.get_weights()[0].min() >= 0
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_keras_averages_schedules_and_constraints(op: str) -> None:
+    optimizer = hvd.DistributedOptimizer(
+        momentum(use_ema=True, ema_momentum=0.5), op=op
+    )
+    model = compiled(optimizer)
+    images, targets = numerics.data_of(hvd.rank(), STEPS)
+    for step in range(STEPS):
+        part = slice(step * numerics.BATCH, (step + 1) * numerics.BATCH)
+        model.train_on_batch(images[part], targets[part])
+    check_equal(model, trained(op))
+    # The average is of the weights that all ranks share.
+    average = [np.asarray(w, np.float64) for w in trained_prefix(op, 1)]
+    for step in range(2, STEPS + 1):
+        weights = trained_prefix(op, step)
+        average = [(a + w) / 2 for a, w in zip(average, weights, strict=True)]
+    optimizer.finalize_variable_values(model.trainable_variables)
+    check_equal(model, average)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = keras.optimizers.SGD(schedule)
+    model = compiled(hvd.DistributedOptimizer(optimizer, op=op))
+    fit(model)
+    check_equal(model, numerics.train(Halving, op, hvd.size(), STEPS))
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(3, kernel_constraint="non_neg")]
+    )
+    hvd.compile(model, hvd.DistributedOptimizer(momentum(), op=op), loss="mse")
+    hvd.broadcast_variables(model.weights)
+    fit(model)
+    check_same_everywhere(model)
+    assert model.get_weights()[0].min() >= 0
 
 
 class Halving(numerics.Sgd):
@@ -270,16 +270,16 @@ def case_keras_modes_that_cannot_work() -> None:
         model.fit(np.ones((4, 6)), np.ones((4, layer.units)), verbose=0)
 
 
-def case_keras_worker_local_variables() -> None:
-    for op in VARIANTS:
-        model = compiled(hvd.DistributedOptimizer(momentum(), op=op))
-        mine = model.trainable_variables[0]
-        hvd.mark_worker_local(mine)
-        fit(model)
-        everyone = hvd.allgather_object([w.tobytes() for w in model.get_weights()])
-        assert len({weights[0] for weights in everyone}) == hvd.size()
-        for index in range(1, 4):
-            assert len({weights[index] for weights in everyone}) == 1
+@pytest.mark.parametrize("op", VARIANTS)
+def case_keras_worker_local_variables(op: str) -> None:
+    model = compiled(hvd.DistributedOptimizer(momentum(), op=op))
+    mine = model.trainable_variables[0]
+    hvd.mark_worker_local(mine)
+    fit(model)
+    everyone = hvd.allgather_object([w.tobytes() for w in model.get_weights()])
+    assert len({weights[0] for weights in everyone}) == hvd.size()
+    for index in range(1, 4):
+        assert len({weights[index] for weights in everyone}) == 1
 
 
 def case_keras_partial_optimizer() -> None:

@@ -16,7 +16,6 @@ from tests.parallel.cases.tensorflow.test_ops import start as start
 from tests.parallel.harness import numpy_training as numerics
 
 STEPS = 4
-OPS = ("average", "sum", "adasum", "adasum-grad", "adasum-delta")
 VARIANTS = ("adasum-grad", "adasum-delta")
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
     "sgd": (lambda **k: keras.optimizers.SGD(0.1, **k), lambda: numerics.Sgd(0.1)),
@@ -79,28 +78,41 @@ def check_equal(model: keras.Model, expected: numerics.Weights, tolerance=1e-6) 
         assert difference <= tolerance * max(1.0, np.abs(wanted).max()), difference
 
 
-def case_offloaded_adam_with_decoupled_decay() -> None:
+@pytest.mark.parametrize("op", VARIANTS)
+def case_offloaded_adam_with_decoupled_decay(op: str) -> None:
     """Both variants; the changes of weights include the decay."""
-    for op in VARIANTS:
-        optimizer = hvd.AdamOffload(
-            0.02, eps=1e-7, weight_decay=2.0, decoupled_weight_decay=True
-        )
-        model = compiled(hvd.DistributedOptimizer(optimizer, op=op))
-        fit(model)
-        adamw = partial(numerics.Adam, 0.02, decay=2.0)
-        check_equal(model, numerics.train(adamw, op, hvd.size(), STEPS), 5e-6)
+    optimizer = hvd.AdamOffload(
+        0.02, eps=1e-7, weight_decay=2.0, decoupled_weight_decay=True
+    )
+    model = compiled(hvd.DistributedOptimizer(optimizer, op=op))
+    fit(model)
+    adamw = partial(numerics.Adam, 0.02, decay=2.0)
+    check_equal(model, numerics.train(adamw, op, hvd.size(), STEPS), 5e-6)
 
 
-def case_keras_fit_every_op_and_optimizer() -> None:
-    for name, (make, simulated) in OPTIMIZERS.items():
-        for op in OPS if name == "momentum" else VARIANTS:
-            plain = make()
-            optimizer = hvd.DistributedOptimizer(plain, op=op)
-            assert isinstance(optimizer, type(plain))
-            model = compiled(optimizer)
-            fit(model)
-            check_equal(model, numerics.train(simulated, op, hvd.size(), STEPS))
-            assert int(optimizer.iterations) == STEPS
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("sgd", "adasum-grad"),
+        ("sgd", "adasum-delta"),
+        ("momentum", "average"),
+        ("momentum", "sum"),
+        ("momentum", "adasum"),
+        ("momentum", "adasum-grad"),
+        ("momentum", "adasum-delta"),
+        ("adam", "adasum-grad"),
+        ("adam", "adasum-delta"),
+    ],
+)
+def case_keras_fit_every_op_and_optimizer(name: str, op: str) -> None:
+    make, simulated = OPTIMIZERS[name]
+    plain = make()
+    optimizer = hvd.DistributedOptimizer(plain, op=op)
+    assert isinstance(optimizer, type(plain))
+    model = compiled(optimizer)
+    fit(model)
+    check_equal(model, numerics.train(simulated, op, hvd.size(), STEPS))
+    assert int(optimizer.iterations) == STEPS
 
 
 def case_keras_horovods_own_optimizer_reduces_nothing() -> None:
@@ -114,63 +126,68 @@ def case_keras_horovods_own_optimizer_reduces_nothing() -> None:
         check_same_everywhere(model)
 
 
-def case_keras_accumulation_and_local_steps() -> None:
+@pytest.mark.parametrize("op", ["average", "adasum-grad", "adasum-delta"])
+def case_keras_accumulation(op: str) -> None:
     steps = 8
-    for op in ("average", "adasum-grad", "adasum-delta"):
-        make, simulated = OPTIMIZERS["momentum"]
-        optimizer = hvd.DistributedOptimizer(make(), op=op, backward_passes_per_step=2)
-        model = compiled(optimizer)
-        fit(model, steps)
-        expected = numerics.train(simulated, op, hvd.size(), steps, passes=2)
-        check_equal(model, expected)
-        assert int(optimizer.iterations) == steps // 2
-        # Keras's own accumulation averages, and reduces as often.
-        model = compiled(
-            hvd.DistributedOptimizer(make(gradient_accumulation_steps=2), op=op)
-        )
-        fit(model, steps)
-        half = lambda grads: [g / 2 for g in grads]
-        expected = numerics.train(simulated, op, hvd.size(), steps, passes=2, clip=half)
-        check_equal(model, expected)
-        if op == "average":  # so does Horovod's argument
-            optimizer = hvd.DistributedOptimizer(
-                make(), backward_passes_per_step=2, average_aggregated_gradients=True
-            )
-            model = compiled(optimizer)
-            fit(model, steps)
-            check_equal(model, expected)
-    make, simulated = OPTIMIZERS["adam"]
-    for passes in (1, 2):
+    make, simulated = OPTIMIZERS["momentum"]
+    optimizer = hvd.DistributedOptimizer(make(), op=op, backward_passes_per_step=2)
+    model = compiled(optimizer)
+    fit(model, steps)
+    expected = numerics.train(simulated, op, hvd.size(), steps, passes=2)
+    check_equal(model, expected)
+    assert int(optimizer.iterations) == steps // 2
+    # Keras's own accumulation averages, and reduces as often.
+    model = compiled(
+        hvd.DistributedOptimizer(make(gradient_accumulation_steps=2), op=op)
+    )
+    fit(model, steps)
+    half = lambda grads: [g / 2 for g in grads]
+    expected = numerics.train(simulated, op, hvd.size(), steps, passes=2, clip=half)
+    check_equal(model, expected)
+    if op == "average":  # so does Horovod's argument
         optimizer = hvd.DistributedOptimizer(
-            make(),
-            op=hvd.AdasumDelta,
-            local_steps=2,
-            backward_passes_per_step=passes,
+            make(), backward_passes_per_step=2, average_aggregated_gradients=True
         )
         model = compiled(optimizer)
         fit(model, steps)
-        expected = numerics.train(
-            simulated, "adasum-delta", hvd.size(), steps, passes, local_steps=2
-        )
-        check_equal(model, expected, 5e-6)  # rounding, after eight steps of Adam
+        check_equal(model, expected)
 
 
-def case_keras_clipping() -> None:
-    options = {
+@pytest.mark.parametrize("passes", [1, 2])
+def case_keras_local_steps(passes: int) -> None:
+    steps = 8
+    make, simulated = OPTIMIZERS["adam"]
+    optimizer = hvd.DistributedOptimizer(
+        make(),
+        op=hvd.AdasumDelta,
+        local_steps=2,
+        backward_passes_per_step=passes,
+    )
+    model = compiled(optimizer)
+    fit(model, steps)
+    expected = numerics.train(
+        simulated, "adasum-delta", hvd.size(), steps, passes, local_steps=2
+    )
+    check_equal(model, expected, 5e-6)  # rounding, after eight steps of Adam
+
+
+@pytest.mark.parametrize("op", ["average", "adasum-grad", "adasum-delta"])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("clipnorm", 0.2), ("global_clipnorm", 0.2), ("clipvalue", 0.05)],
+)
+def case_keras_clipping(name: str, limit: float, op: str) -> None:
+    clips = {
         "clipnorm": numerics.clip_norm,
         "global_clipnorm": numerics.clip_global_norm,
         "clipvalue": numerics.clip_value,
     }
     make, simulated = OPTIMIZERS["momentum"]
-    for name, clip in options.items():
-        for op in ("average", "adasum-grad", "adasum-delta"):
-            limit = 0.05 if name == "clipvalue" else 0.2
-            optimizer = hvd.DistributedOptimizer(make(**{name: limit}), op=op)
-            model = compiled(optimizer)
-            fit(model)
-            expected = numerics.train(
-                simulated, op, hvd.size(), STEPS, clip=clip(limit)
-            )
-            check_equal(model, expected)
-            unclipped = numerics.train(simulated, op, hvd.size(), STEPS)
-            assert np.abs(unclipped[0] - expected[0]).max() > 1e-3
+    optimizer = hvd.DistributedOptimizer(make(**{name: limit}), op=op)
+    model = compiled(optimizer)
+    fit(model)
+    clip = clips[name](limit)
+    expected = numerics.train(simulated, op, hvd.size(), STEPS, clip=clip)
+    check_equal(model, expected)
+    unclipped = numerics.train(simulated, op, hvd.size(), STEPS)
+    assert np.abs(unclipped[0] - expected[0]).max() > 1e-3

@@ -23,24 +23,24 @@ from tests.parallel.cases.keras.test_optimizer import (
 from tests.parallel.harness import numpy_training as numerics
 
 
-def case_keras_loss_scale_counts_for_all_ranks() -> None:
-    for op in VARIANTS:
-        inside = keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=2.0**10)
-        optimizer = hvd.DistributedOptimizer(inside, op=op)
-        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        model = compiled(optimizer)
-        fit(model)
-        check_equal(model, trained(op))
-        before = digest_of(model)
-        images, targets = numerics.batch_of(hvd.rank(), 0, STEPS)
-        if hvd.rank() == hvd.size() - 1:
-            targets = np.full_like(targets, np.inf)
-        model.train_on_batch(images, targets)
-        assert digest_of(model) == before, "a step was taken with infinite gradients"
-        assert float(optimizer.dynamic_scale) == 2.0**9
-        fit(model)
-        check_same_everywhere(model)
-        assert digest_of(model) != before
+@pytest.mark.parametrize("op", VARIANTS)
+def case_keras_loss_scale_counts_for_all_ranks(op: str) -> None:
+    inside = keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=2.0**10)
+    optimizer = hvd.DistributedOptimizer(inside, op=op)
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    model = compiled(optimizer)
+    fit(model)
+    check_equal(model, trained(op))
+    before = digest_of(model)
+    images, targets = numerics.batch_of(hvd.rank(), 0, STEPS)
+    if hvd.rank() == hvd.size() - 1:
+        targets = np.full_like(targets, np.inf)
+    model.train_on_batch(images, targets)
+    assert digest_of(model) == before, "a step was taken with infinite gradients"
+    assert float(optimizer.dynamic_scale) == 2.0**9
+    fit(model)
+    check_same_everywhere(model)
+    assert digest_of(model) != before
 
 
 def case_keras_overflow_of_the_change_restores_the_weights() -> None:

@@ -23,104 +23,102 @@ from tests.parallel.harness.torch_training import (
 )
 
 
-def case_skip_synchronize_without_synchronize() -> None:
-    for op in ("average", "adasum-grad"):
-        model = model_of()
-        optimizer = distributed(model, op)
-        before = weights(model)
-        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
-            loss = loss_of(model, hvd.rank(), 0)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            with (
-                optimizer.skip_synchronize(),
-                pytest.raises(
-                    RuntimeError, match=r"required synchronize\(\) since the"
-                ),
-            ):
-                optimizer.step() if scaler is None else scaler.step(optimizer)
-            assert torch.equal(weights(model), before)
-            optimizer.zero_grad()
-        train(model, optimizer, 0, 1)
-        hvd.check_replicas(model)
-
-
-def case_gradients_assigned_after_synchronize() -> None:
-    for op in ("average", "adasum-grad"):
-        model = model_of()
-        optimizer = distributed(model, op)
-        for inside in (False, True):
-            optimizer.zero_grad()
-            backward(model)
-            optimizer.synchronize()
-            model[0].weight.grad = torch.full_like(model[0].weight, 0.1)
-            if inside:  # the caller's word that they are the same everywhere
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                with pytest.raises(RuntimeError, match="got another one, which has"):
-                    optimizer.step()
-        hvd.check_replicas(model)
-
-
-def case_gradients_changed_in_a_bucket_that_has_not_started() -> None:
-    """A parameter that no rank uses, or a remainder of accumulation, holds a bucket up."""
-    for op in ("average", "adasum-grad"):
-        for kwargs in ({}, {"backward_passes_per_step": 2}):
-            model = model_of()
-            model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-            optimizer = distributed(model, op, **kwargs)
-            backward(model)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            with pytest.raises(RuntimeError, match="got one changed between backward"):
-                optimizer.step()
-            optimizer.zero_grad()
-            optimizer.step()
-            hvd.check_replicas(model)
-
-
-def case_hooks_see_reduced_weights() -> None:
-    for op in VARIANTS:
-        model = model_of()
-        optimizer = distributed(model, op)
-        seen: list[torch.Tensor] = []
-        order: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_, order=order: order.append("pre"))
-        optimizer.register_step_post_hook(
-            lambda *_, model=model, seen=seen: seen.append(weights(model))
-        )
-        train(model, optimizer, 0, 1)
-        assert len(seen) == 2 and len(order) == 2
-        assert torch.equal(seen[-1], weights(model))
-        for after in seen:
-            everyone = hvd.allgather_object(after)
-            assert all(torch.equal(after, other) for other in everyone)
-
-
-def case_a_step_left_out_by_one_rank() -> None:
-    for op in ("average", "adasum-grad"):
-        model = model_of()
-        optimizer = distributed(model, op)
-        with pytest.raises(
-            RuntimeError, match=r"same number of steps .*another on ranks \[1\]"
+@pytest.mark.parametrize("op", ["average", "adasum-grad"])
+def case_skip_synchronize_without_synchronize(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    before = weights(model)
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        loss = loss_of(model, hvd.rank(), 0)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        with (
+            optimizer.skip_synchronize(),
+            pytest.raises(RuntimeError, match=r"required synchronize\(\) since the"),
         ):
-            for step in range(2 * rounds.EVERY):
-                optimizer.zero_grad()
-                backward(model, step)
-                if not (step == 1 and hvd.rank() == 1):
-                    optimizer.step()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        assert torch.equal(weights(model), before)
+        optimizer.zero_grad()
+    train(model, optimizer, 0, 1)
+    hvd.check_replicas(model)
 
 
-def case_steps_left_out_by_all_ranks() -> None:
-    """Which is nobody's business."""
-    for op in VARIANTS:
+@pytest.mark.parametrize("op", ["average", "adasum-grad"])
+def case_gradients_assigned_after_synchronize(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    for inside in (False, True):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.synchronize()
+        model[0].weight.grad = torch.full_like(model[0].weight, 0.1)
+        if inside:  # the caller's word that they are the same everywhere
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="got another one, which has"):
+                optimizer.step()
+    hvd.check_replicas(model)
+
+
+@pytest.mark.parametrize("op", ["average", "adasum-grad"])
+def case_gradients_changed_in_a_bucket_that_has_not_started(op: str) -> None:
+    """A parameter that no rank uses, or a remainder of accumulation, holds a bucket up."""
+    for kwargs in ({}, {"backward_passes_per_step": 2}):
         model = model_of()
-        optimizer = distributed(model, op)
+        model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        optimizer = distributed(model, op, **kwargs)
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with pytest.raises(RuntimeError, match="got one changed between backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        hvd.check_replicas(model)
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def case_hooks_see_reduced_weights(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    seen: list[torch.Tensor] = []
+    order: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_, order=order: order.append("pre"))
+    optimizer.register_step_post_hook(
+        lambda *_, model=model, seen=seen: seen.append(weights(model))
+    )
+    train(model, optimizer, 0, 1)
+    assert len(seen) == 2 and len(order) == 2
+    assert torch.equal(seen[-1], weights(model))
+    for after in seen:
+        everyone = hvd.allgather_object(after)
+        assert all(torch.equal(after, other) for other in everyone)
+
+
+@pytest.mark.parametrize("op", ["average", "adasum-grad"])
+def case_a_step_left_out_by_one_rank(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    with pytest.raises(
+        RuntimeError, match=r"same number of steps .*another on ranks \[1\]"
+    ):
         for step in range(2 * rounds.EVERY):
             optimizer.zero_grad()
             backward(model, step)
-            if step % 4 == 0:
+            if not (step == 1 and hvd.rank() == 1):
                 optimizer.step()
-        hvd.check_replicas(model)
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def case_steps_left_out_by_all_ranks(op: str) -> None:
+    """Which is nobody's business."""
+    model = model_of()
+    optimizer = distributed(model, op)
+    for step in range(2 * rounds.EVERY):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step % 4 == 0:
+            optimizer.step()
+    hvd.check_replicas(model)
 
 
 def case_hyperparameters_that_differ() -> None:
@@ -137,50 +135,50 @@ def case_hyperparameters_that_differ() -> None:
     hvd.check_replicas(model)
 
 
-def case_training_goes_on_after_join() -> None:
+@pytest.mark.parametrize("op", VARIANTS)
+def case_training_goes_on_after_join(op: str) -> None:
     """Uneven data, and as many rounds on no two ranks: all count anew."""
-    for op in VARIANTS:
-        model = model_of()
-        optimizer = distributed(model, op)
-        for _ in range(2):
-            train(model, optimizer, *range(rounds.EVERY - 2 * hvd.rank()))
-            optimizer.zero_grad()
-            last = hvd.join()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-            train(model, optimizer, *range(rounds.EVERY + 2))
-        hvd.check_replicas(model)
+    model = model_of()
+    optimizer = distributed(model, op)
+    for _ in range(2):
+        train(model, optimizer, *range(rounds.EVERY - 2 * hvd.rank()))
+        optimizer.zero_grad()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        train(model, optimizer, *range(rounds.EVERY + 2))
+    hvd.check_replicas(model)
 
 
-def case_groups_of_a_rank_alone() -> None:
+@pytest.mark.parametrize("op", VARIANTS)
+def case_groups_of_a_rank_alone(op: str) -> None:
     """A learning rate of its own for worker-local parameters is nobody else's business."""
-    for op in VARIANTS:
-        model = model_of()
-        hvd.mark_worker_local(*model[4].parameters())
-        groups = [
-            {"params": [*model[0].parameters(), *model[2].parameters()]},
-            {"params": model[4].parameters(), "lr": 0.01 * (1 + hvd.rank())},
-        ]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, 0.05), op=op)
-        train(model, optimizer, 0, 1)
-        hvd.check_replicas(model)
+    model = model_of()
+    hvd.mark_worker_local(*model[4].parameters())
+    groups = [
+        {"params": [*model[0].parameters(), *model[2].parameters()]},
+        {"params": model[4].parameters(), "lr": 0.01 * (1 + hvd.rank())},
+    ]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, 0.05), op=op)
+    train(model, optimizer, 0, 1)
+    hvd.check_replicas(model)
 
 
-def case_gradients_that_share_memory() -> None:
+@pytest.mark.parametrize("op", ["average", "adasum-grad"])
+def case_gradients_that_share_memory(op: str) -> None:
     """The version of one counts up with the others': nobody has changed it."""
-    for op in ("average", "adasum-grad"):
-        parts = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(parts, 0.1), op=op, backward_passes_per_step=2
-        )
-        for _ in range(2):
-            for factor in (1.0, 2.0 + hvd.rank()):
-                (torch.cat(parts) * factor).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        for part in parts:
-            everyone = hvd.allgather_object(part.detach())
-            assert all(torch.equal(part, other) for other in everyone)
+    parts = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parts, 0.1), op=op, backward_passes_per_step=2
+    )
+    for _ in range(2):
+        for factor in (1.0, 2.0 + hvd.rank()):
+            (torch.cat(parts) * factor).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    for part in parts:
+        everyone = hvd.allgather_object(part.detach())
+        assert all(torch.equal(part, other) for other in everyone)
 
 
 class Sam(torch.optim.SGD):
@@ -202,29 +200,29 @@ class Sam(torch.optim.SGD):
         self.zero_grad()
 
 
-def case_training_without_step() -> None:
-    for op in VARIANTS:
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(Sam(model.parameters(), 0.1), op=op)
-        with pytest.warns(UserWarning, match="SAM's first_step and second_step"):
-            for step in range(3):
-                backward(model, step)
-                optimizer.perturb()
-                backward(model, step)
-                optimizer.second_step()
+@pytest.mark.parametrize("op", VARIANTS)
+def case_training_without_step(op: str) -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(Sam(model.parameters(), 0.1), op=op)
+    with pytest.warns(UserWarning, match="SAM's first_step and second_step"):
+        for step in range(3):
+            backward(model, step)
+            optimizer.perturb()
+            backward(model, step)
+            optimizer.second_step()
 
 
-def case_scheduler_from_before_warns_of_nothing() -> None:
-    for op in VARIANTS:
-        model = model_of()
-        plain = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
-        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, optimizer, 0)
-            schedule.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
+@pytest.mark.parametrize("op", VARIANTS)
+def case_scheduler_from_before_warns_of_nothing(op: str) -> None:
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 0)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def case_groups_of_generators() -> None:
@@ -239,28 +237,28 @@ def case_groups_of_generators() -> None:
     assert len(optimizer._buckets) == 2
 
 
-def case_set_backward_passes_per_step() -> None:
-    for op in VARIANTS:
-        model = model_of()
-        optimizer = distributed(model, op)
-        train(model, optimizer, 0)
-        optimizer.zero_grad()
-        optimizer.set_backward_passes_per_step(2)
-        for step in range(2):
-            backward(model, step)
-        optimizer.step()
-        hvd.check_replicas(model)
-        with pytest.raises(ValueError, match="expected an integer >= 1, but got 0"):
-            optimizer.set_backward_passes_per_step(0)
+@pytest.mark.parametrize("op", VARIANTS)
+def case_set_backward_passes_per_step(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(2)
+    for step in range(2):
+        backward(model, step)
+    optimizer.step()
+    hvd.check_replicas(model)
+    with pytest.raises(ValueError, match="expected an integer >= 1, but got 0"):
+        optimizer.set_backward_passes_per_step(0)
 
 
-def case_what_is_no_optimizer() -> None:
-    for op in VARIANTS:
-        with pytest.raises(TypeError, match=r"required a torch\.optim\.Optimizer, got"):
-            hvd.DistributedOptimizer(model_of(), op=op)
-        lazy = nn.LazyLinear(3)
-        with pytest.raises(ValueError, match=r"group0\.param0.*one forward pass first"):
-            hvd.DistributedOptimizer(torch.optim.SGD(lazy.parameters(), 0.1), op=op)
+@pytest.mark.parametrize("op", VARIANTS)
+def case_what_is_no_optimizer(op: str) -> None:
+    with pytest.raises(TypeError, match=r"required a torch\.optim\.Optimizer, got"):
+        hvd.DistributedOptimizer(model_of(), op=op)
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"group0\.param0.*one forward pass first"):
+        hvd.DistributedOptimizer(torch.optim.SGD(lazy.parameters(), 0.1), op=op)
 
 
 def case_an_earlier_optimizer_of_the_same_parameters() -> None:

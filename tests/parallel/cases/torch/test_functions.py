@@ -354,15 +354,19 @@ def case_expanded_in_place() -> None:
     assert torch.equal(row, wanted[:1])
 
 
-def case_dtypes_that_nobody_adds_up_have_names() -> None:
-    for name in ("bool", "complex64", "uint8", "float8_e4m3fn", "bfloat16"):
-        mine = torch.ones(3).to(getattr(torch, name))
-        match = rf"allreduce of mine: {{}} expected a dtype .*, but got torch\.{name} \(rank"
-        with pytest.raises(ValueError, match=match.format("Average")):
-            hvd.allreduce(mine, name="mine")
-        if name != "bfloat16":
-            with pytest.raises(ValueError, match=match.format("Adasum")):
-                hvd.grouped_allreduce([mine], op=hvd.Adasum, name="mine")
+@pytest.mark.parametrize(
+    "name", ["bool", "complex64", "uint8", "float8_e4m3fn", "bfloat16"]
+)
+def case_dtypes_that_nobody_adds_up_have_names(name: str) -> None:
+    mine = torch.ones(3).to(getattr(torch, name))
+    match = (
+        rf"allreduce of mine: {{}} expected a dtype .*, but got torch\.{name} \(rank"
+    )
+    with pytest.raises(ValueError, match=match.format("Average")):
+        hvd.allreduce(mine, name="mine")
+    if name != "bfloat16":
+        with pytest.raises(ValueError, match=match.format("Adasum")):
+            hvd.grouped_allreduce([mine], op=hvd.Adasum, name="mine")
 
 
 def case_reducer_refuses_what_it_would_lose() -> None:

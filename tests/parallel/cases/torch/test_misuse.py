@@ -30,23 +30,23 @@ def case_complex_parameters() -> None:
             hvd.DistributedOptimizer(torch.optim.SGD(weights, 0.1), op=op)
 
 
-def case_scheduler_from_before() -> None:
+@pytest.mark.parametrize("op", VARIANTS)
+def case_scheduler_from_before(op: str) -> None:
     """It shares the param groups, also after a state has been loaded."""
-    for op in VARIANTS:
-        model = model_of()
-        plain = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
-        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        optimizer.load_state_dict(optimizer.state_dict())
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-            schedule.step()
-        rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
-        assert rates == [pytest.approx(0.0125)] * hvd.size()
-        hvd.check_replicas(model)
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        schedule.step()
+    rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
+    assert rates == [pytest.approx(0.0125)] * hvd.size()
+    hvd.check_replicas(model)
 
 
 def case_gradients_changed_after_their_reduction() -> None:
@@ -71,23 +71,23 @@ def case_gradients_changed_after_their_reduction() -> None:
             optimizer.step()
 
 
-def case_leftover_gradients_of_frozen_parameters() -> None:
-    for op in VARIANTS:
-        for when in ("between", "after", "zeroed"):
-            model = model_of()
-            optimizer = distributed(model, op)
-            for step in range(3):
-                if step == 1 and when != "between":
-                    if when == "zeroed":
-                        optimizer.zero_grad(set_to_none=False)
-                    model[0].requires_grad_(False)
-                if step != 1 or when == "between":
-                    optimizer.zero_grad()
-                backward(model, step)
-                if step == 1 and when == "between":
-                    model[0].requires_grad_(False)
-                optimizer.step()
-            hvd.check_replicas(model)
+@pytest.mark.parametrize("when", ["between", "after", "zeroed"])
+@pytest.mark.parametrize("op", VARIANTS)
+def case_leftover_gradients_of_frozen_parameters(op: str, when: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    for step in range(3):
+        if step == 1 and when != "between":
+            if when == "zeroed":
+                optimizer.zero_grad(set_to_none=False)
+            model[0].requires_grad_(False)
+        if step != 1 or when == "between":
+            optimizer.zero_grad()
+        backward(model, step)
+        if step == 1 and when == "between":
+            model[0].requires_grad_(False)
+        optimizer.step()
+    hvd.check_replicas(model)
 
 
 def case_frozen_between_backward_and_synchronize() -> None:
@@ -151,13 +151,13 @@ def case_wrapped_twice() -> None:
             hvd.DistributedOptimizer(optimizer, op=op)
 
 
-def case_gradient_of_a_gradient() -> None:
-    for op in VARIANTS:
-        model = model_of()
-        optimizer = distributed(model, op)
-        backward(model, create_graph=True)
-        optimizer.step()
-        hvd.check_replicas(model)
+@pytest.mark.parametrize("op", VARIANTS)
+def case_gradient_of_a_gradient(op: str) -> None:
+    model = model_of()
+    optimizer = distributed(model, op)
+    backward(model, create_graph=True)
+    optimizer.step()
+    hvd.check_replicas(model)
 
 
 def case_groups_that_differ() -> None:

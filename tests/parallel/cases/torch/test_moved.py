@@ -89,16 +89,16 @@ def case_gradients_that_left_their_bucket_are_taken_in_again() -> None:
     check_like_a_plain_run(prune)
 
 
-def case_a_model_of_large_layers_is_converted_between_steps() -> None:
-    for kind in ("double", "half", "bfloat16"):
-        model = wide_model()
-        optimizer = distributed(model, hvd.AdasumGrad, lr=1e-4)
-        train(model, optimizer, 0)
-        optimizer.zero_grad()
-        getattr(model, kind)()
-        train(model, optimizer, 1, 2)
-        assert next(model.parameters()).grad.dtype == getattr(torch, kind)
-        hvd.check_replicas(model)
+@pytest.mark.parametrize("kind", ["double", "half", "bfloat16"])
+def case_a_model_of_large_layers_is_converted_between_steps(kind: str) -> None:
+    model = wide_model()
+    optimizer = distributed(model, hvd.AdasumGrad, lr=1e-4)
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    getattr(model, kind)()
+    train(model, optimizer, 1, 2)
+    assert next(model.parameters()).grad.dtype == getattr(torch, kind)
+    hvd.check_replicas(model)
 
 
 def case_what_is_done_to_a_moved_gradient_is_refused() -> None:

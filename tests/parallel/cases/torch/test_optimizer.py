@@ -30,48 +30,46 @@ from tests.parallel.harness.torch_training import (
 from tests.parallel.harness.torch_training import start as start
 
 
-def case_every_variant_and_optimizer() -> None:
-    for name, make_optimizer in OPTIMIZERS.items():
-        for op in REDUCTIONS:
-            model = model_of()
-            simulation = Simulation(make_optimizer, op, hvd.size(), model)
-            optimizer = make_optimizer(model.parameters())
-            wrapped = hvd.DistributedOptimizer(
-                optimizer, model.named_parameters(), op=op
-            )
-            assert isinstance(wrapped, type(optimizer))
-            for step in range(STEPS):
-                wrapped.zero_grad()
-                simulation.zero_grad()
-                before = [p.detach().clone() for p in model.parameters()]
-                loss_of(model, hvd.rank(), step).backward()
-                simulation.backward(step)
-                assert all(  # the reduction under way leaves the weights alone
-                    torch.equal(a, b)
-                    for a, b in zip(before, model.parameters(), strict=True)
-                )
-                wrapped.step()
-                simulation.step()
-            check_same_everywhere(model)
-            # Adam's first steps are sign-like: rounding in tiny gradients is amplified.
-            check_equal(
-                model,
-                simulation.models[0],
-                2e-6 if name in ("sgd", "momentum") else 5e-5,
-            )
-
-
-def case_parameters_hold_weights_between_backward_and_step() -> None:
-    for op in ("adasum-grad", "adasum-delta"):
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=op
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw-fused", "lamb"])
+def case_every_variant_and_optimizer(name: str, op: str) -> None:
+    make_optimizer = OPTIMIZERS[name]
+    model = model_of()
+    simulation = Simulation(make_optimizer, op, hvd.size(), model)
+    optimizer = make_optimizer(model.parameters())
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+    assert isinstance(wrapped, type(optimizer))
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        simulation.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, hvd.rank(), step).backward()
+        simulation.backward(step)
+        assert all(  # the reduction under way leaves the weights alone
+            torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
         )
-        before = copy.deepcopy(model.state_dict())
-        loss_of(model, hvd.rank(), 0).backward()
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-        optimizer.step()
-        assert not any(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        wrapped.step()
+        simulation.step()
+    check_same_everywhere(model)
+    # Adam's first steps are sign-like: rounding in tiny gradients is amplified.
+    check_equal(
+        model,
+        simulation.models[0],
+        2e-6 if name in ("sgd", "momentum") else 5e-5,
+    )
+
+
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_parameters_hold_weights_between_backward_and_step(op: str) -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=op
+    )
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, hvd.rank(), 0).backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    optimizer.step()
+    assert not any(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def case_differing_models_are_refused_on_all_ranks() -> None:
@@ -124,33 +122,33 @@ def case_wrong_arguments_of_the_optimizer() -> None:
         make(compression=hvd.Compression.bf16, op="average")
 
 
-def case_clipping() -> None:
+@pytest.mark.parametrize("op", ["average", "adasum-grad", "adasum-delta"])
+def case_clipping(op: str) -> None:
     """Gradient variant: the reduced gradient is clipped; delta variant: the local one."""
-    for op in ("average", "adasum-grad", "adasum-delta"):
-        model = model_of()
-        optimizer, simulation = (
-            distributed(model, op),
-            Simulation(sgd, op, hvd.size(), model),
-        )
-        untouched = copy.deepcopy(model)
-        free = Simulation(sgd, op, hvd.size(), untouched)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            simulation.zero_grad()
-            free.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            simulation.backward(step)
-            free.backward(step)
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            simulation.step(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05))
-            free.step()
-        check_same_everywhere(model)
-        check_equal(model, simulation.models[0])
-        with pytest.raises(AssertionError):
-            check_equal(model, free.models[0])
+    model = model_of()
+    optimizer, simulation = (
+        distributed(model, op),
+        Simulation(sgd, op, hvd.size(), model),
+    )
+    untouched = copy.deepcopy(model)
+    free = Simulation(sgd, op, hvd.size(), untouched)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        simulation.zero_grad()
+        free.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        simulation.backward(step)
+        free.backward(step)
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        simulation.step(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05))
+        free.step()
+    check_same_everywhere(model)
+    check_equal(model, simulation.models[0])
+    with pytest.raises(AssertionError):
+        check_equal(model, free.models[0])
 
 
 def case_clip_delta_norm() -> None:
@@ -166,32 +164,36 @@ def case_clip_delta_norm() -> None:
     check_same_everywhere(model)
 
 
-def case_accumulation() -> None:
+@pytest.mark.parametrize("op", ["average", "adasum-grad", "adasum-delta"])
+def case_accumulation(op: str) -> None:
     """backward_passes_per_step: gradients add up, then one step and one reduction."""
-    for op in ("average", "adasum-grad", "adasum-delta"):
-        model = model_of()
-        optimizer = distributed(model, op, backward_passes_per_step=3)
-        simulation = Simulation(sgd, op, hvd.size(), model)
-        for step in range(3):
-            optimizer.zero_grad()
-            simulation.zero_grad()
-            for part in range(3):
-                loss_of(model, hvd.rank(), 10 * step + part).backward()
-                simulation.backward(10 * step + part)
-            optimizer.step()
-            simulation.step()
-        check_same_everywhere(model)
-        check_equal(model, simulation.models[0])
-    if hvd.size() > 1:
-        model = model_of()
-        optimizer = distributed(model, "adasum-grad")
-        loss_of(model, hvd.rank(), 0).backward()
-        with pytest.raises(RuntimeError, match="required at most 1 backward passes"):
-            loss_of(model, hvd.rank(), 1).backward()
+    model = model_of()
+    optimizer = distributed(model, op, backward_passes_per_step=3)
+    simulation = Simulation(sgd, op, hvd.size(), model)
+    for step in range(3):
         optimizer.zero_grad()
-        loss_of(model, hvd.rank(), 2).backward()
+        simulation.zero_grad()
+        for part in range(3):
+            loss_of(model, hvd.rank(), 10 * step + part).backward()
+            simulation.backward(10 * step + part)
         optimizer.step()
-        check_same_everywhere(model)
+        simulation.step()
+    check_same_everywhere(model)
+    check_equal(model, simulation.models[0])
+
+
+def case_more_backward_passes_than_declared() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model = model_of()
+    optimizer = distributed(model, "adasum-grad")
+    loss_of(model, hvd.rank(), 0).backward()
+    with pytest.raises(RuntimeError, match="required at most 1 backward passes"):
+        loss_of(model, hvd.rank(), 1).backward()
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 2).backward()
+    optimizer.step()
+    check_same_everywhere(model)
 
 
 def case_local_steps() -> None:
@@ -222,34 +224,34 @@ def case_local_steps() -> None:
         check_equal(model, replicas[0])
 
 
-def case_exact_resume() -> None:
+@pytest.mark.parametrize(
+    ("op", "local_steps"),
+    [("adasum-grad", 1), ("adasum-delta", 1), ("adasum-delta", 3)],
+)
+def case_exact_resume(op: str, local_steps: int) -> None:
     """Saved and loaded at any step, in the middle of a window too: the same bits."""
-    for op, kwargs in (
-        ("adasum-grad", {}),
-        ("adasum-delta", {}),
-        ("adasum-delta", {"local_steps": 3}),
-    ):
-        straight = model_of()
-        optimizer = distributed(straight, op, **kwargs)
-        saved = None
-        for step in range(6):
-            if step == 2:
-                saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
-            optimizer.zero_grad()
-            loss_of(straight, hvd.rank(), step).backward()
-            optimizer.step()
-        resumed = model_of(1)
-        again = distributed(resumed, op, **kwargs)
-        resumed.load_state_dict(saved[0])
-        again.load_state_dict(saved[1])
-        for step in range(2, 6):
-            again.zero_grad()
-            loss_of(resumed, hvd.rank(), step).backward()
-            again.step()
-        for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(p, q)
-        plain = torch.optim.SGD(model_of().parameters(), 0.05, momentum=0.9)
-        plain.load_state_dict(optimizer.state_dict())
+    kwargs = {} if local_steps == 1 else {"local_steps": local_steps}
+    straight = model_of()
+    optimizer = distributed(straight, op, **kwargs)
+    saved = None
+    for step in range(6):
+        if step == 2:
+            saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        loss_of(straight, hvd.rank(), step).backward()
+        optimizer.step()
+    resumed = model_of(1)
+    again = distributed(resumed, op, **kwargs)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for step in range(2, 6):
+        again.zero_grad()
+        loss_of(resumed, hvd.rank(), step).backward()
+        again.step()
+    for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+    plain = torch.optim.SGD(model_of().parameters(), 0.05, momentum=0.9)
+    plain.load_state_dict(optimizer.state_dict())
 
 
 def case_broadcast_optimizer_state() -> None:
@@ -302,53 +304,53 @@ def case_copies() -> None:
         check_same_everywhere(model)
 
 
-def case_schedulers_groups_and_add_param_group() -> None:
-    for op in ("adasum-grad", "adasum-delta"):
-        model, extra = model_of(), nn.Linear(3, 3)
-        hvd.broadcast_parameters(extra.state_dict(), root_rank=0)
-        layers = list(model.children())
-        groups = [
-            {"params": layers[0].parameters(), "lr": 0.1},
-            {"params": [*layers[2].parameters(), *layers[4].parameters()]},
-        ]
-        optimizer = torch.optim.SGD(groups, 0.05, momentum=0.9)
-        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        optimizer = hvd.DistributedOptimizer(optimizer, op=op)
-        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        optimizer.add_param_group({"params": extra.parameters(), "lr": 0.2})
-        rates = []
-        for step in range(3):
-            optimizer.zero_grad()
-            images, labels = batch_of(hvd.rank(), step)
-            functional.cross_entropy(extra(model(images)), labels).backward()
-            optimizer.step()
-            before.step()
-            after.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        assert rates == pytest.approx([0.1 * 0.45**k for k in (1, 2, 3)])
-        check_same_everywhere(model)
-        check_same_everywhere(extra)
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_schedulers_groups_and_add_param_group(op: str) -> None:
+    model, extra = model_of(), nn.Linear(3, 3)
+    hvd.broadcast_parameters(extra.state_dict(), root_rank=0)
+    layers = list(model.children())
+    groups = [
+        {"params": layers[0].parameters(), "lr": 0.1},
+        {"params": [*layers[2].parameters(), *layers[4].parameters()]},
+    ]
+    optimizer = torch.optim.SGD(groups, 0.05, momentum=0.9)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=op)
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.add_param_group({"params": extra.parameters(), "lr": 0.2})
+    rates = []
+    for step in range(3):
+        optimizer.zero_grad()
+        images, labels = batch_of(hvd.rank(), step)
+        functional.cross_entropy(extra(model(images)), labels).backward()
+        optimizer.step()
+        before.step()
+        after.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1 * 0.45**k for k in (1, 2, 3)])
+    check_same_everywhere(model)
+    check_same_everywhere(extra)
 
 
-def case_zero_grad() -> None:
-    for op in ("adasum-grad", "adasum-delta"):
-        for to_none in (True, False):
-            model = model_of()
-            optimizer, simulation = (
-                distributed(model, op),
-                Simulation(sgd, op, hvd.size(), model),
-            )
-            for step in range(3):
-                loss_of(model, hvd.rank(), 100 + step).backward()  # dropped
-                optimizer.zero_grad(set_to_none=to_none)
-                simulation.zero_grad()
-                loss_of(model, hvd.rank(), step).backward()
-                simulation.backward(step)
-                optimizer.step()
-                simulation.step()
-                optimizer.zero_grad(to_none)
-            check_same_everywhere(model)
-            check_equal(model, simulation.models[0])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_zero_grad(op: str, to_none: bool) -> None:
+    model = model_of()
+    optimizer, simulation = (
+        distributed(model, op),
+        Simulation(sgd, op, hvd.size(), model),
+    )
+    for step in range(3):
+        loss_of(model, hvd.rank(), 100 + step).backward()  # dropped
+        optimizer.zero_grad(set_to_none=to_none)
+        simulation.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        simulation.backward(step)
+        optimizer.step()
+        simulation.step()
+        optimizer.zero_grad(to_none)
+    check_same_everywhere(model)
+    check_equal(model, simulation.models[0])
 
 
 def case_closures() -> None:

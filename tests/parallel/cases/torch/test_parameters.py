@@ -22,50 +22,50 @@ from tests.parallel.harness.torch_training import (
 from tests.parallel.harness.torch_training import start as start
 
 
-def case_unused_and_frozen() -> None:
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta", "average"])
+def case_unused_and_frozen(op: str) -> None:
     """A parameter that only some ranks used moves alike everywhere; one that none used, not."""
-    for op in ("adasum-grad", "adasum-delta", "average"):
-        model = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
-        for p in model.parameters():
-            torch.nn.init.constant_(p, 0.3)
-        model[3].requires_grad_(False)
-        optimizer = torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad],
-            0.1,
-            momentum=0.9,
-            weight_decay=0.1,
+    model = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
+    for p in model.parameters():
+        torch.nn.init.constant_(p, 0.3)
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad],
+        0.1,
+        momentum=0.9,
+        weight_decay=0.1,
+    )
+    optimizer = hvd.DistributedOptimizer(optimizer, op=op)
+    for _ in range(3):
+        optimizer.zero_grad()
+        used = [model[0]] + [model[1]] * (hvd.rank() == 0)
+        sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
+        optimizer.step()
+    check_same_everywhere(model)
+    for untouched in (model[2], model[3]):
+        assert all(
+            torch.equal(p, torch.full_like(p, 0.3)) for p in untouched.parameters()
         )
-        optimizer = hvd.DistributedOptimizer(optimizer, op=op)
-        for _ in range(3):
-            optimizer.zero_grad()
-            used = [model[0]] + [model[1]] * (hvd.rank() == 0)
-            sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
-            optimizer.step()
-        check_same_everywhere(model)
-        for untouched in (model[2], model[3]):
-            assert all(
-                torch.equal(p, torch.full_like(p, 0.3)) for p in untouched.parameters()
-            )
-        for moved in (model[0], model[1]):
-            assert not any(
-                torch.equal(p, torch.full_like(p, 0.3)) for p in moved.parameters()
-            )
+    for moved in (model[0], model[1]):
+        assert not any(
+            torch.equal(p, torch.full_like(p, 0.3)) for p in moved.parameters()
+        )
 
 
-def case_unfreezing_later() -> None:
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_unfreezing_later(op: str) -> None:
     """Fine-tuning: a layer that is unfrozen after the wrapping is reduced from then on."""
-    for op in ("adasum-grad", "adasum-delta"):
-        model = model_of()
-        model[0].requires_grad_(False)
-        optimizer = distributed(model, op)
-        for step in range(4):
-            if step == 2:
-                model[0].requires_grad_(True)
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-            check_same_everywhere(model)
-        assert not torch.equal(model[0].weight, model_of()[0].weight)
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = distributed(model, op)
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        check_same_everywhere(model)
+    assert not torch.equal(model[0].weight, model_of()[0].weight)
 
 
 def case_groups_compression_and_buckets() -> None:
@@ -131,41 +131,39 @@ def case_low_precision() -> None:
             assert means[-2:].mean() < means[:2].mean()
 
 
-def case_sparse_gradients() -> None:
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("op", ["average", "sum", "adasum-grad", "adasum-delta"])
+def case_sparse_gradients(op: str, dense: bool) -> None:
     """Average and Sum gather rows; AdaSum of gradients takes them densely, or refuses them."""
-    for op in ("average", "sum", "adasum-grad", "adasum-delta"):
-        for dense in (True, False):
-            torch.manual_seed(0)
-            table = nn.Embedding(20, 4, sparse=True)
-            expected = copy.deepcopy(table.weight.detach())
-            optimizer = torch.optim.SGD(table.parameters(), 0.1)
-            optimizer = hvd.DistributedOptimizer(
-                optimizer, op=op, sparse_as_dense=dense
-            )
-            if not dense and op == "adasum-grad" and hvd.size() > 1:
-                with pytest.raises(
-                    ValueError, match=r"required a dense gradient.*sparse_as_dense=True"
-                ):
-                    table(torch.tensor([hvd.rank(), 5])).sum().backward()
-                continue
-            for step in range(3):
-                optimizer.zero_grad()
-                used = torch.tensor([hvd.rank(), 5])
-                if step == 1 and hvd.rank() == 0:  # no gradient here, rows elsewhere
-                    used = used[:0]
-                table(used).sum().backward()
-                optimizer.step()
-                check_same_everywhere(table)
-                for r in range(hvd.size()):
-                    if step != 1 or r:
-                        scale = hvd.size() if op == "average" else 1
-                        expected[[r, 5]] -= 0.1 / scale
-            if op in ("average", "sum"):
-                torch.testing.assert_close(table.weight.detach(), expected)
-            gathers = op in ("average", "sum") and not dense and hvd.size() > 1
-            assert bool(getattr(optimizer, "_sparse", [])) == gathers
-            if gathers:
-                assert not optimizer._buckets and table.weight.grad.is_sparse
+    torch.manual_seed(0)
+    table = nn.Embedding(20, 4, sparse=True)
+    expected = copy.deepcopy(table.weight.detach())
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=op, sparse_as_dense=dense)
+    if not dense and op == "adasum-grad" and hvd.size() > 1:
+        with pytest.raises(
+            ValueError, match=r"required a dense gradient.*sparse_as_dense=True"
+        ):
+            table(torch.tensor([hvd.rank(), 5])).sum().backward()
+        return
+    for step in range(3):
+        optimizer.zero_grad()
+        used = torch.tensor([hvd.rank(), 5])
+        if step == 1 and hvd.rank() == 0:  # no gradient here, rows elsewhere
+            used = used[:0]
+        table(used).sum().backward()
+        optimizer.step()
+        check_same_everywhere(table)
+        for r in range(hvd.size()):
+            if step != 1 or r:
+                scale = hvd.size() if op == "average" else 1
+                expected[[r, 5]] -= 0.1 / scale
+    if op in ("average", "sum"):
+        torch.testing.assert_close(table.weight.detach(), expected)
+    gathers = op in ("average", "sum") and not dense and hvd.size() > 1
+    assert bool(getattr(optimizer, "_sparse", [])) == gathers
+    if gathers:
+        assert not optimizer._buckets and table.weight.grad.is_sparse
 
 
 def case_sparse_beside_dense() -> None:

@@ -114,24 +114,24 @@ class Fails(torch.optim.SGD):
                     raise MemoryError("out of memory")
 
 
-def case_a_local_step_that_raises() -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def case_a_local_step_that_raises(failing: int) -> None:
     """On one rank, caught: its weights are those that the step began with."""
-    for failing in (0, 1):
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            Fails(model.parameters(), 0.1), op="adasum-delta"
-        )
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, step)
-            if step == failing and hvd.rank() == 1:
-                optimizer.fails, before = True, weights(model)
-                with pytest.raises(MemoryError):
-                    optimizer.step()
-                assert torch.equal(weights(model), before)
-                optimizer.fails = False
-            optimizer.step()
-        hvd.check_replicas(model)
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(
+        Fails(model.parameters(), 0.1), op="adasum-delta"
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step == failing and hvd.rank() == 1:
+            optimizer.fails, before = True, weights(model)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            assert torch.equal(weights(model), before)
+            optimizer.fails = False
+        optimizer.step()
+    hvd.check_replicas(model)
 
 
 def case_weights_changed_through_data() -> None:
