@@ -59,7 +59,7 @@ cases unit jobs faults hosts: setup
 # Horovod's own tests, from the checkout that HOROVOD_SOURCE names: docs/compatibility.md.
 compatibility: setup
 	$(BIN)/python -m pip install --quiet --editable '.[compatibility]'
-	$(BIN)/python tests/compatibility/compare.py
+	$(BIN)/python -m tests.compatibility.compare
 
 # Other people's training loops, in their current releases; torch stays as it is.
 integrations: setup

@@ -3,8 +3,8 @@
     HOROVOD_SOURCE=/path/to/horovod make compatibility
 
 Nothing of the checkout is changed or copied. The exit status is 1 where something that
-passes with Horovod's module does not with ours and is not wanted (wanted.py), and where
-something wanted no longer differs.
+passes with Horovod's module does not with ours and is not expected to differ
+(expected_differences.py), and if an expected difference is gone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from launches import Reasons, Verdicts, run_file
-from verdicts import count, lost, stale, unwanted
-from wanted import WANTED
+from tests.compatibility.expected_differences import EXPECTED
+from tests.compatibility.launches import Reasons, Verdicts, run_file
+from tests.compatibility.verdicts import count, lost, stale, unexpected
 
 _KERAS = ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras")
 FILES = {
@@ -115,13 +113,13 @@ def main() -> int:
             }
             differences = list(lost(theirs, ours))
             differing |= {test for test, *_ in differences}
-            for difference in unwanted(differences, WANTED):
+            for difference in unexpected(differences, EXPECTED):
                 show(*difference, reasons, options.lines)
                 wrong += 1
             for test, part, rank, _ in lost(ours, theirs):
                 print(f"  {test} {part} rank {rank}: passes with ours only")
-    for test in [] if options.select else stale(differing, options.files, WANTED):
-        print(f"wanted.py: {test} no longer differs: take it out")
+    for test in [] if options.select else stale(differing, options.files, EXPECTED):
+        print(f"expected_differences.py: {test} no longer differs: remove it")
         wrong += 1
     print_table(rows)
     if options.output:

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from reports import DONE, ENDED, FINISHED, Report
-
-from tests.parallel.harness.launch import command, environment
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from jobs import REPOSITORY, run_launcher
+from tests.compatibility.reports import DONE, ENDED, FINISHED, Report
+from tests.parallel.harness.launch import (
+    REPOSITORY,
+    command,
+    environment,
+    run_launcher,
+)
 
 RANK = Path(__file__).with_name("rank.py")
 PROGRAM = Path(__file__).with_name("program.py")

@@ -9,9 +9,9 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from swap import swap
+from tests.compatibility.swap import swap
 
 if __name__ == "__main__":
     swap(filter(None, sys.argv[1].split(",")))

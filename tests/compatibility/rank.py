@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
-from reports import DONE, ENDED, FINISHED, READY, STARTED, Report
-from swap import swap
+
+from tests.compatibility.reports import DONE, ENDED, FINISHED, READY, STARTED, Report
+from tests.compatibility.swap import swap
 
 _WORSE = ("passed", "skipped", "failed")  # of a test's set-up, body and tear-down
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from launches import Verdicts
+from tests.compatibility.launches import Verdicts
 
 
 def lost(theirs: Verdicts, ours: Verdicts) -> Iterator[tuple[str, str, int, str]]:
@@ -17,21 +17,21 @@ def lost(theirs: Verdicts, ours: Verdicts) -> Iterator[tuple[str, str, int, str]
                 yield test, part, rank, found
 
 
-def unwanted(
-    differences: Iterable[tuple[str, str, int, str]], wanted: Mapping[str, str]
+def unexpected(
+    differences: Iterable[tuple[str, str, int, str]], expected: Mapping[str, str]
 ) -> list[tuple[str, str, int, str]]:
-    """Return the differences that no entry of `wanted` stands for."""
-    return [difference for difference in differences if difference[0] not in wanted]
+    """Return the differences that no entry of `expected` stands for."""
+    return [difference for difference in differences if difference[0] not in expected]
 
 
 def stale(
-    differing: Iterable[str], files: Iterable[str], wanted: Mapping[str, str]
+    differing: Iterable[str], files: Iterable[str], expected: Mapping[str, str]
 ) -> list[str]:
-    """Return the entries of `wanted` in `files` that are no difference any more."""
+    """Return the entries of `expected` in `files` that are no difference any more."""
     files, differing = set(files), set(differing)
     return [
         test
-        for test in wanted
+        for test in expected
         if test.partition("::")[0] in files and test not in differing
     ]
 

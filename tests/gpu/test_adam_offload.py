@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
-import offload_parts
 import pytest
 import torch
 from torch import nn
 
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload.cuda import Transfers, pinned
+from tests.unit import offload_parts
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device"

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import rooms
 
 from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
+from tests.native import rooms
 
 TESTS = Path(__file__).parents[1] / "native"
 

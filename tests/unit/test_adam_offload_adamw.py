@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from offload_parts import equal, offload, parameters, train
 
 from adasum_hvd.tensorflow.adam_offload import AdamOffload as KerasAdamOffload
+from tests.unit.offload_parts import equal, offload, parameters, train
 
 DECOUPLED = {"decoupled_weight_decay": True, "torch_eps": True}
 SHAPES = [(7,), (33, 5), (300_000,)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_parts import (
+from torch import nn
+
+from tests.unit.offload_parts import (
     Reference,
     offload,
     parameters,
     set_gradients,
 )
-from torch import nn
 
 
 def test_groups_have_their_own_rates_and_decay():

@@ -7,15 +7,15 @@ import io
 
 import pytest
 import torch
-from offload_parts import (
+from torch import nn
+
+from adasum_hvd.torch.adam_offload import AdamOffload
+from tests.unit.offload_parts import (
     equal,
     offload,
     parameters,
     train,
 )
-from torch import nn
-
-from adasum_hvd.torch.adam_offload import AdamOffload
 
 # ---- resume and exchange ----
 

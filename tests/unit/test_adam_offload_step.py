@@ -9,7 +9,13 @@ import warnings
 
 import pytest
 import torch
-from offload_parts import (
+from torch import nn
+
+from adasum_hvd.common import adam
+from adasum_hvd.torch import adam_offload
+from adasum_hvd.torch.adam_offload import state
+from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
+from tests.unit.offload_parts import (
     Reference,
     equal,
     offload,
@@ -17,12 +23,6 @@ from offload_parts import (
     set_gradients,
     train,
 )
-from torch import nn
-
-from adasum_hvd.common import adam
-from adasum_hvd.torch import adam_offload
-from adasum_hvd.torch.adam_offload import state
-from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 
 # ---- a torch optimizer like any other ----
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_parts import (
+from torch import nn
+
+from tests.unit.offload_parts import (
     TOLERANCE,
     Reference,
     equal,
@@ -12,7 +14,6 @@ from offload_parts import (
     parameters,
     set_gradients,
 )
-from torch import nn
 
 STEPS = 100
 # torch's kernel rounds the factor 1 - lr * weight_decay to float32, alike in all steps.

@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import compare
 import horovod.torch
-import launches
 import pytest
-import verdicts
-from reports import ENDED, FINISHED, STARTED, Report
-from swap import swap
-from wanted import WANTED
 
 import adasum_hvd.torch
+from tests.compatibility import compare, launches, verdicts
+from tests.compatibility.expected_differences import EXPECTED
+from tests.compatibility.reports import ENDED, FINISHED, STARTED, Report
+from tests.compatibility.swap import swap
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "tests" / "compatibility"
@@ -41,14 +39,14 @@ def test_only_what_passes_with_horovods_alone_is_lost() -> None:
     assert list(verdicts.lost(theirs, theirs)) == []
 
 
-def test_what_is_wanted_stands_for_a_test_and_its_parts() -> None:
+def test_an_expected_difference_stands_for_a_test_and_its_parts() -> None:
     differences = [(A, "", 0, "failed"), (A, "n=1", 1, "missing"), (B, "", 0, "failed")]
-    assert verdicts.unwanted(differences, {A: "why"}) == [(B, "", 0, "failed")]
+    assert verdicts.unexpected(differences, {A: "why"}) == [(B, "", 0, "failed")]
 
 
 def test_what_no_longer_differs_is_named_where_its_file_was_run() -> None:
-    wanted = {A: "why", B: "why", "test_tensorflow.py::T::test_c": "why"}
-    assert verdicts.stale([A], ["test_torch.py"], wanted) == [B]
+    expected = {A: "why", B: "why", "test_tensorflow.py::T::test_c": "why"}
+    assert verdicts.stale([A], ["test_torch.py"], expected) == [B]
 
 
 def test_a_test_counts_once_over_ranks_and_parts() -> None:
@@ -140,7 +138,7 @@ def test_a_checkout_is_asked_for() -> None:
     assert "required a checkout of Horovod" in run.stderr
 
 
-@pytest.mark.parametrize("test", WANTED)
-def test_what_is_wanted_has_a_reason_and_a_file_that_is_run(test: str) -> None:
+@pytest.mark.parametrize("test", EXPECTED)
+def test_an_expected_difference_has_a_reason_and_a_file_that_is_run(test: str) -> None:
     assert test.partition("::")[0] in compare.FILES
-    assert WANTED[test]
+    assert EXPECTED[test]

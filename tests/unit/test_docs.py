@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 from types import ModuleType
 
-import pages
 import pytest
-from pages import PAGES, REPOSITORY
 
 from adasum_hvd import cli
+from tests.unit import pages
+from tests.unit.pages import PAGES, REPOSITORY
 
 FOLDERS = ("adasum_hvd/", "benchmarks/", "docker/", "docs/", "examples/", "tests/")
 every_page = pytest.mark.parametrize(

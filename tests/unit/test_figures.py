@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pages
 import pytest
-from pages import REPOSITORY
 
 from adasum_hvd.advice.learning_rate import MEASURED, Measured
 from adasum_hvd.common import ops
+from tests.unit import pages
+from tests.unit.pages import REPOSITORY
 
 OPS = (ops.Sum, ops.Average, ops.AdasumGrad, ops.AdasumDelta)
 HEAD = [op.name for op in OPS]

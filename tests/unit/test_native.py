@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import compiling
 import kernels
 import pytest
-import rooms
-from rooms import SIMULATED, X86
 
 from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
+from tests.native import compiling, rooms
+from tests.native.rooms import SIMULATED, X86
 
 TESTS = Path(__file__).parents[1] / "native"
 

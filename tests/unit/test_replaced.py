@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 import keras
-import pages
 import pytest
-from pages import REPOSITORY
 
 import adasum_hvd.tensorflow.keras as keras_hvd
 import adasum_hvd.torch as torch_hvd
 from adasum_hvd import boost
+from tests.unit import pages
+from tests.unit.pages import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "replaced.md"
 PACKAGE = REPOSITORY / "adasum_hvd"

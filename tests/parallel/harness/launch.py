@@ -7,7 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+# Without pytest, which has it on its path: the programs there import each other.
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from jobs import REPOSITORY, run_launcher, search_path
 
@@ -23,7 +24,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 HOROVODRUN = Path(__file__).with_name("run_ranks.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Where programs of ranks import from, next to the package and the tests.
-IMPORTED = [REPOSITORY / f for f in ("tests/native", "benchmarks", "examples")]
+IMPORTED = [REPOSITORY / f for f in ("benchmarks", "examples")]
 
 
 def command(backend: str, ranks: int, hosts: str = "") -> list[str]:

@@ -12,12 +12,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import compiling
 import numpy as np
-import rooms
 
 from adasum_hvd.common import binding
 from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
+from tests.native import compiling, rooms
 
 REPOSITORY = Path(__file__).parents[3]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"

@@ -4,7 +4,7 @@ An entry stands for the test and its sub-tests, on every backend that is run. On
 longer differs is an error: take it out.
 """
 
-WANTED: dict[str, str] = {
+EXPECTED: dict[str, str] = {
     "test_torch.py::TorchTests::test_broadcast_state_no_grad": (
         "it asks for a gradient before any backward pass: Horovod's broadcast_optimizer_state "
         "takes a step with zero gradients, which decays weights; ours only copies"
