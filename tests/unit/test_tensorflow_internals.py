@@ -170,5 +170,5 @@ def test_the_stream_function_that_tensorflow_lacks(tmp_path):
     symbols = subprocess.run(
         ["nm", "--demangle", str(compiled)], capture_output=True, text=True, check=True
     ).stdout
-    wanted = "stream_executor::gpu::AsGpuStreamValue(stream_executor::Stream*)"
-    assert f" T {wanted}\n" in symbols
+    expected = "stream_executor::gpu::AsGpuStreamValue(stream_executor::Stream*)"
+    assert f" T {expected}\n" in symbols

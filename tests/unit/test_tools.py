@@ -202,7 +202,7 @@ def test_bench_refuses(words: list[str], capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "slots", "wanted"),
+    ("text", "slots", "expected"),
     [
         ("node[1-3]", "2(x2),1", [("node1", 2), ("node2", 2), ("node3", 1)]),
         ("a1,b[09-10]-x,c", "8", [("a1", 8), ("b09-x", 8), ("b10-x", 8), ("c", 8)]),
@@ -210,11 +210,11 @@ def test_bench_refuses(words: list[str], capsys) -> None:
         ("one slots=3\n# none\ntwo slots=1 # last\n", "1", [("one", 3), ("two", 1)]),
     ],
 )
-def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, wanted: list) -> None:
-    assert hosts.read(text, slots) == [Host(*pair) for pair in wanted]
+def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -> None:
+    assert hosts.read(text, slots) == [Host(*pair) for pair in expected]
     path = tmp_path / "hosts"
     path.write_text(text)
-    assert hosts.read(str(path), slots) == [Host(*pair) for pair in wanted]
+    assert hosts.read(str(path), slots) == [Host(*pair) for pair in expected]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def walk(vectors: Vectors, merges) -> tuple[np.ndarray, np.ndarray]:
     return nodes[-1]
 
 
-def wanted(vectors: Vectors, hosts: Sequence, sizes: Sequence[int]) -> dict[str, float]:
+def expected_statistics(
+    vectors: Vectors, hosts: Sequence, sizes: Sequence[int]
+) -> dict[str, float]:
     """Return a tensor's statistics in the job that the environment describes.
 
     Args:
@@ -93,7 +95,7 @@ def check(
     assert list(tensors) == list(vectors)
     for name, of_ranks in vectors.items():
         wide = [np.asarray(v, np.float64).ravel() for v in of_ranks]
-        expected = wanted(wide, hosts, levels_of(path, len(wide)))
+        expected = expected_statistics(wide, hosts, levels_of(path, len(wide)))
         for what, value in expected.items():
             got = tensors[name][what]
             assert abs(got - value) <= tolerance * max(1.0, abs(value)), (

@@ -32,7 +32,7 @@ def on_device(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.
     return tensor_of(rank, size, dtype, seed).to(DEVICE)
 
 
-def wanted(size: int, dtype: torch.dtype, ranks, seed: int = 0) -> np.ndarray:
+def expected(size: int, dtype: torch.dtype, ranks, seed: int = 0) -> np.ndarray:
     inputs = [on_device(rank, size, dtype, seed).cpu() for rank in ranks]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return reference.adasum([tensor.to(wide).numpy() for tensor in inputs])
@@ -67,7 +67,7 @@ def case_every_dtype_and_size() -> None:
             before = mine.clone()
             result = hvd.allreduce(mine, op=hvd.Adasum, name=f"one.{dtype}.{size}")
             assert torch.equal(mine, before), "the input was changed"
-            check_close(result, wanted(size, dtype, range(hvd.size())))
+            check_close(result, expected(size, dtype, range(hvd.size())))
             in_place = hvd.allreduce_(mine, op=hvd.Adasum, name=f"in.{dtype}.{size}")
             assert in_place is mine
             assert torch.equal(result, mine), "in place differs"
@@ -129,7 +129,7 @@ def case_process_set() -> None:
     if hvd.size() > 1 and hvd.rank() % 2 == 0:
         mine = on_device(hvd.rank(), 9000, torch.float32, 6)
         result = hvd.allreduce(mine, op=hvd.Adasum, process_set=EVENS)
-        check_close(result, wanted(9000, torch.float32, range(0, hvd.size(), 2), 6))
+        check_close(result, expected(9000, torch.float32, range(0, hvd.size(), 2), 6))
 
 
 def model_of() -> nn.Module:

@@ -55,15 +55,15 @@ def case_keras_two_reductions_in_one_function() -> None:
 
         for _ in range(3):
             step()
-        wanted = -3 * (reduced_values(1, op) + reduced_values(2, op))
-        np.testing.assert_allclose(weight.numpy(), wanted, atol=2e-5)
+        expected = -3 * (reduced_values(1, op) + reduced_values(2, op))
+        np.testing.assert_allclose(weight.numpy(), expected, atol=2e-5)
     reducer = hvd.DistributedGradReducer([weight])
     twice = tf.function(lambda: (reducer([second]), reducer([first])))
     for _ in range(3):
         results = twice()
         for seed, (result,) in zip((2, 1), results, strict=True):
-            wanted = reduced_values(seed, "average")
-            np.testing.assert_allclose(result, wanted, atol=1e-6)
+            expected = reduced_values(seed, "average")
+            np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 def case_keras_passes_and_gradients_must_be_complete() -> None:
@@ -284,8 +284,8 @@ def case_keras_process_set() -> None:
         ]
         fit(model, callbacks=callbacks)
         expected = numerics.train(simulated, op, len(mine), STEPS, first=mine[0])
-        for weight, wanted in zip(model.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(weight, wanted, atol=2e-6)
+        for actual, value in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(actual, value, atol=2e-6)
         digests = hvd.allgather_object(digest_of(model))
         assert len(set(digests[1:])) == 1
         assert digests[0] != digests[1]
@@ -346,9 +346,9 @@ def case_keras_other_variables_of_the_same_shape() -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
         optimizer.build(heads)
         optimizer.apply_gradients([(tf.ones(2), heads[hvd.rank()])])
-        wanted = 1 - (1 / size if op == "average" else 1)
+        expected = 1 - (1 / size if op == "average" else 1)
         for head in heads:
-            np.testing.assert_allclose(head, [wanted, wanted], atol=1e-6)
+            np.testing.assert_allclose(head, [expected, expected], atol=1e-6)
     with hvd.DistributedGradientTape(tf.GradientTape(), op="adasum") as tape:
         loss = tf.reduce_sum(heads[hvd.rank()])
     for gradient in tape.gradient(loss, heads):

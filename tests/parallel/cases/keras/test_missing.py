@@ -75,8 +75,8 @@ def case_gradients_that_some_ranks_lack() -> None:
         step = stepper(optimizer, variables, graph, left_out)
         for number in range(6):
             step(*mine(number))
-        for variable, wanted in zip(variables, expected(op, 6), strict=True):
-            np.testing.assert_allclose(variable.numpy(), wanted, atol=2e-5)
+        for variable, value in zip(variables, expected(op, 6), strict=True):
+            np.testing.assert_allclose(variable.numpy(), value, atol=2e-5)
         assert int(optimizer.iterations) == 6
         everyone = hvd.allgather_object([v.numpy().tobytes() for v in variables])
         assert all(theirs == everyone[0] for theirs in everyone)
@@ -124,8 +124,8 @@ def case_rows_that_some_ranks_lack() -> None:
         total = np.zeros((4, 2))
         total[1] = 2 * (size - 1)
         total += 1
-        wanted = -total / (size if op == "average" else 1)
-        np.testing.assert_allclose(table.numpy(), wanted, rtol=1e-6)
+        change = -total / (size if op == "average" else 1)
+        np.testing.assert_allclose(table.numpy(), change, rtol=1e-6)
 
 
 def case_sources_of_a_tape_that_some_ranks_lack() -> None:

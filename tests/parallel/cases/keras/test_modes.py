@@ -150,8 +150,8 @@ def case_keras_custom_loops() -> None:
         grads = [g.astype(np.float32) for g in numerics.gradients(weights, *batch)]
         optimizer.apply_gradients(zip(map(tf.constant, grads), variables, strict=True))
     expected = trained("adasum-delta", passes=2, local_steps=2)
-    for variable, wanted in zip(variables, expected, strict=True):
-        assert np.abs(variable.numpy() - wanted).max() < 1e-6
+    for variable, value in zip(variables, expected, strict=True):
+        assert np.abs(variable.numpy() - value).max() < 1e-6
 
 
 def case_keras_names_do_not_depend_on_the_graph() -> None:

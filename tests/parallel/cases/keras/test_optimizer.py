@@ -73,9 +73,9 @@ def check_same_everywhere(model: keras.Model) -> None:
 
 def check_equal(model: keras.Model, expected: numerics.Weights, tolerance=1e-6) -> None:
     check_same_everywhere(model)
-    for mine, wanted in zip(model.get_weights(), expected, strict=True):
-        difference = np.abs(mine - wanted).max()
-        assert difference <= tolerance * max(1.0, np.abs(wanted).max()), difference
+    for actual, value in zip(model.get_weights(), expected, strict=True):
+        difference = np.abs(actual - value).max()
+        assert difference <= tolerance * max(1.0, np.abs(value).max()), difference
 
 
 @pytest.mark.parametrize("op", VARIANTS)

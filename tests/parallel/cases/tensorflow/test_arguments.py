@@ -105,7 +105,7 @@ def case_values_of_keras_collectives() -> None:
     size = hvd.size()
     value = np.arange(2.0 * size, dtype=np.float32).reshape(size, 2)
     mine = value[hvd.rank() :][:1]
-    for result, wanted in (
+    for result, expected in (
         (hvd_keras.allreduce(value=value, name="a", op=hvd.Sum), size * value),
         (hvd_keras.allreduce(value, "b", None, 2.0, 1.0, "adasum"), 2 * value),
         (
@@ -119,7 +119,7 @@ def case_values_of_keras_collectives() -> None:
         (hvd_keras.reducescatter(value=value, name="g", op=hvd.Average), mine),
         (hvd_keras.reducescatter(value, "h", "sum"), size * mine),
     ):
-        np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6)
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
     with pytest.raises(ValueError, match="expected average or sum, but got Adasum"):
         hvd_keras.reducescatter(value, op=hvd.Adasum)
 

@@ -44,9 +44,9 @@ def mine(size: int, dtype: type = np.float32) -> tf.Tensor:
     return tf.constant(array_of(hvd.rank(), size, dtype))
 
 
-def check(result: tf.Tensor, wanted: np.ndarray, tolerance: float = 1e-6) -> None:
-    assert np.abs(np.asarray(result, np.float64) - wanted).max() <= tolerance * max(
-        0.3, np.abs(wanted).max()
+def check(result: tf.Tensor, expected: np.ndarray, tolerance: float = 1e-6) -> None:
+    assert np.abs(np.asarray(result, np.float64) - expected).max() <= tolerance * max(
+        0.3, np.abs(expected).max()
     )
 
 
@@ -63,9 +63,9 @@ def case_every_dtype_and_size() -> dict[str, str]:
         for size in SIZES:
             name = f"tf.{dtype.__name__}.{size}"
             result = hvd.allreduce(mine(size, dtype), op=hvd.Adasum, name=name).numpy()
-            wanted = reference.adasum(arrays(size, dtype))
+            expected = reference.adasum(arrays(size, dtype))
             tolerance = {np.float16: 2**-10, np.float32: 1e-6, np.float64: 1e-9}[dtype]
-            check(result, wanted, tolerance)
+            check(result, expected, tolerance)
             digest.update(result.tobytes())
             if hvd.size() == 2:  # Horovod's own function comes to the op too
                 theirs = horovods.allreduce(
@@ -210,13 +210,16 @@ def case_sparse_gradients_of_a_tape() -> None:
         with pytest.raises(ValueError, match="pass sparse_as_dense=True"):
             gradient(op=op)
     # What a sum needs is every rank's rows; each comes back once.
-    for op, wanted in (("average", np.mean(expected, 0)), ("sum", np.sum(expected, 0))):
+    for op, reduced in (
+        ("average", np.mean(expected, 0)),
+        ("sum", np.sum(expected, 0)),
+    ):
         function = tf.function(lambda op=op: gradient(op=op))
         for result in (gradient(op=op), function(), function()):
             assert isinstance(result, tf.IndexedSlices)
             rows = result.indices.numpy().tolist()
             assert len(set(rows)) == len(rows) == hvd.size()
-            check(tf.convert_to_tensor(result), wanted)
+            check(tf.convert_to_tensor(result), reduced)
             everyone = hvd.allgather_object(result.values.numpy().tobytes())
             assert len(set(everyone)) == 1
     short = gradient(op="sum", compression=hvd.Compression.fp16)
@@ -231,5 +234,5 @@ def case_broadcast_variables_goes_by_order() -> None:
     ]
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
     for variable in variables:
-        wanted = tf.cast([hvd.size(), 0], variable.dtype)
-        assert variable.numpy().tolist() == wanted.numpy().tolist()
+        expected = tf.cast([hvd.size(), 0], variable.dtype)
+        assert variable.numpy().tolist() == expected.numpy().tolist()

@@ -108,9 +108,9 @@ def case_gradient_reducer_of_a_group() -> None:
     finally:
         grad_reducer.reduce_named = reduce_named
     check(dense, np.mean([arrays(3)[rank] for rank in ranks], 0))
-    wanted = np.zeros((4, 2))
-    wanted[0] = np.mean([rank + 1 for rank in ranks])
-    check(tf.convert_to_tensor(sparse), wanted)
+    expected = np.zeros((4, 2))
+    expected[0] = np.mean([rank + 1 for rank in ranks])
+    check(tf.convert_to_tensor(sparse), expected)
     hvd.remove_process_set(others)
     hvd.remove_process_set(first)
 
@@ -124,6 +124,6 @@ def case_gradient_reducer_of_empty_slices() -> None:
     reducer = hvd.DistributedGradReducer([tf.Variable(tf.zeros((5, 3)))], mean=False)
     for call in (reducer, tf.function(lambda grads: reducer(grads))):
         (result,) = call([rows])
-        wanted = np.zeros((5, 3))
-        wanted[:2] = hvd.size() - 1
-        check(tf.convert_to_tensor(result), wanted)
+        expected = np.zeros((5, 3))
+        expected[:2] = hvd.size() - 1
+        check(tf.convert_to_tensor(result), expected)

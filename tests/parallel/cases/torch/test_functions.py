@@ -30,10 +30,10 @@ def last() -> int:
 
 
 def case_broadcast_every_dtype() -> None:
-    wanted = torch.arange(24, dtype=torch.uint8) % 2
+    bits = torch.arange(24, dtype=torch.uint8) % 2
     for name in EVERY_DTYPE:
         dtype = getattr(torch, name)
-        pattern = wanted if hvd.rank() == last() else torch.zeros_like(wanted)
+        pattern = bits if hvd.rank() == last() else torch.zeros_like(bits)
         tensors = {
             "flat": pattern.to(dtype),
             "table": pattern.to(dtype).view(4, 6).t(),
@@ -43,7 +43,7 @@ def case_broadcast_every_dtype() -> None:
             "every second": pattern.to(dtype)[1::2],
         }
         hvd.broadcast_parameters(tensors, last())
-        expected = wanted.to(torch.float32)
+        expected = bits.to(torch.float32)
         got = {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
         assert torch.equal(got["flat"], expected), name
         assert torch.equal(got["table"], expected.view(4, 6).t()), name
@@ -292,7 +292,7 @@ def case_sparse_sums() -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         mine = rows_of(hvd.rank(), dtype)
         total = sum(rows_of(rank, dtype).to_dense().double() for rank in ranks)
-        for op, wanted in (
+        for op, expected in (
             (hvd.Sum, total),
             ("sum", total),
             (hvd.Average, total / hvd.size()),
@@ -305,7 +305,7 @@ def case_sparse_sums() -> None:
             assert result.dtype == dtype
             assert result.shape == mine.shape
             assert result._nnz() == sum(rows_of(r, dtype)._nnz() for r in ranks)
-            close = torch.allclose(result.to_dense().double(), wanted, rtol=1e-2)
+            close = torch.allclose(result.to_dense().double(), expected, rtol=1e-2)
             assert close, (dtype, op)
     handle = hvd.sparse_allreduce_async(rows_of(0, torch.float32))
     assert torch.allclose(
@@ -348,10 +348,10 @@ def case_sparse_refusals() -> None:
 def case_expanded_in_place() -> None:
     row = torch.full((1, 3), float(hvd.rank() + 1))
     table = row.expand(4, 3)
-    wanted = hvd.allreduce(table.contiguous(), op=hvd.Adasum, name="expanded.copy")
+    expected = hvd.allreduce(table.contiguous(), op=hvd.Adasum, name="expanded.copy")
     assert hvd.allreduce_(table, op=hvd.Adasum, name="expanded") is table
-    assert torch.equal(table, wanted)
-    assert torch.equal(row, wanted[:1])
+    assert torch.equal(table, expected)
+    assert torch.equal(row, expected[:1])
 
 
 @pytest.mark.parametrize(

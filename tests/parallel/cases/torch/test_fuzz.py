@@ -84,17 +84,17 @@ def _check(got: torch.Tensor, inputs: list[torch.Tensor], factor: float, members
     wide = [
         (t.double() if t.dtype == torch.float64 else t.float()).numpy() for t in inputs
     ]
-    wanted = factor * reference.adasum(
+    expected = factor * reference.adasum(
         wide,
         [HOSTS[rank] for rank in members],
         os.environ.get("ADASUM_HVD_GROUP_OP", "adasum"),
         int(os.environ.get("ADASUM_HVD_GROUP_SIZE", "0")),
     )
     assert got.dtype == inputs[0].dtype and got.shape == inputs[0].shape
-    error = np.abs(got.double().numpy() - wanted).max(initial=0.0)
+    error = np.abs(got.double().numpy() - expected).max(initial=0.0)
     # What cancels is as exact as its parts.
     scale = max(
-        np.abs(wanted).max(initial=0.0),
+        np.abs(expected).max(initial=0.0),
         0.3 * factor * max(float(t.double().abs().max()) for t in inputs),
     )
     smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps

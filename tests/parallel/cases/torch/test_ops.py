@@ -54,7 +54,7 @@ def engine() -> Engine:
     )
 
 
-def wanted(
+def reference_of(
     size: int, dtype: torch.dtype, ranks, seed: int = 0, scale: float = 1.0
 ) -> np.ndarray:
     inputs = [tensor_of(r, size, dtype, seed, scale) for r in ranks]
@@ -75,7 +75,9 @@ def case_bfloat16_travels_in_two_bytes() -> None:
     result = hvd.allreduce(mine, op=hvd.Adasum, name="bits")
     assert hvd.counters().bytes - before == 2 * 10_000
     check_close(
-        result, wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+        result,
+        reference_of(10_000, torch.bfloat16, range(hvd.size()), 31),
+        torch.bfloat16,
     )
     table = mine.view(100, 100).t()
     transposed = hvd.allreduce(table, op=hvd.Adasum, name="bits.transposed")
@@ -96,7 +98,9 @@ def case_bfloat16_travels_in_two_bytes() -> None:
     )
     assert mixed[0].dtype == torch.bfloat16
     check_close(
-        mixed[0], wanted(10_000, torch.bfloat16, range(hvd.size()), 31), torch.bfloat16
+        mixed[0],
+        reference_of(10_000, torch.bfloat16, range(hvd.size()), 31),
+        torch.bfloat16,
     )
     short = hvd.allreduce(
         mine.float(), op=hvd.Adasum, name="bits.c", compression=hvd.Compression.bf16
@@ -180,7 +184,7 @@ def case_process_set() -> None:
         mine = tensor_of(hvd.rank(), 70_000, torch.float32, 8)
         result = hvd.allreduce(mine, op=hvd.Adasum, name="evens", process_set=EVENS)
         check_close(
-            result, wanted(70_000, torch.float32, EVENS.ranks, 8), torch.float32
+            result, reference_of(70_000, torch.float32, EVENS.ranks, 8), torch.float32
         )
         small = hvd.allreduce(
             mine[:5], op=hvd.Adasum, name="evens.small", process_set=EVENS
@@ -303,7 +307,9 @@ def case_unmodified_horovod_scripts_reach_the_op() -> None:
             unmodified.allreduce(mine, op=unmodified.Adasum, name="unmodified")
         return
     result = unmodified.allreduce(mine, op=unmodified.Adasum, name="unmodified")
-    check_close(result, wanted(64, torch.float32, range(hvd.size()), 13), torch.float32)
+    check_close(
+        result, reference_of(64, torch.float32, range(hvd.size()), 13), torch.float32
+    )
     assert hvd.counters().calls == before + 1
 
 
