@@ -276,14 +276,14 @@ def case_elastic_refusals() -> None:
         with pytest.raises(NotImplementedError, match="process_set: expected all"):
             hvd.DistributedGradientTape(tf.GradientTape(), process_set=some)
         plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-        with pytest.raises(NotImplementedError, match="got an elastic one"):
+        with pytest.raises(NotImplementedError, match="got an elastic job"):
             tensorflows.DistributedOptimizer(plain, backward_passes_per_step=2)
         for call in (
             hvd.callbacks.BroadcastGlobalVariablesCallback,
             lambda: hvd.DistributedGradReducer(model.weights),
             lambda: hvd.AdaSumByGradWrapCell(momentum(), model.weights, relaxed=True),
         ):
-            with pytest.raises(NotImplementedError, match="got an elastic one"):
+            with pytest.raises(NotImplementedError, match="got an elastic job"):
                 call()
         optimizer = hvd.DistributedOptimizer(
             momentum(), op="adasum-delta", local_steps=2

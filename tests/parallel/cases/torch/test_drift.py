@@ -285,5 +285,5 @@ def case_process_sets_are_refused_in_elastic_jobs() -> None:
             with pytest.raises(NotImplementedError, match="expected all ranks in an"):
                 use()
         for fixed in (hvd.DistributedGradReducer, ddp.AdasumState):
-            with pytest.raises(NotImplementedError, match="got an elastic one"):
+            with pytest.raises(NotImplementedError, match="got an elastic job"):
                 fixed(model.parameters())
