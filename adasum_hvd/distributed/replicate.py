@@ -121,17 +121,23 @@ class Replicas:
 
         Modules of FSDP stop their reduce-scatters, too.
         """
-        self._set_local(True)
+        self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._set_local(False)
+            self.set_requires_gradient_sync(True)
 
-    def _set_local(self, local: bool) -> None:
-        self._local = local
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function.
+
+        Args:
+            requires_gradient_sync: False accumulates gradients, True reduces them with the next
+                backward pass.
+        """
+        self._local = not requires_gradient_sync
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(not local, recurse=False)
+                module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
