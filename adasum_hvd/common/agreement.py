@@ -75,7 +75,13 @@ def refuse_process_set(process_set: Any, all_ranks: object) -> None:
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the op's settings that must be equal on all ranks."""
     # Excludes the same settings as the fingerprint in native/op/settings.cc.
-    free = ("kernels", "threads", "timeout_seconds", "stall_seconds")
+    free = (
+        "kernels",
+        "threads",
+        "timeout_seconds",
+        "stall_seconds",
+        "checkpoint_seconds",
+    )
     return {name: value for name, value in settings.items() if name not in free}
 
 

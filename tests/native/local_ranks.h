@@ -43,7 +43,7 @@ private:
   struct Shared {
     struct Round {
       std::atomic<int> arrived{0};
-      int values[32] = {};
+      int values[512] = {};
     } rounds[4];
   };
   int ranks_;

@@ -37,10 +37,10 @@ public:
   }
   void Offer(const std::shared_ptr<const SharedRegion>& region) {
     std::lock_guard<std::mutex> guard(mutex_);
-    regions_[region->number()] = {region->begin(), region->bytes()};
+    regions_[region->offset()] = {region->begin(), region->bytes()};
     arrived_.notify_all();
   }
-  MemorySpan Reach(uint64_t region) {
+  MemorySpan Reach(int64_t region) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!arrived_.wait_for(lock, std::chrono::seconds(60), [&] { return regions_.count(region) != 0; })) {
       throw std::runtime_error("no region " + std::to_string(region));
@@ -51,7 +51,7 @@ public:
 private:
   std::mutex mutex_;
   std::condition_variable arrived_;
-  std::map<uint64_t, MemorySpan> regions_; // that some rank has offered
+  std::map<int64_t, MemorySpan> regions_; // that some rank has offered
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes_;
 };
 
@@ -90,17 +90,23 @@ public:
 
   bool shares_memory() const override { return shares_; }
   void Offer(int, const std::shared_ptr<const SharedRegion>& region) override { mail_.Offer(region); }
-  MemorySpan Reach(int, uint64_t region) override { return mail_.Reach(region); }
+  MemorySpan Reach(int, int64_t offset, int64_t) override { return mail_.Reach(offset); }
+  void StopSharing(const std::string& why) override {
+    shares_ = false;
+    why_not_shared_ = why;
+  }
 
   int64_t sent_bytes(int peer) const { return sent_bytes_[peer]; }
   int64_t sent_bytes() const { return std::accumulate(sent_bytes_.begin(), sent_bytes_.end(), int64_t{0}); }
   int64_t exchanges() const { return exchanges_; }
+  const std::string& why_not_shared() const { return why_not_shared_; }
 
 private:
   Mailboxes& mail_;
   int rank_;
   int size_;
   bool shares_;
+  std::string why_not_shared_;
   std::deque<std::vector<Message>> started_;
   std::vector<int64_t> sent_bytes_; // per peer
   int64_t exchanges_ = 0;

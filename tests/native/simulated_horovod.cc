@@ -111,7 +111,7 @@ void Produce(void* copy) {
 
 struct Handle {
   int open = 0;
-  std::string error;
+  hvd::Status failed = hvd::Status::OK();
 };
 std::mutex mutex;
 std::condition_variable changed;
@@ -133,7 +133,7 @@ hvd::StatusCallback Close(int handle) {
     Handle& one = handles[handle];
     one.open -= 1;
     if (!status.ok()) {
-      one.error = status.reason();
+      one.failed = status;
     }
     changed.notify_all();
   };
@@ -184,7 +184,7 @@ EXPORTED int horovod_simulated_adasum(int count, const char* const* names, void*
                                    hvd::ReduceOp::ADASUM, prescale, postscale, process_set_id);
   if (!status.ok()) {
     std::lock_guard<std::mutex> guard(mutex);
-    handles[handle] = {0, status.reason()};
+    handles[handle] = {0, status};
   }
   return handle;
 }
@@ -198,20 +198,23 @@ EXPORTED int horovod_simulated_join(int device) {
                                               JOIN_TENSOR_NAME, device, Close(handle), 0);
   if (!status.ok()) {
     std::lock_guard<std::mutex> guard(mutex);
-    handles[handle] = {0, status.reason()};
+    handles[handle] = {0, status};
   }
   return handle;
 }
 
 EXPORTED void horovod_simulated_memory_limit(size_t bytes) { SimulatedMemoryLimit(bytes); }
 
-// Blocks; returns why it failed, or an empty string, valid until the next call.
-EXPORTED const char* horovod_simulated_wait(int handle) {
+// Blocks; returns why it failed, or an empty string, valid until the next call; and whether its arguments are
+// to blame, which frameworks report as another type of error.
+EXPORTED const char* horovod_simulated_wait(int handle, bool* invalid) {
   static std::string error;
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [=] { return handles[handle].open <= 0; });
   cudaStreamSynchronize(FrameworksStream());
-  error = handles[handle].error;
+  const hvd::Status failed = handles[handle].failed;
+  error = failed.reason();
+  *invalid = failed.type() == hvd::StatusType::INVALID_ARGUMENT;
   handles.erase(handle);
   return error.c_str();
 }

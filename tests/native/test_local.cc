@@ -310,6 +310,8 @@ struct Loop {
   }
 };
 
+constexpr std::chrono::seconds kCheckpoint{2};
+
 void WaitUntil(const std::function<bool()>& holds, const std::string& what) {
   for (int k = 0; !holds(); ++k) {
     Check(k < 1000, what);
@@ -320,7 +322,7 @@ void WaitUntil(const std::function<bool()>& holds, const std::string& what) {
 void AWatchEndsWhatIsStuck() {
   for (const bool turns : {false, true}) {
     Loop loop;
-    Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
+    Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0), kCheckpoint);
     watch.NoteFailure("rank 1 is silent");
     if (turns) {
       for (int k = 0; k < 250; ++k) {
@@ -335,10 +337,37 @@ void AWatchEndsWhatIsStuck() {
   }
 }
 
+// An error has been raised by then: the script has time to save what it has.
+void AWatchLeavesTimeForACheckpoint() {
+  Loop loop;
+  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0), std::chrono::seconds(5));
+  watch.NoteFailure("rank 1 is silent");
+  loop.leaving = true;
+  WaitUntil([&] { return !loop.Said().empty(); }, "a loop that is stuck was not seen");
+  std::this_thread::sleep_for(std::chrono::milliseconds(4500));
+  Check(!loop.ended, "the process was ended too soon");
+  WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
+}
+
+// One long operation on all ranks: their heartbeats arrive.
+void AWatchEndsNoLongOperation() {
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    std::string why_not;
+    std::shared_ptr<LocalGroup> group = Join(board, rank, 2, LocalSettings(), why_not);
+    Check(group != nullptr, why_not);
+    Loop loop;
+    Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(1), std::chrono::seconds(1));
+    watch.Include(group);
+    std::this_thread::sleep_for(std::chrono::seconds(4));
+    Check(!loop.ended && loop.Said().empty(), "a healthy rank was ended: " + loop.Said());
+  });
+}
+
 // What went on in the last moment is watched on.
 void AWatchEndsWhatIsStuckAgain() {
   Loop loop;
-  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
+  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(0), kCheckpoint);
   watch.NoteFailure("rank 1 is silent");
   WaitUntil([&] { return !loop.Said().empty(); }, "a loop that is stuck was not seen");
   for (int k = 0; k < 250; ++k) {
@@ -352,7 +381,7 @@ void AWatchEndsWhatIsStuckAgain() {
 void AWatchEndsWhatIsStuckForNoKnownReason() {
   Loop loop;
   const auto started = std::chrono::steady_clock::now();
-  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(3));
+  Watch watch(loop.Watched(), std::chrono::seconds(1), std::chrono::seconds(3), kCheckpoint);
   for (int k = 0; k < 20; ++k) { // one turn of many operations
     ++loop.operations;
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -372,8 +401,8 @@ void ThreeWatchWithoutOne(bool leaves) {
     std::string why_not;
     std::shared_ptr<LocalGroup> group = Join(board, rank, 3, LocalSettings(), why_not);
     Check(group != nullptr, why_not);
-    auto watch =
-        std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1), std::chrono::seconds(0));
+    auto watch = std::make_unique<Watch>(loops[rank].Watched(), std::chrono::seconds(1),
+                                         std::chrono::seconds(0), kCheckpoint);
     if (rank != 1 || leaves) {
       watch->Include(group);
     }
@@ -418,6 +447,8 @@ int main(int argc, char** argv) {
           {"a killed peer is named", KilledPeerIsNamed},
 #endif
           {"a watch ends what is stuck", AWatchEndsWhatIsStuck},
+          {"a watch leaves time for a checkpoint", AWatchLeavesTimeForACheckpoint},
+          {"a watch ends no long operation", AWatchEndsNoLongOperation},
           {"a watch ends what is stuck again", AWatchEndsWhatIsStuckAgain},
           {"a watch ends what is stuck for no known reason", AWatchEndsWhatIsStuckForNoKnownReason},
           {"a watch names a rank that does not run", AWatchNamesARankThatDoesNotRun},

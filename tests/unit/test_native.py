@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -181,3 +182,22 @@ def test_kernels_spill_nothing() -> None:
     found = list(kernels.kernels((90,)))
     assert {kernel.name for kernel in found} >= {"GramKernel<8>", "SolveKernel"}
     assert [kernel for kernel in found if kernel.spilled] == []
+
+
+@pytest.mark.skipif(not X86, reason="instruction sets of x86-64")
+def test_portable_kernels_are_for_every_processor() -> None:
+    """Horovod's own flags ask for AVX, whose instructions begin with a "v"."""
+    folder = Path(importlib.util.find_spec("horovod").origin).parent  # type: ignore[union-attr,arg-type]
+    library = next(folder.glob("*/mpi_lib*.so"))
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        counts = {True: 0, False: 0}  # of instructions, by whether they need AVX
+        portable = False
+        for line in process.stdout:
+            if line.endswith(">:\n"):
+                portable = "::portable::" in line
+            elif portable and (words := line.split("\t")[1:]):
+                counts[words[0].startswith("v")] += 1
+    assert counts[False] > 1000
+    assert counts[True] == 0

@@ -57,6 +57,11 @@ foreach(target IN ITEMS pytorch tensorflow)
   # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
   set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
     "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-fno-fast-math;-Wno-psabi")
+  # Horovod's own flags ask for AVX.
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/portable.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
+      COMPILE_OPTIONS "-march=x86-64;-mno-avx;-mno-fma;-mno-f16c")
+  endif()
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
     COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
   set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY

@@ -32,7 +32,7 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
     return false;
   }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  return !settings_.off || !AgreementOf(entries.front().process_set_id).disagreement.empty();
+  return !settings_.off || !AgreementOf(entries.front().process_set_id).Usable().ok();
 }
 
 Agreement& AdasumDeviceOp::AgreementOf(int process_set_id) const {
@@ -50,8 +50,8 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
   Agreement& agreement = AgreementOf(process_set_id);
-  if (!agreement.disagreement.empty()) {
-    return hvd::Status::InvalidArgument(agreement.disagreement);
+  if (const hvd::Status status = agreement.Usable(); !status.ok()) {
+    return status;
   }
   std::vector<FusedTensors> by_type;
   if (const hvd::Status status = ReadFusedTensors(entries, response, by_type); !status.ok()) {
@@ -71,7 +71,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
     }
   } catch (const std::exception& error) {
     NoteFailure(error.what());
-    agreement.disagreement = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
+    agreement.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
     const LastWords words({global_state_->global_controller->GetRank()}, error.what());
     if (!global_state_->elastic_enabled || communicator == nullptr) { // or the others wait for it in NCCL
       agreement.network->GiveUp(words);

@@ -25,6 +25,7 @@ namespace {
 
 namespace hvd = horovod::common;
 
+constexpr char kStagedPath[]{"shared memory, staged"};
 constexpr int kMostThreads = 8; // that a rank takes without being told; memory is then the limit
 
 // Read by the threads that enqueue.
@@ -50,18 +51,28 @@ int CopiesOfTheOp() {
 
 std::atomic<int64_t> operations{0}; // of any kind, that Horovod has begun in this process
 
-WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state) {
+// Gloo's waits end by themselves; those of MPI and NCCL do not.
+bool OnlyItsEndHelps(const hvd::HorovodGlobalState& global_state) {
+  return !global_state.elastic_enabled && (global_state.control_operation == hvd::LibType::MPI || kOnDevices);
+}
+
+WatchedLoop LoopOf(hvd::HorovodGlobalState& global_state, int checkpoint_seconds) {
   return {[&global_state] { // written by the background thread, of the size of a register
             return __atomic_load_n(reinterpret_cast<const int64_t*>(&global_state.last_cycle_start),
                                    __ATOMIC_RELAXED);
           },
           [] { return operations.load(std::memory_order_relaxed); },
           [&global_state] { return global_state.shut_down.load(); },
-          [&global_state](const std::string& why) {
-            LogEnd(global_state.global_controller->GetRank(), why, !global_state.elastic_enabled);
+          [&global_state, checkpoint_seconds](const std::string& why) {
+            LogEnd(global_state.global_controller->GetRank(),
+                   OnlyItsEndHelps(global_state)
+                       ? why + "; this process ends in " + std::to_string(checkpoint_seconds) +
+                             " s (ADASUM_HVD_CHECKPOINT_SECONDS), unless Horovod goes on"
+                       : why,
+                   /*ends=*/false);
           },
           [&global_state] {
-            if (!global_state.elastic_enabled) {
+            if (OnlyItsEndHelps(global_state)) {
               EndProcess();
             }
           }};
@@ -125,9 +136,10 @@ void AdasumOp::PrepareForFailure() {
   KnownNetworks(); // makes what is of this thread, before the op's own end, which asks for it
   hvd::ProcessSet& everyone = global_state_->process_set_table.Get(0);
   if (everyone.controller->GetSize() > 1) {
-    watch_ =
-        std::make_unique<Watch>(LoopOf(*global_state_), std::chrono::seconds(settings_.local.timeout_seconds),
-                                std::chrono::seconds(settings_.stall_seconds));
+    watch_ = std::make_unique<Watch>(LoopOf(*global_state_, settings_.checkpoint_seconds),
+                                     std::chrono::seconds(settings_.local.timeout_seconds),
+                                     std::chrono::seconds(settings_.stall_seconds),
+                                     std::chrono::seconds(settings_.checkpoint_seconds));
     SetWitness([this](bool agreed) { return watch_->Conclude(agreed); });
     watch_->ListenTo(NetworkOf(*global_state_, everyone, settings_));
   }
@@ -139,7 +151,7 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
     return entries.empty() && !settings_.off;
   }
   // Horovod asks on every rank, so here is where a rank that is off and one that is not find out.
-  return !settings_.off || !StateOf(entries.front().process_set_id).disagreement.empty();
+  return !settings_.off || !StateOf(entries.front().process_set_id).Usable().ok();
 }
 
 AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
@@ -159,9 +171,13 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
           watch_->Include(state.local->group());
         }
         state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
-        const std::string inside = state.one_host || !state.have_neighbours ? path : "inside a host " + path;
-        return state.levels.size() > 1 ? "levels of " + Describe(state.levels) + " ranks; " + inside : inside;
+        return PathText(state, path);
       });
+}
+
+std::string AdasumOp::PathText(const ProcessSetState& state, const std::string& path) {
+  const std::string inside = state.one_host || !state.have_neighbours ? path : "inside a host " + path;
+  return state.levels.size() > 1 ? "levels of " + Describe(state.levels) + " ranks; " + inside : inside;
 }
 
 // Connects the ranks of every host; returns how they reach each other.
@@ -185,7 +201,7 @@ std::string AdasumOp::ConnectLocally(ProcessSetState& state, hvd::Controller& co
   state.local = std::make_unique<LocalTransport>(std::move(group));
   state.hybrid = std::make_unique<HybridTransport>(*state.local, *state.network, state.host);
   state.network->ShowAwaitedIn(&state.local->group()->mine->header().awaits_elsewhere);
-  return state.local->shares_memory() ? "shared memory" : "shared memory, staged";
+  return state.local->shares_memory() ? "shared memory" : kStagedPath;
 }
 
 hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
@@ -204,11 +220,8 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
     return TellWhy(error.what(), global_state_->global_controller->GetRank());
   }
   ProcessSetState& state = *connected;
-  if (!state.disagreement.empty()) {
-    return hvd::Status::InvalidArgument(state.disagreement);
-  }
-  if (!state.failure.empty()) {
-    return hvd::Status::UnknownError(state.failure);
+  if (const hvd::Status status = state.Usable(); !status.ok()) {
+    return status;
   }
   if (state.local != nullptr) {
     state.local->BeginOperation();
@@ -218,9 +231,9 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   try {
     return ReduceEntries(entries, response, state, clock);
   } catch (const SilentRank& error) {
-    return GiveUp(state, error.what() + clock.Where(), error.rank);
+    return GiveUp(state, entries, error.what() + clock.Where(), error.rank);
   } catch (const std::exception& error) {
-    return GiveUp(state, error.what() + clock.Where(), global_state_->global_controller->GetRank());
+    return GiveUp(state, entries, error.what() + clock.Where(), global_state_->global_controller->GetRank());
   }
 }
 
@@ -235,7 +248,8 @@ hvd::Status AdasumOp::TellWhy(const std::string& why, int blamed) {
 }
 
 // After an error on one rank its messages and those of others would no longer fit together.
-hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int blamed) {
+hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::vector<hvd::TensorTableEntry>& entries,
+                             const std::string& why, int blamed) {
   state.failure = "AdaSum: an earlier reduction failed on this rank: " + why;
   if (state.local != nullptr) {
     state.local->Break(blamed, why);
@@ -243,7 +257,23 @@ hvd::Status AdasumOp::GiveUp(ProcessSetState& state, const std::string& why, int
   if (!state.one_host || state.local == nullptr) {
     state.network->GiveUp({{blamed}, why});
   }
+  if (state.network->may_still_receive()) {
+    KeepForEver(entries);
+  }
   return TellWhy(why, blamed);
+}
+
+// MPI may still write to it, until the process ends with the failed job.
+void AdasumOp::KeepForEver(const std::vector<hvd::TensorTableEntry>& entries) {
+  struct Remains {
+    Scratch scratch;
+    std::vector<std::shared_ptr<hvd::Tensor>> tensors;
+  };
+  Remains* remains = std::make_unique<Remains>().release();
+  std::swap(remains->scratch, scratch_);
+  for (const hvd::TensorTableEntry& entry : entries) {
+    remains->tensors.insert(remains->tensors.end(), {entry.tensor, entry.output});
+  }
 }
 
 hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
@@ -254,26 +284,39 @@ hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
     return status;
   }
   WaitForData(entries);
+  const bool shares = state.local != nullptr && state.local->shares_memory();
   for (FusedTensors& fused : by_type) {
     const ReduceResult result = ReduceInLevels(
         fused, state, [&](Phase phase, int level) { clock.Begin(phase, fused.PhaseName(phase, level)); });
     clock.End();
     Count(kExplicitTensors, result.explicit_tensors);
   }
+  if (shares && !state.local->shares_memory()) {
+    SetPath(entries.front().process_set_id, Memory::kHost, PathText(state, kStagedPath));
+    if (const std::string& why = state.local->why_not_shared(); !why.empty()) { // here, not on another rank
+      Warn("expected to share the memory of tensors with the ranks of this host, but got: " + why +
+           "; all of them exchange copies from here on: slower, but the same results; raise ulimit -v");
+    }
+  }
   return hvd::Status::OK();
+}
+
+void AdasumOp::Warn(const std::string& text) const {
+  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
+      << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: " << text;
 }
 
 ReduceResult AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state,
                                       const PhaseObserver& observer) {
-  if (workers_ == nullptr || workers_->threads() != state.threads) {
-    workers_ = std::make_unique<Workers>(state.threads);
-    if (workers_->threads() != state.threads) {
-      hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
-          << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: required " << state.threads
-          << " threads, got " << workers_->threads()
-          << ": slower, but the same results; raise ulimit -u or lower ADASUM_HVD_NUM_THREADS";
-      state.threads = workers_->threads();
-    }
+  if (workers_ == nullptr) {
+    workers_ = std::make_unique<Workers>(1);
+  }
+  workers_->UseThreads(state.threads);
+  if (workers_->threads() != state.threads) {
+    Warn("required " + std::to_string(state.threads) + " threads, got " +
+         std::to_string(workers_->threads()) +
+         ": slower, but the same results; raise ulimit -u or lower ADASUM_HVD_NUM_THREADS");
+    state.threads = workers_->threads();
   }
   std::vector<std::unique_ptr<Transport>> groups;
   std::vector<ReduceLevel> levels;

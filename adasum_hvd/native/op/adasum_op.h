@@ -43,7 +43,6 @@ private:
     std::unique_ptr<LocalTransport> local;   // among the ranks of this host, where they share memory
     std::unique_ptr<HybridTransport> hybrid; // then, among all
     int threads = 1;
-    std::string failure; // why nothing can be reduced any more, or empty
   };
 
   class PhaseClock;
@@ -55,7 +54,12 @@ private:
   std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
   horovod::common::Status TellWhy(const std::string& why, int blamed);
-  horovod::common::Status GiveUp(ProcessSetState& state, const std::string& why, int blamed);
+  horovod::common::Status GiveUp(ProcessSetState& state,
+                                 const std::vector<horovod::common::TensorTableEntry>& entries,
+                                 const std::string& why, int blamed);
+  void KeepForEver(const std::vector<horovod::common::TensorTableEntry>& entries);
+  void Warn(const std::string& text) const;
+  static std::string PathText(const ProcessSetState& state, const std::string& path);
   ReduceResult ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
   static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
 

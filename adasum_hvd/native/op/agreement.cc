@@ -29,6 +29,12 @@ std::vector<int> WantedRadices(const std::vector<int>& radices, int size) {
 
 } // namespace
 
+hvd::Status Agreement::Usable() const {
+  return !disagreement.empty() ? hvd::Status::InvalidArgument(disagreement)
+         : !failure.empty()    ? hvd::Status::UnknownError(failure)
+                               : hvd::Status::OK();
+}
+
 Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const Settings& settings,
                 const AllgatherTwo& allgather) {
   hvd::Controller& controller = *shared_controller;

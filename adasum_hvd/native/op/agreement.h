@@ -23,10 +23,14 @@ struct Agreement {
   std::shared_ptr<NetworkTransport> network;
   std::vector<GroupPlan> levels;
   ReduceSettings reduce;
-  std::string disagreement;     // why nothing can be reduced, or empty
+  std::string disagreement;     // why nothing can be reduced, known to all ranks; or empty
+  std::string failure;          // why nothing can be reduced any more; or empty
   std::vector<int> host;        // the ranks of this host
   bool one_host = false;        // they are all there are
   bool have_neighbours = false; // some host has several ranks
+
+  // OK, or why nothing is reduced.
+  horovod::common::Status Usable() const;
 
   bool IsOf(const std::shared_ptr<horovod::common::Controller>& other) const {
     return controller.lock() == other;
@@ -62,7 +66,7 @@ public:
           SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(state, allgather));
         }
       } catch (const std::exception& error) { // or the next call would find this rank alone
-        state.disagreement = std::string("AdaSum: the ranks could not connect: ") + error.what();
+        state.failure = std::string("AdaSum: the ranks could not connect: ") + error.what();
         throw;
       }
     }

@@ -1,8 +1,10 @@
 // For ctypes. Horovod's link map exports names that contain "horovod", and nothing else.
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 
+#include "horovod/common/logging.h"
 #include "op/fused_tensors.h"
 #include "op/observed.h"
 #include "op/settings.h"
@@ -69,13 +71,7 @@ __attribute__((visibility("default"))) const char* horovod_adasum_path(int proce
 }
 
 // Whether tensors on CUDA devices are reduced there, over NCCL.
-__attribute__((visibility("default"))) bool horovod_adasum_on_devices() {
-#if ADASUM_ON_DEVICES
-  return true;
-#else
-  return false;
-#endif
-}
+__attribute__((visibility("default"))) bool horovod_adasum_on_devices() { return adasum_hvd::kOnDevices; }
 
 // Says that the tensor `name` at address `start` holds weights, and that weights[k] points to as many newer
 // ones of the same type as segment k has elements: those that its name lists, or the tensor itself. What is
@@ -93,7 +89,13 @@ __attribute__((visibility("default"))) void horovod_adasum_register_weights(cons
 __attribute__((visibility("default"))) void* horovod_adasum_allocate(int64_t bytes) {
   try {
     return adasum_hvd::AllocateShared(bytes);
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    static std::once_flag warned;
+    std::call_once(warned, [&] {
+      horovod::common::LogMessage(__FILE__, __LINE__, horovod::common::LogLevel::WARNING)
+          << "AdaSum: " << error.what()
+          << "; these tensors are copied to be reduced: slower, but the same results";
+    });
     return nullptr;
   }
 }

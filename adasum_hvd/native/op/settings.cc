@@ -114,6 +114,7 @@ Settings Settings::FromEnvironment() {
   ReadInteger(settings, "ADASUM_HVD_NUM_THREADS", 1, settings.threads, kMostThreads);
   ReadInteger(settings, "ADASUM_HVD_TIMEOUT_SECONDS", 1, settings.local.timeout_seconds);
   ReadInteger(settings, "ADASUM_HVD_STALL_SECONDS", 0, settings.stall_seconds);
+  ReadInteger(settings, "ADASUM_HVD_CHECKPOINT_SECONDS", 1, settings.checkpoint_seconds);
   ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
   settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
   const std::string local = Variable("ADASUM_HVD_LOCAL");
@@ -151,7 +152,7 @@ std::string Settings::Json() const {
        << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \"" << LocalModeName(local.mode)
        << "\", \"local_ring_bytes\": " << local.ring_bytes
        << ", \"timeout_seconds\": " << local.timeout_seconds << ", \"stall_seconds\": " << stall_seconds
-       << "}";
+       << ", \"checkpoint_seconds\": " << checkpoint_seconds << "}";
   return text.str();
 }
 

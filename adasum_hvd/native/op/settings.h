@@ -15,6 +15,12 @@
 
 namespace adasum_hvd {
 
+#if ADASUM_ON_DEVICES
+constexpr bool kOnDevices = true;
+#else
+constexpr bool kOnDevices = false;
+#endif
+
 constexpr char kVersion[] = "0.2.0";
 
 struct Settings {
@@ -27,7 +33,8 @@ struct Settings {
   int threads = 0;                     // ADASUM_HVD_NUM_THREADS; 0: the processors that are this rank's
   LocalSettings local;                 // ADASUM_HVD_LOCAL, ADASUM_HVD_LOCAL_RING_BYTES,
                                        // ADASUM_HVD_TIMEOUT_SECONDS
-  int stall_seconds = 600;          // ADASUM_HVD_STALL_SECONDS: how long ranks wait for a tensor; 0: for ever
+  int stall_seconds = 600;     // ADASUM_HVD_STALL_SECONDS: how long ranks wait for a tensor; 0: for ever
+  int checkpoint_seconds = 60; // ADASUM_HVD_CHECKPOINT_SECONDS: for a script, before its process is ended
   const Kernels* kernels = nullptr; // ADASUM_HVD_KERNELS: portable, avx2 or avx512
   std::string error;                // the first variable that holds no valid value, and why
 

@@ -1,15 +1,17 @@
 #include "reduce/meeting.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 namespace adasum_hvd {
 namespace {
 
-// Where something lies; meaningful with its owner's rank.
+// Where something lies; meaningful with its owner's rank. No region: it is empty, or not shared.
 struct Place {
-  uint64_t region = 0;
-  uint64_t offset = 0; // bytes
+  int64_t region = 0;
+  int64_t region_bytes = 0;
+  uint64_t offset = 0; // bytes, in the region
 };
 
 // `bytes` to and from every other rank.
@@ -24,15 +26,15 @@ void Share(Transport& transport, const void* send, std::vector<void*> receive, i
 
 using Regions = std::vector<std::shared_ptr<const SharedRegion>>;
 
-// The region that each piece lies in; null for an empty one.
-Regions RegionsOf(const std::vector<MemoryPiece>& mine) {
+// The region that each piece lies in; null for an empty one, and where there is none.
+Regions RegionsOf(const std::vector<MemoryPiece>& mine, std::string& why_not) {
   Regions regions;
   std::shared_ptr<const SharedRegion> region; // mostly the same for all
   for (const MemoryPiece& piece : mine) {
     if (piece.bytes > 0 && (region == nullptr || !region->Holds(piece.at, piece.bytes))) {
       region = FindShared(piece.at, piece.bytes);
-      if (region == nullptr) {
-        throw std::logic_error("AdaSum: memory that is to be shared is not");
+      if (region == nullptr && why_not.empty()) {
+        why_not = "a tensor lies in memory that is not shared";
       }
     }
     regions.push_back(piece.bytes > 0 ? region : nullptr);
@@ -44,48 +46,70 @@ std::vector<Place> PlacesOf(const Regions& regions, const std::vector<MemoryPiec
   std::vector<Place> places;
   for (size_t piece = 0; piece < mine.size(); ++piece) {
     const SharedRegion* region = regions[piece].get();
-    places.push_back(region == nullptr
-                         ? Place()
-                         : Place{region->number(), static_cast<uint64_t>(mine[piece].at - region->begin())});
+    places.push_back(region == nullptr ? Place()
+                                       : Place{region->offset(), region->bytes(),
+                                               static_cast<uint64_t>(mine[piece].at - region->begin())});
   }
   return places;
 }
 
+void OfferAll(Transport& transport, const Regions& regions) {
+  for (size_t piece = 0; piece < regions.size(); ++piece) {
+    const bool is_new = regions[piece] != nullptr && (piece == 0 || regions[piece] != regions[piece - 1]);
+    for (int rank = 0; is_new && rank < transport.size(); ++rank) {
+      if (rank != transport.rank()) {
+        transport.Offer(rank, regions[piece]);
+      }
+    }
+  }
+}
+
+// The pieces of one other rank.
+std::vector<char*> Map(Transport& transport, int rank, const std::vector<Place>& places,
+                       const std::vector<MemoryPiece>& mine) {
+  std::vector<char*> pieces;
+  MemorySpan span = {};
+  for (size_t piece = 0; piece < mine.size(); ++piece) {
+    const Place& place = places[piece];
+    if (mine[piece].bytes == 0 || place.region_bytes == 0) {
+      pieces.push_back(nullptr);
+      continue;
+    }
+    if (piece == 0 || span.begin == nullptr || place.region != places[piece - 1].region) {
+      span = transport.Reach(rank, place.region, place.region_bytes);
+    }
+    pieces.push_back(span.At(place.offset, mine[piece].bytes));
+  }
+  return pieces;
+}
+
 } // namespace
 
-// All offer and map regions in the same order, one piece at a time: so few descriptors are on their way at
-// any time, of which the kernel allows only so many, and the same is true of what a socket holds.
-std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine) {
-  const Regions regions = RegionsOf(mine);
+std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vector<MemoryPiece>& mine,
+                                          std::string& why_not) {
+  const Regions regions = RegionsOf(mine, why_not);
   const std::vector<Place> places = PlacesOf(regions, mine);
+  OfferAll(transport, regions); // before the others hear of them, so that they unmap first
   std::vector<std::vector<Place>> all(transport.size(), std::vector<Place>(mine.size()));
   std::vector<void*> receive;
   for (std::vector<Place>& of_rank : all) {
     receive.push_back(of_rank.data());
   }
   Share(transport, places.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Place)));
-  all[transport.rank()] = places;
-  std::vector<MemorySpan> spans(transport.size());
   std::vector<std::vector<char*>> pieces(transport.size());
-  for (size_t piece = 0; piece < mine.size(); ++piece) {
-    const auto is_new = [&](int rank) {
-      return mine[piece].bytes > 0 && (piece == 0 || all[rank][piece].region != all[rank][piece - 1].region);
-    };
-    for (int rank = 0; rank < transport.size(); ++rank) {
-      if (rank != transport.rank() && is_new(transport.rank())) {
-        transport.Offer(rank, regions[piece]);
+  try {
+    for (int rank = 0; rank < transport.size() && why_not.empty(); ++rank) {
+      if (rank != transport.rank()) {
+        pieces[rank] = Map(transport, rank, all[rank], mine);
+      } else {
+        std::transform(mine.begin(), mine.end(), std::back_inserter(pieces[rank]),
+                       [](const MemoryPiece& piece) { return piece.bytes == 0 ? nullptr : piece.at; });
       }
     }
-    for (int rank = 0; rank < transport.size(); ++rank) {
-      if (rank == transport.rank() || mine[piece].bytes == 0) {
-        pieces[rank].push_back(mine[piece].bytes == 0 ? nullptr : mine[piece].at);
-        continue;
-      }
-      if (is_new(rank)) {
-        spans[rank] = transport.Reach(rank, all[rank][piece].region);
-      }
-      pieces[rank].push_back(spans[rank].At(all[rank][piece].offset, mine[piece].bytes));
-    }
+  } catch (const SilentRank&) {
+    throw;
+  } catch (const std::exception& error) {
+    why_not = error.what();
   }
   return pieces;
 }

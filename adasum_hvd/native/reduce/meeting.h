@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "transport/transport.h"
@@ -15,8 +16,10 @@ struct MemoryPiece {
 };
 
 // Returns where every rank's pieces are in this rank's memory, by rank and piece: as many of the same sizes
-// on every rank, and written when this returns. Collective.
-std::vector<std::vector<char*>> MeetInMemory(Transport& transport, const std::vector<MemoryPiece>& mine);
+// on every rank. Where this rank cannot share or map one, it says in `why_not` why, and what it returns is
+// incomplete. Collective.
+std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vector<MemoryPiece>& mine,
+                                          std::string& why_not);
 
 // Returns when every rank has come here. Collective.
 void Meet(Transport& transport);

@@ -176,9 +176,23 @@ std::vector<MemoryPiece> Placement::MyPieces(size_t index) const {
   return pieces;
 }
 
-void Placement::Meet(size_t index) {
+bool Placement::MapPeers(std::string& why_not) {
+  std::vector<std::vector<std::vector<char*>>> pieces;
+  for (size_t index = 0; index < levels_.size() && levels_[index].shared; ++index) {
+    pieces.push_back(MapPieces(*levels_[index].transport, MyPieces(index), why_not));
+  }
+  bool fails = !why_not.empty();
+  for (size_t index = 0; index < pieces.size(); ++index) { // groups of different levels have ranks in common
+    fails = AnyRank(*levels_[index].transport, fails);
+  }
+  for (size_t index = 0; index < pieces.size() && !fails; ++index) {
+    PointAtTheirs(index, pieces[index]);
+  }
+  return !fails;
+}
+
+void Placement::PointAtTheirs(size_t index, const std::vector<std::vector<char*>>& pieces) {
   PlacedLevel& level = levels_[index];
-  const std::vector<std::vector<char*>> pieces = MeetInMemory(*level.transport, MyPieces(index));
   const int64_t start = level.shares.starts[level.rank()];
   for (const Run& run : level.mine().runs) {
     for (int rank = 0; rank < level.size(); ++rank) {

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "reduce/layout.h"
@@ -39,7 +40,7 @@ struct PlacedLevel {
   std::vector<char*> out; // the result, which may be the same place
 
   // Where the group's ranks share memory: per run of this rank's slice and rank of the group, where that rank
-  // has the run. Known as soon as the ranks have met.
+  // has the run. Known after MapPeers.
   bool shared = false;
   std::vector<char*> theirs;
 
@@ -64,9 +65,10 @@ public:
             double scale, const ReduceSettings& settings, const Reserve& staging,
             const Reserve& shared_staging, const Reserve& received);
 
-  // Finds out where the others of a group that shares memory have this rank's slice. Collective; on return
-  // all of them have come as far.
-  void Meet(size_t level);
+  // Finds out where the others of groups that share memory have this rank's slices. False, on all ranks,
+  // where one of them cannot share or map something; where it is this one, it says in `why_not` why.
+  // Collective; on return the ranks of the first level have come as far.
+  bool MapPeers(std::string& why_not);
 
   bool alone() const { return alone_; }                              // one rank
   bool replicates() const { return replicate_; }                     // every rank reduces everything
@@ -80,6 +82,7 @@ private:
   void PlaceFirst(const Reserve& staging);
   void PlaceFirstShared(const Reserve& staging);
   std::vector<MemoryPiece> MyPieces(size_t level) const;
+  void PointAtTheirs(size_t level, const std::vector<std::vector<char*>>& pieces);
   void PlaceNext();
   void PlaceReceived(const Reserve& received);
   void PlaceRuns();

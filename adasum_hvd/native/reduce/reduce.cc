@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <string>
 
+#include "reduce/float_mode.h"
 #include "reduce/group_reduction.h"
 #include "reduce/observation.h"
 #include "reduce/placement.h"
@@ -23,7 +25,11 @@ public:
   Reduction(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
             double scale, const ReduceSettings& settings, const Kernels& kernels, Workers& workers,
             Scratch& scratch);
+  // False, on all ranks, where they cannot share memory after all; nothing has changed then, and this rank
+  // may know why not.
+  bool MapPeers(const PhaseObserver& observer);
   ReduceResult Execute(const PhaseObserver& observer);
+  const std::string& why_not() const { return why_not_; }
 
 private:
   // A chunk of a slice: null where the slice has no such chunk.
@@ -41,11 +47,13 @@ private:
   void Gather(size_t level);
   void MeetAndSum(size_t level);
   void Spread(size_t level);
+  char* ReserveShared(Scratch& scratch, int64_t bytes);
   void Prepare(size_t level, int rank, int64_t begin, int64_t end);
   void Pack(int rank, int64_t begin, int64_t end) { Execute(placement_.packs()[rank], rank, begin, end); }
   void Unpack(int rank, int64_t begin, int64_t end) { Execute(placement_.unpacks()[rank], rank, begin, end); }
   void Execute(const Placement::Copies& copies, int rank, int64_t begin, int64_t end);
 
+  std::string why_not_; // shared memory
   Placement placement_;
   const std::optional<Observation> observation_;
   const Arithmetic arithmetic_;
@@ -59,7 +67,7 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
     : placement_(
           tensors, type, levels, scale, settings,
           [&](int64_t bytes) { return scratch.staging.Reserve(bytes); },
-          [&](int64_t bytes) { return scratch.shared_staging.Reserve(bytes); },
+          [&](int64_t bytes) { return ReserveShared(scratch, bytes); },
           [&](int64_t bytes) { return scratch.received.Reserve(bytes); }),
       observation_(Observe(tensors, levels, placement_.replicates())),
       arithmetic_{type, kernels, workers, tensors.size(), observation_ ? &*observation_ : nullptr},
@@ -71,6 +79,28 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
   }
 }
 
+// Private memory where there is no other, which the ranks then agree on.
+char* Reduction::ReserveShared(Scratch& scratch, int64_t bytes) {
+  try {
+    return scratch.shared_staging.Reserve(bytes);
+  } catch (const std::exception& error) {
+    why_not_ = error.what();
+    return scratch.staging.Reserve(bytes);
+  }
+}
+
+bool Reduction::MapPeers(const PhaseObserver& observer) {
+  const PlacedLevel& first = placement_.levels().front();
+  if (!first.shared) {
+    return true;
+  }
+  observer(Phase::kExchangeAndGram, 0);
+  for (int rank = 0; rank < first.size(); ++rank) {
+    Pack(rank, 0, first.slice(rank).elements);
+  }
+  return placement_.MapPeers(why_not_);
+}
+
 ReduceResult Reduction::Execute(const PhaseObserver& observer) {
   if (placement_.alone()) {
     const int64_t elements = placement_.levels().front().mine().elements;
@@ -80,7 +110,9 @@ ReduceResult Reduction::Execute(const PhaseObserver& observer) {
     return {};
   }
   for (size_t level = 0; level < groups_.size(); ++level) {
-    observer(Phase::kExchangeAndGram, static_cast<int>(level));
+    if (level > 0 || !placement_.levels().front().shared) { // else MapPeers has begun it
+      observer(Phase::kExchangeAndGram, static_cast<int>(level));
+    }
     if (placement_.levels()[level].shared) {
       MeetAndSum(level);
     } else {
@@ -261,14 +293,10 @@ void Reduction::Gather(size_t index) {
 // Every rank reads its slice where the others have it, and nobody else does.
 void Reduction::MeetAndSum(size_t index) {
   const PlacedLevel& level = placement_.levels()[index];
-  if (index == 0) {
-    for (int rank = 0; rank < level.size(); ++rank) {
-      Pack(rank, 0, level.slice(rank).elements);
-    }
-  } else {
+  if (index > 0) { // the first level has come from MapPeers
     groups_[index - 1].Combine(0, placement_.levels()[index - 1].mine().elements);
+    Meet(*level.transport);
   }
-  placement_.Meet(index);
   if (arithmetic_.type == kFloat64) {
     groups_[index].FindScales();
   }
@@ -286,6 +314,13 @@ void Reduction::Spread(size_t index) {
   for (int rank = 0; index == 0 && rank < level.size(); ++rank) {
     Unpack(rank, 0, level.slice(rank).elements);
   }
+}
+
+void StopSharing(const std::vector<ReduceLevel>& levels, const std::string& why, Scratch& scratch) {
+  for (const ReduceLevel& level : levels) {
+    level.transport->StopSharing(why);
+  }
+  scratch.shared_staging = {};
 }
 
 // ---- windows ----
@@ -338,9 +373,16 @@ ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
                     const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                     const Kernels& kernels, Workers& workers, Scratch& scratch,
                     const PhaseObserver& observer) {
+  const DefaultFloatMode mode;
   const int64_t element_bytes = ElementBytes(type);
   const auto reduce = [&](const std::vector<TensorView>& some) {
-    return Reduction(some, type, levels, scale, settings, kernels, workers, scratch).Execute(observer);
+    std::optional<Reduction> reduction(std::in_place, some, type, levels, scale, settings, kernels, workers,
+                                       scratch);
+    if (!reduction->MapPeers(observer)) {
+      StopSharing(levels, reduction->why_not(), scratch);
+      reduction.emplace(some, type, levels, scale, settings, kernels, workers, scratch);
+    }
+    return reduction->Execute(observer);
   };
   if (!NeedsWindows(tensors, element_bytes, levels, settings, observer)) {
     return reduce(tensors);

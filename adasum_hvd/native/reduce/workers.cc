@@ -1,11 +1,13 @@
 #include "reduce/workers.h"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 
 #include <sched.h>
 #include <sys/prctl.h>
 
+#include "reduce/float_mode.h"
 #include "transport/pause.h"
 
 namespace adasum_hvd {
@@ -18,15 +20,18 @@ constexpr std::chrono::microseconds kPatience{500}; // of a helper that has noth
 
 } // namespace
 
-Workers::Workers(int threads) {
-  helpers_.reserve(threads);
+Workers::Workers(int threads) { UseThreads(threads); }
+
+void Workers::UseThreads(int threads) {
   try {
-    for (int worker = 1; worker < threads; ++worker) {
+    while (static_cast<int>(helpers_.size()) < threads - 1) {
+      const int worker = static_cast<int>(helpers_.size()) + 1;
       helpers_.emplace_back([this, worker] { Help(worker); });
     }
   } catch (const std::exception&) {
     // No more are to be had (ulimit -u, a limit of the container): fewer do the same.
   }
+  threads_ = std::min(threads, static_cast<int>(helpers_.size()) + 1);
 }
 
 Workers::~Workers() {
@@ -41,7 +46,7 @@ Workers::~Workers() {
 }
 
 void Workers::Run(int64_t jobs, const Body& body) {
-  if (helpers_.empty() || jobs < kWorthSharing) {
+  if (threads_ == 1 || jobs < kWorthSharing) {
     for (int64_t job = 0; job < jobs; ++job) {
       body(job, 0);
     }
@@ -105,13 +110,16 @@ bool Workers::Enter(uint64_t round) {
 
 void Workers::Help(int worker) {
   prctl(PR_SET_NAME, "adasum", 0, 0, 0); // for top -H
+  const DefaultFloatMode mode;           // it has that of the thread which made it
   for (uint64_t round = 0;;) {
     round = AwaitRound(round);
     if (stop_.load()) {
       return;
     }
     if (Enter(round)) {
-      TakeJobs(worker);
+      if (worker < threads_) {
+        TakeJobs(worker);
+      }
       gate_.fetch_sub(kHelper, std::memory_order_release);
     }
   }

@@ -21,7 +21,9 @@ public:
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  int threads() const { return 1 + static_cast<int>(helpers_.size()); }
+  // From the next Run on, so many work, or as many as are to be had. Threads stay until the end.
+  void UseThreads(int threads);
+  int threads() const { return threads_; }
 
   // Calls body once for every job in 0 .. jobs - 1, in any order, and returns when all are done. Helpers take
   // jobs if they come in time: nobody waits for one that has none.
@@ -39,6 +41,7 @@ private:
   alignas(64) std::atomic<int64_t> next_{0}; // job
   alignas(64) int64_t jobs_ = 0;
   const Body* body_ = nullptr;
+  int threads_ = 1; // that work; written while no helper is inside
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<int> asleep_{0}; // helpers

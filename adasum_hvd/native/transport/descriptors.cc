@@ -1,5 +1,6 @@
 #include "transport/descriptors.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -25,55 +26,59 @@ Descriptor::~Descriptor() {
   }
 }
 
-void SendBytesWithDescriptor(int socket, const void* bytes, size_t count, int descriptor) {
+void SendBytes(int socket, const void* bytes, size_t count, const std::array<int, kAttached>& attached) {
   iovec part = {const_cast<void*>(bytes), count};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kAttached * sizeof(int))] = {};
   msghdr message = {};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  if (descriptor >= 0) {
+  int values[kAttached];
+  const auto end = std::copy_if(attached.begin(), attached.end(), values, [](int one) { return one >= 0; });
+  if (const size_t there = (end - values) * sizeof(int); there > 0) {
     message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* attached = CMSG_FIRSTHDR(&message);
-    attached->cmsg_level = SOL_SOCKET;
-    attached->cmsg_type = SCM_RIGHTS;
-    attached->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(attached), &descriptor, sizeof(int));
+    message.msg_controllen = CMSG_SPACE(there);
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(there);
+    std::memcpy(CMSG_DATA(header), values, there);
   }
   ssize_t sent;
   do {
     sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (sent < 0 && errno == EINTR);
   if (sent != static_cast<ssize_t>(count)) {
-    ThrowErrno("sending shared memory to a rank of this host");
+    ThrowErrno("message to a rank of this host");
   }
 }
 
-Descriptor ReceiveBytesWithDescriptor(int socket, void* bytes, size_t count) {
+std::array<Descriptor, kAttached> ReceiveBytes(int socket, void* bytes, size_t count) {
   iovec part = {bytes, count};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kAttached * sizeof(int))] = {};
   msghdr message = {};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
-  message.msg_controllen = CMSG_LEN(sizeof(int)); // room for one descriptor, not two
+  message.msg_controllen = sizeof control; // no room for more
   ssize_t received;
   do {
     received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   } while (received < 0 && errno == EINTR);
-  Descriptor descriptor;
+  std::array<Descriptor, kAttached> attached;
   for (cmsghdr* one = CMSG_FIRSTHDR(&message); one != nullptr; one = CMSG_NXTHDR(&message, one)) {
     if (one->cmsg_level == SOL_SOCKET && one->cmsg_type == SCM_RIGHTS) {
-      int value;
-      std::memcpy(&value, CMSG_DATA(one), sizeof value);
-      descriptor = Descriptor(value);
+      int values[kAttached];
+      const size_t there = std::min(one->cmsg_len - CMSG_LEN(0), sizeof values);
+      std::memcpy(values, CMSG_DATA(one), there);
+      std::transform(values, values + there / sizeof(int), attached.begin(),
+                     [](int value) { return Descriptor(value); });
     }
   }
   if (received != static_cast<ssize_t>(count)) {
     errno = received < 0 ? errno : EPROTO;
-    ThrowErrno("shared memory of a rank of this host");
+    ThrowErrno("message of a rank of this host");
   }
-  return descriptor;
+  return attached;
 }
 
 } // namespace adasum_hvd

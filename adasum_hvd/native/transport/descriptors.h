@@ -1,6 +1,7 @@
 // Descriptors of files, and sending them to other processes over unix sockets.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <utility>
 
@@ -22,19 +23,22 @@ private:
   int value_;
 };
 
-// Sends so many bytes as one message of a SOCK_SEQPACKET, with a descriptor attached unless it is -1; throws
-// std::system_error.
-void SendBytesWithDescriptor(int socket, const void* bytes, size_t count, int descriptor);
-// Receives such a message, without waiting for one; returns the descriptor, or none. Throws std::system_error
-// where there is none or it does not have so many bytes.
-Descriptor ReceiveBytesWithDescriptor(int socket, void* bytes, size_t count);
+constexpr size_t kAttached = 2; // descriptors of a message, at most
 
-template <class Words> void SendWithDescriptor(int socket, const Words& words, int descriptor) {
-  SendBytesWithDescriptor(socket, &words, sizeof words, descriptor);
+// Sends so many bytes as one message of a SOCK_SEQPACKET, without waiting, with those descriptors attached
+// that are not -1; throws std::system_error.
+void SendBytes(int socket, const void* bytes, size_t count, const std::array<int, kAttached>& attached);
+// Receives such a message, without waiting for one; returns its descriptors, or none. Throws
+// std::system_error where there is none or it does not have so many bytes.
+std::array<Descriptor, kAttached> ReceiveBytes(int socket, void* bytes, size_t count);
+
+template <class Words>
+void Send(int socket, const Words& words, const std::array<int, kAttached>& attached = {-1, -1}) {
+  SendBytes(socket, &words, sizeof words, attached);
 }
 
-template <class Words> Descriptor ReceiveWithDescriptor(int socket, Words& words) {
-  return ReceiveBytesWithDescriptor(socket, &words, sizeof words);
+template <class Words> std::array<Descriptor, kAttached> Receive(int socket, Words& words) {
+  return ReceiveBytes(socket, &words, sizeof words);
 }
 
 } // namespace adasum_hvd

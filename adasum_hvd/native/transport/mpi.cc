@@ -167,8 +167,8 @@ std::vector<int> MpiTransport::ExchangeBeats(bool say) {
   return beats_;
 }
 
-// No message may come when the caller's buffers are gone. One that has begun cannot be cancelled: it gets
-// some time to end, and where it does not this process is about to end anyway.
+// A message that has begun cannot be cancelled: it gets some time to end. Where it does not, the caller keeps
+// its buffers.
 void MpiTransport::Cancel() {
   std::vector<MPI_Request> left;
   for (Exchange& exchange : started_) {
@@ -187,6 +187,7 @@ void MpiTransport::Cancel() {
   }
   for (MPI_Request& request : left) {
     if (request != MPI_REQUEST_NULL) {
+      may_still_receive_ = true;
       MPI_Request_free(&request);
     }
   }

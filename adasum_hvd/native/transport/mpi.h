@@ -29,6 +29,7 @@ public:
   const Heard& Listen() override;
   void Progress() override;
   std::vector<int> ExchangeBeats(bool say) override;
+  bool may_still_receive() const override { return may_still_receive_; }
 
 private:
   // What was started together: requests, and the rank at the other end of each.
@@ -50,6 +51,7 @@ private:
   std::deque<Exchange> started_;
   Heard heard_;
   bool told_ = false;
+  bool may_still_receive_ = false;
   std::vector<int> beats_; // received, per peer
 };
 

@@ -41,6 +41,9 @@ public:
   // rank. Blocks for a second at most.
   virtual void Close() {}
 
+  // Whether messages of an exchange that has failed may still arrive in its buffers.
+  virtual bool may_still_receive() const { return false; }
+
   // What the others have said of why they take part no more.
   virtual const Heard& Listen() = 0;
 

@@ -1,11 +1,14 @@
 #include "transport/shared_memory.h"
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
+#include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
-#include <mutex>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -15,66 +18,139 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-constexpr int64_t kPageBytes = 4096;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_SEAL;
+constexpr int64_t kHugePageBytes = 2 << 20;  // regions begin on them
+constexpr int64_t kReserveAtOnce = 64 << 20; // a signal undoes no more of it
+constexpr unsigned kNoExecution = 0x0008U;   // MFD_NOEXEC_SEAL, Linux 6.3; older headers lack it
+
+std::mutex file_mutex;
+std::weak_ptr<SharedFile> file_of_this_process;
 
 std::mutex regions_mutex;
 std::map<uintptr_t, std::shared_ptr<const SharedRegion>> regions; // by the first byte
 
-int64_t WholePages(int64_t bytes) {
-  return (std::max<int64_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
-
 // Of tensors: large, and read from end to end.
-char* MapRegion(int descriptor, int64_t bytes) {
-  char* memory = MapSharedMemory(descriptor, bytes);
+char* MapRegion(int descriptor, int64_t offset, int64_t bytes) {
+  char* memory = MapSharedMemory(descriptor, offset, bytes);
   madvise(memory, bytes, MADV_HUGEPAGE); // a hint: where it is refused, small pages do
   return memory;
 }
 
-uint64_t NextNumber() {
-  static std::atomic<uint64_t> last{0};
-  return ++last;
+int64_t AvailableBytes() {
+  std::ifstream lines("/proc/meminfo");
+  int64_t kibibytes = 0;
+  for (std::string word; lines >> word;) {
+    if (word == "MemAvailable:" && lines >> kibibytes) {
+      return kibibytes << 10;
+    }
+  }
+  return std::numeric_limits<int64_t>::max(); // unknown
+}
+
+[[noreturn]] void ThrowNoMemory(int error, int64_t bytes, int64_t available) {
+  throw std::system_error(error, std::generic_category(),
+                          "shared memory: expected " + std::to_string(bytes) + " bytes, but the system has " +
+                              std::to_string(available) + " available");
+}
+
+void PunchHole(int descriptor, int64_t offset, int64_t bytes) {
+  fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
 }
 
 } // namespace
 
-Descriptor MakeSharedMemory(int64_t bytes) {
-  Descriptor memory(memfd_create("adasum_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (memory.value() < 0) {
-    ThrowErrno("memfd_create");
+// Systems with vm.memfd_noexec=2 demand the flag that older ones do not know.
+Descriptor MakeSharedMemory() {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  Descriptor memory(memfd_create("adasum_hvd", kFlags | kNoExecution));
+  if (memory.value() < 0 && errno == EINVAL) {
+    memory = Descriptor(memfd_create("adasum_hvd", kFlags));
   }
-  if (ftruncate(memory.value(), bytes) != 0 || fcntl(memory.value(), F_ADD_SEALS, kSeals) != 0) {
-    ThrowErrno("size of shared memory");
+  if (memory.value() < 0 || fcntl(memory.value(), F_ADD_SEALS, kSeals) != 0) {
+    ThrowErrno("memfd_create");
   }
   return memory;
 }
 
-void CheckSharedMemory(int descriptor, int64_t bytes) {
-  struct stat status;
-  if (fstat(descriptor, &status) != 0 || status.st_size != bytes) {
-    throw std::runtime_error("shared memory of another size than agreed");
+void Reserve(int descriptor, int64_t offset, int64_t bytes) {
+  const int64_t available = AvailableBytes();
+  if (bytes > available) { // the system would end processes before it refused
+    ThrowNoMemory(ENOMEM, bytes, available);
   }
-  if (const int seals = fcntl(descriptor, F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
-    throw std::runtime_error("shared memory whose size may still change");
+  // It makes the file longer, too; ftruncate would fail where an earlier attempt has left it longer still.
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t part = std::min(bytes - done, kReserveAtOnce);
+    if (fallocate(descriptor, 0, offset + done, part) == 0) {
+      done += part;
+    } else if (errno != EINTR) {
+      const int error = errno;
+      PunchHole(descriptor, offset, bytes);
+      ThrowNoMemory(error, bytes, available);
+    }
   }
 }
 
-char* MapSharedMemory(int descriptor, int64_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+void CheckSharedMemory(int descriptor, int64_t bytes) {
+  struct stat status;
+  if (fstat(descriptor, &status) != 0 || status.st_size < bytes) {
+    throw std::runtime_error("shared memory of another size than agreed");
+  }
+  if (const int seals = fcntl(descriptor, F_GET_SEALS); seals < 0 || (seals & kSeals) != kSeals) {
+    throw std::runtime_error("shared memory whose size may still shrink");
+  }
+}
+
+char* MapSharedMemory(int descriptor, int64_t offset, int64_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, offset);
   if (memory == MAP_FAILED) {
     ThrowErrno("mapping of shared memory");
   }
   return static_cast<char*>(memory);
 }
 
+int64_t WholePages(int64_t bytes, int64_t page_bytes) {
+  return (std::max<int64_t>(bytes, 1) + page_bytes - 1) / page_bytes * page_bytes;
+}
+
+// A forked child makes one of its own.
+std::shared_ptr<SharedFile> SharedFile::OfThisProcess() {
+  std::lock_guard<std::mutex> guard(file_mutex);
+  std::shared_ptr<SharedFile> file = file_of_this_process.lock();
+  if (file == nullptr || !file->IsMine()) {
+    file = std::make_shared<SharedFile>();
+    file_of_this_process = file;
+  }
+  return file;
+}
+
+SharedFile::SharedFile() : descriptor_(MakeSharedMemory()), owner_(getpid()) {}
+
+bool SharedFile::IsMine() const { return getpid() == owner_; }
+
+int64_t SharedFile::Append(int64_t bytes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const int64_t offset = end_;
+  Reserve(descriptor(), offset, bytes);
+  end_ = WholePages(offset + bytes, kHugePageBytes);
+  return offset;
+}
+
+void SharedFile::Free(int64_t offset, int64_t bytes) { PunchHole(descriptor(), offset, bytes); }
+
 SharedRegion::SharedRegion(int64_t bytes)
-    : bytes_(WholePages(bytes)), descriptor_(MakeSharedMemory(bytes_)), number_(NextNumber()),
-      owner_(getpid()), begin_(MapRegion(descriptor(), bytes_)) {}
+    : bytes_(WholePages(bytes, sysconf(_SC_PAGESIZE))), file_(SharedFile::OfThisProcess()),
+      offset_(file_->Append(bytes_)) {
+  try {
+    begin_ = MapRegion(file_->descriptor(), offset_, bytes_);
+  } catch (const std::exception&) {
+    file_->Free(offset_, bytes_);
+    throw;
+  }
+}
 
 SharedRegion::~SharedRegion() {
-  if (getpid() == owner_) {
-    fallocate(descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, bytes_);
+  if (file_->IsMine()) {
+    file_->Free(offset_, bytes_);
   }
   munmap(begin_, bytes_);
 }
@@ -84,9 +160,12 @@ bool SharedRegion::Holds(const void* at, int64_t bytes) const {
   return first >= begin_ && bytes <= bytes_ && first - begin_ <= bytes_ - bytes;
 }
 
-MappedRegion::MappedRegion(int descriptor, int64_t bytes) : span_{nullptr, bytes} {
-  CheckSharedMemory(descriptor, bytes);
-  span_.begin = MapRegion(descriptor, bytes);
+MappedRegion::MappedRegion(int descriptor, int64_t offset, int64_t bytes) : span_{nullptr, bytes} {
+  if (offset < 0 || bytes <= 0 || bytes > std::numeric_limits<int64_t>::max() - offset) {
+    throw std::runtime_error("shared memory of another size than agreed");
+  }
+  CheckSharedMemory(descriptor, offset + bytes);
+  span_.begin = MapRegion(descriptor, offset, bytes);
 }
 
 MappedRegion::~MappedRegion() { munmap(span_.begin, span_.bytes); }
@@ -120,7 +199,8 @@ void FreeShared(void* at) {
 std::shared_ptr<const SharedRegion> FindShared(const void* at, int64_t bytes) {
   std::lock_guard<std::mutex> guard(regions_mutex);
   auto after = regions.upper_bound(reinterpret_cast<uintptr_t>(at));
-  if (after == regions.begin() || !std::prev(after)->second->Holds(at, bytes)) {
+  if (after == regions.begin() || !std::prev(after)->second->Holds(at, bytes) ||
+      !std::prev(after)->second->file().IsMine()) { // else its peers know another file
     return nullptr;
   }
   return std::prev(after)->second;

@@ -54,13 +54,17 @@ public:
   // Whether the ranks map one another's shared memory. The same on all ranks.
   virtual bool shares_memory() const { return false; }
 
-  // Lets a rank map a region. May wait until it maps others.
+  // From here on they do not: one of them cannot, for that reason. On all ranks.
+  virtual void StopSharing(const std::string& /*why*/) {}
+
+  // Lets a rank map a region.
   virtual void Offer(int /*rank*/, const std::shared_ptr<const SharedRegion>&) {
     throw std::logic_error("this transport shares no memory");
   }
 
-  // A region that a rank offers, in this rank's memory; good until that rank frees it.
-  virtual MemorySpan Reach(int /*rank*/, uint64_t /*region*/) {
+  // A region of so many bytes that a rank has offered, by its offset, in this rank's memory; good until that
+  // rank frees it. Throws std::exception where it cannot be mapped.
+  virtual MemorySpan Reach(int /*rank*/, int64_t /*offset*/, int64_t /*bytes*/) {
     throw std::logic_error("this transport shares no memory");
   }
 };
@@ -88,10 +92,13 @@ public:
   void Wait() override { everyone_.Wait(); }
 
   bool shares_memory() const override { return everyone_.shares_memory(); }
+  void StopSharing(const std::string& why) override { everyone_.StopSharing(why); }
   void Offer(int rank, const std::shared_ptr<const SharedRegion>& region) override {
     everyone_.Offer(members_[rank], region);
   }
-  MemorySpan Reach(int rank, uint64_t region) override { return everyone_.Reach(members_[rank], region); }
+  MemorySpan Reach(int rank, int64_t offset, int64_t bytes) override {
+    return everyone_.Reach(members_[rank], offset, bytes);
+  }
 
 private:
   Transport& everyone_;

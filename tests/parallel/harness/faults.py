@@ -120,6 +120,7 @@ def run(fault: Fault) -> Consequence:
             ("ADASUM_HVD_TIMEOUT_SECONDS", str(SILENCE_SECONDS)),
             ("ADASUM_HVD_STALL_SECONDS", str(STALL_SECONDS)),
             ("HOROVOD_GLOO_TIMEOUT_SECONDS", str(GLOO_SECONDS)),
+            ("ADASUM_HVD_CHECKPOINT_SECONDS", "2"),
         )
     )
     with tempfile.TemporaryDirectory(prefix="adasum-fault-") as name:

@@ -184,10 +184,15 @@ class Horovod:
         return handle, outputs, list(arrays)
 
     def wait(self, started: tuple[int, list, list]) -> list[np.ndarray]:
-        """Return the results; RuntimeError when Horovod or the op reports an error."""
-        if error := self.library.horovod_simulated_wait(started[0]).decode():
-            raise RuntimeError(error)
+        """Return the results; ValueError or RuntimeError, as torch's, when there is an error."""
+        self._raise_failure(started[0])
         return started[1]
+
+    def _raise_failure(self, handle: int) -> None:
+        invalid = ctypes.c_bool()
+        wait = self.library.horovod_simulated_wait
+        if error := wait(handle, ctypes.byref(invalid)).decode():
+            raise (ValueError if invalid else RuntimeError)(error)
 
     def adasum(self, *arrays: np.ndarray, **options) -> list[np.ndarray]:
         """Return the AdaSum of every array over the ranks."""
@@ -195,9 +200,7 @@ class Horovod:
 
     def join(self, device: int = 0) -> None:
         """Contribute zeros until all ranks have joined."""
-        handle = self.library.horovod_simulated_join(device)
-        if error := self.library.horovod_simulated_wait(handle).decode():
-            raise RuntimeError(error)
+        self._raise_failure(self.library.horovod_simulated_join(device))
 
     def counters(self) -> binding.Counters:
         """Return what the op has done."""

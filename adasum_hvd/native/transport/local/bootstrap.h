@@ -8,6 +8,7 @@
 
 #include "transport/descriptors.h"
 #include "transport/local/segment.h"
+#include "transport/shared_memory.h"
 
 namespace adasum_hvd {
 
@@ -31,16 +32,18 @@ struct LocalPeer {
   std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
   int process_id = 0;                    // as this rank sees it; 0 where it does not
   Descriptor socket;                     // closed by the kernel when the peer ends
+  Descriptor file;                       // in which its regions lie, where memory is shared
   Descriptor process;                    // pidfd, where the kernel has them and shows the peer's id
 };
 
 struct LocalGroup {
   int rank = 0; // of this process among the ranks of the host
   std::unique_ptr<LocalSegment> mine;
-  std::vector<LocalPeer> peers;  // by rank on the host
-  std::vector<int> global_ranks; // by rank on the host, as errors name them
-  bool crowded = false;          // more ranks than processors that they have together
-  bool shares = false;           // the ranks map one another's shared memory
+  std::vector<LocalPeer> peers;     // by rank on the host
+  std::vector<int> global_ranks;    // by rank on the host, as errors name them
+  bool crowded = false;             // more ranks than processors that they have together
+  bool shares = false;              // the ranks map one another's shared memory
+  std::shared_ptr<SharedFile> file; // in which this rank's regions lie, then
   LocalSettings settings;
 
   LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }

@@ -62,8 +62,9 @@ int64_t LocalSegment::Bytes(int ranks, int64_t ring_bytes) {
 }
 
 LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
-    : descriptor_(MakeSharedMemory(Bytes(ranks, ring_bytes))), ranks_(ranks), ring_bytes_(ring_bytes),
-      memory_(MapSharedMemory(descriptor(), Bytes(ranks, ring_bytes))) {
+    : descriptor_(MakeSharedMemory()), ranks_(ranks), ring_bytes_(ring_bytes) {
+  Reserve(descriptor(), 0, Bytes(ranks, ring_bytes));
+  memory_ = MapSharedMemory(descriptor(), 0, Bytes(ranks, ring_bytes));
   new (memory_) SegmentHeader();
   if (sched_getaffinity(0, sizeof header().allowed, &header().allowed) != 0) {
     CPU_SET(0, &header().allowed); // more processors than a cpu_set_t has: count on one, and sleep early
@@ -77,7 +78,7 @@ LocalSegment::LocalSegment(int ranks, int64_t ring_bytes)
 LocalSegment::LocalSegment(int descriptor, int ranks, int64_t ring_bytes)
     : ranks_(ranks), ring_bytes_(ring_bytes) {
   CheckSharedMemory(descriptor, Bytes(ranks, ring_bytes));
-  memory_ = MapSharedMemory(descriptor, Bytes(ranks, ring_bytes));
+  memory_ = MapSharedMemory(descriptor, 0, Bytes(ranks, ring_bytes));
 }
 
 LocalSegment::~LocalSegment() { munmap(memory_, Bytes(ranks_, ring_bytes_)); }

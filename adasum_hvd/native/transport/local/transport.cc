@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <thread>
 
 #include <sched.h>
 
@@ -13,10 +12,9 @@ namespace {
 
 constexpr int64_t kPieceBytes = 64 << 10;      // of a long message, so that both sides copy at the same time
 constexpr std::chrono::milliseconds kLook{50}; // between two looks at whether the peers live
-constexpr std::chrono::milliseconds kBreather{1};    // where something else is to be done meanwhile
-constexpr std::chrono::microseconds kShareAgain{50}; // between two attempts at sharing memory
-constexpr int kSpins = 2000;                         // looks at a peer: some 50 us, about what sleeping costs
-constexpr int kYields = 16;                          // then as many turns for other ranks before it sleeps
+constexpr std::chrono::milliseconds kBreather{1}; // where something else is to be done meanwhile
+constexpr int kSpins = 2000;                      // looks at a peer: some 50 us, about what sleeping costs
+constexpr int kYields = 16;                       // then as many turns for other ranks before it sleeps
 
 } // namespace
 
@@ -175,61 +173,18 @@ bool LocalTransport::Receive(int peer) {
 }
 
 void LocalTransport::Offer(int peer, const std::shared_ptr<const SharedRegion>& region) {
-  Insist(peer, [&] {
-    try {
-      memory_[peer].Offer(group_->peers[peer].socket.value(), region);
-    } catch (const std::runtime_error&) {
-      TakeOffers(); // else ranks whose sockets are full would wait for one another
-      throw;
-    }
-  });
+  memory_[peer].Offer(group_->peers[peer].socket.value(), region);
 }
 
-MemorySpan LocalTransport::Reach(int peer, uint64_t region) {
-  MemorySpan span = {};
-  Insist(peer, [&] { span = memory_[peer].Reach(group_->peers[peer].socket.value(), region); });
-  return span;
+MemorySpan LocalTransport::Reach(int peer, int64_t offset, int64_t bytes) {
+  const LocalPeer& one = group_->peers[peer];
+  return memory_[peer].Reach(one.socket.value(), one.file.value(), offset, bytes);
 }
 
-// What the others have offered so far.
-void LocalTransport::TakeOffers() {
-  for (int peer = 0; peer < size(); ++peer) {
-    try {
-      while (peer != rank()) {
-        memory_[peer].TakeOffer(group_->peers[peer].socket.value());
-      }
-    } catch (const std::runtime_error& error) {
-      FailUnlessForLater(peer, error);
-    }
-  }
-}
-
-void LocalTransport::FailUnlessForLater(int peer, const std::runtime_error& error) {
-  CheckStopped(peer);
-  if (!PeerMemory::IsForLater(error)) {
-    Fail(peer, error.what());
-  }
-}
-
-// Until the peer has come as far.
-void LocalTransport::Insist(int peer, const std::function<void()>& attempt) {
-  bool has_ended = false;
-  for (Moved();;) {
-    try {
-      return attempt();
-    } catch (const std::runtime_error& error) {
-      FailUnlessForLater(peer, error);
-    }
-    if (has_ended) { // while a process that it has started holds its socket
-      Fail(peer, "the process has ended");
-    }
-    has_ended = HasEnded(peer); // what it had sent before is still taken
-    if (idle_.Elapsed() >= std::chrono::seconds(group_->settings.timeout_seconds)) {
-      Fail(peer, "it does not take part in sharing memory for " +
-                     std::to_string(group_->settings.timeout_seconds) + " s (ADASUM_HVD_TIMEOUT_SECONDS)");
-    }
-    std::this_thread::sleep_for(kShareAgain);
-  }
+void LocalTransport::StopSharing(const std::string& why) {
+  group_->shares = false;
+  why_not_shared_ = why;
+  memory_ = std::vector<PeerMemory>(group_->peers.size()); // whose address space others may need
 }
 
 void LocalTransport::Sleep(std::chrono::milliseconds most) {

@@ -49,7 +49,9 @@ public:
 
   bool shares_memory() const override { return group_->shares; }
   void Offer(int peer, const std::shared_ptr<const SharedRegion>& region) override;
-  MemorySpan Reach(int peer, uint64_t region) override;
+  MemorySpan Reach(int peer, int64_t offset, int64_t bytes) override;
+  void StopSharing(const std::string& why) override;
+  const std::string& why_not_shared() const { return why_not_shared_; } // since StopSharing
 
 private:
   // In front of every message.
@@ -70,9 +72,6 @@ private:
     std::deque<Part> incoming;
   };
 
-  void Insist(int peer, const std::function<void()>& attempt);
-  void TakeOffers();
-  void FailUnlessForLater(int peer, const std::runtime_error& error);
   bool Advance(int peer);
   bool Send(int peer);
   static bool SendTag(Ring& ring, Part& part);
@@ -104,6 +103,7 @@ private:
   IdleClock idle_;
   IdleClock::Clock::duration next_look_{}; // at whether the peers live, when idle for so long
   bool shown_ = false;                     // whom this rank awaits
+  std::string why_not_shared_;
   std::string broken_;
   int blamed_ = 0; // global rank
 };

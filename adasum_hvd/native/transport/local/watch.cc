@@ -12,12 +12,13 @@ constexpr std::chrono::milliseconds kBeat{200};
 constexpr int kBeatsPerTimeout = 8;
 constexpr std::chrono::seconds kLongestPeriod{1};
 constexpr std::chrono::seconds kToShutDown{5}; // what Horovod may take when a rank leaves
-constexpr std::chrono::seconds kToBeRead{2};   // between what is said and the end, for others to say it too
 
 } // namespace
 
-Watch::Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall)
-    : loop_(std::move(loop)), timeout_(timeout), stall_(stall), thread_([this] { Run(); }) {}
+Watch::Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall,
+             std::chrono::seconds checkpoint)
+    : loop_(std::move(loop)), timeout_(timeout), stall_(stall), checkpoint_(checkpoint),
+      thread_([this] { Run(); }) {}
 
 Watch::~Watch() {
   {
@@ -68,9 +69,10 @@ void Watch::Run() {
     }
     loop_.say(reason);
     said = true;
-    const auto end = IdleClock::Clock::now() + kToBeRead;
-    while (IdleClock::Clock::now() < end && !wake_.wait_for(lock, kBeat, stopped)) {
+    const auto end = IdleClock::Clock::now() + checkpoint_;
+    while (IdleClock::Clock::now() < end && LoopIsStuck() && !wake_.wait_for(lock, kBeat, stopped)) {
       Beat();
+      BeatOverNetwork();
     }
     if (!stop_ && LoopIsStuck()) {
       loop_.end();
@@ -145,11 +147,19 @@ bool Watch::LoopIsStuck() {
 std::string Watch::Reason() {
   const std::string silent = SilentHeart(timeout_);
   const Duration idle = std::min(turns_.still.Elapsed(), operations_.still.Elapsed());
-  if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || idle < stall_) {
+  if (!silent.empty() || !failure_.empty() || stall_.count() == 0 || idle < stall_ || HearsAll()) {
     return silent.empty() ? failure_ : silent;
   }
   return "required Horovod's ranks to go on, got nothing of some rank for " + std::to_string(stall_.count()) +
          " s (ADASUM_HVD_STALL_SECONDS)";
+}
+
+// Whether the heartbeats of all ranks arrive while the loop waits; none does from ranks whose MPI has no
+// threads.
+bool Watch::HearsAll() const {
+  const std::shared_ptr<NetworkTransport> everyone = everyone_.lock();
+  const size_t ranks = everyone == nullptr ? hearts_.size() : everyone->global_ranks().size();
+  return ranks > 0 && (far_hearts_.size() == ranks || hearts_.size() == ranks);
 }
 
 std::string Watch::Conclude(bool agreed) {

@@ -28,11 +28,14 @@ struct WatchedLoop {
 // A thread that shows the other ranks that this process runs, and looks whether theirs do, and after waits
 // over the network. On a host they see it in shared memory, at any time; over the network they say so while
 // Horovod's loop waits. Ends the process when the loop has not turned for the timeout, or for some seconds
-// where this rank is to shut down, and there is a reason: a reduction has failed, or a rank does not run.
+// where this rank is to shut down, and there is a reason: a reduction has failed, or a rank does not run. It
+// reports the reason at once; until the end the script has `checkpoint` to save what it has.
 class Watch {
 public:
-  // `stall` ends what has no other end, for whatever reason; 0 does not.
-  Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall);
+  // `stall` ends what has no other end, where heartbeats cannot be sent; 0 does not. While all heartbeats
+  // arrive, an operation may take as long as it does.
+  Watch(WatchedLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall,
+        std::chrono::seconds checkpoint);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
@@ -76,10 +79,12 @@ private:
   std::string SilentHeart(Duration far_away) const;
   std::string SilentNeighbour() const;
   bool LoopIsStuck();
+  bool HearsAll() const;
 
   const WatchedLoop loop_;
   const std::chrono::seconds timeout_;
   const std::chrono::seconds stall_;
+  const std::chrono::seconds checkpoint_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;

@@ -1,0 +1,265 @@
+#include "transport/local/handshake.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace adasum_hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kCallsAtOnce = 2;
+constexpr size_t kMostSilent = 128; // callers that have yet to say who they are, besides ranks
+constexpr std::chrono::milliseconds kAgain{1};
+
+// The first words on a socket, with the sender's shared memory attached. The nonce went over Horovod's own
+// network, so an unknown peer, or a rank of an earlier job, does not know it.
+struct Hello {
+  int nonce_of_receiver;
+  int sender;
+};
+
+struct UnknownPeer : std::runtime_error {
+  UnknownPeer() : std::runtime_error("a process that is not a rank of this job called") {}
+};
+
+ucred PeerOf(int socket_) {
+  ucred peer = {};
+  socklen_t length = sizeof peer;
+  if (getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
+    ThrowErrno("identity of a rank of this host");
+  }
+  return peer;
+}
+
+// A connection is complete as soon as it waits in the listener's queue. None where that is full for now.
+Descriptor ConnectTo(int name) {
+  Descriptor socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  const int digits = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "%05x", name);
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + digits);
+  if (socket_.value() < 0) {
+    ThrowErrno("unix socket");
+  }
+  if (connect(socket_.value(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    if (errno == EAGAIN || errno == EINTR) {
+      return Descriptor();
+    }
+    ThrowErrno("connection to a rank of this host");
+  }
+  if (PeerOf(socket_.value()).uid != geteuid()) {
+    throw std::runtime_error("another user's process answers for a rank of this host");
+  }
+  return socket_;
+}
+
+// Whether a limit on what is on its way refused it, which passes.
+bool IsForLater(const std::system_error& error) {
+  const int code = error.code().value();
+  return code == EAGAIN || code == EWOULDBLOCK || code == ETOOMANYREFS || code == ENOBUFS;
+}
+
+Descriptor WatchProcess(int process_id) {
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 // the same on x86-64 and arm64; older headers lack it
+#endif
+  return Descriptor(process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, process_id, 0)) : -1);
+}
+
+} // namespace
+
+// The kernel picks a free name in the abstract namespace: a zero byte and five hexadecimal digits.
+Descriptor Listen(int backlog, int& name) {
+  Descriptor socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  socklen_t length = sizeof(sa_family_t);
+  if (socket_.value() < 0 || bind(socket_.value(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(socket_.value(), backlog) != 0) {
+    ThrowErrno("unix socket");
+  }
+  length = sizeof(address);
+  if (getsockname(socket_.value(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    ThrowErrno("name of a unix socket");
+  }
+  const std::string digits(address.sun_path + 1, length - sizeof(sa_family_t) - 1);
+  name = static_cast<int>(std::stoul(digits, nullptr, 16));
+  return socket_;
+}
+
+Handshake::Handshake(LocalGroup& group, int listening, const std::vector<int>& names,
+                     const std::vector<int>& nonces)
+    : group_(group), listening_(listening), names_(names), nonces_(nonces),
+      until_(Clock::now() + std::chrono::seconds(group.settings.handshake_seconds)), next_(group.rank - 1),
+      left_(static_cast<int>(names.size()) - 1) {}
+
+// Each rank calls those before it, the nearest first, so that not all call the same one.
+void Handshake::Run() {
+  while (left_ > 0) {
+    refused_ = false;
+    CallMore();
+    if (!AdvanceAll()) {
+      WaitForMore();
+    }
+  }
+  group_.mine->CloseDescriptor();
+}
+
+// Whether any call is over, which makes room for the next one.
+bool Handshake::AdvanceAll() {
+  const size_t before = calls_.size();
+  for (size_t k = calls_.size(); k-- > 0;) {
+    if (IsOver(calls_[k])) {
+      calls_.erase(calls_.begin() + static_cast<std::ptrdiff_t>(k));
+    }
+  }
+  return calls_.size() < before;
+}
+
+void Handshake::CallMore() {
+  for (; next_ >= 0 && under_way_ < kCallsAtOnce; --next_, ++under_way_) {
+    Descriptor socket_ = ConnectTo(names_[next_]);
+    if (socket_.value() < 0) {
+      refused_ = true;
+      return;
+    }
+    calls_.emplace_back(next_, std::move(socket_));
+  }
+}
+
+// Blocks until a socket is readable, or for a moment where the kernel has refused something.
+void Handshake::WaitForMore() {
+  std::vector<pollfd> watched = {{listening_, POLLIN, 0}};
+  for (const Call& call : calls_) {
+    watched.push_back({call.socket.value(), POLLIN, 0});
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until_ - Clock::now());
+  if (left.count() <= 0) {
+    errno = ETIMEDOUT;
+    ThrowErrno("answer of a rank of this host");
+  }
+  const auto limit = refused_ ? kAgain : left;
+  const int ready = poll(watched.data(), watched.size(), static_cast<int>(limit.count()));
+  if (ready < 0 && errno != EINTR) {
+    ThrowErrno("answer of a rank of this host");
+  }
+  if (ready > 0 && watched[0].revents != 0) {
+    Accept();
+  }
+}
+
+// All that wait; not another user's process. Anybody may call and stay silent; the ranks still come.
+void Handshake::Accept() {
+  for (;;) {
+    Descriptor socket_(accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC));
+    if (socket_.value() < 0 && (errno == EINTR || errno == ECONNABORTED)) {
+      continue;
+    }
+    if (socket_.value() < 0 && errno != EAGAIN) {
+      ThrowErrno("call of a rank of this host");
+    }
+    if (socket_.value() < 0) {
+      return;
+    }
+    if (PeerOf(socket_.value()).uid == geteuid()) {
+      calls_.emplace_back(-1, std::move(socket_));
+      DropSilentCaller();
+    }
+  }
+}
+
+// The oldest, where there are too many.
+void Handshake::DropSilentCaller() {
+  const auto silent = [](const Call& call) { return call.peer < 0; };
+  if (std::count_if(calls_.begin(), calls_.end(), silent) >
+      static_cast<std::ptrdiff_t>(kMostSilent + names_.size())) {
+    calls_.erase(std::find_if(calls_.begin(), calls_.end(), silent));
+  }
+}
+
+bool Handshake::IsOver(Call& call) {
+  try {
+    const bool goes_first = call.peer >= 0;
+    if ((goes_first && !SendHello(call)) || !ReceiveHello(call) || !SendHello(call)) {
+      return false;
+    }
+  } catch (const UnknownPeer&) {
+    if (call.peer >= 0) {
+      throw;
+    }
+    return true;
+  }
+  Keep(call);
+  return true;
+}
+
+// False: the kernel refuses it for now.
+bool Handshake::SendHello(Call& call) {
+  try {
+    if (!call.sent) {
+      Send(call.socket.value(), Hello{nonces_[call.peer], group_.rank},
+           {group_.mine->descriptor(), group_.file == nullptr ? -1 : group_.file->descriptor()});
+      call.sent = true;
+    }
+  } catch (const std::system_error& error) {
+    if (!IsForLater(error)) {
+      throw;
+    }
+    refused_ = true;
+  }
+  return call.sent;
+}
+
+// False: there is none yet. Throws UnknownPeer where the words are not those of this job.
+bool Handshake::ReceiveHello(Call& call) {
+  if (call.received) {
+    return true;
+  }
+  Hello hello = {};
+  try {
+    call.attached = Receive(call.socket.value(), hello);
+  } catch (const std::system_error& error) {
+    if (IsForLater(error)) {
+      return false;
+    }
+    throw UnknownPeer();
+  }
+  if (hello.nonce_of_receiver != nonces_[group_.rank]) {
+    throw UnknownPeer();
+  }
+  if (call.attached[0].value() < 0 || (group_.shares && call.attached[1].value() < 0)) {
+    throw std::runtime_error("shared memory did not come along; see ulimit -n");
+  }
+  const int size = static_cast<int>(names_.size());
+  if (call.peer < 0 && (hello.sender <= group_.rank || hello.sender >= size ||
+                        group_.peers[hello.sender].segment != nullptr)) {
+    throw std::runtime_error("a rank of this host called twice");
+  }
+  call.peer = hello.sender;
+  return call.received = true;
+}
+
+void Handshake::Keep(Call& call) {
+  LocalPeer& peer = group_.peers[call.peer];
+  peer.segment = std::make_unique<LocalSegment>(call.attached[0].value(), static_cast<int>(names_.size()),
+                                                group_.settings.ring_bytes);
+  peer.process_id = PeerOf(call.socket.value()).pid;
+  peer.process = WatchProcess(peer.process_id);
+  peer.file = std::move(call.attached[1]);
+  peer.socket = std::move(call.socket);
+  under_way_ -= call.peer < group_.rank ? 1 : 0;
+  --left_;
+}
+
+} // namespace adasum_hvd
