@@ -76,7 +76,6 @@ TO_FIX = (
     "docs/index.md",
     "docs/internals.md",
     "docs/kernels.py",
-    "docs/parallel.md",
     "docs/performance.md",
     "docs/reliability.md",
     "docs/tensorflow.md",
