@@ -5,6 +5,10 @@ imports a framework and Keras traces its functions, so a new configuration costs
 minutes, and a new file in an existing one almost nothing. Files that share a launch start
 alike: the first one's `init()`, `align()` and `shutdown()` count (worker.py), and all of
 their `start()`.
+
+To add an engine: write a file in `cases/distributed/` that runs the checks of `conformance.py`
+with its reduction, define there how its ranks start (worker.py; Horovod is not needed), and
+add a `Configuration` with its launcher and numbers of ranks.
 """
 
 from __future__ import annotations
