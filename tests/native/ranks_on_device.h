@@ -155,8 +155,8 @@ struct JobOnDevice {
 };
 
 inline bool OverNccl() {
-  const char* wanted = std::getenv("ADASUM_TEST_TRANSPORT");
-  return wanted != nullptr && std::string(wanted) == "nccl";
+  const char* expected = std::getenv("ADASUM_TEST_TRANSPORT");
+  return expected != nullptr && std::string(expected) == "nccl";
 }
 
 inline int DeviceOf(int rank) {

@@ -127,12 +127,12 @@ inline Maker Random(uint64_t seed, double scale = 1.0) {
 }
 
 // Largest difference relative to the largest element, or to `floor` where everything is smaller.
-inline double RelativeError(const std::vector<double>& got, const std::vector<double>& wanted,
+inline double RelativeError(const std::vector<double>& got, const std::vector<double>& expected,
                             double floor = 0) {
   double difference = 0, largest = floor;
   for (size_t k = 0; k < got.size(); ++k) {
-    difference = std::max(difference, std::fabs(got[k] - wanted[k]));
-    largest = std::max(largest, std::fabs(wanted[k]));
+    difference = std::max(difference, std::fabs(got[k] - expected[k]));
+    largest = std::max(largest, std::fabs(expected[k]));
   }
   return largest == 0 ? difference : difference / largest;
 }

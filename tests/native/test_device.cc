@@ -119,11 +119,11 @@ void TilesOfManyRanks() {
   const std::vector<double> gram = Take<double>(*one.sums);
   for (int i = 0; i < ranks; ++i) {
     for (int j = i; j < ranks; ++j) {
-      double wanted = 0;
+      double expected = 0;
       for (size_t k = 0; k < vectors[i].size(); ++k) {
-        wanted += double{vectors[i][k]} * vectors[j][k];
+        expected += double{vectors[i][k]} * vectors[j][k];
       }
-      Check(gram[GramIndex(ranks, i, j)] == wanted, "pair " + std::to_string(i) + ", " + std::to_string(j));
+      Check(gram[GramIndex(ranks, i, j)] == expected, "pair " + std::to_string(i) + ", " + std::to_string(j));
     }
   }
 }
@@ -253,21 +253,21 @@ void KernelsAreLoadedAtTheFirstReduction() {
 // so many others that the plan was given up.
 void PlansFitWhatIsReduced() {
   Job job(3, {5000, 7, 30000}, 32), elsewhere(3, {5000, 7, 30000}, 32);
-  const Bytes wanted = ReduceAll(job.tensors, job.options);
-  Check(job.Reduce() == wanted && job.Reduce() == wanted, "a second time");
-  Check(elsewhere.Reduce() == wanted && job.Reduce() == wanted, "elsewhere");
+  const Bytes expected = ReduceAll(job.tensors, job.options);
+  Check(job.Reduce() == expected && job.Reduce() == expected, "a second time");
+  Check(elsewhere.Reduce() == expected && job.Reduce() == expected, "elsewhere");
   job.options.scale = elsewhere.options.scale = 0.25;
   const Bytes scaled = job.Reduce();
-  Check(scaled != wanted && elsewhere.Reduce() == scaled, "another factor");
+  Check(scaled != expected && elsewhere.Reduce() == scaled, "another factor");
   job.options.scale = 1.0;
   Job large(3, {700000}, 33);
   large.Reduce();
-  Check(job.Reduce() == wanted, "after a larger one");
+  Check(job.Reduce() == expected, "after a larger one");
   for (int others = 0; others < 70; ++others) {
     elsewhere.options.scale = 1.0 + others;
     elsewhere.Reduce();
   }
-  Check(job.Reduce() == wanted, "after many others");
+  Check(job.Reduce() == expected, "after many others");
 }
 
 #if defined(ADASUM_SIMULATED)

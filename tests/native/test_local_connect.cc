@@ -202,8 +202,8 @@ void RegionsAreMapped() {
           Check(why_not.empty(), why_not);
           Meet(*transport);
           for (int peer = 0; peer < ranks; ++peer) {
-            const auto wanted = static_cast<char>(10 * round + peer);
-            Check(pieces[peer][0][99] == wanted && pieces[peer][1][kBytes - 4098] == wanted,
+            const auto expected = static_cast<char>(10 * round + peer);
+            Check(pieces[peer][0][99] == expected && pieces[peer][1][kBytes - 4098] == expected,
                   "rank " + std::to_string(peer) + "'s memory holds something else");
             Check(pieces[peer][1] - pieces[peer][0] == 4097, "another place");
           }

@@ -89,8 +89,8 @@ Options OptionsOf(const Form& form, ElementType type) {
 }
 
 // Ranks in the order of the tree, consecutive ones in a group.
-Vector Wanted(const Form& form, Vectors vectors) {
-  Vector wanted, coefficients;
+Vector Expected(const Form& form, Vectors vectors) {
+  Vector expected, coefficients;
   const bool plain = form.group_op != GroupOp::kAdasum;
   if (form.radices == std::vector<int>{0}) {
     const size_t size = plain ? Groups(form.hosts, form.group_size).front().size() : 1;
@@ -108,12 +108,12 @@ Vector Wanted(const Form& form, Vectors vectors) {
       results.push_back(Walk(tree, group, coefficients));
       if (adasum) {
         const Vector part = Part(group, coefficients, results.back(), 1, 1.0);
-        wanted.insert(wanted.end(), part.begin(), part.end());
+        expected.insert(expected.end(), part.begin(), part.end());
       }
     }
     vectors = std::move(results);
   }
-  return wanted;
+  return expected;
 }
 
 void Compare(const Form& form, ElementType type, const Maker& maker, double tolerance,
@@ -137,15 +137,15 @@ void Compare(const Form& form, ElementType type, const Maker& maker, double tole
       for (const Tensors& rank : tensors) {
         vectors.push_back(rank.values[k]);
       }
-      const Vector wanted = sizes[k] == 0 ? Vector(rows[k].size()) : Wanted(form, vectors);
-      Check(rows[k].size() == wanted.size(),
-            "a row of " + std::to_string(rows[k].size()) + " doubles, not " + std::to_string(wanted.size()));
-      for (size_t entry = 0; entry < wanted.size(); ++entry) {
-        const double error = std::fabs(rows[k][entry] - wanted[entry]);
-        Check(error <= tolerance * std::max(1.0, std::fabs(wanted[entry])),
+      const Vector expected = sizes[k] == 0 ? Vector(rows[k].size()) : Expected(form, vectors);
+      Check(rows[k].size() == expected.size(), "a row of " + std::to_string(rows[k].size()) +
+                                                   " doubles, not " + std::to_string(expected.size()));
+      for (size_t entry = 0; entry < expected.size(); ++entry) {
+        const double error = std::fabs(rows[k][entry] - expected[entry]);
+        Check(error <= tolerance * std::max(1.0, std::fabs(expected[entry])),
               std::to_string(ranks) + " ranks, type " + std::to_string(type) + ", " +
                   std::to_string(sizes[k]) + " elements, entry " + std::to_string(entry) + ": " +
-                  Scientific(rows[k][entry]) + ", not " + Scientific(wanted[entry]));
+                  Scientific(rows[k][entry]) + ", not " + Scientific(expected[entry]));
       }
     }
   }

@@ -128,9 +128,9 @@ void PlansOfManyRanksAreQuick() {
 }
 
 void PlansFollowHostsAndCosts() {
-  auto radices = [](const std::vector<int>& hosts, int group_size, const std::vector<int>& wanted) {
+  auto radices = [](const std::vector<int>& hosts, int group_size, const std::vector<int>& expected) {
     std::vector<int> sizes;
-    for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, wanted)) {
+    for (const GroupPlan& level : PlanLevels(hosts, GroupOp::kAdasum, group_size, 0, expected)) {
       sizes.push_back(static_cast<int>(level.group.size()));
     }
     return sizes;
@@ -240,7 +240,7 @@ void SettingsNameTheirBounds() {
     unsetenv(name);
     return settings.error;
   };
-  const auto wanted = [](const std::string& name, const std::string& bounds, const std::string& value) {
+  const auto expected = [](const std::string& name, const std::string& bounds, const std::string& value) {
     return name + ": required an integer from " + bounds + ", got \"" + value +
            "\"; unset it or mend it on all ranks";
   };
@@ -248,10 +248,10 @@ void SettingsNameTheirBounds() {
   const char* chunk = "ADASUM_HVD_CHUNK_BYTES";
   const char* group = "ADASUM_HVD_GROUP_SIZE";
   Check(error_of(threads, "1024").empty(), "1024 threads are refused");
-  Check(error_of(threads, "1025") == wanted(threads, "1 to 1024", "1025"), error_of(threads, "1025"));
-  Check(error_of(threads, "0") == wanted(threads, "1 to 1024", "0"), error_of(threads, "0"));
-  Check(error_of(chunk, "1073741825") == wanted(chunk, "1 to 2^30", "1073741825"), error_of(chunk, "2 GB"));
-  Check(error_of(group, "-1") == wanted(group, "0 to 2^30", "-1"), error_of(group, "-1"));
+  Check(error_of(threads, "1025") == expected(threads, "1 to 1024", "1025"), error_of(threads, "1025"));
+  Check(error_of(threads, "0") == expected(threads, "1 to 1024", "0"), error_of(threads, "0"));
+  Check(error_of(chunk, "1073741825") == expected(chunk, "1 to 2^30", "1073741825"), error_of(chunk, "2 GB"));
+  Check(error_of(group, "-1") == expected(group, "0 to 2^30", "-1"), error_of(group, "-1"));
 }
 
 void TwoBytesRoundOnce() {
@@ -280,10 +280,10 @@ void TwoBytesRoundOnce() {
           kernels->widen[type](&next_bits, 1, 1.0, &next);
           const double middle = (value + next) / 2;
           const double points[] = {std::nextafter(middle, next), middle, std::nextafter(middle, value)};
-          const uint16_t wanted[] = {next_bits, number % 2 == 0 ? bits : next_bits, bits};
+          const uint16_t expected[] = {next_bits, number % 2 == 0 ? bits : next_bits, bits};
           for (int k = 0; k < 3; ++k) {
             kernels->narrow[type](&points[k], 1, 1.0, &back);
-            Check(back == wanted[k], std::string(kernels->name) + ": rounded twice");
+            Check(back == expected[k], std::string(kernels->name) + ": rounded twice");
           }
         }
       }
@@ -407,8 +407,8 @@ void PlacementFollowsSharedMemory() {
     }
     Check(placement.levels().front().shared, "the level is not in shared memory");
     // Of the second, which is private but reduced in place, what is not in this rank's slice, the first half.
-    const int64_t wanted[] = {0, n, n / 2 + n, n + n};
-    Check(staged == (count > 1) && packed == wanted[count - 1],
+    const int64_t expected[] = {0, n, n / 2 + n, n + n};
+    Check(staged == (count > 1) && packed == expected[count - 1],
           "copied " + std::to_string(packed) + " of " + std::to_string(count) + " tensors");
   }
   FreeShared(shared);

@@ -187,11 +187,11 @@ void ExtremeMagnitudes() {
         MakeTensors(3, kSizes, kFloat64, Random(12, std::ldexp(1.0, exponent)));
     const auto result = ReduceAll(tensors, For(3, kFloat64));
     for (size_t k = 0; k < kSizes.size(); ++k) {
-      std::vector<double> wanted = Reference(plain, k, For(3, kFloat64).tree);
-      for (double& value : wanted) {
+      std::vector<double> expected = Reference(plain, k, For(3, kFloat64).tree);
+      for (double& value : expected) {
         value = std::ldexp(value, exponent);
       }
-      Check(RelativeError(Decode(result[k], kFloat64), wanted) <= kRounding[kFloat64],
+      Check(RelativeError(Decode(result[k], kFloat64), expected) <= kRounding[kFloat64],
             "float64 at 2^" + std::to_string(exponent));
     }
   }
@@ -204,11 +204,11 @@ void ScaleAndNonFinite() {
   options.scale = 0.25;
   const auto scaled = ReduceAll(tensors, options);
   for (size_t k = 0; k < kSizes.size(); ++k) {
-    std::vector<double> wanted = Decode(plain[k], kFloat32);
-    for (double& value : wanted) {
+    std::vector<double> expected = Decode(plain[k], kFloat32);
+    for (double& value : expected) {
       value *= 0.25;
     }
-    Check(Decode(scaled[k], kFloat32) == wanted, "scale 0.25");
+    Check(Decode(scaled[k], kFloat32) == expected, "scale 0.25");
   }
   for (ElementType type : {kFloat16, kFloat32, kFloat64, kBfloat16}) {
     const Maker overflowed = [](int rank, size_t tensor, int64_t k) {
@@ -245,20 +245,20 @@ void ChangesOfWeights() {
         }
       }
       const auto reduced = ReduceAll(changes, options);
-      std::vector<std::vector<char>> wanted;
+      std::vector<std::vector<char>> expected;
       for (size_t k = 0; k < kSizes.size(); ++k) {
         std::vector<double> weights = Decode(reduced[k], type);
         for (size_t e = 0; e < weights.size(); ++e) {
           weights[e] += before[0].values[k][e];
         }
-        wanted.push_back(Encode(weights, type));
+        expected.push_back(Encode(weights, type));
       }
       options.starts = &before[0].bytes;
       for (bool in_place : {false, true}) {
         for (int64_t replicate_bytes : {0, 1 << 30}) {
           options.in_place = in_place;
           options.settings.replicate_bytes = replicate_bytes;
-          Check(ReduceAll(after, options) == wanted,
+          Check(ReduceAll(after, options) == expected,
                 std::to_string(ranks) + " ranks, type " + std::to_string(type));
         }
       }
@@ -273,7 +273,7 @@ void ChangesOfWeights() {
         options.settings.window_bytes = 1;
         Check(ReduceAll(after, options) == in_levels, "in levels: other bits in windows");
         for (size_t k = 0; k < kSizes.size(); ++k) {
-          Check(RelativeError(Decode(in_levels[k], type), Decode(wanted[k], type), 0.3) <=
+          Check(RelativeError(Decode(in_levels[k], type), Decode(expected[k], type), 0.3) <=
                     4 * kRounding[type],
                 "in levels, type " + std::to_string(type));
         }
@@ -293,9 +293,9 @@ void NothingWaitsForTheDevice() {
   };
   const std::vector<Tensors> tensors = MakeTensors(size, sizes, kFloat32, opposite);
   const Options options = For(size, kFloat32);
-  const auto wanted = ReduceAll(tensors, options); // and all memory is there
+  const auto expected = ReduceAll(tensors, options); // and all memory is there
   for (size_t k = 0; k < sizes.size(); ++k) {
-    const double error = RelativeError(Decode(wanted[k], kFloat32), Reference(tensors, k, options.tree));
+    const double error = RelativeError(Decode(expected[k], kFloat32), Reference(tensors, k, options.tree));
     Check(error <= kRounding[kFloat32] + 10 * std::ldexp(1.0, -52) / 1e-6, "a tree was not walked");
   }
   std::vector<std::vector<std::vector<char>>> results(size);
@@ -328,7 +328,7 @@ void NothingWaitsForTheDevice() {
       });
   Check(held, "a reduction was enqueued only when the device was let go");
   for (const auto& result : results) {
-    Check(result == wanted, "other bits than when waited for");
+    Check(result == expected, "other bits than when waited for");
   }
 }
 #endif

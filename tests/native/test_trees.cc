@@ -29,9 +29,9 @@ void GroupsAndPlacements() {
     }
   }
   const Tree tree = BuildTree({0, 1, 0, 1, 0}, GroupOp::kAdasum, 0);
-  const std::vector<std::pair<int, int>> wanted = {{0, 2}, {5, 4}, {1, 3}, {6, 7}};
-  for (size_t k = 0; k < wanted.size(); ++k) {
-    Check(tree.merges[k].left == wanted[k].first && tree.merges[k].right == wanted[k].second,
+  const std::vector<std::pair<int, int>> expected = {{0, 2}, {5, 4}, {1, 3}, {6, 7}};
+  for (size_t k = 0; k < expected.size(); ++k) {
+    Check(tree.merges[k].left == expected[k].first && tree.merges[k].right == expected[k].second,
           "round-robin tree, merge " + std::to_string(k));
   }
 }

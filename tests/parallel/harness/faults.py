@@ -222,7 +222,7 @@ def row(fault: Fault, consequence: Consequence) -> str:
 if __name__ == "__main__":
     print("| rank 1 | in | transport | error after, s | job ended, s | error |")
     print("|---|---|---|---|---|---|")
-    wanted = sys.argv[1:]
+    chosen = sys.argv[1:]
     for one in EVERY:
-        if not wanted or str(one) in wanted:
+        if not chosen or str(one) in chosen:
             print(row(one, run(one)), flush=True)

@@ -29,8 +29,8 @@ def init() -> None:
 
 def start() -> None:
     # Ranks are placed host by host.
-    wanted = os.environ.get("ADASUM_TEST_HOSTS", str(hvd.size()))
-    for host, ranks in enumerate(wanted.split(",")):
+    slots = os.environ.get("ADASUM_TEST_HOSTS", str(hvd.size()))
+    for host, ranks in enumerate(slots.split(",")):
         HOSTS.extend([host] * int(ranks))
     assert HOSTS.count(HOSTS[hvd.rank()]) == hvd.local_size()
 
@@ -43,7 +43,9 @@ def array_of(rank: int, size: int, dtype: str, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, rank, size]).standard_normal(size).astype(dtype)
 
 
-def wanted(inputs: list[np.ndarray], ranks: list[int] | None = None) -> np.ndarray:
+def reference_of(
+    inputs: list[np.ndarray], ranks: list[int] | None = None
+) -> np.ndarray:
     wide = [a if a.dtype == np.float64 else a.astype(np.float32) for a in inputs]
     return reference.adasum(
         wide,
@@ -69,7 +71,7 @@ def case_every_dtype_and_size() -> str:
         for size, result in zip(SIZES, together, strict=True):
             check_close(
                 result,
-                wanted([array_of(r, size, dtype) for r in range(hvd.size())]),
+                reference_of([array_of(r, size, dtype) for r in range(hvd.size())]),
             )
             (alone,) = hvd.adasum(array_of(hvd.rank(), size, dtype))
             assert np.array_equal(alone, result), "fused differs from unfused"
@@ -119,7 +121,7 @@ def case_cancelling_pairs_keep_their_digits() -> None:
     before = hvd.counters()
     (result,) = hvd.adasum(opposite(hvd.rank()).astype(np.float32))
     inputs = [opposite(rank).astype(np.float32) for rank in range(hvd.size())]
-    expected = wanted(inputs)
+    expected = reference_of(inputs)
     error = np.abs(result - expected).max() / np.abs(expected).max()
     assert error <= 1e-6 + 10 * 2**-52 / noise, error
     after = hvd.counters()
@@ -175,7 +177,8 @@ def case_wrong_dtype_and_then_right() -> None:
     mine = array_of(hvd.rank(), 100, "float32", 7)
     (result,) = hvd.adasum(mine, names=["right"])
     check_close(
-        result, wanted([array_of(r, 100, "float32", 7) for r in range(hvd.size())])
+        result,
+        reference_of([array_of(r, 100, "float32", 7) for r in range(hvd.size())]),
     )
 
 
@@ -194,11 +197,12 @@ def case_bfloat16_by_its_name() -> None:
     marked = hvd.enqueue([mine], ["adasum.bfloat16/one"])
     plain = hvd.enqueue([halves], ["one"])
     (brain,), (half,) = hvd.wait(marked), hvd.wait(plain)
-    expected = wanted([floats_of(bits_of(rank)) for rank in range(hvd.size())])
+    expected = reference_of([floats_of(bits_of(rank)) for rank in range(hvd.size())])
     error = np.abs(floats_of(brain.view(np.uint16)) - expected).max()
     assert error <= 2**-7 * np.abs(expected).max()
     check_close(
-        half, wanted([array_of(r, 9000, "float16", 15) for r in range(hvd.size())])
+        half,
+        reference_of([array_of(r, 9000, "float16", 15) for r in range(hvd.size())]),
     )
 
 
@@ -253,7 +257,7 @@ def case_many_at_once() -> None:
         inputs = [
             array_of(r, result.size, "float32", 100 + k) for r in range(hvd.size())
         ]
-        check_close(result, wanted(inputs))
+        check_close(result, reference_of(inputs))
 
 
 def case_process_set() -> None:
@@ -264,7 +268,8 @@ def case_process_set() -> None:
         mine = array_of(hvd.rank(), 9000, "float32", 11)
         (result,) = hvd.adasum(mine, names=["evens"], process_set=1)
         check_close(
-            result, wanted([array_of(r, 9000, "float32", 11) for r in evens], evens)
+            result,
+            reference_of([array_of(r, 9000, "float32", 11) for r in evens], evens),
         )
 
 
@@ -283,5 +288,5 @@ def case_join() -> None:
         (result,) = hvd.adasum(mine, names=["joined"])
         inputs = [array_of(r, 5000, "float32", 13) for r in range(hvd.size())]
         inputs[0][:] = 0
-        check_close(result, wanted(inputs))
+        check_close(result, reference_of(inputs))
     hvd.join()
