@@ -14,6 +14,7 @@ References:
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from horovod.torch.mpi_ops import global_process_set, rank
 from adasum_hvd import parallel
 from adasum_hvd.common import agreement, ops
 from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.common.namespaces import with_signature_of
 from adasum_hvd.common.options import (
     Options,
     ProcessSet,
@@ -34,6 +36,7 @@ from adasum_hvd.common.options import (
 from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.optimizer.base import DistributedBase
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaOptimizer
 from adasum_hvd.torch.optimizer.gradient import GradientOptimizer
@@ -90,20 +93,43 @@ def _checked_names(
     return names
 
 
+def _drop_patched_methods(distributed: Any) -> None:
+    """Remove methods that were set on the instance: they would act on the old object."""
+    original = distributed._base
+    for name, method in list(vars(distributed).items()):
+        if name.startswith("_") or not callable(getattr(original, name, None)):
+            continue
+        del distributed.__dict__[name]
+        # A scheduler wraps step() to notice calls; DistributedBase tells it of them.
+        by_scheduler = hasattr(method, "_wrapped_by_lr_sched")
+        if not (by_scheduler and method.__wrapped__ is getattr(original, name)):
+            warnings.warn(
+                f"DistributedOptimizer: expected {name}() of {original.__name__}, but got one that "
+                f"was set on the instance and is not called from here on; set {name} on the "
+                "distributed optimizer, or override it in a subclass",
+                stacklevel=4,
+            )
+
+
 def wrap(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
     options: Options,
 ) -> Any:
     """Return `optimizer`'s state in an instance of the variant that the op asks for."""
-    variant: type = GradientOptimizer
+    variant: type[DistributedBase] = GradientOptimizer
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
+
+    # Callers such as Accelerate look at the signature before they pass `set_to_none`.
+    @with_signature_of(type(optimizer).zero_grad)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        variant.zero_grad(self, *args, **kwargs)
+
     name = f"Distributed{type(optimizer).__name__}"
-    distributed = as_dynamic_subclass(optimizer, variant, name)
-    # A scheduler made before this call has wrapped the old object's step().
-    distributed.__dict__.pop("step", None)
+    distributed = as_dynamic_subclass(optimizer, variant, name, zero_grad=zero_grad)
+    _drop_patched_methods(distributed)
     distributed._configure(optimizer, names, options)
     distributed._wrapper_attributes = vars(distributed).keys() - vars(optimizer).keys()
     return distributed

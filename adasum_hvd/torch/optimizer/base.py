@@ -364,13 +364,16 @@ class DistributedBase(torch.optim.Optimizer):
         finally:
             self._in_step = False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Warns where weights change, and gradients are dropped, without `step()`."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's class does it, with what the caller gave.
+
+        Warns if weights change and gradients are dropped without `step()`.
+        """
         if self._reducing and not self._alone and not self._in_step:
             self._dropping.note(
                 p for group in self.param_groups for p in group["params"]
             )
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
     # ---- copies ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,6 +88,12 @@ class GradientCountdown:
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
+        if name_of is not None and _in_reentrant_checkpoint():
+            raise RuntimeError(
+                f"gradient of {name_of(parameter)}: expected at most {self._passes} backward "
+                "passes before step(), but reentrant checkpoints that use this layer more than "
+                "once run one each; pass use_reentrant=False to torch.utils.checkpoint"
+            )
         if name_of is not None:
             raise RuntimeError(
                 f"gradient of {name_of(parameter)}: required at most {self._passes} backward "
@@ -140,6 +147,18 @@ class GradientCountdown:
             and other.untyped_storage().data_ptr() == memory
             for other, version, _ in filter(None, self._seen)
         )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if (
+            frame.f_code.co_name == "backward"
+            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        ):
+            return True
+    return False
 
 
 def _remove(handles: Sequence[Any]) -> None:

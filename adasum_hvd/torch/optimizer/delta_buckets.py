@@ -11,6 +11,7 @@ from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
+from adasum_hvd.torch.optimizer.rounds import as_integers
 
 _ROUNDING = 4  # units in the last place of a bucket's largest weight
 
@@ -73,8 +74,7 @@ class ChangeBucket(Bucket):
             Whether the weights are others than those agreed on, or the first ones.
         """
         pairs = list(zip(self.params, self._start_views, strict=True))
-        now = (parameter.detach().to(start) for parameter, start in pairs)
-        if self._settled and all(map(torch.equal, now, self._start_views)):
+        if self._settled and all(_same_bits(p.detach().to(s), s) for p, s in pairs):
             return False
         if self._settled and self.params[0].itemsize >= 4:
             joined = torch.cat([p.detach().flatten().to(s) for p, s in pairs])
@@ -226,6 +226,10 @@ def op_takes(
             for weight in weights
         )
     )
+
+
+def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(as_integers(found), as_integers(expected))
 
 
 def is_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:

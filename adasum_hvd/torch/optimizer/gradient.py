@@ -376,14 +376,14 @@ class GradientOptimizer(DistributedBase):
             process_set=self._options.process_set,
         ).reshape(())
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Gradients that are being reduced are waited for and dropped.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the base's. Gradients that are being reduced are waited for and dropped.
 
         Collective where a backward pass has not been followed by `step()`.
         """
         self._drain()
         self._reset(synchronized=False)
-        super().zero_grad(set_to_none)  # torch's, behind the base's
+        super().zero_grad(*args, **kwargs)
 
 
 # torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.

@@ -155,12 +155,17 @@ def checksum(text: str) -> float:
     return float(zlib.crc32(text.encode()))
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's bits, in which NaN equals itself."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])
+
+
 def bits_of(tensors: Sequence[torch.Tensor]) -> int:
     """Return a number that is another one, most likely, where a bit of the tensors is."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
     for position, tensor in enumerate(tensors):
-        bits = tensor.detach().contiguous().view(kinds[tensor.element_size()])
+        bits = as_integers(tensor.detach().contiguous())
         total = (total * 31 + position + int(bits.sum(dtype=torch.int64))) % (1 << 52)
     return total
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import types
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import adasum_hvd.torch as hvd
 from tests.parallel.harness.torch_training import (
@@ -173,3 +177,69 @@ def case_groups_that_differ() -> None:
 def case_every_is_checked() -> None:
     with pytest.raises(ValueError, match="every: expected an integer >= 1, but got 0"):
         hvd.check_replicas(model_of(), every=0)
+
+
+class OldStyle(torch.optim.SGD):
+    """As Apex's and older third-party optimizers."""
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+
+
+class KeepsZeros(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+def case_zero_grad_passes_on_what_the_caller_gave() -> None:
+    for op in VARIANTS:
+        for kind, is_none in ((torch.optim.SGD, True), (OldStyle, True), (KeepsZeros, False)):
+            model = model_of()
+            plain = kind(model.parameters(), 0.1)
+            optimizer = hvd.DistributedOptimizer(plain, op=op)
+            backward(model)
+            optimizer.zero_grad()
+            assert (model[0].weight.grad is None) == is_none
+            assert inspect.signature(optimizer.zero_grad) == inspect.signature(
+                plain.zero_grad
+            )
+            backward(model)
+            if kind is not OldStyle:
+                optimizer.zero_grad(set_to_none=True)
+                assert model[0].weight.grad is None
+
+
+def case_methods_set_on_the_instance() -> None:
+    """A scheduler's wrapper is no reason to warn; one over a patched method is."""
+
+    def patched(optimizer, closure=None):
+        return type(optimizer).step(optimizer, closure)
+
+    for op in VARIANTS:
+        for scheduled in (False, True):
+            model = model_of()
+            plain = torch.optim.SGD(model.parameters(), 0.1)
+            plain.step = types.MethodType(patched, plain)
+            if scheduled:
+                torch.optim.lr_scheduler.StepLR(plain, 1)
+            with pytest.warns(UserWarning, match=r"expected step\(\) of SGD, but got"):
+                optimizer = hvd.DistributedOptimizer(plain, op=op)
+            backward(model)
+            optimizer.step()
+            hvd.check_replicas(model)
+
+
+def case_reentrant_checkpoints_of_a_layer_used_twice() -> None:
+    for use_reentrant in (True, False):
+        layer = nn.Linear(4, 4)
+        optimizer = distributed(layer, "adasum-grad")
+        x = torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        if use_reentrant:
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                x.sum().backward()
+        else:
+            x.sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()

@@ -245,3 +245,19 @@ def case_models_that_were_never_equal() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     train(model, optimizer, 0, 1)
     hvd.check_replicas(model)
+
+
+def case_a_diverged_model_costs_no_more() -> None:
+    """NaN equals no NaN, but weights that nobody has changed are not new ones."""
+    for poison in (float("nan"), float("inf")):
+        model = model_of()
+        optimizer = distributed(model, "adasum-delta")
+        train(model, optimizer, 0)
+        if hvd.rank() == 0:
+            model[0].weight.grad.fill_(poison)
+        optimizer.step()
+        assert not weights(model).isfinite().all()
+        with torch.no_grad():
+            assert not any(bucket.open() for bucket in optimizer._buckets)
+            model[0].weight[0, 0] = 1.0
+            assert any(bucket.open() for bucket in optimizer._buckets)
