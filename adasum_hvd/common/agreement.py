@@ -17,6 +17,11 @@ OPTIMIZER = (
     "optimizer",
     "create it alike on every rank; only the learning rate may differ",
 )
+# What it says of an optimizer's.
+HYPERPARAMETERS = (
+    "hyperparameters",
+    "make the same optimizer on every rank, and change its hyperparameters on all of them alike",
+)
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
 
 

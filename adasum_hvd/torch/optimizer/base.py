@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.dropping import Dropping
-from adasum_hvd.torch.optimizer.rounds import Fact, Rounds
+from adasum_hvd.torch.optimizer.rounds import Rounds, hyperparameters
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
 _instances = itertools.count()
@@ -31,6 +31,10 @@ _instances = itertools.count()
 
 def _is_reduced(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and not marks.is_worker_local(parameter)
+
+
+def _on_all(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not marks.is_marked(parameter)
 
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -327,12 +331,17 @@ class DistributedBase(torch.optim.Optimizer):
 
     def _next_round(self) -> None:
         """Begin a round of reductions, and see whether all ranks still do the same. Collective."""
-        if self._rounds is not None and self._rounds.next(self._facts, self._has_news):
+        if self._rounds is not None and self._rounds.next(
+            self._settings, self._has_news
+        ):
             self._hear_news()
 
-    def _facts(self) -> Mapping[str, Fact]:
+    def _settings(self, first: bool) -> dict[str, Any]:
         """Return what must be the same on all ranks; see :class:`Rounds`."""
-        return {}
+        groups = self.param_groups
+        common = [group for group in groups if any(map(_on_all, group["params"]))]
+        name = f"{self._base.__module__}.{self._base.__qualname__}"
+        return {"optimizer": name, **hyperparameters(common)}
 
     def _has_news(self) -> bool:
         """Return whether the other ranks must hear of something on this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from adasum_hvd.torch.optimizer.delta_buckets import (
 from adasum_hvd.torch.optimizer.rounds import Rounds, bits_of, epoch
 
 _STATE_KEY = "adasum_delta"
+# Hyperparameters that a rank may have of its own: its learning rates, and which code computes.
+_OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$")
 
 
 def _wide(weights: torch.Tensor) -> torch.Tensor:
@@ -126,6 +129,13 @@ class DeltaOptimizer(DistributedBase):
     def _keep_start(self, index: int) -> bool:
         """Note a bucket's start; return whether it is another one than all agreed on."""
         return self._buckets[index].open()
+
+    def _settings(self, first: bool) -> dict[str, Any]:
+        """Return what has to be the same in the first step; schedules may then differ."""
+        if not first:
+            return {}
+        everything = super()._settings(first)
+        return {n: v for n, v in everything.items() if not _OF_A_RANK.search(n)}
 
     def _has_news(self) -> bool:
         return self._replaced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,18 +10,13 @@ import torch
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.torch import amp, marks
+from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.countdown import GradientCountdown
-from adasum_hvd.torch.optimizer.rounds import Fact, checksum, group_options
 from adasum_hvd.torch.optimizer.sparse_bucket import SparseBucket
-
-
-def _on_all(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad and not marks.is_marked(parameter)
 
 
 class GradientOptimizer(DistributedBase):
@@ -270,21 +265,12 @@ class GradientOptimizer(DistributedBase):
         if gradients:
             torch._foreach_copy_(gradients, views)
 
-    def _facts(self) -> Mapping[str, Fact]:
-        options = group_options(
-            [group for group in self.param_groups if any(map(_on_all, group["params"]))]
-        )
+    def _settings(self, first: bool) -> dict[str, Any]:
         passes = self._options.backward_passes_per_step
-        told = f"{options}; backward_passes_per_step={passes}"
+        settings = {**super()._settings(first), "backward_passes_per_step": passes}
         if self._loss_scale is not None:
-            told += f"; GradScaler's scale={self._loss_scale.item()}"
-        return {
-            "hyperparameters": (
-                checksum(told),
-                f"which has {told}",
-                "set them alike on every rank; the replicas differ since they were changed",
-            ),
-        }
+            settings["GradScaler's scale"] = self._loss_scale.item()
+        return settings
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -16,11 +16,12 @@ import torch
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
+from adasum_hvd.common.agreement import HYPERPARAMETERS, compare_settings
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.objects import allgather_object
 
 EVERY = 10  # rounds; a question is one small message that all wait for
-Fact = tuple[float, str, str]  # value, what this rank has, what to do
 _epoch = 0  # how often all ranks have joined
 
 
@@ -53,7 +54,7 @@ def epoch() -> int:
 
 
 class Rounds:
-    """Counts rounds of reductions, which all ranks take together, and compares facts.
+    """Counts rounds of reductions, which all ranks take together, and compares the ranks.
 
     Args:
         name: the same on all ranks, of one optimizer only.
@@ -76,15 +77,14 @@ class Rounds:
 
     def next(
         self,
-        facts_of: Callable[[], Mapping[str, Fact]],
+        settings_of: Callable[[bool], Mapping[str, Any]],
         has_news: Callable[[], bool],
     ) -> bool:
         """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
 
         Args:
-            facts_of: returns, by name, what must be the same on all ranks beside the number of
-                steps: its value (an integer below 2**53), what this rank has in words, and
-                what to do about it.
+            settings_of: returns, by name, the settings that must be the same on all ranks; called
+                with whether this is the first round.
             has_news: returns whether this rank has news for the others.
 
         Returns:
@@ -94,20 +94,25 @@ class Rounds:
             RuntimeError: the ranks differ; on every rank.
         """
         self._begin_epoch()
-        due, self._round = self._round % EVERY == 0, self._round + 1
-        if not due:
+        number, self._round = self._round, self._round + 1
+        if number % EVERY:
             return False
-        steps = (
-            float(self._steps),
-            f"which has taken {self._steps}",
-            "a rank that leaves out a step() after a backward pass must not do so alone: agree on "
-            "it, or let all ranks step; the replicas differ now",
-        )
-        facts = {"number of steps": steps, **facts_of()}
-        told = self._told([*(value for value, _, _ in facts.values()), has_news()])
-        for column, (what, fact) in enumerate(facts.items()):
-            _compare(what, fact, {rank: said[column] for rank, said in told.items()})
-        return any(said[-1] for said in told.values())
+        settings = settings_of(number == 0)
+        told = self._told([self._steps, _checksum(repr(settings)), has_news()])
+        _compare_steps({rank: steps for rank, (steps, _, _) in told.items()})
+        if len({checksum for _, checksum, _ in told.values()}) > 1:
+            self._name_difference(settings)
+        return any(news for _, _, news in told.values())
+
+    def _name_difference(self, settings: Mapping[str, Any]) -> None:
+        """Raise RuntimeError with the first setting that differs. Collective."""
+        theirs = allgather_object(settings, f"{self._name}.settings", self._process_set)
+        try:
+            compare_settings(
+                theirs, mpi_ops.rank(), *HYPERPARAMETERS, self._process_set.ranks
+            )
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
 
     def ask(self, what: str, value: float) -> dict[int, float]:
         """Return what every rank says, by rank; ranks that have joined are left out.
@@ -137,20 +142,21 @@ class Rounds:
         return {rank: [v - 1 for v in said] for rank, said in pairs if any(said)}
 
 
-def _compare(what: str, fact: Fact, values: Mapping[int, float]) -> None:
-    told = list(values.values())
-    usual = max(told, key=lambda value: (told.count(value), value))
-    others = [rank for rank, value in values.items() if value != usual]
+def _compare_steps(by_rank: Mapping[int, float]) -> None:
+    steps = list(by_rank.values())
+    usual = max(steps, key=lambda value: (steps.count(value), value))
+    others = [rank for rank, value in by_rank.items() if value != usual]
     if others:
-        _, here, remedy = fact
+        rank = mpi_ops.rank()
         raise RuntimeError(
-            f"DistributedOptimizer: required the same {what} on all ranks, got another on "
-            f"ranks {others} than on the rest of {list(values)} (this is rank "
-            f"{mpi_ops.rank()}, {here}); {remedy}"
+            "DistributedOptimizer: required the same number of steps on all ranks, got another on "
+            f"ranks {others} than on the rest of {list(by_rank)} (this is rank {rank}, which has "
+            f"taken {by_rank[rank]:.0f}); a rank that leaves out a step() after a backward pass "
+            "must not do so alone: agree on it, or let all ranks step; the replicas differ now"
         )
 
 
-def checksum(text: str) -> float:
+def _checksum(text: str) -> float:
     """Return a number that is another one, most likely, for another text."""
     return float(zlib.crc32(text.encode()))
 
@@ -170,8 +176,8 @@ def bits_of(tensors: Sequence[torch.Tensor]) -> int:
     return total
 
 
-def group_options(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the hyperparameters in words: all numbers and flags of all groups."""
+def hyperparameters(param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the hyperparameters by name: all numbers and flags of all groups."""
 
     def word(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # one on a device would cost a wait for it
@@ -182,11 +188,9 @@ def group_options(param_groups: Sequence[Mapping[str, Any]]) -> str:
             return float(value)
         return value if isinstance(value, str | type(None)) else type(value).__name__
 
-    return "; ".join(
-        ", ".join(
-            f"{key}={word(value)}"
-            for key, value in sorted(group.items())
-            if key not in ("params", "param_names")
-        )
-        for group in param_groups
-    )
+    return {
+        key if len(param_groups) == 1 else f"param_groups[{index}].{key}": word(value)
+        for index, group in enumerate(param_groups)
+        for key, value in sorted(group.items())
+        if key not in ("params", "param_names")
+    }

@@ -287,3 +287,24 @@ def case_process_sets_are_refused_in_elastic_jobs() -> None:
         for fixed in (hvd.DistributedGradReducer, ddp.AdasumState):
             with pytest.raises(NotImplementedError, match="got an elastic job"):
                 fixed(model.parameters())
+
+
+def case_optimizers_that_differ() -> None:
+    """The first step names the first difference; learning rates may differ with delta."""
+    first = {"foreach": True, "lr": 0.1}
+    kinds = [
+        (torch.optim.SGD, torch.optim.Adam, {}, {}, r"optimizer=torch.optim\S*\.Adam on rank 1"),
+        (torch.optim.Adam, torch.optim.Adam, {}, {"betas": (0.8, 0.999)}, r"betas=\[0\.8.* on rank 1"),
+        (torch.optim.SGD, torch.optim.SGD, first, {"weight_decay": 0.1}, r"weight_decay=0\.1 on rank 1"),
+    ]  # fmt: skip
+    for op in VARIANTS:
+        for zeroth, others, mine, theirs, difference in kinds:
+            model = model_of()
+            kind, options = (others, theirs) if hvd.rank() else (zeroth, mine)
+            if op != "adasum-delta":
+                options = {"lr": 0.1, **options, "foreach": True}
+            plain = kind(model.parameters(), **{"lr": 0.05, **options})
+            optimizer = hvd.DistributedOptimizer(plain, op=op)
+            match = f"same hyperparameters on all ranks.*{difference}"
+            with pytest.raises(RuntimeError, match=match):
+                train(model, optimizer, 0)

@@ -193,7 +193,11 @@ class KeepsZeros(torch.optim.SGD):
 
 def case_zero_grad_passes_on_what_the_caller_gave() -> None:
     for op in VARIANTS:
-        for kind, is_none in ((torch.optim.SGD, True), (OldStyle, True), (KeepsZeros, False)):
+        for kind, is_none in (
+            (torch.optim.SGD, True),
+            (OldStyle, True),
+            (KeepsZeros, False),
+        ):
             model = model_of()
             plain = kind(model.parameters(), 0.1)
             optimizer = hvd.DistributedOptimizer(plain, op=op)
