@@ -6,6 +6,7 @@ a class that `sys.modules` does not hold cannot be in use.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -94,6 +95,32 @@ def _in_model(model: Any) -> Iterator[Finding]:
     for mode, (package, name) in wrappers.items():
         if any(_is(module, package, name) for module in modules):
             yield Finding(mode, f"a module of {name}")
+
+
+def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
+    """Return whether a DistributedDataParallel has reduced gradients of these parameters.
+
+    Args:
+        parameters: tensors whose gradients the last backward pass has made.
+    """
+    package = sys.modules.get("torch.nn.parallel")
+    distributed = sys.modules.get("torch.distributed")
+    if package is None or distributed is None or not distributed.is_available():
+        return False
+    if not distributed.is_initialized():
+        return False
+    kind = package.DistributedDataParallel
+    ours = {id(parameter) for parameter in parameters}
+    return any(
+        issubclass(type(module), kind)
+        # DDP was called, and not inside no_sync() the last time.
+        and getattr(module, "_lazy_init_ran", True)
+        and module.require_forward_param_sync
+        and module.process_group.size() > 1
+        and not _keeps_local(module)
+        and any(id(parameter) in ours for parameter in module.parameters())
+        for module in gc.get_objects()
+    )
 
 
 def detect(

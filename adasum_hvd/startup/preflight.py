@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -49,6 +50,28 @@ def _require_keras() -> None:
             "KERAS_BACKEND=tensorflow",
             name=_KERAS,
         ) from error
+
+
+def require_unfinished_mpi(library: ctypes.CDLL) -> None:
+    """Check that Horovod would not call MPI after `MPI_Finalize`, which aborts the process.
+
+    Args:
+        library: the framework's Horovod library.
+
+    Raises:
+        RuntimeError: MPI was finalized, as `hvd.shutdown()` does it; on every rank.
+    """
+    finalized = ctypes.c_int()
+    if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hasattr(
+        library, "MPI_Finalized"
+    ):
+        library.MPI_Finalized(ctypes.byref(finalized))
+    if finalized.value:
+        raise RuntimeError(
+            "hvd.init(): expected a process in which MPI has not ended, but hvd.shutdown() has "
+            "ended it, and MPI starts once in a process; call shutdown() at the end only, or use "
+            "horovodrun --gloo"
+        )
 
 
 def require_horovod(framework: str) -> None:

@@ -22,7 +22,7 @@ from adasum_hvd.common import agreement, binding, ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
-from adasum_hvd.startup import after_init, groups
+from adasum_hvd.startup import after_init, groups, preflight
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -68,10 +68,12 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
         **kwargs: as `mpi_ops.init`.
 
     Raises:
+        RuntimeError: `shutdown()` has ended MPI, which starts once in a process.
         ValueError: as :func:`init`.
 
     Collective: every rank; blocks until all have.
     """
+    preflight.require_unfinished_mpi(LIBRARY)
     launch.before_init(mpi_ops.mpi_built())
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())

@@ -14,7 +14,7 @@ from adasum_hvd.common import agreement, binding, ops
 from adasum_hvd.common.namespaces import with_signature_of
 from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
-from adasum_hvd.startup import after_init, groups
+from adasum_hvd.startup import after_init, groups, preflight
 from adasum_hvd.torch import meeting
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -72,10 +72,12 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
         **kwargs: as `mpi_ops.init`.
 
     Raises:
+        RuntimeError: `shutdown()` has ended MPI, which starts once in a process.
         ValueError: as :func:`init`.
 
     Collective: every rank; blocks until all have.
     """
+    preflight.require_unfinished_mpi(LIBRARY)
     meeting.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())

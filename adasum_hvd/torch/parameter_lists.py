@@ -9,9 +9,9 @@ from adasum_hvd.common.agreement import compare_parameters
 
 Ranks = tuple[int, ...]
 _REMEDY = (
-    "build the same model on every rank, because pipeline stages and shards cannot be reduced. "
-    "Mark parameters that differ with mark_worker_local(), or with mark_replicated_over() the "
-    "ranks that hold them"
+    "build the same model on every rank, and freeze and unfreeze on all ranks in the same step, "
+    "because pipeline stages and shards cannot be reduced. Mark parameters that differ with "
+    "mark_worker_local(), or with mark_replicated_over() the ranks that hold them"
 )
 
 

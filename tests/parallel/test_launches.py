@@ -151,6 +151,9 @@ hvd.shutdown()
 after = held()
 assert after[:3] == (0, 0, 0), after
 assert before[3] - after[3] > 30_000_000, (before, after)
+import pytest
+with pytest.raises(RuntimeError, match="expected a process in which MPI has not ended"):
+    hvd.init()
 print("DONE")
 """
     status, output = start(tmp_path, "mpi", 2, script)

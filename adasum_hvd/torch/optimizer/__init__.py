@@ -221,4 +221,7 @@ def DistributedOptimizer(
     agreement.refuse_process_set(process_set, global_process_set)
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
-    return wrap(optimizer, _checked_names(optimizer, named_parameters), options)
+    names = _checked_names(optimizer, named_parameters)
+    distributed = wrap(optimizer, names, options)
+    distributed._may_see_ddp = "ddp" in allow_modes
+    return distributed

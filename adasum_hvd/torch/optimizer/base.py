@@ -18,6 +18,7 @@ from adasum_hvd.common.agreement import OPTIONS, compare_settings
 from adasum_hvd.common.marks import times_marked
 from adasum_hvd.common.options import Options, ProcessSet, check_count
 from adasum_hvd.common.partition import partition
+from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object
@@ -66,6 +67,8 @@ class DistributedBase(torch.optim.Optimizer):
         self._names = names
         self._options = options
         self._instance = next(_instances)
+        self._may_see_ddp = False  # it may reduce, or has been looked for
+        self._changes = False  # this rank has other parameters than its buckets
         self._any_partial = False  # some rank has parameters that not all ranks reduce
         self._in_step = False  # a closure's zero_grad() drops nothing
         self._buckets: list[Bucket] = []
@@ -207,14 +210,24 @@ class DistributedBase(torch.optim.Optimizer):
             for parameter in group["params"]
         )
         gathered = allgather_object(
-            (self._options.shared, mine, self._instance, has_local),
+            (self._options.shared, mine, self._instance, has_local, self._changes),
+            "adasum.parameter_lists",
             process_set=self._options.process_set,
         )
-        shared, theirs, instances, local = zip(*gathered, strict=True)
+        shared, theirs, instances, local, changes = zip(*gathered, strict=True)
         compare_settings(shared, rank(), *OPTIONS, ranks=everyone)
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self._instance = max(instances)
         compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())
+        if any(changes) and not all(changes):
+            changing = [
+                r for r, changed in zip(everyone, changes, strict=True) if changed
+            ]
+            raise ValueError(
+                "DistributedOptimizer: expected parameters that are replaced or converted on all "
+                f"ranks in the same step, but got others on ranks {changing} only (seen by rank "
+                f"{rank()}); change them on all ranks alike"
+            )
         partly = any(len(of_rank) > 1 for of_rank in theirs)
         self._any_partial = partly or any(local)
         if partly and self._options.clip_delta_norm is not None:
@@ -234,6 +247,7 @@ class DistributedBase(torch.optim.Optimizer):
         self._check_ranks()
         if not self._reducing:
             return
+        self._check_ddp()
         places = self._current_places()
         if places != self._places:
             kinds = {id(p): _kind(p) for p in self._reduced_parameters()}
@@ -241,12 +255,31 @@ class DistributedBase(torch.optim.Optimizer):
                 self._places = places
             else:
                 self._name_new_parameters()
-                self._build_buckets()
+                self._changes = True
+                try:
+                    if self._rounds is not None and wire.ranks_meet():
+                        self._announce_change(self._rounds)
+                    self._build_buckets()
+                finally:
+                    self._changes = False
         if not self._in_buckets:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to reduce over "
                 f"{self._options.process_set.size()} ranks, got none that requires a "
                 "gradient and is not marked worker-local; the replicas would drift apart"
+            )
+
+    def _check_ddp(self) -> None:
+        """Raise in the first step if DDP has reduced the gradients before."""
+        if self._may_see_ddp or self._alone:
+            return
+        self._may_see_ddp = True
+        if reduced_by_ddp(self._reduced_parameters()):
+            raise RuntimeError(
+                "DistributedOptimizer: expected gradients of this rank alone, but "
+                "DistributedDataParallel has reduced them already; register keep_local_hook on the "
+                "DDP model, run it inside no_sync(), or use adasum_hook and a plain optimizer (see "
+                "adasum_hvd.torch.ddp); allow_modes=['ddp'] lets it pass"
             )
 
     def _current_places(self) -> list[Any]:
@@ -304,6 +337,14 @@ class DistributedBase(torch.optim.Optimizer):
         if "_names" in self.__dict__:
             self._name_new_parameters()
             self._build_buckets()
+
+    def _announce_change(self, rounds: Rounds) -> None:
+        """Let the other ranks know that this one changes its buckets. Collective; see the variants.
+
+        Ranks that do not change theirs learn of it in their step, and call `_build_buckets` too,
+        which raises on every rank.
+        """
+        raise NotImplementedError
 
     def _check_may_change(self) -> None:
         """Raise where parameters may not be added or (un)frozen now; see the variants."""

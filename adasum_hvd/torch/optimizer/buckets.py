@@ -8,6 +8,7 @@ each as if it had come alone: bucketing never changes a result.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -132,6 +133,15 @@ class Bucket:
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
             torch._foreach_copy_(views, tensors)
+
+    def announce_change(self) -> None:
+        """Let all ranks see, after this reduction, that one of them changes its parameters."""
+        self.flags.fill_(math.inf)
+
+    @property
+    def announces_change(self) -> bool:
+        """Whether a rank has announced a change. Not read on devices, which it would stall."""
+        return self.flags.is_cpu and not bool(self.flags.isfinite().all())
 
     def takes_at_once(self, index: int) -> bool:
         """Return whether a parameter's gradients are large enough for `take`."""

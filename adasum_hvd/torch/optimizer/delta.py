@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.torch import amp
+from adasum_hvd.torch import amp, wire
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.broadcasting import broadcast_parameters
 from adasum_hvd.torch.optimizer import weight_copies
@@ -78,6 +80,35 @@ class DeltaOptimizer(DistributedBase):
                 f"a change {self._local_step} local steps into a window"
                 "; call step() until the window is complete first"
             )
+
+    def _announce_change(self, rounds: Rounds) -> None:
+        """Send another dtype under the names of the messages that the other ranks send next.
+
+        Horovod then reports to all ranks that the dtypes differ.
+        """
+        self._check_may_change()
+        if self._epoch != epoch():
+            names = [rounds.message_name("start")]
+        elif not self._looked_for_copies:
+            names = [rounds.message_name("weight_copies")]
+        elif rounds.is_due:
+            names = [rounds.message_name("next")]
+        else:
+            names = [
+                bucket.entry.removeprefix("allreduce.")
+                for bucket in self._common_buckets
+            ]
+        none = torch.zeros(1, dtype=torch.int64)
+        process_set = self._options.process_set
+        handles = [
+            torch_ops.allreduce_async(
+                none, name=name, op=ops.Sum, process_set=process_set
+            )
+            for name in names
+        ]
+        for handle in handles:
+            with suppress(HorovodInternalError):  # the buckets' comparison says more
+                wire.synchronize(handle)
 
     def _build_buckets(self) -> None:
         self._check_may_change()
@@ -208,12 +239,17 @@ class DeltaOptimizer(DistributedBase):
         self._drop_frozen_gradients()
         self._scaled = getattr(self, "found_inf", None) is not None
         skip = amp.must_skip(self, consistent=self._alone)
-        if self._local_step == 0:
-            self._begin_window()
-        if skip:
-            self._end_step()
-            return None
-        return self._hooked_step(*([] if closure is None else [closure]))
+        try:
+            if self._local_step == 0:
+                self._begin_window()
+            if skip:
+                self._end_step()
+                return None
+            return self._hooked_step(*([] if closure is None else [closure]))
+        except HorovodInternalError as error:
+            if "Mismatched data types" in str(error):
+                self._build_buckets()  # raises, and says how the ranks differ
+            raise
 
     @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
     def _hooked_step(self, closure: StepClosure = None) -> Any:

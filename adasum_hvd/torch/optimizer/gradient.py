@@ -16,6 +16,7 @@ from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.countdown import GradientCountdown
+from adasum_hvd.torch.optimizer.rounds import Rounds
 from adasum_hvd.torch.optimizer.sparse_bucket import SparseBucket
 
 
@@ -68,6 +69,7 @@ class GradientOptimizer(DistributedBase):
         self._drain()
         if self._countdown:
             self._countdown.close()
+        self._members = self._current_members()
         super()._build_buckets()
         self._carriers = [*self._buckets, *self._sparse]
         self._count()
@@ -138,6 +140,8 @@ class GradientOptimizer(DistributedBase):
             if gradient is not None and gradient.is_sparse:
                 self._check_sparse(parameter)
         carrier.fill(gradients)
+        if carrier in self._buckets and self._is_changing():
+            carrier.announce_change()
         carrier.start()
 
     def _check_sparse(self, parameter: torch.Tensor) -> None:
@@ -163,6 +167,19 @@ class GradientOptimizer(DistributedBase):
             self._reset(synchronized=False)
             raise
 
+    def _is_changing(self) -> bool:
+        """Return whether the next step makes other buckets, as far as backward can tell."""
+        return self._changes or self._members != self._current_members()
+
+    def _current_members(self) -> list[tuple[int, bool]]:
+        groups = self.param_groups
+        return [(id(p), p.requires_grad) for group in groups for p in group["params"]]
+
+    def _announce_change(self, rounds: Rounds) -> None:
+        self._check_unchanged(in_buckets=True)
+        self._run_round()
+        self._drop_round()
+
     def _drain(self) -> None:
         """Finish what backward started, and drop it. Collective after a backward pass.
 
@@ -170,20 +187,31 @@ class GradientOptimizer(DistributedBase):
         on another: all ranks start what they have not, or the first would wait for ever.
         Gradients that were moved into their buckets are the reduced ones then. So those that
         could have been become these, too, on all ranks: reduced once more, they stay as they are.
+        Zeros in place of no gradient are neutral.
         """
         if self._touched:
             self._run_round()
-            for bucket in self._buckets:
-                places = range(len(bucket.params))
-                self._write_back(bucket, filter(bucket.may_hold_gradient, places))
-            self._reset(synchronized=False)
+            self._drop_round()
             self._follow_sparse()
+
+    def _drop_round(self) -> None:
+        for bucket in self._buckets:
+            places = [
+                place
+                for place, parameter in enumerate(bucket.params)
+                if parameter.grad is not None and bucket.may_hold_gradient(place)
+            ]
+            self._write_back(bucket, places)
+        self._reset(synchronized=False)
 
     def _reduce(self) -> None:
         self._follow_parameters()
         self._drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
+        if any(bucket.announces_change for bucket in self._common_buckets):
+            self._drop_round()
+            self._build_buckets()  # raises, and says how the ranks differ
         for bucket in self._buckets:
             self._write_back(bucket, range(len(bucket.params)))
         for rows in self._sparse:

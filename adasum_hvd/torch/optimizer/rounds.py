@@ -93,9 +93,9 @@ class Rounds:
         Raises:
             RuntimeError: the ranks differ; on every rank.
         """
-        self._begin_epoch()
-        number, self._round = self._round, self._round + 1
-        if number % EVERY:
+        is_due, number = self.is_due, self._round
+        self._round += 1
+        if not is_due:
             return False
         settings = settings_of(number == 0)
         told = self._told([self._steps, _checksum(repr(settings)), has_news()])
@@ -113,6 +113,16 @@ class Rounds:
             )
         except ValueError as error:
             raise RuntimeError(str(error)) from None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next round compares."""
+        self._begin_epoch()
+        return self._round % EVERY == 0
+
+    def message_name(self, what: str) -> str:
+        """Return what Horovod calls a message: "next", or as :meth:`ask` was told."""
+        return f"{self._name}.{what}"
 
     def ask(self, what: str, value: float) -> dict[int, float]:
         """Return what every rank says, by rank; ranks that have joined are left out.
@@ -136,7 +146,10 @@ class Rounds:
         mine = torch.tensor(values, dtype=torch.float64)
         rows[ranks.index(mpi_ops.rank())] = 1 + mine
         everyone = torch_ops.allreduce(
-            rows, name=f"{self._name}.{what}", op=ops.Sum, process_set=self._process_set
+            rows,
+            name=self.message_name(what),
+            op=ops.Sum,
+            process_set=self._process_set,
         )
         pairs = zip(ranks, everyone.tolist(), strict=True)
         return {rank: [v - 1 for v in said] for rank, said in pairs if any(said)}

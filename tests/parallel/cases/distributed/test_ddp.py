@@ -352,3 +352,32 @@ def case_what_is_refused() -> None:
         ):
             rows(torch.arange(3)).sum().backward()
     check_bits(wrapped(model_of()), by_optimizer(model_of()))  # and the next one works
+
+
+def case_an_optimizer_over_ddp_that_reduces() -> None:
+    for op in ("average", "adasum-grad", "adasum-delta"):
+        for allows in ({}, {"allow_modes": ["ddp"]}):
+            model = model_of()
+            ddp = DistributedDataParallel(model)
+            optimizer = hvd.DistributedOptimizer(
+                sgd(model.parameters()), model.named_parameters(), op=op, **allows
+            )
+            with ddp.no_sync():
+                loss_of(ddp, hvd.rank(), 0).backward()
+            optimizer.step()
+            del optimizer
+            optimizer = hvd.DistributedOptimizer(
+                sgd(model.parameters()), op=op, **allows
+            )
+            optimizer.zero_grad()
+            loss_of(ddp, hvd.rank(), 1).backward()
+            if not allows:
+                with pytest.raises(
+                    RuntimeError, match="DistributedDataParallel has reduced"
+                ):
+                    optimizer.step()
+            elif op == "adasum-delta":
+                optimizer.step()
+                check_same_everywhere(model)
+            optimizer.zero_grad()
+            del ddp, optimizer

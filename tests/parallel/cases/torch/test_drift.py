@@ -291,20 +291,49 @@ def case_process_sets_are_refused_in_elastic_jobs() -> None:
 
 def case_optimizers_that_differ() -> None:
     """The first step names the first difference; learning rates may differ with delta."""
-    first = {"foreach": True, "lr": 0.1}
-    kinds = [
-        (torch.optim.SGD, torch.optim.Adam, {}, {}, r"optimizer=torch.optim\S*\.Adam on rank 1"),
-        (torch.optim.Adam, torch.optim.Adam, {}, {"betas": (0.8, 0.999)}, r"betas=\[0\.8.* on rank 1"),
-        (torch.optim.SGD, torch.optim.SGD, first, {"weight_decay": 0.1}, r"weight_decay=0\.1 on rank 1"),
-    ]  # fmt: skip
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
     for op in VARIANTS:
-        for zeroth, others, mine, theirs, difference in kinds:
-            model = model_of()
-            kind, options = (others, theirs) if hvd.rank() else (zeroth, mine)
-            if op != "adasum-delta":
-                options = {"lr": 0.1, **options, "foreach": True}
-            plain = kind(model.parameters(), **{"lr": 0.05, **options})
+        for kinds, options, difference in (
+            ((sgd, adam), {}, r"optimizer=torch\.optim\S*\.Adam"),
+            ((adam, adam), {"betas": (0.8, 0.999)}, r"betas=\[0\.8, 0\.999\]"),
+            ((sgd, sgd), {"weight_decay": 0.1}, r"weight_decay=0\.1"),
+        ):
+            model, is_other = model_of(), hvd.rank() == 1
+            if op == "adasum-delta":
+                options = {"lr": 0.5, "foreach": False, **options}
+            plain = kinds[is_other](model.parameters(), **(options if is_other else {}))
             optimizer = hvd.DistributedOptimizer(plain, op=op)
-            match = f"same hyperparameters on all ranks.*{difference}"
+            match = f"same hyperparameters on all ranks, but got {difference} on rank 1"
             with pytest.raises(RuntimeError, match=match):
                 train(model, optimizer, 0)
+
+
+def case_parameters_frozen_by_one_rank() -> None:
+    """An error on every rank at once, which names the parameter: before the first step or later."""
+    for op in VARIANTS:
+        for step_of_change in (0, 1, rounds.EVERY):
+            for unfreezes in (False, True):
+                model = model_of()
+                model[2].requires_grad_(not unfreezes)
+                optimizer = distributed(model, op)
+                with pytest.raises(ValueError, match=r"same parameters .*'2\.weight'"):
+                    for step in range(rounds.EVERY + 2):
+                        if step == step_of_change and hvd.rank() == 1:
+                            model[2].requires_grad_(unfreezes)
+                        train(model, optimizer, step)
+                        hvd.allreduce(torch.ones(1), name="a metric of the script")
+                assert step == step_of_change
+
+
+def case_parameters_replaced_by_one_rank() -> None:
+    """The lists are equal, and the replicas of an optimizer's state are not."""
+    for op in VARIANTS:
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), op=op
+        )
+        train(model, optimizer, 0)
+        if hvd.rank() == 1:
+            optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(40, 12))
+        with pytest.raises(ValueError, match=r"but got others on ranks \[1\] only"):
+            train(model, optimizer, 1)
