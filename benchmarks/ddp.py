@@ -54,19 +54,20 @@ class Stopwatch:
     """Where the time of an optimizer goes: its methods, watched from outside."""
 
     def __init__(self) -> None:
-        from adasum_hvd.torch.optimizer import buckets, delta_buckets, gradient
+        from adasum_hvd.torch.optimizer import gradient
+        from adasum_hvd.torch.optimizer.buckets import bucket, weight_change
 
         self.spent = dict.fromkeys(PARTS, 0.0)
         self._inside = False
         watched = {
-            buckets.Bucket: {
-                "take": "fill", "fill": "fill", "start": "fill", "finish": "wait",
+            bucket.Bucket: {
+                "copy_in": "fill", "fill": "fill", "start": "fill", "finish": "wait",
             },
-            delta_buckets.ChangeBucket: {"open": "fill", "start": "fill"},
-            delta_buckets.ChangeInOpBucket: {
+            weight_change.ChangeBucket: {"begin_window": "fill", "start": "fill"},
+            weight_change.ChangeInOpBucket: {
                 "start": "fill", "finish": "wait", "apply": "write back",
             },
-            gradient.GradientOptimizer: {"_write_back": "write back"},
+            gradient.GradientReducer: {"_write_back": "write back"},
         }  # fmt: skip
         for owner, methods in watched.items():
             for name, part in methods.items():

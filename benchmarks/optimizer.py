@@ -60,7 +60,7 @@ def contenders(model_name: str):
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd.torch.optimizer import delta_buckets
+    from adasum_hvd.torch.optimizer.buckets import weight_change
 
     def one(wrap: Callable):
         torch.manual_seed(0)  # the same weights on all ranks
@@ -69,7 +69,7 @@ def contenders(model_name: str):
         return model, inputs, wrap(optimizer, model)
 
     def delta_in_python(optimizer, model):
-        with mock.patch.object(delta_buckets, "op_takes", return_value=False):
+        with mock.patch.object(weight_change, "op_takes", return_value=False):
             return hvd.DistributedOptimizer(
                 optimizer, model.named_parameters(prefix="python"), op=hvd.AdasumDelta
             )

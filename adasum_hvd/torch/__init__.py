@@ -54,7 +54,7 @@ from adasum_hvd.torch.ops import (
     settings,
 )
 from adasum_hvd.torch.optimizer import DistributedOptimizer
-from adasum_hvd.torch.optimizer.rounds import join
+from adasum_hvd.torch.optimizer.checks import join
 from adasum_hvd.torch.replicas import ReplicaMismatch, banner, check_replicas
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 from adasum_hvd.torch.wire import poll, synchronize

@@ -14,8 +14,8 @@ from horovod.torch.mpi_ops import Max, size
 
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
+from adasum_hvd.torch.optimizer import scaling
 
-_AGREED = "_adasum_scaler_agreed"
 # The count of Horovod's starts when a scaler began its step.
 _BEGUN = "adasum_generation"
 
@@ -46,15 +46,15 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             return
         self._state_of(optimizer)
-        if reduces_gradients and not optimizer._synchronized:
-            optimizer._loss_scale = self._scale
+        if reduces_gradients and not optimizer._adasum.synchronized:
+            optimizer._adasum.loss_scale = self._scale
             try:
                 optimizer.synchronize()
             finally:
-                optimizer._loss_scale = None
+                optimizer._adasum.loss_scale = None
         super().unscale_(optimizer)
         # Gradients reduced by all ranks are equal on all ranks; others are not.
-        if not reduces_gradients or optimizer._any_partial:
+        if not reduces_gradients or optimizer._adasum.parameters.any_partial:
             self._agree(optimizer)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
@@ -62,13 +62,13 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state.setdefault(_BEGUN, wire.generation()) != wire.generation():
             del self._per_optimizer_states[id(optimizer)]
-            forget_scaler(optimizer)
+            scaling.forget_scaler(optimizer)
             return self._state_of(optimizer)
         return state
 
     def _agree(self, optimizer: Any) -> None:
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        process_set = optimizer._options.process_set
+        process_set = optimizer._adasum.options.process_set
         if size() == 1 or not process_set.included():
             return
         local = torch.stack([flag.cpu().reshape(()) for flag in found.values()] or
@@ -88,61 +88,13 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
             self.unscale_(optimizer)
-        setattr(optimizer, _AGREED, True)
+        setattr(optimizer, scaling.AGREED, True)
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            delattr(optimizer, _AGREED)
-        if getattr(optimizer, "change_overflowed", False):
-            optimizer.change_overflowed = False
+            delattr(optimizer, scaling.AGREED)
+        if getattr(optimizer._adasum, "change_overflowed", False):
+            optimizer._adasum.change_overflowed = False
             for flag in state["found_inf_per_device"].values():
                 flag.fill_(1)
         return result
-
-
-def forget_scaler(optimizer: Any) -> None:
-    """Remove a scaler's attributes from the optimizer, as torch's scaler does after a `step()`."""
-    for name in ("grad_scale", "found_inf"):
-        optimizer.__dict__.pop(name, None)
-
-
-def must_skip(optimizer: Any, consistent: bool) -> bool:
-    """Return whether this `step()` must be skipped because a scaler found an overflow.
-
-    Args:
-        optimizer: a distributed optimizer inside `step()`.
-        consistent: the gradients that the scaler checked are equal on all ranks.
-
-    Raises:
-        RuntimeError: torch's own scaler checked gradients that differ between ranks.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    if found is None:
-        return False
-    if not consistent and not getattr(optimizer, _AGREED, False):
-        forget_scaler(optimizer)
-        variant = "gradient" if optimizer._reduces_gradients else "delta"
-        raise RuntimeError(
-            f"{variant} variant on several ranks: expected a scaler that decides the same on "
-            "all ranks, but got torch's GradScaler; use adasum_hvd.torch.GradScaler"
-            + (
-                ", or call optimizer.synchronize() before scaler.step() and step inside "
-                "optimizer.skip_synchronize()"
-                if optimizer._reduces_gradients and not optimizer._any_partial
-                else ""
-            )
-        )
-    if bool(found):
-        return True
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        torch._foreach_div_(gradients, scale.item())
-    # Done here, so that an optimizer that supports them does not unscale again.
-    optimizer.grad_scale = optimizer.found_inf = None
-    return False

@@ -26,7 +26,7 @@ from adasum_hvd.torch.broadcasting import (
     broadcast_parameters,
 )
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
-from adasum_hvd.torch.optimizer.base import DistributedBase
+from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 __all__ = [
     "ElasticSampler",
@@ -64,16 +64,16 @@ class _Optimizer(horovod_state.OptimizerStateHandler):
     """An optimizer: restarts with the job's current ranks, and gets the root's state."""
 
     def sync_from(self, root: int, survived: bool) -> None:
-        distributed = isinstance(self.value, DistributedBase)
+        distributed = isinstance(self.value, DistributedWrapper)
         if distributed:
             self.value.restart()
         own = distributed and not self.value._reduces_gradients
         broadcast_optimizer_state(self.value, root, keep=own and survived)
         if own:
             window = broadcast_object(
-                self.value.window(), root, "adasum.elastic.window"
+                self.value._adasum.window(), root, "adasum.elastic.window"
             )
-            self.value.load_window(window)
+            self.value._adasum.load_window(window)
 
 
 class _Sampler(horovod_state.SamplerStateHandler):

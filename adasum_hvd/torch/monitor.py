@@ -16,8 +16,8 @@ from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.ddp import AdasumState
 from adasum_hvd.torch.objects import allgather_object, ranks_of
-from adasum_hvd.torch.optimizer.base import DistributedBase
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 
 class _Channel:
@@ -106,13 +106,13 @@ class AdasumMonitor:
         source = self._source
         if isinstance(source, AdasumState):
             return source.process_set
-        if not isinstance(source, DistributedBase):
+        if not isinstance(source, DistributedWrapper):
             raise TypeError(
                 "AdasumMonitor: expected an optimizer from DistributedOptimizer or an "
                 f"AdasumState, but got {type(source).__name__}"
             )
-        check_op(source._options.op)
-        return source._options.process_set
+        check_op(source._adasum.options.op)
+        return source._adasum.options.process_set
 
     def _attach(self, monitor: Monitor) -> None:
         if isinstance(self._source, AdasumState):
@@ -127,7 +127,10 @@ class AdasumMonitor:
         monitor.request_first(entries_of)
 
     def _entries_of_optimizer(self) -> Entries:
-        return {bucket.entry: bucket.names for bucket in self._source._common_buckets}
+        return {
+            bucket.entry: bucket.names
+            for bucket in self._source._adasum.reduction.common_buckets
+        }
 
     def _entries_of_state(self) -> Entries:
         return {

@@ -102,15 +102,21 @@ def banner(optimizer: Any) -> str:
         >>> if hvd.rank() == 0:                       # doctest: +SKIP
         ...     print(hvd.banner(optimizer))
     """
-    wire = {str(b.flat.dtype).removeprefix("torch.") for b in optimizer._buckets}
+    wire = {
+        str(b.flat.dtype).removeprefix("torch.")
+        for b in optimizer._adasum.reduction.buckets
+    }
     path = binding.transport_description(
-        LIBRARY, optimizer._options.process_set.process_set_id
+        LIBRARY, optimizer._adasum.options.process_set.process_set_id
     )
-    if any(b.flat.is_cuda for b in optimizer._buckets) and "devices" not in path:
+    if (
+        any(b.flat.is_cuda for b in optimizer._adasum.reduction.buckets)
+        and "devices" not in path
+    ):
         on_devices = binding.reduces_on_devices(LIBRARY)
         path += "; devices: " + ("NCCL" if on_devices else "through the host")
     return banner_of(
-        optimizer._options,
+        optimizer._adasum.options,
         torch_ops.settings(),
         "MPI" if mpi_ops.mpi_enabled() else "Gloo",
         path,

@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: AdaSum, Average or Sum around any torch optimizer.
 
-Two variants, one file each over a shared base (`base.py`):
+The user holds `wrapper.py`, an instance of the optimizer's own class. It asks one of two reducers:
 
 - `gradient.py`: gradients are reduced, then every rank takes the same step;
 - `delta.py`: every rank takes its own step, the weight changes are reduced, and
@@ -15,6 +15,7 @@ References:
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -33,14 +34,10 @@ from adasum_hvd.common.options import (
     groups_of,
     optimizer_op,
 )
-from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
-from adasum_hvd.torch.optimizer.base import DistributedBase
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.optimizer.delta import DeltaOptimizer
-from adasum_hvd.torch.optimizer.gradient import GradientOptimizer
-from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaOptimizer
+from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper, reducer_of
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -100,7 +97,7 @@ def _drop_patched_methods(distributed: Any) -> None:
         if name.startswith("_") or not callable(getattr(original, name, None)):
             continue
         del distributed.__dict__[name]
-        # A scheduler wraps step() to notice calls; DistributedBase tells it of them.
+        # A scheduler wraps step() to notice calls; DistributedWrapper tells it of them.
         by_scheduler = hasattr(method, "_wrapped_by_lr_sched")
         if not (by_scheduler and method.__wrapped__ is getattr(original, name)):
             warnings.warn(
@@ -115,23 +112,23 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
     options: Options,
+    allows_ddp: bool = False,
 ) -> Any:
-    """Return `optimizer`'s state in an instance of the variant that the op asks for."""
-    variant: type[DistributedBase] = GradientOptimizer
-    if options.is_delta:
-        offloaded = isinstance(optimizer, AdamOffload)
-        variant = OffloadDeltaOptimizer if offloaded else DeltaOptimizer
+    """Return `optimizer`'s state in an instance that reduces as the op says. Collective; blocks."""
 
     # Callers such as Accelerate look at the signature before they pass `set_to_none`.
     @with_signature_of(type(optimizer).zero_grad)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        variant.zero_grad(self, *args, **kwargs)
+        DistributedWrapper.zero_grad(self, *args, **kwargs)
 
     name = f"Distributed{type(optimizer).__name__}"
-    distributed = as_dynamic_subclass(optimizer, variant, name, zero_grad=zero_grad)
+    distributed = as_dynamic_subclass(
+        optimizer, DistributedWrapper, name, zero_grad=zero_grad
+    )
     _drop_patched_methods(distributed)
-    distributed._configure(optimizer, names, options)
-    distributed._wrapper_attributes = vars(distributed).keys() - vars(optimizer).keys()
+    distributed._wrapped = weakref.ref(optimizer)
+    distributed._adasum = reducer_of(distributed, names, options)
+    distributed._adasum.reduction.allows_ddp = allows_ddp
     return distributed
 
 
@@ -222,6 +219,4 @@ def DistributedOptimizer(
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
     names = _checked_names(optimizer, named_parameters)
-    distributed = wrap(optimizer, names, options)
-    distributed._may_see_ddp = "ddp" in allow_modes
-    return distributed
+    return wrap(optimizer, names, options, allows_ddp="ddp" in allow_modes)

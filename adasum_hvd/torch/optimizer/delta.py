@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,21 +14,21 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.torch import amp, wire
+from adasum_hvd.common.options import Options, ProcessSet, check_count
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 from adasum_hvd.torch.broadcasting import broadcast_parameters
-from adasum_hvd.torch.optimizer import weight_copies
-from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
-from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.optimizer.delta_buckets import (
+from adasum_hvd.torch.optimizer import scaling
+from adasum_hvd.torch.optimizer.buckets import (
     ChangeBucket,
+    NamedParameter,
     change_bucket,
     is_rounding,
 )
-from adasum_hvd.torch.optimizer.rounds import Rounds, bits_of, epoch
+from adasum_hvd.torch.optimizer.checks import ConsistencyCheck, duplicate_weights
+from adasum_hvd.torch.optimizer.checks.consistency import bits_of, epoch
+from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
 
-_STATE_KEY = "adasum_delta"
 # Hyperparameters that a rank may have of its own: its learning rates, and which code computes.
 _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$")
 
@@ -36,44 +38,77 @@ def _wide(weights: torch.Tensor) -> torch.Tensor:
     return weights.float() if weights.itemsize < 4 else weights
 
 
-class DeltaOptimizer(DistributedBase):
-    """Takes the local step and reduces what it changed; parameters always hold weights."""
+class DeltaReducer:
+    """Takes the local step and reduces what it changed; parameters always hold weights.
 
-    _reduces_gradients = False
-    _buckets: list[ChangeBucket]  # type: ignore[assignment]  # lists are invariant
+    Args:
+        optimizer: the distributed optimizer; held weakly.
+        reduction: its parameters, ranks and buckets.
+        options: those of `DistributedOptimizer`.
 
-    def _configure(
-        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
-    ) -> None:
+    Attributes:
+        change_overflowed: a reduced change was not finite; read and cleared by the scaler.
+    """
+
+    reduces_gradients = False
+    skip_synchronize = False
+    keeps_masters = False
+
+    def __init__(self, optimizer: Any, reduction: Reduction, options: Options):
+        self._optimizer = weakref.ref(optimizer)
+        self.reduction, self.options = reduction, options
+        self.parameters = reduction.parameters
         self._local_step = 0  # steps taken since the replicas were last equal
         self._waiting: dict[str, Any] | None = None  # a window, for the next buckets
-        super()._configure(plain, names, options)
+        self._connect()
+
+    @property
+    def optimizer(self) -> Any:
+        """The distributed optimizer."""
+        return self._optimizer()
+
+    @property
+    def buckets(self) -> list[ChangeBucket]:
+        """All that reductions travel in."""
+        return self.reduction.buckets
 
     def _connect(self) -> None:
         self._scaled = False  # a gradient scaler called this step()
         self._replaced = False  # weights took the place of those that all agreed on
         self._epoch: int | None = None  # in which all ranks have agreed on a start
         self._stepped_here = self._looked_for_copies = False
-        self.change_overflowed = False  # read and cleared by hvd.GradScaler
-        super()._connect()
+        self.change_overflowed = False
+        self.reduction.connect(self.rebuild)
+
+    def synchronize(self) -> None:
+        """Do nothing: backward starts no reduction."""
+
+    def before_zero_grad(self) -> None:
+        """Do nothing: gradients are local."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
+        check_count("backward_passes_per_step", passes)
+        self.options = replace(self.options, backward_passes_per_step=passes)
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> ChangeBucket:
-        self._members.append([parameter for _, parameter in members])
+        self.members.append([parameter for _, parameter in members])
         return change_bucket(
             f"weights.{label}",
-            [(name, self._weights(parameter)) for name, parameter in members],
-            self._wire_dtype(members[0][1]),
-            self._options,
+            [(name, self.weights_of(parameter)) for name, parameter in members],
+            self.parameters.wire_dtype(self.weights_of(members[0][1])),
+            self.options,
             process_set,
         )
 
-    def _weights(self, parameter: torch.Tensor) -> torch.Tensor:
+    def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that holds the parameter's weights; steps change it in place."""
         return parameter
 
-    def _check_may_change(self) -> None:
+    def check_may_change(self) -> None:
+        """Raise RuntimeError inside a window of local steps."""
         if self._local_step:
             raise RuntimeError(
                 "DistributedOptimizer: required parameters to change between reductions, got "
@@ -81,25 +116,25 @@ class DeltaOptimizer(DistributedBase):
                 "; call step() until the window is complete first"
             )
 
-    def _announce_change(self, rounds: Rounds) -> None:
+    def _announce_change(self, check: ConsistencyCheck) -> None:
         """Send another dtype under the names of the messages that the other ranks send next.
 
         Horovod then reports to all ranks that the dtypes differ.
         """
-        self._check_may_change()
+        self.check_may_change()
         if self._epoch != epoch():
-            names = [rounds.message_name("start")]
+            names = [check.message_name("start")]
         elif not self._looked_for_copies:
-            names = [rounds.message_name("weight_copies")]
-        elif rounds.is_due:
-            names = [rounds.message_name("next")]
+            names = [check.message_name("weight_copies")]
+        elif check.is_due:
+            names = [check.message_name("next")]
         else:
             names = [
                 bucket.entry.removeprefix("allreduce.")
-                for bucket in self._common_buckets
+                for bucket in self.reduction.common_buckets
             ]
         none = torch.zeros(1, dtype=torch.int64)
-        process_set = self._options.process_set
+        process_set = self.options.process_set
         handles = [
             torch_ops.allreduce_async(
                 none, name=name, op=ops.Sum, process_set=process_set
@@ -110,42 +145,44 @@ class DeltaOptimizer(DistributedBase):
             with suppress(HorovodInternalError):  # the buckets' comparison says more
                 wire.synchronize(handle)
 
-    def _build_buckets(self) -> None:
-        self._check_may_change()
-        self._members: list[list[torch.Tensor]] = []  # parameters by bucket
-        super()._build_buckets()
+    def rebuild(self) -> None:
+        """Make the buckets anew. Collective; blocks."""
+        self.check_may_change()
+        self.members: list[list[torch.Tensor]] = []  # parameters by bucket
+        self.reduction.build(self._make_bucket, travels_as=self.weights_of)
 
-    def _own_tensors(self) -> Iterable[torch.Tensor]:
-        starts = (b.start_weights for b in self._buckets if not b.flat_is_start)
-        return [*super()._own_tensors(), *starts]
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept in addition to the optimizer's."""
+        starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
+        return [*(bucket.flat for bucket in self.buckets), *starts]
 
     # ---- the step ----
 
     def _begin_window(self) -> None:
         """Note where all ranks start."""
         first = self._epoch != epoch()  # or the first since some ranks had joined
-        for index in range(len(self._buckets)):
-            self._replaced |= self._keep_start(index)
-        if first and self._rounds is not None:
-            self._agree_on_start(self._rounds)
+        for index in range(len(self.buckets)):
+            self._replaced |= self._begin_bucket(index)
+        if first and self.reduction.consistency is not None:
+            self._agree_on_start(self.reduction.consistency)
             self._replaced = False
         self._epoch = epoch()
 
-    def _agree_on_start(self, rounds: Rounds) -> None:
+    def _agree_on_start(self, check: ConsistencyCheck) -> None:
         """Take the first rank's start where this rank's is another one by rounding. Collective.
 
         Raises:
             RuntimeError: on any rank it is another one by more; on every rank.
         """
         starts = self._common_starts()
-        bits = rounds.ask("start", bits_of(starts))
+        bits = check.ask("start", bits_of(starts))
         if len(set(bits.values())) == 1:
             return
         root, own = min(bits), [start.clone() for start in starts]
-        broadcast_parameters(starts, root, self._options.process_set)
+        broadcast_parameters(starts, root, self.options.process_set)
         pairs = zip(map(_wide, own), map(_wide, starts), strict=True)
         far = not all(is_rounding(mine, agreed) for mine, agreed in pairs)
-        others = [rank for rank, is_far in rounds.ask("far", far).items() if is_far]
+        others = [rank for rank, is_far in check.ask("far", far).items() if is_far]
         if others:
             raise RuntimeError(
                 "DistributedOptimizer: required the same weights on all ranks before the first "
@@ -155,27 +192,25 @@ class DeltaOptimizer(DistributedBase):
             )
 
     def _common_starts(self) -> list[torch.Tensor]:
-        return [bucket.start_weights for bucket in self._common_buckets]
+        return [bucket.start_weights for bucket in self.reduction.common_buckets]
 
-    def _keep_start(self, index: int) -> bool:
+    def _begin_bucket(self, index: int) -> bool:
         """Note a bucket's start; return whether it is another one than all agreed on."""
-        return self._buckets[index].open()
+        return self.buckets[index].begin_window()
 
     def _settings(self, first: bool) -> dict[str, Any]:
         """Return what has to be the same in the first step; schedules may then differ."""
         if not first:
             return {}
-        everything = super()._settings(first)
+        everything = self.reduction.settings()
         return {n: v for n, v in everything.items() if not _OF_A_RANK.search(n)}
 
-    def _has_news(self) -> bool:
-        return self._replaced
-
-    def _hear_news(self) -> None:
-        """Compare the starts: weights were changed between steps since the last question."""
+    def _next_round(self, check: ConsistencyCheck) -> None:
+        """Compare the ranks, and their starts if weights were changed between steps. Collective."""
+        if not check.next_round(self._settings, lambda: self._replaced):
+            return
         self._replaced = False
-        assert self._rounds is not None
-        bits = self._rounds.ask("changed", bits_of(self._common_starts()))
+        bits = check.ask("changed", bits_of(self._common_starts()))
         if len(set(bits.values())) > 1:
             raise RuntimeError(
                 "DistributedOptimizer: required the same weights on all ranks at the start "
@@ -191,38 +226,37 @@ class DeltaOptimizer(DistributedBase):
         Under a gradient scaler a change that is not finite (float16 on the wire overflows
         where the gradients did not) is dropped, and the scaler told.
         """
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.finish()
-        if self._scaled and self._reducing and not self._changes_are_finite():
+        if self._scaled and self.reduction.reducing and not self._changes_are_finite():
             self._restore()
             self.change_overflowed = True
             return
-        limit = self._options.clip_delta_norm
-        if limit is not None and self._buckets:
+        limit = self.options.clip_delta_norm
+        if limit is not None and self.buckets:
             norms = [
-                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self._buckets
+                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self.buckets
             ]
             norm = torch.linalg.vector_norm(torch.stack(norms)).item()
-            for bucket in self._buckets if norm > limit else ():
+            for bucket in self.buckets if norm > limit else ():
                 bucket.flat.mul_(limit / norm)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.apply()
 
     def _changes_are_finite(self) -> bool:
         """Return whether all reduced changes are finite, the same on all ranks."""
-        largest = [bucket.largest().double().cpu() for bucket in self._buckets]
+        largest = [bucket.largest().double().cpu() for bucket in self.buckets]
         finite = torch.isfinite(torch.stack(largest)).all()
-        if self._any_partial:  # not all ranks have reduced the same
+        if self.parameters.any_partial:  # not all ranks have reduced the same
             finite = torch_ops.allreduce(
                 finite.double().reshape(1),
-                name=f"adasum.change_is_finite.{self._instance}",
+                name=f"adasum.change_is_finite.{self.parameters.instance}",
                 op=ops.Min,
-                process_set=self._options.process_set,
+                process_set=self.options.process_set,
             )
         return bool(finite)
 
-    @torch.no_grad()
-    def step(self, closure: StepClosure = None) -> Any:
+    def step(self, *closure: Any) -> Any:
         """Take the local step, and on every `local_steps`-th reduce and apply the change.
 
         Hooks see weights as they are when all that is done: reduced ones, on those steps. A
@@ -234,31 +268,29 @@ class DeltaOptimizer(DistributedBase):
             RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
                 reduce; the optimizer keeps a second copy of the weights, the ranks have taken
                 different steps, or their weights were changed differently (on every rank).
+            ValueError: the ranks' parameters differ; on every rank.
         """
-        self._follow_parameters()
-        self._drop_frozen_gradients()
-        self._scaled = getattr(self, "found_inf", None) is not None
-        skip = amp.must_skip(self, consistent=self._alone)
+        self.reduction.follow_parameters(self._announce_change, self.rebuild)
+        self.reduction.drop_frozen_gradients()
+        self._scaled = getattr(self.optimizer, "found_inf", None) is not None
+        skip = scaling.must_skip(self.optimizer, consistent=self.reduction.alone)
         try:
             if self._local_step == 0:
                 self._begin_window()
             if skip:
                 self._end_step()
                 return None
-            return self._hooked_step(*([] if closure is None else [closure]))
+            return self.optimizer._adasum_hooked_step(*closure)
         except HorovodInternalError as error:
             if "Mismatched data types" in str(error):
-                self._build_buckets()  # raises, and says how the ranks differ
+                self.rebuild()  # raises, and says how the ranks differ
             raise
 
-    @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
-    def _hooked_step(self, closure: StepClosure = None) -> Any:
-        step = super().step.__func__
-        # torch wraps the user's step() with the hooks, too: they would come before the reduction.
-        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
+    def hooked_step(self, *closure: Any) -> Any:
+        """Take the local step and reduce, in the middle of the optimizer's hooks."""
         try:
-            with self._evaluating():
-                result = unhooked(self, *([] if closure is None else [closure]))
+            with self.reduction.evaluating():
+                result = self.optimizer._adasum_unhooked_step(*closure)
         except BaseException:
             self._restore()
             raise
@@ -268,43 +300,44 @@ class DeltaOptimizer(DistributedBase):
 
     def _end_step(self) -> None:
         self._local_step += 1
-        if self._local_step >= self._options.local_steps:
+        if self._local_step >= self.options.local_steps:
             self._local_step = 0
             try:
-                if self._stepped_here and not self._looked_for_copies:
-                    self._looked_for_copies = True
-                    self._check_weight_copies()
-                self._next_round()
-                for bucket in self._buckets:
+                if self.reduction.consistency is not None:
+                    self._check_duplicates(self.reduction.consistency)
+                    self._next_round(self.reduction.consistency)
+                for bucket in self.buckets:
                     bucket.start()
                 self._apply()
             except Exception:
-                self._abandon()
+                abandon(self.buckets)
                 self._restore()
                 raise
-        self._note_step()
+        self.reduction.note_step()
 
-    def _find_weight_copies(self) -> tuple[str, ...]:
-        attributes = vars(self).keys() - self._wrapper_attributes
-        return weight_copies.find(self, sorted(attributes))
-
-    def _check_weight_copies(self) -> None:
-        """Raise on every rank where, on any, the optimizer holds the weights twice. Collective."""
-        if self._rounds is None:
+    def _check_duplicates(self, check: ConsistencyCheck) -> None:
+        """Raise on every rank if on any the optimizer holds the weights twice. Collective."""
+        if not self._stepped_here or self._looked_for_copies:
             return
-        places = self._find_weight_copies()
-        if any(self._rounds.ask("weight_copies", bool(places)).values()):
+        self._looked_for_copies = True
+        attributes = vars(self.optimizer).keys() - {"_adasum", "_wrapped"}
+        places = (
+            ()
+            if self.keeps_masters
+            else duplicate_weights.find(self.optimizer, sorted(attributes))
+        )
+        if any(check.ask("weight_copies", bool(places)).values()):
             where = places[0] if places else "on another rank"
             raise RuntimeError(
                 "delta variant: required an optimizer whose weights are the parameters alone, got "
-                f"a {self._base.__name__} that keeps them a second time ({where}), where "
+                f"a {self.optimizer._base.__name__} that keeps them a second time ({where}), where "
                 "no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload for "
                 "float32 master weights"
             )
 
     def _restore(self) -> None:
         """Set every parameter to the start."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.restore()
 
     # ---- resume inside a window of local steps ----
@@ -314,9 +347,9 @@ class DeltaOptimizer(DistributedBase):
 
         A rank alone has none: each of its steps is what all ranks have.
         """
-        if self._waiting or not (self._local_step and self._buckets):
+        if self._waiting or not (self._local_step and self.buckets):
             return self._waiting
-        starts = [bucket.start_weights.clone() for bucket in self._buckets]
+        starts = [bucket.start_weights.clone() for bucket in self.buckets]
         return {"local_step": self._local_step, "starts": starts}
 
     def load_window(self, window: dict[str, Any] | None) -> None:
@@ -326,12 +359,12 @@ class DeltaOptimizer(DistributedBase):
             ValueError: the window's starts are not those of these parameters.
         """
         self._local_step, self._waiting = 0, None
-        if not window or not self._reducing:
+        if not window or not self.reduction.reducing:
             return
-        if not self._buckets:  # the ranks have failed to meet, and will again
+        if not self.buckets:  # the ranks have failed to meet, and will again
             self._waiting = window
             return
-        places = [bucket.start_weights for bucket in self._buckets]
+        places = [bucket.start_weights for bucket in self.buckets]
         wanted = [place.numel() for place in places]
         sizes = [saved.numel() for saved in window["starts"]]
         if sizes != wanted:
@@ -345,25 +378,9 @@ class DeltaOptimizer(DistributedBase):
             place.copy_(saved)
 
     def restart(self) -> None:
-        """As the base's; a window of local steps goes on."""
+        """Begin anew with the ranks that there are now; a window of local steps goes on."""
         window, self._local_step = self.window(), 0
-        super().restart()
+        for bucket in self.buckets:
+            bucket.drop()
+        self._connect()
         self.load_window(window)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus the start of an unfinished window of local steps."""
-        state = super().state_dict()
-        if window := self.window():
-            state[_STATE_KEY] = window
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; a state dict of a plain optimizer starts a new window."""
-        state_dict = dict(state_dict)
-        window = state_dict.pop(_STATE_KEY, None)
-        super().load_state_dict(state_dict)
-        self.load_window(window)
-
-
-# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
-DeltaOptimizer.step.hooked = True

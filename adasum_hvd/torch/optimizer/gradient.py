@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.torch import amp
+from adasum_hvd.common.options import Options, ProcessSet, check_count
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.optimizer.base import DistributedBase, StepClosure
-from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
-from adasum_hvd.torch.optimizer.countdown import GradientCountdown
-from adasum_hvd.torch.optimizer.rounds import Rounds
-from adasum_hvd.torch.optimizer.sparse_bucket import SparseBucket
+from adasum_hvd.torch.optimizer import scaling
+from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter, SparseBucket
+from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
+from adasum_hvd.torch.optimizer.ready_counter import GradientReadyCounter
+from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
 
 
-class GradientOptimizer(DistributedBase):
-    """Reduces gradients while backward runs; `step()` waits for the last of them."""
+class GradientReducer:
+    """Reduces gradients while backward runs; `step()` waits for the last of them.
 
-    _reduces_gradients = True
+    Args:
+        optimizer: the distributed optimizer; held weakly.
+        reduction: its parameters, ranks and buckets.
+        options: those of `DistributedOptimizer`.
 
-    def _configure(
-        self, plain: torch.optim.Optimizer, names: dict[int, str], options: Options
-    ) -> None:
-        self._countdown: GradientCountdown | None = None
-        self._skip_synchronize = False
-        self._sparse: list[SparseBucket] = []
-        # That of a GradScaler, while it reduces.
-        self._loss_scale: torch.Tensor | None = None
-        super()._configure(plain, names, options)
+    Attributes:
+        buckets: flat ones and those of rows.
+        skip_synchronize: `step()` is to use the gradients as they are.
+        loss_scale: that of a GradScaler, while it reduces.
+    """
+
+    reduces_gradients = True
+
+    def __init__(self, optimizer: Any, reduction: Reduction, options: Options):
+        self._optimizer = weakref.ref(optimizer)
+        self.reduction, self.options = reduction, options
+        self.parameters = reduction.parameters
+        self._counter: GradientReadyCounter | None = None
+        self.skip_synchronize = False
+        self.loss_scale: torch.Tensor | None = None
+        self._connect()
+
+    @property
+    def optimizer(self) -> Any:
+        """The distributed optimizer."""
+        return self._optimizer()
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self.parameters.name_of(parameter)
 
     def _connect(self) -> None:
         self._sparse_names: set[str] = set()
         self._sparse_due = False  # some rank has found one more
+        self._sparse: list[SparseBucket] = []
         self._reset(synchronized=False)
-        super()._connect()
+        self.reduction.connect(self.rebuild)
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -47,79 +66,85 @@ class GradientOptimizer(DistributedBase):
         return Bucket(
             f"grad.{label}",
             members,
-            self._wire_dtype(members[0][1]),
-            self._options.op,
-            self._options.factors,
+            self.parameters.wire_dtype(members[0][1]),
+            self.options.op,
+            self.options.factors,
             process_set,
             with_flags=True,
         )
 
-    def _bucketed(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+    def _dense(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
         """Return those whose gradients are dense, as far as is known."""
         rows = [(name, p) for name, p in named if name in self._sparse_names]
         self._sparse = []
         if rows:
-            label = f"sparse.{self._instance}"
-            op, process_set = self._options.op, self._options.process_set
+            label = f"sparse.{self.parameters.instance}"
+            op, process_set = self.options.op, self.options.process_set
             self._sparse = [SparseBucket(label, rows, op, process_set)]
         return [(name, p) for name, p in named if name not in self._sparse_names]
 
-    def _build_buckets(self) -> None:
+    def rebuild(self) -> None:
+        """Make the buckets anew. Collective; blocks."""
         self._check_unchanged(in_buckets=True)
         self._drain()
-        if self._countdown:
-            self._countdown.close()
+        if self._counter:
+            self._counter.close()
         self._members = self._current_members()
-        super()._build_buckets()
-        self._carriers = [*self._buckets, *self._sparse]
+        self.buckets: list[Any] = []
+        self.reduction.build(self._make_bucket, self._dense)
+        self.buckets = [*self.reduction.buckets, *self._sparse]
         self._count()
 
+    def check_may_change(self) -> None:
+        """Parameters may be added at any time."""
+
     def _count(self) -> None:
-        self._countdown = GradientCountdown(
-            self._carriers,
-            self._options.backward_passes_per_step,
-            self._name_of,
+        self._counter = GradientReadyCounter(
+            self.buckets,
+            self.options.backward_passes_per_step,
+            self.parameters.name_of,
             self._on_complete,
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As the base's.
-
-        Raises:
-            RuntimeError: a backward pass has not been followed by `step()` or `zero_grad()`: what
-                it has made may be reduced already, and more passes could not add to it.
-        """
+        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
         if self._touched:
             raise RuntimeError(
                 "set_backward_passes_per_step(): required no backward pass since the last step() "
                 "or zero_grad(), got one, whose gradients may be reduced already; call step() or "
                 "zero_grad() of this optimizer first"
             )
-        super().set_backward_passes_per_step(passes)
-        if self._countdown:
-            self._countdown.close()
+        check_count("backward_passes_per_step", passes)
+        self.options = replace(self.options, backward_passes_per_step=passes)
+        if self._counter:
+            self._counter.close()
         self._count()
 
     @property
-    def _synchronized(self) -> bool:
+    def synchronized(self) -> bool:
         """Whether the gradients are the reduced ones: none has come since."""
         return self._was_synchronized and not self._touched
 
     @property
     def _touched(self) -> bool:
-        return self._countdown is not None and self._countdown.touched
+        return self._counter is not None and self._counter.touched
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
-        self._handed_out: list[torch.Tensor | None] = []  # gradients of synchronize()
-        if self._countdown:
-            self._countdown.reset()
+        self._of_synchronize: list[torch.Tensor | None] = []  # the gradients it left
+        if self._counter:
+            self._counter.reset()
 
     def restart(self) -> None:
-        """As the base's. Gradients are dropped where a part of them may be half reduced."""
-        if any(self._is_under_way(bucket) for bucket in self._buckets):
-            torch.optim.Optimizer.zero_grad(self)
-        super().restart()
+        """Begin anew with the ranks that there are now. Collective.
+
+        Gradients are dropped if a part of them may be half reduced.
+        """
+        if any(self._is_under_way(bucket) for bucket in self.reduction.buckets):
+            torch.optim.Optimizer.zero_grad(self.optimizer)
+        for bucket in self.buckets:
+            bucket.drop()
+        self._connect()
 
     @staticmethod
     def _is_under_way(bucket: Bucket) -> bool:
@@ -131,51 +156,53 @@ class GradientOptimizer(DistributedBase):
     # ---- a round: all buckets, on all ranks ----
 
     def _on_complete(self, index: int) -> None:
-        self._start(self._carriers[index])
+        self._start(self.buckets[index])
 
     @torch.no_grad()
-    def _start(self, carrier: Any) -> None:
-        gradients = [parameter.grad for parameter in carrier.params]
-        for parameter, gradient in zip(carrier.params, gradients, strict=True):
+    def _start(self, bucket: Any) -> None:
+        gradients = [parameter.grad for parameter in bucket.params]
+        for parameter, gradient in zip(bucket.params, gradients, strict=True):
             if gradient is not None and gradient.is_sparse:
                 self._check_sparse(parameter)
-        carrier.fill(gradients)
-        if carrier in self._buckets and self._is_changing():
-            carrier.announce_change()
-        carrier.start()
+        bucket.fill(gradients)
+        if bucket in self.reduction.buckets and self._is_changing():
+            bucket.announce_change()
+        bucket.start()
 
     def _check_sparse(self, parameter: torch.Tensor) -> None:
-        gathers = self._options.op in (ops.Average, ops.Sum)
-        if not gathers and not self._options.sparse_as_dense:
+        gathers = self.options.op in (ops.Average, ops.Sum)
+        if not gathers and not self.options.sparse_as_dense:
             raise ValueError(
                 f"gradient of {self._name_of(parameter)}: required a dense gradient with op="
-                f"{self._options.op.name}, got a sparse one; pass sparse_as_dense=True, or "
+                f"{self.options.op.name}, got a sparse one; pass sparse_as_dense=True, or "
                 "make the layer with sparse=False"
             )
 
     def _run_round(self) -> None:
         """Start what backward has not started, and wait for all of it. Collective; blocks."""
-        for carrier in self._carriers:
-            if not carrier.in_flight:
-                self._start(carrier)
+        for bucket in self.buckets:
+            if not bucket.in_flight:
+                self._start(bucket)
         try:
-            self._next_round()
-            for carrier in self._carriers:
-                carrier.finish()
+            if self.reduction.consistency is not None:
+                self._sparse_due |= self.reduction.consistency.next_round(
+                    self._settings, lambda: bool(self._new_sparse_names())
+                )
+            for bucket in self.buckets:
+                bucket.finish()
         except Exception:
-            self._abandon()
+            abandon(self.buckets)
             self._reset(synchronized=False)
             raise
 
     def _is_changing(self) -> bool:
         """Return whether the next step makes other buckets, as far as backward can tell."""
-        return self._changes or self._members != self._current_members()
+        return self.parameters.changes or self._members != self._current_members()
 
     def _current_members(self) -> list[tuple[int, bool]]:
-        groups = self.param_groups
-        return [(id(p), p.requires_grad) for group in groups for p in group["params"]]
+        return [(id(p), p.requires_grad) for p in self.parameters]
 
-    def _announce_change(self, rounds: Rounds) -> None:
+    def _announce_change(self, _: ConsistencyCheck) -> None:
         self._check_unchanged(in_buckets=True)
         self._run_round()
         self._drop_round()
@@ -195,24 +222,24 @@ class GradientOptimizer(DistributedBase):
             self._follow_sparse()
 
     def _drop_round(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.reduction.buckets:
             places = [
                 place
                 for place, parameter in enumerate(bucket.params)
-                if parameter.grad is not None and bucket.may_hold_gradient(place)
+                if parameter.grad is not None and bucket.allows_view(place)
             ]
             self._write_back(bucket, places)
         self._reset(synchronized=False)
 
     def _reduce(self) -> None:
-        self._follow_parameters()
-        self._drop_frozen_gradients()
+        self.reduction.follow_parameters(self._announce_change, self.rebuild)
+        self.reduction.drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
-        if any(bucket.announces_change for bucket in self._common_buckets):
+        if any(bucket.announces_change for bucket in self.reduction.common_buckets):
             self._drop_round()
-            self._build_buckets()  # raises, and says how the ranks differ
-        for bucket in self._buckets:
+            self.rebuild()  # raises, and says how the ranks differ
+        for bucket in self.reduction.buckets:
             self._write_back(bucket, range(len(bucket.params)))
         for rows in self._sparse:
             rows.write_back()
@@ -221,7 +248,7 @@ class GradientOptimizer(DistributedBase):
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:
         """Raise where a gradient (of those in buckets) is not as backward has left it."""
-        changed = self._countdown.changed(in_buckets) if self._countdown else None
+        changed = self._counter.changed(in_buckets) if self._counter else None
         if changed is not None:
             raise RuntimeError(
                 f"gradient of {self._name_of(changed)}: required as backward has left it, got "
@@ -230,19 +257,13 @@ class GradientOptimizer(DistributedBase):
                 "and step inside optimizer.skip_synchronize()"
             )
 
-    def _has_news(self) -> bool:
-        return bool(self._new_sparse_names())
-
-    def _hear_news(self) -> None:
-        self._sparse_due = True
-
     def _new_sparse_names(self) -> list[str]:
         """Return the parameters that have turned out to have sparse gradients."""
-        if self._options.sparse_as_dense:
+        if self.options.sparse_as_dense:
             return []
         return [
-            self._name_of(parameter)
-            for bucket in self._common_buckets
+            self.parameters.name_of(parameter)
+            for bucket in self.reduction.common_buckets
             for parameter in bucket.params
             if parameter.grad is not None and parameter.grad.is_sparse
         ]
@@ -251,10 +272,10 @@ class GradientOptimizer(DistributedBase):
         """Give them a bucket of their own, on all ranks at once."""
         if self._sparse_due:
             self._sparse_due = False
-            mine, process_set = self._new_sparse_names(), self._options.process_set
+            mine, process_set = self._new_sparse_names(), self.options.process_set
             for names in allgather_object(mine, "adasum.sparse", process_set):
                 self._sparse_names.update(names)
-            self._build_buckets()
+            self.rebuild()
 
     def synchronize(self) -> None:
         """Wait until every `.grad` holds the reduced gradient.
@@ -269,7 +290,7 @@ class GradientOptimizer(DistributedBase):
                 taken different steps, or have other hyperparameters (on every rank).
         """
         self._reduce()
-        self._handed_out = [p.grad for c in self._carriers for p in c.params]
+        self._of_synchronize = [p.grad for c in self.buckets for p in c.params]
 
     def _write_back(self, bucket: Bucket, places: Iterable[int]) -> None:
         """Set gradients to what was reduced: to the bucket's own memory, without a copy."""
@@ -282,9 +303,9 @@ class GradientOptimizer(DistributedBase):
                 parameter.grad = dense.to_sparse(gradient.sparse_dim())
             elif gradient is None and bucket.flags[index] == 0:
                 continue  # no rank has one
-            elif bucket.may_hold_gradient(index):
+            elif bucket.allows_view(index):
                 if gradient is None or not bucket.holds(index, gradient):
-                    bucket.hand_out(index)
+                    bucket.set_gradient_view(index)
             elif gradient is None:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:
@@ -293,44 +314,28 @@ class GradientOptimizer(DistributedBase):
         if gradients:
             torch._foreach_copy_(gradients, views)
 
-    def _settings(self, first: bool) -> dict[str, Any]:
-        passes = self._options.backward_passes_per_step
-        settings = {**super()._settings(first), "backward_passes_per_step": passes}
-        if self._loss_scale is not None:
-            settings["GradScaler's scale"] = self._loss_scale.item()
+    def _settings(self, _: bool) -> dict[str, Any]:
+        passes = self.options.backward_passes_per_step
+        settings = {**self.reduction.settings(), "backward_passes_per_step": passes}
+        if self.loss_scale is not None:
+            settings["GradScaler's scale"] = self.loss_scale.item()
         return settings
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` use the gradients as they are, after an own `synchronize()`.
-
-        Example:
-            >>> opt.synchronize()                                      # doctest: +SKIP
-            >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1)  # doctest: +SKIP
-            >>> with opt.skip_synchronize():                           # doctest: +SKIP
-            ...     opt.step()
-        """
-        self._skip_synchronize = True
-        try:
-            yield
-        finally:
-            self._skip_synchronize = False
 
     def _check_synchronized(self) -> None:
         """Raise where `step()` was told, or has reason, to leave out the reduction, wrongly."""
-        if self._alone:
+        if self.reduction.alone:
             return
-        if self._skip_synchronize and not self._synchronized:
-            amp.forget_scaler(self)
+        if self.skip_synchronize and not self.synchronized:
+            scaling.forget_scaler(self.optimizer)
             raise RuntimeError(
                 "skip_synchronize(): required synchronize() since the last backward pass, got "
                 "none; every rank would step with gradients of its own, so call "
                 "optimizer.synchronize() first, or step() outside of skip_synchronize()"
             )
-        scaled = getattr(self, "found_inf", None) is not None
-        if self._synchronized and not self._skip_synchronize and not scaled:
-            parameters = (p for c in self._carriers for p in c.params)
-            for p, gradient in zip(parameters, self._handed_out, strict=False):
+        scaled = getattr(self.optimizer, "found_inf", None) is not None
+        if self.synchronized and not self.skip_synchronize and not scaled:
+            parameters = (p for c in self.buckets for p in c.params)
+            for p, gradient in zip(parameters, self._of_synchronize, strict=False):
                 if p.grad is not gradient:
                     raise RuntimeError(
                         f"gradient of {self._name_of(p)}: required the one of synchronize(), got "
@@ -338,8 +343,7 @@ class GradientOptimizer(DistributedBase):
                         "step inside skip_synchronize() if it is the same on all ranks"
                     )
 
-    @torch.no_grad()
-    def step(self, closure: StepClosure = None) -> Any:
+    def step(self, *closure: Any) -> Any:
         """Take the optimizer's step with the reduced gradients. Collective; blocks.
 
         After each evaluation of a closure its gradients are reduced and its loss averaged, so
@@ -351,54 +355,59 @@ class GradientOptimizer(DistributedBase):
                 there is nothing to reduce; or the ranks have taken different steps, or have
                 other hyperparameters (on every rank).
         """
-        self._drop_frozen_gradients()
-        if closure is not None:
-            losses: list[Any] = []
-
-            def reduced_closure() -> Any:
-                with torch.enable_grad():
-                    losses.append(closure())
-                self._reduce()
-                return self._mean_loss(losses[-1])
-
-            with self._evaluating():
-                super().step(reduced_closure)
-            result = losses[0] if losses else None
-        else:
-            self._check_synchronized()
-            consistent = self._alone or (self._synchronized and not self._any_partial)
-            if amp.must_skip(self, consistent):
-                self._drain()
-                result = None
-            else:
-                if not self._synchronized:
-                    self._reduce()
-                result = super().step()
+        self.reduction.drop_frozen_gradients()
+        result = self._step_with(*closure) if closure else self._plain_step()
         self._reset(synchronized=False)
-        self._note_step()
+        self.reduction.note_step()
         return result
 
+    def _plain_step(self) -> Any:
+        self._check_synchronized()
+        partial = self.parameters.any_partial
+        consistent = self.reduction.alone or (self.synchronized and not partial)
+        if scaling.must_skip(self.optimizer, consistent):
+            self._drain()
+            return None
+        if not self.synchronized:
+            self._reduce()
+        return self.optimizer._adasum_step()
+
+    def _step_with(self, closure: Any) -> Any:
+        losses: list[Any] = []
+
+        def reduced_closure() -> Any:
+            with torch.enable_grad():
+                losses.append(closure())
+            self._reduce()
+            return self._mean_loss(losses[-1])
+
+        with self.reduction.evaluating():
+            self.optimizer._adasum_step(reduced_closure)
+        return losses[0] if losses else None
+
     def _mean_loss(self, loss: Any) -> Any:
-        """Return the loss that all ranks see: a line search must not part them."""
-        if self._alone or loss is None:
+        """Return the loss that all ranks see, so that a line search does the same on all."""
+        if self.reduction.alone or loss is None:
             return loss
         local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
         return torch_ops.allreduce(
             local,
-            name=f"adasum.loss.{self._instance}",
+            name=f"adasum.loss.{self.parameters.instance}",
             op=ops.Average,
-            process_set=self._options.process_set,
+            process_set=self.options.process_set,
         ).reshape(())
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the base's. Gradients that are being reduced are waited for and dropped.
-
-        Collective where a backward pass has not been followed by `step()`.
-        """
+    def before_zero_grad(self) -> None:
+        """Wait for gradients that are being reduced, and drop them."""
         self._drain()
         self._reset(synchronized=False)
-        super().zero_grad(*args, **kwargs)
 
+    def window(self) -> None:
+        """Return None: there are no local steps."""
 
-# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
-GradientOptimizer.step.hooked = True
+    def load_window(self, window: Any) -> None:
+        """Ignore a window of the delta variant."""
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept in addition to the optimizer's."""
+        return [bucket.flat for bucket in self.reduction.buckets]

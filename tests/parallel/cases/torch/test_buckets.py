@@ -40,7 +40,10 @@ def case_gradients_are_views_of_buckets() -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
             loss_of(model, hvd.rank(), step).backward()
             optimizer.step()
-            memory = {b.flat.untyped_storage().data_ptr() for b in optimizer._buckets}
+            memory = {
+                b.flat.untyped_storage().data_ptr()
+                for b in optimizer._adasum.reduction.buckets
+            }
             for parameter in model.parameters():
                 assert parameter.grad.untyped_storage().data_ptr() in memory
         kept = [p.grad.data_ptr() for p in models[0].parameters()]

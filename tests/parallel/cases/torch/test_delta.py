@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch.optimizer import delta_buckets
+from adasum_hvd.torch.optimizer.buckets import weight_change
 
 
 def trained(in_op: bool, disturb=lambda model, step: None, **kwargs) -> list:
@@ -19,9 +19,9 @@ def trained(in_op: bool, disturb=lambda model, step: None, **kwargs) -> list:
     # 41 x 200 elements lie on several slices, the rest on one.
     model = nn.Sequential(nn.Linear(41, 200), nn.Tanh(), nn.Linear(200, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    kind = delta_buckets.ChangeInOpBucket if in_op else delta_buckets.ChangeBucket
+    kind = weight_change.ChangeInOpBucket if in_op else weight_change.ChangeBucket
     with mock.patch.object(
-        delta_buckets,
+        weight_change,
         "op_takes",
         side_effect=lambda *arguments: in_op,
     ):
@@ -35,7 +35,7 @@ def trained(in_op: bool, disturb=lambda model, step: None, **kwargs) -> list:
         functional.cross_entropy(model(inputs), torch.arange(8) % 3).backward()
         wrapped.step()
         disturb(model, step)
-    assert all(type(bucket) is kind for bucket in wrapped._buckets)
+    assert all(type(bucket) is kind for bucket in wrapped._adasum.buckets)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -62,11 +62,11 @@ def case_who_forms_the_change() -> None:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta, **kwargs
         )
-        return {type(bucket) for bucket in optimizer._buckets}.pop()
+        return {type(bucket) for bucket in optimizer._adasum.reduction.buckets}.pop()
 
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
-    in_op, in_torch = delta_buckets.ChangeInOpBucket, delta_buckets.ChangeBucket
+    in_op, in_torch = weight_change.ChangeInOpBucket, weight_change.ChangeBucket
     assert kind_of(nn.Parameter(torch.ones(4, 3))) is in_op
     assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.float64))) is in_op
     assert kind_of(nn.Parameter(torch.ones(4, 3, dtype=torch.float16))) is in_op
@@ -108,7 +108,7 @@ def case_a_refused_reduction_leaves_the_start() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], 0.1), op=hvd.AdasumDelta
     )
-    binding = delta_buckets.binding
+    binding = weight_change.binding
     original = binding.register_weights
 
     def one_element_too_many(library, entry, address, elements, weights):

@@ -10,7 +10,7 @@ from torch import nn
 
 import adasum_hvd.torch as hvd
 from adasum_hvd.torch import ddp
-from adasum_hvd.torch.optimizer import rounds
+from adasum_hvd.torch.optimizer.checks import consistency
 from tests.parallel.harness import process_sets
 from tests.parallel.harness.torch_training import (
     VARIANTS,
@@ -101,7 +101,7 @@ def case_a_step_left_out_by_one_rank(op: str) -> None:
     with pytest.raises(
         RuntimeError, match=r"same number of steps .*another on ranks \[1\]"
     ):
-        for step in range(2 * rounds.EVERY):
+        for step in range(2 * consistency.EVERY):
             optimizer.zero_grad()
             backward(model, step)
             if not (step == 1 and hvd.rank() == 1):
@@ -113,7 +113,7 @@ def case_steps_left_out_by_all_ranks(op: str) -> None:
     """Which is nobody's business."""
     model = model_of()
     optimizer = distributed(model, op)
-    for step in range(2 * rounds.EVERY):
+    for step in range(2 * consistency.EVERY):
         optimizer.zero_grad()
         backward(model, step)
         if step % 4 == 0:
@@ -128,10 +128,10 @@ def case_hyperparameters_that_differ() -> None:
         train(model, optimizer, 0, 1)
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + hvd.rank())
         with pytest.raises(RuntimeError, match=r"same hyperparameters.*lr=0\.[12]"):
-            train(model, optimizer, *range(rounds.EVERY))
+            train(model, optimizer, *range(consistency.EVERY))
     model = model_of()  # each rank's own business in the delta variant
     optimizer = distributed(model, "adasum-delta", lr=0.1 * (1 + hvd.rank()))
-    train(model, optimizer, *range(rounds.EVERY + 1))
+    train(model, optimizer, *range(consistency.EVERY + 1))
     hvd.check_replicas(model)
 
 
@@ -141,12 +141,12 @@ def case_training_goes_on_after_join(op: str) -> None:
     model = model_of()
     optimizer = distributed(model, op)
     for _ in range(2):
-        train(model, optimizer, *range(rounds.EVERY - 2 * hvd.rank()))
+        train(model, optimizer, *range(consistency.EVERY - 2 * hvd.rank()))
         optimizer.zero_grad()
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-        train(model, optimizer, *range(rounds.EVERY + 2))
+        train(model, optimizer, *range(consistency.EVERY + 2))
     hvd.check_replicas(model)
 
 
@@ -229,12 +229,12 @@ def case_groups_of_generators() -> None:
     model = model_of()
     lists = [model[0].parameters(), (p for p in model[2].parameters())]
     optimizer = distributed(model, "average", groups=lists)
-    assert len(optimizer._buckets) == 3  # two groups, and the rest
+    assert len(optimizer._adasum.buckets) == 3  # two groups, and the rest
     train(model, optimizer, 0)
     optimizer.zero_grad()
     model[0].requires_grad_(False)
     train(model, optimizer, 0)
-    assert len(optimizer._buckets) == 2
+    assert len(optimizer._adasum.buckets) == 2
 
 
 @pytest.mark.parametrize("op", VARIANTS)
@@ -311,13 +311,13 @@ def case_optimizers_that_differ() -> None:
 def case_parameters_frozen_by_one_rank() -> None:
     """An error on every rank at once, which names the parameter: before the first step or later."""
     for op in VARIANTS:
-        for step_of_change in (0, 1, rounds.EVERY):
+        for step_of_change in (0, 1, consistency.EVERY):
             for unfreezes in (False, True):
                 model = model_of()
                 model[2].requires_grad_(not unfreezes)
                 optimizer = distributed(model, op)
                 with pytest.raises(ValueError, match=r"same parameters .*'2\.weight'"):
-                    for step in range(rounds.EVERY + 2):
+                    for step in range(consistency.EVERY + 2):
                         if step == step_of_change and hvd.rank() == 1:
                             model[2].requires_grad_(unfreezes)
                         train(model, optimizer, step)

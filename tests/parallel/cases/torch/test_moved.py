@@ -33,7 +33,10 @@ def case_large_gradients_move_into_their_bucket_at_once() -> None:
         mine.zero_grad()
         for one in (model, mine):
             backward(one, step)
-        memory = {b.flat.untyped_storage().data_ptr() for b in optimizer._buckets}
+        memory = {
+            b.flat.untyped_storage().data_ptr()
+            for b in optimizer._adasum.reduction.buckets
+        }
         for parameter in model.parameters():
             moved = parameter.grad.untyped_storage().data_ptr() in memory
             assert moved == (parameter.dim() == 2 and hvd.size() > 1)

@@ -161,9 +161,9 @@ def case_sparse_gradients(op: str, dense: bool) -> None:
     if op in ("average", "sum"):
         torch.testing.assert_close(table.weight.detach(), expected)
     gathers = op in ("average", "sum") and not dense and hvd.size() > 1
-    assert bool(getattr(optimizer, "_sparse", [])) == gathers
+    assert bool(getattr(optimizer._adasum, "_sparse", [])) == gathers
     if gathers:
-        assert not optimizer._buckets and table.weight.grad.is_sparse
+        assert not optimizer._adasum.reduction.buckets and table.weight.grad.is_sparse
 
 
 def case_sparse_beside_dense() -> None:

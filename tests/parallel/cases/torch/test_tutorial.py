@@ -99,7 +99,7 @@ def case_resume_is_exact() -> None:
 def case_accumulation_by_average() -> None:
     training = train(ACCUMULATION, "--loss-scale", "dynamic", "--amp", "bf16")
     assert training.steps_per_epoch == 4  # of 5: whole windows only
-    assert training.optimizer._options.backward_passes_per_step == 2
+    assert training.optimizer._adasum.options.backward_passes_per_step == 2
     assert training.optimizer._reduces_gradients
     with pytest.raises(ValueError, match="required multiples of 2"):
         train(ACCUMULATION, "--max-steps", "3")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch.optimizer import rounds
+from adasum_hvd.torch.optimizer.checks import consistency
 from tests.parallel.harness.torch_training import (
     VARIANTS,
     backward,
@@ -227,12 +227,12 @@ def case_weights_changed_between_steps() -> None:
             p.clamp_(-0.05, 0.05)
             q.copy_(p)
     for net, each in ((model, optimizer), (expected_model, expected)):
-        train(net, each, *range(rounds.EVERY))
+        train(net, each, *range(consistency.EVERY))
     assert torch.equal(weights(model), weights(expected_model))
     with torch.no_grad():
         model[0].weight.mul_(1 + 0.5 * hvd.rank())
     with pytest.raises(RuntimeError, match="same weights on all ranks at the start"):
-        train(model, optimizer, *range(rounds.EVERY + 1))
+        train(model, optimizer, *range(consistency.EVERY + 1))
 
 
 def case_models_that_were_never_equal() -> None:
@@ -258,6 +258,8 @@ def case_a_diverged_model_costs_no_more() -> None:
         optimizer.step()
         assert not weights(model).isfinite().all()
         with torch.no_grad():
-            assert not any(bucket.open() for bucket in optimizer._buckets)
+            assert not any(
+                bucket.begin_window() for bucket in optimizer._adasum.buckets
+            )
             model[0].weight[0, 0] = 1.0
-            assert any(bucket.open() for bucket in optimizer._buckets)
+            assert any(bucket.begin_window() for bucket in optimizer._adasum.buckets)

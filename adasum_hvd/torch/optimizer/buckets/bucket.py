@@ -64,7 +64,7 @@ class Bucket:
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._hands_out = _repeats(op, factors)
+        self._repeats = _repeats(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
         self._handle: int | None = None
@@ -83,7 +83,7 @@ class Bucket:
             return wire.zeros(elements, dtype, device)
         return torch.zeros(elements, dtype=dtype, device=device)
 
-    def may_hold_gradient(self, index: int) -> bool:
+    def allows_view(self, index: int) -> bool:
         """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
 
         Not where it is of another dtype or layout, nor where a round that is dropped (the
@@ -91,7 +91,7 @@ class Bucket:
         """
         parameter, view = self.params[index], self.views[index]
         return (
-            self._hands_out
+            self._repeats
             and parameter.dtype == view.dtype
             and parameter.device == view.device
             and parameter.is_contiguous()
@@ -109,7 +109,7 @@ class Bucket:
             and gradient.is_contiguous()
         )
 
-    def hand_out(self, index: int) -> None:
+    def set_gradient_view(self, index: int) -> None:
         """Make a parameter's part of the bucket its `.grad`."""
         # A version counter of its own: what is written beside it must not look like a change of it.
         self.params[index].grad = self.views[index].data
@@ -143,11 +143,11 @@ class Bucket:
         """Whether a rank has announced a change. Not read on devices, which it would stall."""
         return self.flags.is_cpu and not bool(self.flags.isfinite().all())
 
-    def takes_at_once(self, index: int) -> bool:
-        """Return whether a parameter's gradients are large enough for `take`."""
-        return self._hands_out and self.views[index].nbytes >= LARGE_BYTES
+    def copies_eagerly(self, index: int) -> bool:
+        """Return whether a parameter's gradients are large enough for `copy_in`."""
+        return self._repeats and self.views[index].nbytes >= LARGE_BYTES
 
-    def take(self, index: int) -> bool:
+    def copy_in(self, index: int) -> bool:
         """Move a gradient in, so that backward finds its memory again for the next one.
 
         `.grad` is the parameter's part of the bucket from here on.
@@ -161,11 +161,11 @@ class Bucket:
         if (
             gradient.layout is not torch.strided
             or gradient.requires_grad
-            or not self.may_hold_gradient(index)
+            or not self.allows_view(index)
         ):
             return False
         self.views[index].copy_(gradient)
-        self.hand_out(index)
+        self.set_gradient_view(index)
         return True
 
     def start(self) -> None:

@@ -13,11 +13,11 @@ import torch
 Seen = tuple[torch.Tensor, int, int | None]
 
 
-class GradientCountdown:
+class GradientReadyCounter:
     """Hooks on the parameters of all buckets that tell when a bucket is complete.
 
     Args:
-        carriers: the buckets, each parameter in one of them. Where one takes a gradient at once it
+        buckets: the buckets, each parameter in one of them. Where one takes a gradient at once it
             does so when backward is done with it.
         passes: backward passes that a parameter's gradient takes.
         name_of: the parameter's name for the error.
@@ -26,7 +26,7 @@ class GradientCountdown:
 
     def __init__(
         self,
-        carriers: Sequence[Any],
+        buckets: Sequence[Any],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
         on_complete: Callable[[int], None],
@@ -34,15 +34,15 @@ class GradientCountdown:
         self._passes = passes
         self._name_of = weakref.WeakMethod(name_of)
         self._on_complete = weakref.WeakMethod(on_complete)
-        self._carriers = carriers
-        self._sizes = [len(carrier.params) for carrier in carriers]
+        self._buckets = buckets
+        self._sizes = [len(bucket.params) for bucket in buckets]
         self._left = [passes] * sum(self._sizes)
         self._missing = list(self._sizes)
         self.touched = False  # a gradient has come since the last reset
         places = [
             (parameter, index, place)
-            for index, carrier in enumerate(carriers)
-            for place, parameter in enumerate(carrier.params)
+            for index, bucket in enumerate(buckets)
+            for place, parameter in enumerate(bucket.params)
         ]
         # As backward last left them.
         self._seen: list[Seen | None] = [None] * len(places)
@@ -58,23 +58,23 @@ class GradientCountdown:
     ) -> Callable[[torch.Tensor], None]:
         # A parameter keeps its hooks, which must not keep the parameter.
         counting = weakref.ref(self)
-        at_once = self._carriers[index].takes_at_once(place)
+        at_once = self._buckets[index].copies_eagerly(place)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            countdown = counting()
-            if countdown is None:
+            counter = counting()
+            if counter is None:
                 return
-            countdown.touched = True
-            left = countdown._left[slot] = countdown._left[slot] - 1
-            in_bucket = at_once and left == 0 and countdown._carriers[index].take(place)
+            counter.touched = True
+            left = counter._left[slot] = counter._left[slot] - 1
+            in_bucket = at_once and left == 0 and counter._buckets[index].copy_in(place)
             gradient = parameter.grad
             if gradient is not None:
                 address = gradient.data_ptr() if in_bucket else None
-                countdown._seen[slot] = gradient, gradient._version, address
+                counter._seen[slot] = gradient, gradient._version, address
             if left == 0:
-                countdown._complete(index)
+                counter._complete(index)
             elif left < 0:
-                countdown._refuse(parameter)
+                counter._refuse(parameter)
 
         return on_gradient
 
@@ -130,7 +130,7 @@ class GradientCountdown:
             if address is not None and gradient.data_ptr() != address:
                 return parameter
             if gradient._version != version and (
-                self._carriers[index].holds(place, gradient)
+                self._buckets[index].holds(place, gradient)
                 or not self._is_shared(gradient)
             ):
                 return parameter

@@ -2,7 +2,7 @@
 
 Which parameters these are shows in the first gradients only, and maybe on one rank only.
 So the first round carries them densely in their bucket, which is right but long; the ranks
-tell each other (see rounds.py), and from the next round on they travel in here.
+tell each other (see checks/consistency.py), and from the next round on they travel in here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.buckets.bucket import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
 
@@ -45,7 +45,7 @@ class SparseBucket:
         """Whether the rows were sent and not yet received."""
         return bool(self._finishers)
 
-    def takes_at_once(self, index: int) -> bool:
+    def copies_eagerly(self, index: int) -> bool:
         """Return False: rows travel from where they are."""
         return False
 

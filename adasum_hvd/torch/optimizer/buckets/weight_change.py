@@ -10,8 +10,8 @@ from adasum_hvd.common import binding, ops
 from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter
-from adasum_hvd.torch.optimizer.rounds import as_integers
+from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
+from adasum_hvd.torch.optimizer.checks.consistency import as_integers
 
 _ROUNDING = 4  # units in the last place of a bucket's largest weight
 
@@ -21,10 +21,10 @@ _in_flight: set[ChangeInOpBucket] = set()
 
 
 class ChangeBucket(Bucket):
-    """Weights of which `flat` carries the change since `keep`, formed and applied here.
+    """Weights of which `flat` carries the change since `snapshot`, formed and applied here.
 
     Attributes:
-        start_weights: the weights at `keep`, laid end to end; of the parameters' dtype, or
+        start_weights: the weights at `snapshot`, laid end to end; of the parameters' dtype, or
             the wire's where that is wider.
     """
 
@@ -38,7 +38,7 @@ class ChangeBucket(Bucket):
     ):
         super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
         self._make_start(options.start_copy == "host")
-        self._settled = False  # the start is what all ranks agreed on
+        self._agreed = False  # the start is what all ranks agreed on
         # Whether the start, at the end of a window, holds anything but the rounded weights.
         self._start_differs = self.start_weights.dtype != self.params[0].dtype
 
@@ -59,11 +59,11 @@ class ChangeBucket(Bucket):
         """Whether `flat` holds the start itself, and never a change."""
         return self.start_weights is self.flat
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Note the weights as they are."""
         torch._foreach_copy_(self._start_views, self.params)
 
-    def open(self) -> bool:
+    def begin_window(self) -> bool:
         """Begin a window: the start is what the ranks agreed on at the end of the last one.
 
         Weights that somebody has touched since, and put back but for rounding, so do not
@@ -74,17 +74,17 @@ class ChangeBucket(Bucket):
             Whether the weights are others than those agreed on, or the first ones.
         """
         pairs = list(zip(self.params, self._start_views, strict=True))
-        if self._settled and all(_same_bits(p.detach().to(s), s) for p, s in pairs):
+        if self._agreed and all(_same_bits(p.detach().to(s), s) for p, s in pairs):
             return False
-        if self._settled and self.params[0].itemsize >= 4:
+        if self._agreed and self.params[0].itemsize >= 4:
             joined = torch.cat([p.detach().flatten().to(s) for p, s in pairs])
             if is_rounding(joined, self.start_weights):
                 return False
-        self.keep()
+        self.snapshot()
         return True
 
     def start(self) -> None:
-        """Begin to reduce the change since `keep`. Collective; does not block."""
+        """Begin to reduce the change since `snapshot`. Collective; does not block."""
         start = self.start_weights
         if start.dtype == self.flat.dtype and start.device == self.flat.device:
             torch._foreach_copy_(self.views, self.params)
@@ -101,7 +101,7 @@ class ChangeBucket(Bucket):
         return _largest([self.flat])
 
     def apply(self) -> None:
-        """Set the weights, after `finish`, to what they were at `keep` plus the reduced change.
+        """Set the weights, after `finish`, to what they were at `snapshot` plus the reduced change.
 
         All ranks agree on them from then on.
         """
@@ -109,17 +109,17 @@ class ChangeBucket(Bucket):
         self.restore()
 
     def restore(self) -> None:
-        """Set the weights to what they were at `keep`, on which all ranks agree from then on."""
+        """Set the weights to those of `snapshot`, on which all ranks agree from then on."""
         torch._foreach_copy_(self.params, self._start_views)
         if self._start_differs:
-            self.keep()
-        self._settled = True
+            self.snapshot()
+        self._agreed = True
 
 
 class ChangeInOpBucket(ChangeBucket):
     """The same, of weights that the op reads and writes where they are.
 
-    `flat` holds the weights at `keep`. The op subtracts it while it sends and adds it while
+    `flat` holds the weights at `snapshot`. The op subtracts it while it sends and adds it while
     it receives: no tensor and four passes over the weights less. `finish` leaves the new
     weights in the parameters.
     """
@@ -138,7 +138,7 @@ class ChangeInOpBucket(ChangeBucket):
         """As the base's; the parameters' memory must stay where it is until `finish`.
 
         Raises:
-            RuntimeError: parameters were converted since `keep`.
+            RuntimeError: parameters were converted since `snapshot`.
         """
         addresses = [param.data_ptr() for param in self.params]
         if addresses != self._registered:
@@ -185,8 +185,8 @@ class ChangeInOpBucket(ChangeBucket):
 
     def apply(self) -> None:
         """Note the new weights: `finish` has set them."""
-        self.keep()
-        self._settled = True
+        self.snapshot()
+        self._agreed = True
 
 
 def change_bucket(

@@ -53,7 +53,7 @@ def epoch() -> int:
     return _epoch
 
 
-class Rounds:
+class ConsistencyCheck:
     """Counts rounds of reductions, which all ranks take together, and compares the ranks.
 
     Args:
@@ -75,7 +75,7 @@ class Rounds:
         if self._epoch != epoch():
             self._round, self._steps, self._epoch = 0, 0, epoch()
 
-    def next(
+    def next_round(
         self,
         settings_of: Callable[[bool], Mapping[str, Any]],
         has_news: Callable[[], bool],
@@ -98,7 +98,7 @@ class Rounds:
         if not is_due:
             return False
         settings = settings_of(number == 0)
-        told = self._told([self._steps, _checksum(repr(settings)), has_news()])
+        told = self._gathered([self._steps, _checksum(repr(settings)), has_news()])
         _compare_steps({rank: steps for rank, (steps, _, _) in told.items()})
         if len({checksum for _, checksum, _ in told.values()}) > 1:
             self._name_difference(settings)
@@ -133,9 +133,9 @@ class Rounds:
 
         Collective; blocks.
         """
-        return {rank: said for rank, (said,) in self._told([value], what).items()}
+        return {rank: said for rank, (said,) in self._gathered([value], what).items()}
 
-    def _told(
+    def _gathered(
         self, values: Sequence[float], what: str = "next"
     ) -> dict[int, list[float]]:
         """Return all ranks' values, as many on each, by rank."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 
-class Dropping:
+class MissedStepCheck:
     """Notices weights that are trained without `step()`: gradients dropped, weights changed.
 
     SAM's `first_step` and `second_step` step the optimizer inside them and drop the gradients.

@@ -1,0 +1,196 @@
+"""The parameters that a distributed optimizer reduces: names, agreement with the ranks, changes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import rank, size
+
+from adasum_hvd.common.agreement import OPTIONS, compare_settings
+from adasum_hvd.common.marks import times_marked
+from adasum_hvd.common.options import Options
+from adasum_hvd.common.partition import partition
+from adasum_hvd.torch import marks
+from adasum_hvd.torch.compression import Compression
+from adasum_hvd.torch.objects import allgather_object
+from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.parameter_lists import compare_parameter_lists
+
+_instances = itertools.count()
+
+
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return what may change while the parameter stays the same object: `model.to()`, marks."""
+    holders = marks.holders(parameter)
+    return (
+        parameter.dtype,
+        parameter.device,
+        parameter.is_contiguous(),
+        holders and holders.process_set_id,
+    )
+
+
+class ReducedParameters:
+    """Names and kinds of the parameters of an optimizer, and which of them are reduced.
+
+    Args:
+        optimizer: the distributed optimizer; held weakly.
+        names: of its parameters, by id.
+        options: those of `DistributedOptimizer`.
+
+    Attributes:
+        instance: a number that all ranks have for this optimizer, for names in Horovod.
+        any_partial: some rank has parameters that not all ranks reduce.
+        changes: this rank has other parameters than its buckets.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[int, str],
+        options: Options,
+    ):
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self._options = options
+        self.instance = next(_instances)
+        self.any_partial = False
+        self.changes = False
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.param_groups
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.groups for parameter in group["params"])
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Return the parameters that require a gradient and are not worker-local."""
+        return [p for p in self if p.requires_grad and not marks.is_worker_local(p)]
+
+    def common_groups(self) -> list[dict[str, Any]]:
+        """Return the groups with a parameter that all ranks reduce."""
+        return [
+            group
+            for group in self.groups
+            if any(p.requires_grad and not marks.is_marked(p) for p in group["params"])
+        ]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return a parameter's name."""
+        return self._names[id(parameter)]
+
+    def name_new(self) -> None:
+        """Name parameters that were added, by their place in the param groups."""
+        for index, group in enumerate(self.groups):
+            for j, parameter in enumerate(group["params"]):
+                self._names.setdefault(id(parameter), f"group{index}.param{j}")
+
+    def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a tensor travels."""
+        if self._options.compression is Compression.fp16:
+            return torch.float16
+        if self._options.compression is Compression.bf16:
+            return torch.bfloat16
+        return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+    def kinds(self) -> dict[int, tuple[Any, ...]]:
+        """Return what decides about buckets, by parameter's id."""
+        return {id(parameter): _kind(parameter) for parameter in self.reduced()}
+
+    def fingerprint(self) -> list[Any]:
+        """Return what changes when a parameter is replaced, (un)frozen, converted or marked.
+
+        Quick, because every step asks it. A conversion to another dtype or device moves a
+        parameter.
+        """
+        places: list[Any] = [
+            (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
+        ]
+        return [*places, times_marked()]
+
+    def named(self) -> list[NamedParameter]:
+        """Return the parameters to reduce, with their names.
+
+        Raises:
+            ValueError: one of them is complex.
+        """
+        named: list[Any] = [(self.name_of(p), p) for p in self.reduced()]
+        for name, parameter in named:
+            if parameter.is_complex():
+                raise ValueError(
+                    f"parameter {name}: required a real dtype, got {parameter.dtype}, which "
+                    "Horovod does not carry; keep it as torch.view_as_real(...), or mark it with "
+                    "mark_worker_local()"
+                )
+        return named
+
+    def compare(self, named: Sequence[NamedParameter]) -> None:
+        """Raise on every rank unless all holders of a parameter list it alike. Collective.
+
+        Raises:
+            ValueError: the lists or the options differ.
+        """
+        process_set = self._options.process_set
+        everyone = tuple(process_set.ranks or range(size()))
+        mine: dict[tuple[int, ...], list[Any]] = {everyone: []}
+        for name, parameter in named:
+            holders = marks.holders(parameter)
+            ranks = tuple(holders.ranks) if holders else everyone
+            described = (name, tuple(parameter.shape), str(parameter.dtype))
+            mine.setdefault(ranks, []).append(described)
+        has_local = any(map(marks.is_worker_local, self))
+        gathered = allgather_object(
+            (self._options.shared, mine, self.instance, has_local, self.changes),
+            "adasum.parameter_lists",
+            process_set,
+        )
+        shared, theirs, instances, local, changes = zip(*gathered, strict=True)
+        compare_settings(shared, rank(), *OPTIONS, ranks=everyone)
+        # A number of its own in the buckets' names keeps optimizers of one job apart.
+        self.instance = max(instances)
+        compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())
+        if any(changes) and not all(changes):
+            changing = [
+                r for r, changed in zip(everyone, changes, strict=True) if changed
+            ]
+            raise ValueError(
+                "DistributedOptimizer: expected parameters that are replaced or converted on all "
+                f"ranks in the same step, but got others on ranks {changing} only (seen by rank "
+                f"{rank()}); change them on all ranks alike"
+            )
+        partly = any(len(of_rank) > 1 for of_rank in theirs)
+        self.any_partial = partly or any(local)
+        if partly and self._options.clip_delta_norm is not None:
+            raise ValueError(
+                "clip_delta_norm: required all parameters on all ranks, got some marked with "
+                "mark_replicated_over(); the ranks' norms, and so their replicas, would differ"
+            )
+
+    def partition(
+        self, named: Sequence[NamedParameter], travels_as: Callable[[Any], torch.Tensor]
+    ) -> Iterator[tuple[str, list[NamedParameter], Any]]:
+        """Yield label, members and process set of every bucket, in one order on all ranks."""
+        options = self._options
+
+        def describe(parameter: torch.Tensor) -> tuple[tuple[Any, ...], int]:
+            dtype = self.wire_dtype(travels_as(parameter))
+            return (dtype, parameter.device), parameter.numel() * dtype.itemsize
+
+        by_id: dict[int, tuple[Any, list[NamedParameter]]] = {}
+        for name, parameter in named:
+            process_set = marks.holders(parameter) or options.process_set
+            key = process_set.process_set_id
+            by_id.setdefault(key, (process_set, []))[1].append((name, parameter))
+        for key in sorted(by_id):
+            process_set, members = by_id[key]
+            lists = partition(members, describe, options.bucket_bytes, options.groups)
+            for index, bucket in enumerate(lists):
+                yield f"{self.instance}.{key}.{index}", bucket, process_set

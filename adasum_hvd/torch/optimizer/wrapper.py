@@ -1,0 +1,205 @@
+"""The optimizer that the user holds: an instance of the user's own class, and a reducer inside."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from adasum_hvd.common.options import Options
+from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.torch.optimizer.delta import DeltaReducer
+from adasum_hvd.torch.optimizer.gradient import GradientReducer
+from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
+from adasum_hvd.torch.optimizer.parameters import ReducedParameters
+from adasum_hvd.torch.optimizer.reduction import Reduction
+
+_STATE_KEY = "adasum_delta"
+StepClosure = Callable[[], Any] | None
+
+
+def reducer_of(
+    optimizer: Any, names: dict[int, str], options: Options
+) -> GradientReducer | DeltaReducer:
+    """Return the reducer that the op asks for. Collective; blocks.
+
+    Args:
+        optimizer: the distributed optimizer, held weakly.
+        names: of its parameters, by id.
+        options: those of `DistributedOptimizer`.
+    """
+    kind: type = GradientReducer
+    if options.is_delta:
+        offloaded = isinstance(optimizer, AdamOffload)
+        kind = OffloadDeltaReducer if offloaded else DeltaReducer
+    parameters = ReducedParameters(optimizer, names, options)
+    name = f"{optimizer._base.__module__}.{optimizer._base.__qualname__}"
+    return kind(optimizer, Reduction(parameters, options, name), options)
+
+
+class DistributedWrapper(torch.optim.Optimizer):
+    """Mixed in front of the user's optimizer class; `_adasum` does all that reduces."""
+
+    _base: type  # the user's class
+    _adasum: GradientReducer | DeltaReducer
+    _wrapped: weakref.ref[torch.optim.Optimizer]  # the object of before
+    param_groups: list[dict[str, Any]]
+    # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
+    # `found_inf` and `grad_scale` here: see scaling.py.
+    _step_supports_amp_scaling = True
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> Any:
+        """Take the step and reduce. Collective; blocks; see the reducers.
+
+        Raises:
+            RuntimeError: see :meth:`GradientReducer.step` and :meth:`DeltaReducer.step`.
+        """
+        result = self._adasum.step(*[] if closure is None else [closure])
+        plain = self._wrapped()
+        if plain is not None:  # a scheduler made before the wrapping asks it
+            plain._opt_called = True
+        return result
+
+    def _adasum_step(self, *closure: Any) -> Any:
+        """Take the step of the user's class, with its hooks."""
+        return super().step(*closure)
+
+    @torch.optim.Optimizer.profile_hook_step  # which calls the hooks
+    def _adasum_hooked_step(self, *closure: Any) -> Any:
+        assert isinstance(self._adasum, DeltaReducer)
+        return self._adasum.hooked_step(*closure)
+
+    def _adasum_unhooked_step(self, *closure: Any) -> Any:
+        """Take the step of the user's class without its hooks: they would run too early."""
+        step: Any = super().step.__func__
+        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
+        return unhooked(self, *closure)
+
+    # ---- the contract of Horovod's optimizer ----
+
+    def synchronize(self) -> None:
+        """Gradient variants: wait until every `.grad` holds the reduced gradient.
+
+        See :meth:`GradientReducer.synchronize`. Collective; blocks.
+        """
+        self._adasum.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make `step()` use the gradients as they are, after an own `synchronize()`.
+
+        Example:
+            >>> opt.synchronize()                                      # doctest: +SKIP
+            >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1)  # doctest: +SKIP
+            >>> with opt.skip_synchronize():                           # doctest: +SKIP
+            ...     opt.step()
+        """
+        self._adasum.skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._adasum.skip_synchronize = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes a step takes, on all ranks alike, as Horovod's.
+
+        Raises:
+            ValueError: no integer of at least 1.
+            RuntimeError: gradient variants: a backward pass has not been followed by `step()` or
+                `zero_grad()`: its gradients may be reduced already.
+        """
+        self._adasum.set_backward_passes_per_step(passes)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's class does it, with what the caller gave.
+
+        Gradients that are being reduced are waited for and dropped: collective if a backward pass
+        has not been followed by `step()`. Warns if weights change and gradients are dropped
+        without `step()`.
+        """
+        self._adasum.before_zero_grad()
+        self._adasum.reduction.note_zero_grad()
+        super().zero_grad(*args, **kwargs)
+
+    # ---- state ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters are reduced too. Collective."""
+        self._adasum.check_may_change()
+        super().add_param_group(param_group)
+        self._adasum.parameters.name_new()
+        self._adasum.rebuild()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus the start of an unfinished window of local steps."""
+        state = super().state_dict()
+        if window := self._adasum.window():
+            state[_STATE_KEY] = window
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; a state dict of a plain optimizer starts a new window.
+
+        Param groups stay the same list, which schedulers made before share.
+        """
+        state_dict = dict(state_dict)
+        window = state_dict.pop(_STATE_KEY, None)
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        groups[:] = self.param_groups
+        self.param_groups = groups
+        self._adasum.load_window(window)
+
+    def restart(self) -> None:
+        """Begin anew with the ranks that there are now, as an elastic job does. Collective.
+
+        Reductions that were under way are dropped. The optimizer's own state and an unfinished
+        window of local steps stay.
+        """
+        self._adasum.restart()
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Return the bytes this wrapper keeps in addition to the optimizer: "device" and "host"."""
+        totals = {"device": 0, "host": 0}
+        for tensor in self._adasum.own_tensors():
+            key = "host" if tensor.device.type == "cpu" else "device"
+            totals[key] += tensor.nbytes
+        return totals
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as a plain optimizer of the user's class; not collective."""
+        return _plain_copy, (self._base, self.__getstate__())
+
+    # ---- for scalers, monitors, wrap cells and programs that know Horovod's optimizer ----
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        return self._adasum.reduces_gradients
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        parameters = self._adasum.parameters
+        return {parameter: parameters.name_of(parameter) for parameter in parameters}
+
+
+# torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
+DistributedWrapper.step.hooked = True
+
+
+def _plain_copy(base: type, state: dict[str, Any]) -> Any:
+    """Return a plain optimizer with the state of a distributed one."""
+    warnings.warn(
+        f"{base.__name__}: the copy of a DistributedOptimizer is a plain optimizer; wrap it to "
+        "reduce with it",
+        stacklevel=2,
+    )
+    plain: Any = object.__new__(base)
+    plain.__setstate__(state)
+    return plain
