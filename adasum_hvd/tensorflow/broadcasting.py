@@ -93,10 +93,10 @@ def broadcast_variables(
     targets = [native(variable) for variable in variables]
     if tf.executing_eagerly():
         mine = [(t.name, tuple(t.shape), tf.as_dtype(t.dtype).name) for t in targets]
-        theirs = allgather_object(
+        by_rank = allgather_object(
             mine, name="adasum.variables", process_set=process_set
         )
-        compare_parameters("broadcast_variables", theirs, mpi_ops.rank(), names=False)
+        compare_parameters("broadcast_variables", by_rank, mpi_ops.rank(), names=False)
 
     def assign_all() -> list[Any]:
         return [

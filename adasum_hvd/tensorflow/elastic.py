@@ -197,11 +197,11 @@ class TensorFlowState(_State):
         if tf.executing_eagerly():
             broadcast_variables(self.variables, root)
         else:
-            theirs = [
+            received = [
                 broadcast_object(value, root, f"adasum.elastic.variables.{index}")
                 for index, value in enumerate(self._read(self.variables))
             ]
-            self._write(self.variables, theirs)
+            self._write(self.variables, received)
         self._write(own, values)
 
 

@@ -88,8 +88,8 @@ def agree() -> None:
         ValueError: they differ; on every rank.
     """
     mine = agreement.comparable(settings())
-    theirs = allgather_object(mine, name="adasum.settings")
-    agreement.compare_settings(theirs, mpi_ops.rank())
+    by_rank = allgather_object(mine, name="adasum.settings")
+    agreement.compare_settings(by_rank, mpi_ops.rank())
 
 
 def settings() -> dict[str, object]:

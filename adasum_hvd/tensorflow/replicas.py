@@ -73,14 +73,14 @@ def check_replicas(
     variables = [*weights, *_state(optimizer)]
     shared = [variable for variable in variables if not is_marked_local(variable)]
     mine = [(getattr(v, "path", v.name), _digest(v)) for v in shared]
-    theirs = allgather_object(
+    by_rank = allgather_object(
         mine, name="adasum.check_replicas", process_set=process_set
     )
     # Keras numbers the names of models, so two ranks' names may differ.
     named = [
         [(mine[index][0] if index < len(mine) else name, digest)
          for index, (name, digest) in enumerate(digests)]
-        for digests in theirs
+        for digests in by_rank
     ]  # fmt: skip
     compare(list(process_set.ranks), named, mpi_ops.rank())
     return True

@@ -212,7 +212,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             warnings.warn(
                 "BroadcastGlobalVariablesCallback: expected all ranks at the same pass of a "
                 f"window of backward_passes_per_step, but they are at passes {passes}. The next "
-                "step lacks the gradients of ranks that are behind; let every rank load its own "
+                "step lacks gradients of the ranks at lower passes; let every rank load its own "
                 "file, or save between windows",
                 stacklevel=2,
             )
@@ -224,14 +224,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         for variable in self.model.trainable_weights:
             if not is_marked_local(variable):
                 digest.update(np.asarray(variable).tobytes())
-        everyone = allgather_object(
+        digests = allgather_object(
             digest.hexdigest(),
             name="adasum.check_first_step",
             process_set=self._process_set,
         )
-        if len(set(everyone)) > 1:
+        if len(set(digests)) > 1:
             raise RuntimeError(
-                f"fit: expected first steps that leave {len(everyone)} equal replicas, but got "
+                f"fit: expected first steps that leave {len(digests)} equal replicas, but got "
                 "weights that differ; compile the model with "
                 "adasum_hvd.tensorflow.keras.DistributedOptimizer(optimizer), or mark weights "
                 "that must differ with mark_worker_local()"
@@ -317,19 +317,19 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         logs = {} if logs is None else logs
         mine = {name: _numbers(name, value) for name, value in logs.items()}
-        everyone = allgather_object(
+        by_rank = allgather_object(
             mine, name="adasum.metrics", process_set=self._process_set
         )
-        kinds = [{n: v.shape for n, v in sorted(theirs.items())} for theirs in everyone]
-        for rank, theirs in enumerate(kinds):
-            if theirs != kinds[0]:
+        all_shapes = [{n: v.shape for n, v in sorted(m.items())} for m in by_rank]
+        for rank, shapes in enumerate(all_shapes):
+            if shapes != all_shapes[0]:
                 raise ValueError(
                     "MetricAverageCallback: expected the same metrics on all ranks, but got shapes "
-                    f"{theirs} on rank {rank} and {kinds[0]} on rank 0 "
+                    f"{shapes} on rank {rank} and {all_shapes[0]} on rank 0 "
                     f"(this is rank {mpi_ops.rank()}); compile the same metrics on all ranks"
                 )
         for name, value in mine.items():
-            mean = sum(theirs[name] for theirs in everyone) / len(everyone)
+            mean = sum(metrics[name] for metrics in by_rank) / len(by_rank)
             logs[name] = mean if value.ndim else float(mean)
 
 

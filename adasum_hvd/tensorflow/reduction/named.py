@@ -71,7 +71,7 @@ def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     Args:
         tensor: ranks may differ in the first dimension.
         name: Horovod's name for the tensor.
-        process_set: the ranks that take part.
+        process_set: the ranks that gather.
 
     Raises:
         tf.errors.OpError: the ranks' dtypes or other dimensions differ; on every rank.
