@@ -14,6 +14,7 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
+from adasum_hvd.distributed.topology import hosts_of
 
 __all__ = ["AdasumWork", "adasum_all_reduce"]
 
@@ -97,6 +98,7 @@ def adasum_all_reduce(
         arXiv 2006.02924, equation 7; docs/distributed.md.
     """
     communicator = Communicator(group)
+    hosts_of(communicator)  # by the program's thread, in the same order on all ranks
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     try:
         checked = rule_of(rule, group_op, group_size)
@@ -117,13 +119,13 @@ def adasum_all_reduce(
 
 
 def _submit(task: Any, tensors: Sequence[Any], communicator: Communicator) -> Future:
-    """Run a task in the group's lane. Collective on a CPU the first time; blocks then."""
+    """Run a task in the group's lane."""
     device = next(
         (t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu")
     )
     lanes = _lanes.setdefault(communicator.group, {})
     if device not in lanes:
-        lanes[device] = lane_on(device, communicator)
+        lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))
     lane = lanes[device]
     future = lane.submit(task)
     if isinstance(lane, StreamLane):

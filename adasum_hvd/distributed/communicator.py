@@ -3,17 +3,27 @@
 Slices travel from and to their places in the flat buffer. Gloo's own all-gather stages every
 slice (five times the time of the same bytes in point-to-point messages), and collectives that
 take one tensor need slices of one length.
+
+On Gloo every byte travels in a message with a tag, so that a thread can reduce while the program
+uses the group for other collectives. A process group of its own would not do: torch names groups
+that some ranks make by the number of groups that a process knows, which may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
+import itertools
+import pickle
+import weakref
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Far from the tags that programs count up, and from 0, torch's default.
+_FIRST_TAG = 1 << 20
+_tags: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class Communicator:
@@ -21,12 +31,14 @@ class Communicator:
 
     Args:
         group: the process group; the default one if None.
+        apart: another thread may use it at the same time as the others of the group. All ranks
+            make these in the same order.
 
     Raises:
         ValueError: this rank is not in the group.
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, apart: bool = False):
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = (
             dist.get_rank(self.group),
@@ -41,6 +53,8 @@ class Communicator:
         self.ranks = dist.get_process_group_ranks(self.group)
         config = dist.get_backend_config(self.group)
         self._backends = dict(part.split(":") for part in config.split(","))
+        tags = _tags.setdefault(self.group, itertools.count(_FIRST_TAG + 1))
+        self._tag = next(tags) if apart else _FIRST_TAG
 
     @property
     def control_device(self) -> torch.device:
@@ -50,11 +64,11 @@ class Communicator:
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def backend(self, device: torch.device) -> str:
-        """Return the name of the backend that moves tensors of a device.
+    def _on_gloo(self, device: torch.device) -> bool:
+        """Return whether tensors of a device travel over Gloo.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the group has no backend for them.
         """
         if device.type not in self._backends:
             raise ValueError(
@@ -62,12 +76,7 @@ class Communicator:
                 f"{device} (rank {self.rank} of {self.size}); give init_process_group() a "
                 "backend for that device, such as cpu:gloo,cuda:nccl"
             )
-        return self._backends[device.type]
-
-    def timeout(self, device: torch.device) -> timedelta | None:
-        """Return how long the group's collectives wait, where its backend says so."""
-        backend = self.group._get_backend(device)
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        return self._backends[device.type] == "gloo"
 
     def scatter(self, flat: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
         """Send every rank its slice of `flat`, and return this rank's slice of all ranks'.
@@ -88,17 +97,41 @@ class Communicator:
 
     def gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         """Send this rank's slice of `flat` to all ranks, and put theirs in place."""
-        slices = [flat[a:b] for a, b in pairwise(bounds)]
-        mine = slices[self.rank]
-        if self.backend(flat.device) != "gloo" and all(map(len, slices)):
-            dist.all_gather(slices, mine, group=self.group)
+        self._spread([flat[a:b] for a, b in pairwise(bounds)])
+
+    def all_gather(self, table: torch.Tensor) -> torch.Tensor:
+        """Return [ranks, ...]: every rank's small table, all of one shape."""
+        tables = table.new_empty((self.size, *table.shape))
+        tables[self.rank] = table
+        self._spread(list(tables.unbind()))
+        return tables
+
+    def all_gather_object(self, thing: Any) -> list[Any]:
+        """Return every rank's object, which is pickled; blocks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        device = self.control_device
+        lengths = self.all_gather(torch.tensor([len(data)], device=device))
+        table = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+        table[: len(data)] = data.to(device)
+        rows = self.all_gather(table).cpu()
+        return [
+            pickle.loads(row[:length].numpy().tobytes())
+            for row, length in zip(rows, lengths.flatten().tolist(), strict=True)
+        ]
+
+    def _spread(self, parts: list[torch.Tensor]) -> None:
+        """Fill the other ranks' parts, as this rank's is on all ranks."""
+        mine = parts[self.rank]
+        if self._on_gloo(mine.device) or not all(part.numel() for part in parts):
+            self._exchange([mine] * self.size, parts)
         else:
-            self._exchange([mine] * self.size, slices)
+            dist.all_gather(parts, mine, group=self.group)
 
     def _exchange(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
     ) -> None:
         """Send `out[r]` to rank r and receive `into[r]` from it, for all others at once."""
+        self._on_gloo(out[0].device)
         operations = []
         for distance in range(1, self.size):
             to, of = (self.rank + distance) % self.size, self.rank - distance
@@ -110,16 +143,6 @@ class Communicator:
             work.wait()
 
     def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, self.ranks[peer], self.group)
-
-    def all_gather(self, table: torch.Tensor) -> torch.Tensor:
-        """Return [ranks, ...]: every rank's small table, all of one shape."""
-        tables = table.new_empty((self.size, *table.shape))
-        dist.all_gather(list(tables.unbind()), table.contiguous(), group=self.group)
-        return tables
-
-    def all_gather_object(self, thing: Any) -> list[Any]:
-        """Return every rank's object, which is pickled; blocks."""
-        things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing, group=self.group)
-        return things
+        return dist.P2POp(
+            operation, tensor, self.ranks[peer], self.group, tag=self._tag
+        )

@@ -1,7 +1,6 @@
 """Reductions that run while the program goes on, one after the other.
 
-On a CPU a thread runs them, on a process group of its own: collectives of the program's group
-may come between them in another order on another rank. On other devices a stream does.
+On a CPU a thread runs them, with messages of its own. On other devices a stream does.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
 
@@ -36,24 +34,15 @@ class ThreadLane:
     """Runs tasks in a thread, in the order in which they are submitted.
 
     Args:
-        communicator: the ranks that submit the same tasks.
-
-    Collective: all ranks of the communicator; blocks.
+        communicator: the ranks that submit the same tasks; for this thread only.
     """
 
     def __init__(self, communicator: Communicator):
-        device = torch.device("cpu")
-        group = dist.new_group(
-            communicator.ranks,
-            timeout=communicator.timeout(device),
-            backend=communicator.backend(device),
-            use_local_synchronization=True,
-        )
         self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
         # A daemon: one that waits for a rank that has died must not keep the process.
         thread = threading.Thread(
             target=_run,
-            args=(self._tasks, Communicator(group)),
+            args=(self._tasks, communicator),
             name="adasum_hvd",
             daemon=True,
         )
@@ -118,7 +107,12 @@ Lane: TypeAlias = ThreadLane | StreamLane
 
 
 def lane_on(device: torch.device, communicator: Communicator) -> Lane:
-    """Return a new lane for tensors of a device. Collective on a CPU; blocks there."""
+    """Return a new lane for tensors of a device.
+
+    Args:
+        device: of the tensors.
+        communicator: for this lane only.
+    """
     if device.type == "cpu":
         return ThreadLane(communicator)
     return StreamLane(communicator, device)

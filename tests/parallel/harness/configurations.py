@@ -159,7 +159,7 @@ ALL_SIMULATED = [
 
 # The engine that needs no Horovod.
 DISTRIBUTED = [
-    Configuration(_files("distributed", "all_reduce"), "torchrun", ranks)
+    Configuration(_files("distributed", "all_reduce hook"), "torchrun", ranks)
     for ranks in (2, 3, 4, 5)
 ]
 

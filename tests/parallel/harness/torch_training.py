@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
+from tests.parallel.harness.models import loss_of
 
 HOSTS: list[str] = []
 
@@ -65,33 +65,6 @@ VARIANTS = ("average", "adasum-grad", "adasum-delta")  # what they are made of
 
 def start() -> None:
     HOSTS[:] = hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", "one"))
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 130), nn.Tanh(), nn.Linear(130, 3)
-    )
-
-
-def wide_model(seed: int = 0) -> nn.Module:
-    """Return a model of the same inputs whose matrices are large enough to move one by one."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 2000), nn.Tanh(), nn.Linear(2000, 150))
-
-
-def batch_of(rank: int, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (
-        torch.randn(size, 12, generator=generator),
-        torch.randint(0, 3, (size,), generator=generator),
-    )
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    images, labels = batch_of(rank, step)
-    images = images.to(next(model.parameters()).dtype)
-    return functional.cross_entropy(model(images), labels)
 
 
 def reduce_tensors(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -172,10 +145,6 @@ def distributed(
     )
 
 
-def sgd(params):
-    return torch.optim.SGD(params, 0.05, momentum=0.9)
-
-
 def closure_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> Callable:
@@ -197,7 +166,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> No
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -14,7 +14,12 @@ from torch.nn import functional
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
 from adasum_hvd.common import adam
-from tests.parallel.harness.torch_training import batch_of, check_same_everywhere
+from tests.parallel.harness.models import (
+    batch_of,
+)
+from tests.parallel.harness.torch_training import (
+    check_same_everywhere,
+)
 
 STEPS = 5
 HOSTS: list[str] = []

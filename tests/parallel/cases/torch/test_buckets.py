@@ -14,14 +14,16 @@ from torch import nn
 import adasum_hvd.torch as hvd
 from adasum_hvd.common import binding
 from adasum_hvd.torch.wire import LIBRARY
+from tests.parallel.harness.models import (
+    loss_of,
+    model_of,
+    wide_model,
+)
 from tests.parallel.harness.torch_training import (
     STEPS,
     check_equal,
     check_same_everywhere,
     distributed,
-    loss_of,
-    model_of,
-    wide_model,
 )
 from tests.parallel.harness.torch_training import start as start
 

@@ -12,14 +12,16 @@ import adasum_hvd.torch as hvd
 from adasum_hvd.torch import ddp
 from adasum_hvd.torch.optimizer.checks import consistency
 from tests.parallel.harness import process_sets
+from tests.parallel.harness.models import (
+    loss_of,
+    model_of,
+    weights,
+)
 from tests.parallel.harness.torch_training import (
     VARIANTS,
     backward,
     distributed,
-    loss_of,
-    model_of,
     train,
-    weights,
 )
 
 

@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import adasum_hvd.torch as hvd
+from tests.parallel.harness.models import (
+    loss_of,
+    model_of,
+)
 from tests.parallel.harness.torch_training import (
     VARIANTS,
     distributed,
-    loss_of,
-    model_of,
 )
 
 

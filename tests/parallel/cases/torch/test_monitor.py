@@ -16,13 +16,15 @@ import adasum_hvd.torch as hvd
 from adasum_hvd.common import binding
 from adasum_hvd.torch import wire
 from tests.parallel.harness import expected_records
-from tests.parallel.harness.torch_training import (
-    HOSTS,
+from tests.parallel.harness.models import (
     loss_of,
     model_of,
     sgd,
-    start,
     weights,
+)
+from tests.parallel.harness.torch_training import (
+    HOSTS,
+    start,
 )
 
 STEPS = 3

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 import adasum_hvd.torch as hvd
+from tests.parallel.harness.models import (
+    loss_of,
+    wide_model,
+)
 from tests.parallel.harness.torch_training import (
     backward,
     check_equal,
     check_same_everywhere,
     distributed,
-    loss_of,
     train,
-    wide_model,
 )
 from tests.parallel.harness.torch_training import start as start
 

@@ -12,20 +12,22 @@ from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 from tests.parallel.harness import process_sets
+from tests.parallel.harness.models import (
+    batch_of,
+    loss_of,
+    model_of,
+    sgd,
+)
 from tests.parallel.harness.torch_training import (
     OPTIMIZERS,
     REDUCTIONS,
     STEPS,
     Simulation,
-    batch_of,
     check_equal,
     check_same_everywhere,
     closure_of,
     distributed,
-    loss_of,
-    model_of,
     reduce_tensors,
-    sgd,
 )
 from tests.parallel.harness.torch_training import start as start
 

@@ -11,13 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from tests.parallel.harness.torch_training import (
+from tests.parallel.harness.models import (
     batch_of,
+    loss_of,
+    model_of,
+)
+from tests.parallel.harness.torch_training import (
     check_equal,
     check_same_everywhere,
     distributed,
-    loss_of,
-    model_of,
 )
 from tests.parallel.harness.torch_training import start as start
 

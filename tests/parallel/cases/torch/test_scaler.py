@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 import adasum_hvd.torch as hvd
+from tests.parallel.harness.models import (
+    loss_of,
+    model_of,
+    sgd,
+)
 from tests.parallel.harness.torch_training import (
     Simulation,
     check_equal,
     check_same_everywhere,
     distributed,
-    loss_of,
-    model_of,
-    sgd,
 )
 from tests.parallel.harness.torch_training import start as start
 

@@ -11,15 +11,17 @@ from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 from adasum_hvd.torch.optimizer.checks import consistency
+from tests.parallel.harness.models import (
+    batch_of,
+    loss_of,
+    model_of,
+    weights,
+)
 from tests.parallel.harness.torch_training import (
     VARIANTS,
     backward,
-    batch_of,
     distributed,
-    loss_of,
-    model_of,
     train,
-    weights,
 )
 
 

@@ -1,0 +1,212 @@
+"""AdaSum under torch's DistributedDataParallel: a communication hook without Horovod.
+
+Buckets are reduced in place, and every parameter keeps coefficients of its own: the gradients are
+those of `adasum_all_reduce`, bit for bit, however DDP lays them into buckets. DDP divides by
+nothing when a hook is registered, and neither must the program.
+
+On a CPU a thread reduces buckets while backward runs, and the last bucket's hook waits for it. On
+other devices the reductions are queued on a stream, and nothing waits for a value.
+
+DDP looks at the hooks' annotations, which are therefore no strings here.
+
+References:
+    arXiv 2006.02924, section 3; docs/distributed.md.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adasum_hvd.distributed.checks import Call, agree, call_of
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
+from adasum_hvd.distributed.reduction import reduce_buffer
+from adasum_hvd.distributed.rules import Coefficients, rule_of
+from adasum_hvd.distributed.topology import hosts_of
+
+__all__ = ["AdasumState", "Compression", "adasum_hook"]
+
+
+class Compression:
+    """What gradients are cast to while they travel; the names of Horovod's."""
+
+    none = None
+    fp16 = torch.float16
+    bf16 = torch.bfloat16
+
+
+class AdasumState:
+    """What :func:`adasum_hook` keeps for one DDP model.
+
+    Args:
+        process_group: DDP's; by default the default one.
+        compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
+            two bytes on the wire. By default gradients travel in their own dtype.
+        rule: as of `adasum_all_reduce`.
+        group_op: as of `adasum_all_reduce`.
+        group_size: as of `adasum_all_reduce`.
+
+    Raises:
+        ValueError: an argument is not one of these, or not the same on all ranks; on every rank.
+            Or this rank is not in the group.
+
+    Collective: every rank of the group; blocks.
+
+    Example:
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(model)  # doctest: +SKIP
+        >>> ddp.register_comm_hook(AdasumState(), adasum_hook)      # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        compression: torch.dtype | None = None,
+        rule: str | Coefficients = "adasum",
+        group_op: str | None = None,
+        group_size: int | None = None,
+    ):
+        self.communicator = Communicator(process_group, apart=True)
+        self.compression = compression
+        try:
+            self.rule = rule_of(rule, group_op, group_size)
+            call = call_of(
+                [], self.rule.described | {"compression": _name(compression)}
+            )
+        except ValueError as error:  # on the other ranks, too
+            call = Call((), (), str(error))
+        agree("AdasumState", call, self.communicator)
+        hosts_of(self.communicator)
+        self._lanes: dict[torch.device, Lane] = {}
+        self._known: set[tuple[Any, ...]] = (
+            set()
+        )  # buckets on which the ranks have agreed
+        self._started: list[Future] = []
+        self._on_round: list[Callable[[], None]] = []
+
+    def start(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> Future:
+        """Begin to reduce a bucket in place.
+
+        Args:
+            flat: the bucket's gradients, laid end to end.
+            parameters: those whose gradients they are, in order.
+
+        Returns:
+            A future of `flat`. On a CPU :meth:`finish` must be called, too.
+        """
+        if self.communicator.size == 1 and flat.layout is torch.strided:
+            return _done(flat)
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        lane = self._lane(flat.device)
+        future = lane.submit(partial(_reduce, self, flat, sizes))
+        if isinstance(lane, StreamLane):
+            lane.keep(flat)
+        else:
+            self._started.append(future)
+        return future
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = lane_on(device, self.communicator)
+        return self._lanes[device]
+
+    def agree_on(
+        self, flat: torch.Tensor, sizes: tuple[int, ...], communicator: Communicator
+    ) -> None:
+        """Compare a bucket that is new with the other ranks'. DDP gives all ranks the same.
+
+        Raises:
+            ValueError: they differ, or cannot be reduced; on every rank.
+        """
+        bucket = (flat.dtype, flat.layout, sizes)
+        if bucket not in self._known:
+            described = self.rule.described | {"parameters": sizes}
+            agree("adasum_hook", call_of([flat], described), communicator)
+            self._known.add(bucket)
+
+    def finish(self) -> None:
+        """Wait for all buckets on a CPU that have been started; blocks.
+
+        Raises:
+            ValueError: gradients that cannot be reduced; on every rank.
+            RuntimeError: a rank did not take part within the group's timeout.
+        """
+        started, self._started = self._started, []
+        for future in started:
+            future.wait()
+
+    def on_round(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function whenever all gradients of a pass are reduced; return what ends that."""
+        self._on_round.append(call)
+        return lambda: self._on_round.remove(call)
+
+    def end_round(self) -> None:
+        """Note that all gradients of a backward pass are reduced, or queued on the device."""
+        for call in self._on_round:
+            call()
+
+
+def _name(compression: object) -> str:
+    names = {None: "none", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    if compression not in names:
+        raise ValueError(
+            "compression: expected Compression.none, Compression.fp16 or Compression.bf16, but "
+            f"got {compression!r}"
+        )
+    return names[compression]
+
+
+def _reduce(
+    state: AdasumState,
+    flat: torch.Tensor,
+    sizes: tuple[int, ...],
+    communicator: Communicator,
+) -> torch.Tensor:
+    """Reduce a bucket; runs in the lane."""
+    state.agree_on(flat, sizes, communicator)
+    sent = flat if state.compression is None else flat.to(state.compression)
+    reduce_buffer(sent, sizes, communicator, state.rule)
+    if sent is not flat:
+        flat.copy_(sent)
+    return flat
+
+
+def _done(flat: torch.Tensor) -> Future:
+    future: Future = torch.futures.Future(
+        devices=None if flat.is_cpu else [flat.device]
+    )
+    future.set_result(flat)
+    return future
+
+
+def adasum_hook(
+    state: AdasumState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of gradients by AdaSum, for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        state: the model's.
+        bucket: of DDP's; its buffer is reduced in place.
+
+    Raises:
+        TypeError: `bucket` is none of DDP's.
+        ValueError, RuntimeError: as :meth:`AdasumState.finish`.
+
+    Collective: DDP calls it in the same order on every rank; the last bucket's call blocks on a
+    CPU.
+    """
+    if not isinstance(bucket, dist.GradBucket):
+        raise TypeError(
+            "adasum_hook: expected a bucket of DistributedDataParallel, but got "
+            f"{type(bucket).__name__}; FSDP's modules and DDP's Python reducer have none, see "
+            "docs/parallel.md"
+        )
+    if bucket.index() == 0:
+        state.finish()  # of a backward pass that broke off
+    future = state.start(bucket.buffer(), bucket.parameters())
+    if bucket.is_last():
+        state.finish()
+        state.end_round()
+    return future
