@@ -54,6 +54,33 @@ def _groups(settings: Mapping[str, object]) -> str:
     return f"{settings['group_op']} over groups of {size} ranks, AdaSum across"
 
 
+def distributed_banner(
+    settings: Mapping[str, object], ranks: int, hosts: int, backends: str, wire: str
+) -> str:
+    """Return one line for the engine on torch.distributed: rule, ranks, groups, wire.
+
+    Args:
+        settings: "rule", "group_op" and "group_size".
+        ranks: in the process group.
+        hosts: of these ranks.
+        backends: torch's name of the group's backends.
+        wire: the dtype on the wire.
+    """
+    rule = "adasum-grad" if settings["rule"] == "adasum" else settings["rule"]
+    parts = [
+        f"adasum_hvd {__version__} on torch.distributed: {rule} (gradient variant)",
+        f"{ranks} ranks on {hosts} {'host' if hosts == 1 else 'hosts'} over {backends}",
+        _groups(settings) if settings["rule"] == "adasum" else "no groups",
+        *(
+            _advice(ops.AdasumGrad, ranks, settings, "momentum")
+            if settings["rule"] == "adasum"
+            else []
+        ),
+        f"{wire} on the wire",
+    ]
+    return "; ".join(parts)
+
+
 def startup_line(
     settings: Mapping[str, object], backend: str, ranks: int, hosts: int, path: str
 ) -> str:
@@ -86,7 +113,7 @@ def startup_line(
 
 
 def _advice(
-    op: ops.ReduceOp, ranks: int, settings: dict[str, object], study: str
+    op: ops.ReduceOp, ranks: int, settings: Mapping[str, object], study: str
 ) -> list[str]:
     """Return advice on the learning rate and the variant, if a study covers them."""
     group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))

@@ -1,17 +1,32 @@
-"""AdaSum on torch.distributed alone: no Horovod, no compiler; any backend with torch's collectives.
+"""AdaSum on torch.distributed alone: no Horovod, no compiler, any backend with its collectives.
 
-`adasum_all_reduce` reduces tensors; `AdasumState` and `adasum_hook` make DDP reduce its buckets so.
-The arithmetic is in `reduction`, which names the steps, and the definition in
-`adasum_hvd.reference`.
+`adasum_all_reduce` reduces tensors. `AdasumState` and `adasum_hook` make DDP reduce its buckets so,
+and `adasum_replicate` the gradients of a sharded model. The arithmetic is in `reduction`, which
+names the steps, and the definition in `adasum_hvd.reference`.
 """
 
+from adasum_hvd.advice.learning_rate import LearningRate, adasum_lr
+from adasum_hvd.common.marks import mark_worker_local
+from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
+from adasum_hvd.distributed.monitor import AdasumMonitor
+from adasum_hvd.distributed.replicas import banner, check_replicas
+from adasum_hvd.distributed.replicate import Replicas, adasum_replicate
 
 __all__ = [
+    "AdasumMonitor",
     "AdasumState",
     "AdasumWork",
     "Compression",
+    "LearningRate",
+    "ReplicaMismatch",
+    "Replicas",
     "adasum_all_reduce",
     "adasum_hook",
+    "adasum_lr",
+    "adasum_replicate",
+    "banner",
+    "check_replicas",
+    "mark_worker_local",
 ]

@@ -51,8 +51,8 @@ class Communicator:
                 "group's ranks only"
             )
         self.ranks = dist.get_process_group_ranks(self.group)
-        config = dist.get_backend_config(self.group)
-        self._backends = dict(part.split(":") for part in config.split(","))
+        self.backends = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
+        self._backends = dict(part.split(":") for part in self.backends.split(","))
         tags = _tags.setdefault(self.group, itertools.count(_FIRST_TAG + 1))
         self._tag = next(tags) if apart else _FIRST_TAG
 

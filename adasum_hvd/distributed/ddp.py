@@ -23,6 +23,7 @@ import torch.distributed as dist
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
+from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.topology import hosts_of
@@ -85,12 +86,18 @@ class AdasumState:
         )  # buckets on which the ranks have agreed
         self._started: list[Future] = []
         self._on_round: list[Callable[[], None]] = []
+        # The parameters of the buckets of this backward pass, by the bucket's name.
+        self.reduced: dict[str, list[torch.Tensor]] = {}
+        self.records = Records()
 
-    def start(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> Future:
+    def start(
+        self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
+    ) -> Future:
         """Begin to reduce a bucket in place.
 
         Args:
             flat: the bucket's gradients, laid end to end.
+            index: the bucket's number.
             parameters: those whose gradients they are, in order.
 
         Returns:
@@ -99,8 +106,10 @@ class AdasumState:
         if self.communicator.size == 1 and flat.layout is torch.strided:
             return _done(flat)
         sizes = tuple(parameter.numel() for parameter in parameters)
+        entry = f"{index}/{hash(sizes)}"
+        self.reduced[entry] = parameters
         lane = self._lane(flat.device)
-        future = lane.submit(partial(_reduce, self, flat, sizes))
+        future = lane.submit(partial(_reduce, self, flat, sizes, entry))
         if isinstance(lane, StreamLane):
             lane.keep(flat)
         else:
@@ -162,12 +171,14 @@ def _reduce(
     state: AdasumState,
     flat: torch.Tensor,
     sizes: tuple[int, ...],
+    entry: str,
     communicator: Communicator,
 ) -> torch.Tensor:
     """Reduce a bucket; runs in the lane."""
     state.agree_on(flat, sizes, communicator)
     sent = flat if state.compression is None else flat.to(state.compression)
-    reduce_buffer(sent, sizes, communicator, state.rule)
+    solution = reduce_buffer(sent, sizes, communicator, state.rule)
+    state.records.add(entry, solution, sizes, communicator, state.rule)
     if sent is not flat:
         flat.copy_(sent)
     return flat
@@ -205,7 +216,8 @@ def adasum_hook(
         )
     if bucket.index() == 0:
         state.finish()  # of a backward pass that broke off
-    future = state.start(bucket.buffer(), bucket.parameters())
+        state.reduced.clear()
+    future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state.finish()
         state.end_round()

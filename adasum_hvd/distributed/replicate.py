@@ -36,6 +36,7 @@ from adasum_hvd.distributed.sharding import (
     problems,
     shard_groups,
 )
+from adasum_hvd.distributed.topology import hosts_of
 
 __all__ = ["Replicas", "adasum_replicate"]
 
@@ -107,13 +108,9 @@ class Replicas:
         for parameter in unit.parameters:
             for group in shard_groups(parameter):
                 if group not in self._shard_communicators:
-                    # The program's own group is used by FSDP while the lane runs.
-                    own = dist.new_group(
-                        dist.get_process_group_ranks(group),
-                        backend=dist.get_backend_config(group),
-                        use_local_synchronization=True,
-                    )
-                    self._shard_communicators[group] = Communicator(own)
+                    # FSDP uses the group, too, while the lane runs.
+                    own = Communicator(group, apart=True)
+                    self._shard_communicators[group] = own
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -353,7 +350,8 @@ def adasum_replicate(
             f'{mesh.ndim} dimensions (rank {dist.get_rank()}); pass mesh["replica"]'
         )
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
-    communicator = Communicator(group)
+    communicator = Communicator(group, apart=True)
+    hosts_of(communicator)
     try:
         checked = rule_of(rule, group_op, group_size)
         found = problems(model, communicator.ranks, dist.get_rank())

@@ -17,7 +17,7 @@ from adasum_hvd.common.options import check_count
 from adasum_hvd.monitor.sinks import Record, Sinks
 from adasum_hvd.monitor.statistics import Rows, statistics, width
 
-# The names of a tensor's segments, by the tensor's name in Horovod.
+# The names of a tensor's segments, by the tensor's name in the engine.
 Entries = Mapping[str, Sequence[str]]
 _numbers = itertools.count()
 
@@ -25,9 +25,14 @@ _numbers = itertools.count()
 class Channel(Protocol):
     """The functions of a framework that a monitor uses."""
 
-    library: ctypes.CDLL
     rank: int  # this rank, numbered in the job
     ranks: Sequence[int]  # the ranks that reduce
+
+    def request_record(self, entry: str) -> None:
+        """Request a record of the next reduction of a tensor."""
+
+    def latest_record(self, entry: str) -> binding.TensorRecord | None:
+        """Return the latest record of a tensor, or None if there is none."""
 
     def gather(self, obj: Any) -> list[Any]:
         """Return every rank's object. Collective; blocks."""
@@ -39,6 +44,20 @@ class Channel(Protocol):
             A function of `wait` that returns the sum. Without `wait` it returns None while the
             sum is not finished.
         """
+
+
+class OpRecords:
+    """The part of a `Channel` that the Horovod op provides."""
+
+    library: ctypes.CDLL
+
+    def request_record(self, entry: str) -> None:
+        """Request a record of the next reduction of a tensor."""
+        binding.request_record(self.library, entry)
+
+    def latest_record(self, entry: str) -> binding.TensorRecord | None:
+        """Return the latest record of a tensor, or None if there is none."""
+        return binding.latest_record(self.library, entry)
 
 
 def check_job(settings: Mapping[str, object]) -> None:
@@ -168,15 +187,15 @@ class Monitor:
         self._due = False
         self._segments_of, self._requested = dict(entries), {}
         for entry in entries:
-            latest = binding.latest_record(self._channel.library, entry)
+            latest = self._channel.latest_record(entry)
             self._requested[entry] = latest.number if latest else 0
-            binding.request_record(self._channel.library, entry)
+            self._channel.request_record(entry)
 
     def _collect(self, step: int) -> bool:
         """Start to sum the requested records; return False if one does not exist yet."""
         parts, rows = [], []
         for entry, number_before in self._requested.items():
-            record = binding.latest_record(self._channel.library, entry)
+            record = self._channel.latest_record(entry)
             if record is None or record.number <= number_before:
                 return False
             names = self._segments_of[entry]

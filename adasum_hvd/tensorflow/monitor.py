@@ -10,7 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.monitor.monitor import Monitor, check_job, check_op
+from adasum_hvd.monitor.monitor import Monitor, OpRecords, check_job, check_op
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
@@ -20,7 +20,7 @@ from adasum_hvd.tensorflow.optimizer.slots import inner
 from adasum_hvd.tensorflow.reduction import Reduction, named
 
 
-class _Channel:
+class _Channel(OpRecords):
     """The ranks of a process set."""
 
     library = tf_ops.LIBRARY

@@ -10,7 +10,13 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.monitor.monitor import Entries, Monitor, check_job, check_op
+from adasum_hvd.monitor.monitor import (
+    Entries,
+    Monitor,
+    OpRecords,
+    check_job,
+    check_op,
+)
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -20,7 +26,7 @@ from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 
-class _Channel:
+class _Channel(OpRecords):
     """The connection between the ranks of a process set."""
 
     library = wire.LIBRARY

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from adasum_hvd.common import binding
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.common.replicas import Digests, compare, is_due
 from adasum_hvd.common.replicas import ReplicaMismatch as ReplicaMismatch
+from adasum_hvd.distributed.replicas import digest, named_tensors
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -22,37 +21,18 @@ from adasum_hvd.torch.parameter_lists import Ranks
 from adasum_hvd.torch.wire import LIBRARY
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
-
-
-def _tensors(
-    model: torch.nn.Module, optimizer: Any
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name, tensor, parameter or buffer whose marks apply to it)."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield name, tensor, tensor
-    if optimizer is None or not getattr(optimizer, "_reduces_gradients", True):
-        return  # the delta variant's optimizer state is local by design
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                name = names.get(id(parameter), "unnamed")
-                yield f"{name}.{key}", value, parameter
-
-
 def _digests(
     model: torch.nn.Module, optimizer: Any, everyone: Ranks
 ) -> dict[Ranks, Digests]:
     """Return the tensors' names and digests, by the set of ranks that share them."""
     digests: dict[Ranks, Digests] = {everyone: []}
-    for name, tensor, marked in _tensors(model, optimizer):
+    # The delta variant's optimizer state is local by design.
+    reduced = optimizer if getattr(optimizer, "_reduces_gradients", True) else None
+    for name, tensor, marked in named_tensors(model, reduced):
         if not marks.is_worker_local(marked):
             process_set = marks.holders(marked)
             ranks = tuple(process_set.ranks) if process_set else everyone
-            digests.setdefault(ranks, []).append((name, _digest(tensor)))
+            digests.setdefault(ranks, []).append((name, digest(tensor)))
     return digests
 
 

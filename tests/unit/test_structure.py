@@ -26,12 +26,12 @@ ROOMS: dict[str, set[str]] = {
     "mindspore": {"common"},
     "monitor": {"common"},
     "parallel": {"common", "mindspore"},
-    "distributed": {"common"},
+    "distributed": {"common", "advice", "monitor"},
     "launch": {"common"},
     "tools": {"common", "startup", "install", "mindspore", "torch", "tensorflow"},
     "torch": {
         *("common", "advice", "startup", "elastic"),
-        *("parallel", "mindspore", "monitor", "launch"),
+        *("parallel", "mindspore", "monitor", "launch", "distributed"),
     },
     "tensorflow": {
         *("common", "advice", "startup", "elastic"),

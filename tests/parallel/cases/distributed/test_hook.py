@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from adasum_hvd import reference
 from adasum_hvd.distributed import (
+    AdasumMonitor,
     AdasumState,
     Compression,
+    ReplicaMismatch,
     adasum_all_reduce,
     adasum_hook,
+    banner,
+    check_replicas,
+    mark_worker_local,
 )
+from tests.parallel.cases.distributed.test_all_reduce import HOSTS
 from tests.parallel.cases.distributed.test_all_reduce import align as align
 from tests.parallel.cases.distributed.test_all_reduce import init as init
 from tests.parallel.cases.distributed.test_all_reduce import rank as rank
@@ -145,6 +154,112 @@ def case_a_backward_pass_that_breaks_off() -> None:
     first.remove()
     del wrapped
     ddp.check_bits(ENGINE.wrapped(model), expected)
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, list[np.ndarray]]:
+    """Return all ranks' gradients of a step, by the parameter's name."""
+    found: dict[str, list[np.ndarray]] = {}
+    for other in range(dist.get_world_size()):
+        model.zero_grad()
+        loss_of(model, other, step).backward()
+        for name, parameter in model.named_parameters():
+            found.setdefault(name, []).append(parameter.grad.numpy().copy())
+    model.zero_grad()
+    return found
+
+
+def check_record(tensors: dict[str, dict], vectors: dict[str, list]) -> None:
+    """Check a record against what NumPy finds of the vectors that AdaSum joined."""
+    assert set(tensors) == set(vectors)
+    for name, several in vectors.items():
+        result = reference.adasum(several, HOSTS)
+        wide = [v.astype(np.float64).ravel() for v in several]
+        energy = sum(v @ v for v in wide)
+        norms = [np.linalg.norm(v) for v in wide]
+        cosines = [
+            wide[i] @ wide[j] / norms[i] / norms[j]
+            for i in range(len(wide))
+            for j in range(i)
+        ]
+        found, mean = tensors[name], np.linalg.norm(np.mean(wide, axis=0))
+        coefficients, *_ = np.linalg.lstsq(np.stack(wide, 1), result.ravel())
+        correct = {
+            "cosine": np.mean(cosines),
+            "orthogonality": np.square(result).sum() / energy,
+            "gain": np.linalg.norm(result) / mean,
+        }
+        if result.size >= len(wide):  # else others give the same result
+            correct |= {"lowest": coefficients.min(), "highest": coefficients.max()}
+        for key, value in correct.items():
+            assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-7), (name, key)
+
+
+def case_monitor() -> None:
+    """Records of the parameters by their names, and the same bits as without a monitor."""
+    expected = without_ddp(model_of())
+    records: list[dict] = []
+    model, state = model_of(), AdasumState()
+    wrapped = ENGINE.wrapped(model, state)
+    monitor = AdasumMonitor(state, 1, records.append, model.named_parameters())
+    optimizer = sgd(wrapped.parameters())
+    vectors = []
+    for step in range(ddp.STEPS):
+        vectors.append(gradients(copy.deepcopy(model), step))
+        optimizer.zero_grad()
+        loss_of(wrapped, rank(), step).backward()
+        optimizer.step()
+    monitor.close()
+    assert torch.equal(weights(model), expected)
+    if rank():
+        assert not records
+        return
+    # The buckets are known after the first step, and are others after it.
+    assert [record["step"] for record in records] == [3, 4]
+    for record in records:
+        assert record["ranks"] == record["joined"] == dist.get_world_size()
+        check_record(record["tensors"], vectors[record["step"] - 1])
+
+
+def case_monitor_of_groups() -> None:
+    records: list[dict] = []
+    model, state = model_of(), AdasumState(group_op="average", group_size=2)
+    monitor = AdasumMonitor(state, 2, records.append, model.named_parameters())
+    wrapped = ENGINE.wrapped(model, state)
+    ddp.train(wrapped, sgd(wrapped.parameters()))
+    monitor.close()
+    groups = -(-dist.get_world_size() // 2)
+    for record in records:
+        assert record["joined"] == groups and len(record["tensors"]) == 6
+    with pytest.raises(ValueError, match="every: "):
+        AdasumMonitor(state, 0)
+    with pytest.raises(ValueError, match=r"got rule='mean'"):
+        AdasumMonitor(AdasumState(rule="mean"))
+    with pytest.raises(TypeError, match="expected an AdasumState"):
+        AdasumMonitor(model)
+
+
+def case_replicas_and_banner() -> None:
+    state = AdasumState(compression=Compression.bf16)
+    model = nn.Sequential(model_of(), nn.BatchNorm1d(3))
+    wrapped = ENGINE.wrapped(model, state)
+    optimizer = sgd(wrapped.parameters())
+    loss_of(wrapped, rank(), 0).backward()
+    optimizer.step()
+    with pytest.raises(ReplicaMismatch, match=r"module\.1\.running_mean"):
+        check_replicas(wrapped)
+    mark_worker_local(*model.buffers())
+    assert check_replicas(wrapped, optimizer)
+    assert not check_replicas(wrapped, every=5)
+    with torch.no_grad():
+        model[0][0].bias[3] += rank() == dist.get_world_size() - 1
+    with pytest.raises(ReplicaMismatch, match=r"module\.0\.0\.bias"):
+        check_replicas(wrapped)
+    line = banner(state)
+    size = dist.get_world_size()
+    assert (
+        f"adasum-grad (gradient variant); {size} ranks on 2 hosts over cpu:gloo" in line
+    )
+    assert "AdaSum all the way" in line and line.endswith("bfloat16 on the wire")
 
 
 def case_what_is_refused() -> None:

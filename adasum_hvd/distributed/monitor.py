@@ -1,0 +1,122 @@
+"""`AdasumMonitor` for the hook that needs no Horovod: records of AdaSum in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adasum_hvd.common.binding import TensorRecord
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.ddp import AdasumState
+from adasum_hvd.monitor.monitor import Entries, Monitor
+from adasum_hvd.monitor.statistics import Rows
+
+__all__ = ["AdasumMonitor"]
+
+
+class _Channel:
+    """The connection between the ranks of a state's process group."""
+
+    def __init__(self, state: AdasumState):
+        self._state = state
+        self._communicator = Communicator(state.communicator.group)
+        self.ranks = self._communicator.ranks
+        self.rank = self.ranks[self._communicator.rank]
+
+    def request_record(self, entry: str) -> None:
+        self._state.records.request(entry)
+
+    def latest_record(self, entry: str) -> TensorRecord | None:
+        return self._state.records.latest(entry)
+
+    def gather(self, obj: Any) -> list[Any]:
+        return self._communicator.all_gather_object(obj)
+
+    def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
+        if not rows.size:  # one group that is averaged or added up
+            return lambda wait: rows
+        total = torch.from_numpy(rows).to(self._communicator.control_device)
+        work = dist.all_reduce(total, group=self._communicator.group, async_op=True)
+
+        def finish(wait: bool) -> Rows | None:
+            if not wait and not work.is_completed():
+                return None
+            work.wait()
+            return total.cpu().numpy()
+
+        return finish
+
+
+class AdasumMonitor:
+    """Records statistics of AdaSum for each parameter, every k steps.
+
+    Records, statistics and sinks are those of `adasum_hvd.torch.AdasumMonitor`; see
+    docs/monitor.md. Results of the reduction do not change by a bit.
+
+    Args:
+        source: the :class:`AdasumState` of DDP's hook.
+        every: steps between two records.
+        to: the sinks, on the first rank of the process group: paths that end in `.jsonl`, other
+            paths (folders for TensorBoard), functions of a record; or one of these.
+        named_parameters: (name, parameter) pairs, as from `model.named_parameters()`.
+
+    Raises:
+        TypeError: another `source`, or something else in `to`.
+        ValueError: `rule="mean"`, which has no Gram matrices; `every` is not an integer of at
+            least 1; a file that cannot be written; TensorBoard is not installed. On every rank.
+
+    Collective: every rank of the process group creates it, and takes its steps. On the recorded
+    steps a few doubles per parameter travel. Blocks on creation and in `close`, and on a device in
+    recorded steps.
+
+    Example:
+        >>> monitor = AdasumMonitor(state, 50, "run.jsonl", model.named_parameters())
+        ... # doctest: +SKIP
+
+    References:
+        docs/monitor.md; arXiv 2006.02924, figure 1.
+    """
+
+    def __init__(
+        self,
+        source: AdasumState,
+        every: int = 50,
+        to: Any = (),
+        named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+    ):
+        if not isinstance(source, AdasumState):
+            raise TypeError(
+                "AdasumMonitor: expected an AdasumState of adasum_hvd.distributed, but got "
+                f"{type(source).__name__}"
+            )
+        if source.rule.kind == "mean":
+            raise ValueError(
+                "AdasumMonitor: expected rule='adasum' or a function of Gram matrices, but got "
+                "rule='mean', which computes none"
+            )
+        self._source = source
+        self._names = {id(p): name for name, p in named_parameters}
+        self._monitor: Monitor | None = None
+        if source.communicator.size > 1:
+            monitor = self._monitor = Monitor(every, to, _Channel(source))
+            self._detach = source.on_round(lambda: monitor.after_step(self._entries))
+            monitor.request_first(self._entries)
+
+    def _entries(self) -> Entries:
+        return {
+            entry: [
+                self._names.get(id(parameter), f"bucket{number}.parameter{position}")
+                for position, parameter in enumerate(parameters)
+            ]
+            for number, (entry, parameters) in enumerate(self._source.reduced.items())
+        }
+
+    def close(self) -> None:
+        """Write the last record and stop. Collective; blocks."""
+        if self._monitor is not None:
+            self._detach()
+            self._monitor.close()
+            self._monitor = None
