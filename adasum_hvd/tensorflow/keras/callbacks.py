@@ -116,7 +116,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if is_elastic():
             raise NotImplementedError(
                 "BroadcastGlobalVariablesCallback: expected a job with a fixed number of ranks, "
-                "but got an elastic one, in which only new ranks would broadcast; remove the "
+                "but got an elastic job, in which only new ranks would broadcast; remove the "
                 "callback, because the elastic state sends them everything"
             )
         super().__init__()
