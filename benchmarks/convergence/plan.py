@@ -74,30 +74,50 @@ class Point(NamedTuple):
         return self.task.setting(self.method, self.workers)
 
 
+ALL = (1, 32, 8, 64, 16, 128, 4, 2)
 DIGITS = Task(
-    "digits", "momentum", "lars", (1, 32, 8, 64, 16, 128, 4, 2), 30, 0.97, 256, -8, -8
+    work="digits",
+    optimizer="momentum",
+    layerwise="lars",
+    counts=ALL,
+    budget=15,
+    target=0.97,
+    most_steps=256,
+    start=-8,
+    layerwise_start=-8,
+)
+GLYPHS = Task(
+    work="glyphs",
+    optimizer="momentum-decay",
+    layerwise="lars-decay",
+    counts=(1, 32, 8, 128),
+    budget=3,
+    target=0.8,
+    most_steps=128,
+    start=-6,
+    layerwise_start=-8,
 )
 GPT_SMALL = Task(
-    "gpt-small",
-    "adamw",
-    "lamb",
-    (1, 32, 8, 64, 16, 128, 4, 2),
-    2**18,
-    2.5,
-    256,
-    -12,
-    -8,
+    work="gpt-small",
+    optimizer="adamw",
+    layerwise="lamb",
+    counts=ALL,
+    budget=2**18,
+    target=2.5,
+    most_steps=256,
+    start=-12,
+    layerwise_start=-8,
 )
-GPT_FULL = Task("gpt-full", "adamw", "lamb", (1, 32, 8), 2**19, 2.4, 256, -12, -8)
-GLYPHS = Task(
-    "glyphs", "momentum-decay", "lars-decay", (1, 32, 8, 128), 3, 0.8, 128, -6, -8
+GPT_FULL = replace(
+    GPT_SMALL, work="gpt-full", counts=(1, 32, 8), budget=2**19, target=2.4
 )
 TASKS = {
     "small": (DIGITS, GPT_SMALL, GLYPHS, GPT_FULL),
     "tiny": (
-        replace(DIGITS, counts=(1, 8, 32), budget=6, target=0.8, most_steps=40),
+        replace(DIGITS, counts=(1, 16), budget=4, target=0.7, most_steps=40, valleys=(16,)),
         replace(
-            GPT_SMALL, work="gpt-tiny", counts=(1, 8), budget=2**15, target=3.2
+            GPT_SMALL, work="gpt-tiny", counts=(1, 8), budget=2**14, target=3.5,
+            most_steps=80, valleys=(8,),
         ),
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from convergence import plan, target_report
+from convergence import outer_report, plan, target_report
 from convergence.pictures import draw, result, unit
 from convergence.runs import Runs
 from convergence.studies import STUDIES, Row, Scale, Study
@@ -178,6 +178,8 @@ def write(scale: Scale, output: Path, name: str = "small") -> None:
         "",
         *(table(study, runs) for study in made),
         target_report.section(plan.TASKS[name], results),
+        *(outer_report.changing(task, results) for task in plan.TASKS[name]),
+        outer_report.outer(name, results),
         "## What it cost",
         "",
         durations(runs),
