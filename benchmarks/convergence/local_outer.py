@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from convergence.training import Setting
-from convergence.tuning import Find, Record, Search, Seeds, followed, rate, tune
+from convergence.tuning import Cost, Find, Record, Search, Seeds, followed, rate, tune
 
 NAME = "local_outer"
 METHODS = ("average", "rda", "adasum")
@@ -58,11 +58,10 @@ def tried(cell: Outer, index: int, seeds: tuple[int, ...]) -> list[Setting]:
     return [replace(at, seed=seed) for seed in seeds]
 
 
-def cost(records: list[Record]) -> float:
+def cost(records: list[Record]) -> Cost:
     """Return the mean validation loss; a run that diverged counts as ten."""
-    return statistics.mean(
-        10.0 if "diverged" in record else record["validation"] for record in records
-    )
+    losses = [10.0 if "diverged" in r else r["validation"] for r in records]
+    return Cost(False, statistics.mean(losses))
 
 
 def search(cell: Outer, seeds: Seeds, find: Find) -> Search:

@@ -84,7 +84,7 @@ DIGITS = Task(
     target=0.97,
     most_steps=256,
     start=-8,
-    layerwise_start=-8,
+    layerwise_start=-12,
 )
 GLYPHS = Task(
     work="glyphs",

@@ -136,25 +136,29 @@ def rows(task: Task, results: Results) -> Iterator[list[str]]:
 
 def missing(task: Task, results: Results) -> str:
     """Return which points have no result yet."""
-    none = [point for point in points(task) if results.carried(point) is None]
-    named = [f"{point.workers} {name_of(point)}" for point in none]
-    return f"Not run yet: {'; '.join(named)}.\n" if named else ""
+    every: dict[int, list[str]] = {}
+    none: dict[int, list[str]] = {}
+    for point in points(task):
+        name = name_of(point)
+        every.setdefault(point.workers, []).append(name)
+        if results.carried(point) is None:
+            none.setdefault(point.workers, []).append(name)
+    said = [
+        f"{n} workers" + ("" if names == every[n] else f" ({'; '.join(names)})")
+        for n, names in sorted(none.items())
+    ]
+    return f"Not run yet: {', '.join(said)}.\n" if said else ""
 
 
 def table(task: Task, results: Results) -> str:
     """Return a task's section."""
     kind = f"{task.target:.0%}" if task.target <= 1 else f"{task.target} nats per byte"
-    return "\n".join(
-        [
-            f"### {task.work}: steps to {kind}",
-            "",
-            "| " + " | ".join(_COLUMNS) + " |",
-            "|---" * len(_COLUMNS) + "|",
-            *("| " + " | ".join(cells) + " |" for cells in rows(task, results)),
-            "",
-            missing(task, results),
-        ]
-    )
+    title, found = f"### {task.work}: steps to {kind}\n", list(rows(task, results))
+    if not found:
+        return f"{title}\nNot run yet.\n"
+    head = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    lines = ["| " + " | ".join(cells) + " |" for cells in found]
+    return "\n".join([title, *head, *lines, "", missing(task, results)])
 
 
 def section(tasks: tuple[Task, ...], results: Results) -> str:

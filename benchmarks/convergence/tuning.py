@@ -12,11 +12,20 @@ FACTOR = 3**0.5  # between neighbouring rates
 TUNING_SEEDS = (101, 102, 103)
 TEST_SEEDS = (1, 2, 3, 4, 5)  # no tuning run has one of these
 CENSORED = 2  # a run that misses the target counts as so many times its steps
+WIDE = 5
 REACH = 12  # neighbours in one direction, after which an extension ends
 
 Record = dict[str, Any]
 Find = Callable[[Setting], Record | None]
 Search = Generator[Setting, None, int]
+
+
+class Cost(NamedTuple):
+    """What the runs of a rate are compared by; `hopeless` if none reached the target."""
+
+    hopeless: bool
+    steps: float
+    level: float = 0.0
 
 
 class Seeds(NamedTuple):
@@ -43,8 +52,8 @@ def tested(setting: Setting, index: int, seeds: Seeds) -> list[Setting]:
     return [replace(at, seed=seed) for seed in seeds.test]
 
 
-def cost(records: list[Record]) -> tuple[float, float]:
-    """Return what the best rate has least of: mean steps, then minus the level they reached.
+def cost(records: list[Record]) -> Cost:
+    """Return mean steps, then minus the level, of which the best rate has least.
 
     A run that missed the target counts as CENSORED times its steps. If it diverged, it counts as
     if all steps had been taken.
@@ -55,18 +64,20 @@ def cost(records: list[Record]) -> tuple[float, float]:
         for record in records
     ]
     levels = [-1e9 if (v := record["level"]) is None else v for record in records]
-    return sum(steps) / len(steps), -sum(levels) / len(levels)
+    hopeless = not any(record["steps_to_target"] for record in records)
+    return Cost(hopeless, sum(steps) / len(steps), -sum(levels) / len(levels))
 
 
 def tune(
     candidates: Callable[[int], list[Setting]],
-    cost: Callable[[list[Record]], Any],
+    cost: Callable[[list[Record]], Cost],
     start: int,
     find: Find,
 ) -> Search:
     """Yield the runs that find the rate of least cost, and return its index in the lattice.
 
-    Three neighbours first, then one more at an end for as long as the best is there.
+    Three neighbours first, then one more at an end for as long as the best is there. While all
+    are hopeless, one more at both ends, at most WIDE times.
 
     Args:
         candidates: returns the runs that judge the rate of an index.
@@ -75,7 +86,7 @@ def tune(
         find: has the record of each yielded setting when the iteration goes on.
     """
     low, high = start - 1, start + 1
-    costs: dict[int, Any] = {}
+    costs: dict[int, Cost] = {}
     while True:
         for index in range(low, high + 1):
             if index not in costs:
@@ -83,7 +94,9 @@ def tune(
                 yield from runs
                 costs[index] = cost([_kept(find, run) for run in runs])
         best = min(costs, key=lambda index: costs[index])
-        if best == low and start - low < REACH:
+        if costs[best].hopeless and start - low <= WIDE:
+            low, high = low - 1, high + 1
+        elif best == low and start - low < REACH:
             low -= 1
         elif best == high and high - start < REACH:
             high += 1
