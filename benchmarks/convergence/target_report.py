@@ -20,7 +20,8 @@ COLOURS = {
     "rda": "tab:purple",
     LAYERWISE: "tab:red",
 }
-_MARKS = dict(zip(COLOURS, "osDv^Px", strict=True))
+_MARKS = dict(zip(COLOURS, "osDv^P<", strict=True))
+_POWERS = [2**k for k in range(2, 14)]
 _COLUMNS = (
     "workers",
     "method",
@@ -241,8 +242,10 @@ def _draw_steps(axis: Any, task: Task, of: Any) -> None:
     one = statistics.mean(alone.steps)
     counts = sorted(task.counts)
     axis.plot(counts, [one / n for n in counts], "k--", linewidth=0.8, label="perfect")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
+    for scaled, places in ((axis.xaxis, counts), (axis.yaxis, _POWERS)):
+        scaled.axes.set(**{f"{scaled.axis_name}scale": "log"})
+        scaled.set_ticks(places, [str(place) for place in places])
+        scaled.set_ticks([], minor=True)
     axis.set(xlabel="workers", ylabel="steps to target (hollow: missed by a seed)")
     axis.legend(fontsize=8)
 
