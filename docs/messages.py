@@ -38,6 +38,7 @@ _PAGES = {
     "install": "index.md",
     "tools": "index.md",
     "torch/ddp": "where_to_use.md",
+    "torch/rendezvous": "clusters.md",
     "torch/elastic": "elastic.md",
     "torch/adam_offload": "adam_offload.md",
     "torch": "torch.md",

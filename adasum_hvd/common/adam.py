@@ -1,11 +1,11 @@
-"""`AdamOffload`'s arguments and formula, for every framework; knows none of them.
+"""`AdamOffload`'s arguments and formula, without a framework.
 
     m = beta1 m + (1 - beta1) g
     v = beta2 v + (1 - beta2) g^2
     l = lr sqrt(1 - beta2^t) / (1 - beta1^t)
     w = w - l n / (sqrt(v) + eps),   n = m,  or  beta1 m + (1 - beta1) g  with Nesterov
 
-eps stands outside the bias correction, which is not where torch has it. The gradient is
+eps is outside the bias correction; torch has it inside. The gradient is
 `g = (gradient + loss_scale weight_decay w) / loss_scale`, and t counts steps from 1.
 Decoupled weight decay leaves g alone: the step begins with `w = (1 - lr weight_decay) w`.
 
@@ -29,7 +29,7 @@ _NUMBER = int | float
 
 
 class _Rule(NamedTuple):
-    """What an argument must be, and the words for it in errors."""
+    """The type and range of an argument, and their text in errors."""
 
     type: Any
     type_words: str
@@ -80,7 +80,7 @@ FOREIGN = {
 
 
 def _got(value: Any) -> str:
-    return f"got {value!r} ({type(value).__name__})"
+    return f"but got {value!r} ({type(value).__name__})"
 
 
 def _is_number(value: Any) -> bool:
@@ -88,10 +88,10 @@ def _is_number(value: Any) -> bool:
 
 
 def check(name: str, value: Any) -> Any:
-    """Return the value of the argument `name`: a bool as it is, a number as a float.
+    """Return the value of the argument `name`: a bool unchanged, a number as a float.
 
     Raises:
-        TypeError: it has a wrong type; a bool is no number.
+        TypeError: it has a wrong type; a bool is not a number.
         ValueError: it is out of range or not finite.
     """
     rule = _RULES[name]
@@ -99,11 +99,11 @@ def check(name: str, value: Any) -> Any:
         isinstance(value, bool) and rule is not _BOOL
     ):
         raise TypeError(
-            f"AdamOffload: {name}: required {rule.type_words}, {_got(value)}"
+            f"AdamOffload: {name}: expected {rule.type_words}, {_got(value)}"
         )
     if not rule.holds(value):
         raise ValueError(
-            f"AdamOffload: {name}: required {rule.range_words}, got {value!r}"
+            f"AdamOffload: {name}: expected {rule.range_words}, but got {value!r}"
         )
     return value if rule is _BOOL else float(value)
 
@@ -139,7 +139,7 @@ def check_rate(value: Any) -> float:
 
 
 def parse_lr(value: Any) -> float | Schedule:
-    """Return what a learning rate argument means.
+    """Return the meaning of a learning rate argument.
 
     Args:
         value: a number; a 0-d array (the same for all steps); a 1-d array or a finite
@@ -150,7 +150,7 @@ def parse_lr(value: Any) -> float | Schedule:
         A float, a tuple of floats, or the callable.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: `value` is none of these.
         ValueError: a rate is negative, or the array has more than one dimension or no value.
     """
     if _is_number(value):
@@ -159,7 +159,7 @@ def parse_lr(value: Any) -> float | Schedule:
         array = np.asarray(value, dtype=np.float64)
         if array.ndim > 1:
             raise ValueError(
-                "AdamOffload: lr: required a tensor of at most 1 dimension, got shape "
+                "AdamOffload: lr: expected a tensor of at most 1 dimension, but got shape "
                 f"{array.shape}"
             )
         if array.ndim == 0:
@@ -169,12 +169,12 @@ def parse_lr(value: Any) -> float | Schedule:
         return value
     if isinstance(value, bool | str | bytes) or not isinstance(value, Iterable):
         raise TypeError(
-            "AdamOffload: lr: required an int, a float, a tensor, an iterable or a schedule "
+            "AdamOffload: lr: expected an int, a float, a tensor, an iterable or a schedule "
             f"(called with the step), {_got(value)}"
         )
     rates = tuple(check_rate(rate) for rate in value)
     if not rates:
-        raise ValueError("AdamOffload: lr: required at least one value, got none")
+        raise ValueError("AdamOffload: lr: expected at least one value, but got none")
     return rates
 
 
@@ -183,35 +183,35 @@ def rate_at(schedule: Schedule, step: int) -> float:
 
     Raises:
         IndexError: a vector of rates has no value for this step.
-        TypeError: a schedule returned no number.
+        TypeError: a schedule did not return a number.
         ValueError: a schedule returned a negative rate.
     """
     if callable(schedule):
         return check_rate(schedule(step))
     if step >= len(schedule):
         raise IndexError(
-            f"AdamOffload: lr: required a rate for step {step} (counted from 0), got a vector "
+            f"AdamOffload: lr: expected a rate for step {step} (counted from 0), but got a vector "
             f"of {len(schedule)}; give as many rates as there are steps"
         )
     return schedule[step]
 
 
 def check_same_length(schedules: Sequence[Any]) -> None:
-    """Raise when the groups' vectors of rates differ in length.
+    """Check that the groups' vectors of rates have one length.
 
     Raises:
-        ValueError: they do.
+        ValueError: the lengths differ.
     """
     lengths = {len(s) for s in schedules if isinstance(s, tuple)}
     if len(lengths) > 1:
         raise ValueError(
-            "AdamOffload: lr: required vectors of one length in all groups, got lengths "
+            "AdamOffload: lr: expected vectors of one length in all groups, but got lengths "
             f"{sorted(lengths)}"
         )
 
 
 def is_decayed(name: str) -> bool:
-    """Return whether an ungrouped parameter of this name is subject to weight decay.
+    """Return whether weight decay applies to an ungrouped parameter of this name.
 
     Example:
         >>> is_decayed("layer1.bias"), is_decayed("norm.gamma")
@@ -241,13 +241,13 @@ def reference_step(
     torch_eps: bool = False,
     decoupled_weight_decay: bool = False,
 ) -> None:
-    """Take step t in place, in float64: the definition that the frameworks are tested by.
+    """Take step t in place, in float64: the reference for the frameworks' tests.
 
     Args:
         w: weights, float64, any shape.
         g: gradients of the scaled loss, as `w`.
         m: first moment, as `w`, zero before step 1.
-        v: second moment, likewise.
+        v: second moment, as `m`.
         t: the step, counted from 1.
         lr: learning rate of this step.
         beta1: decay rate of `m`.
@@ -255,7 +255,7 @@ def reference_step(
         eps: added to `sqrt(v)`.
         use_nesterov: Nesterov's numerator.
         weight_decay: L2 penalty, or the factor of the decoupled decay.
-        loss_scale: what the loss was multiplied by.
+        loss_scale: factor of the loss.
         torch_eps: add eps to the bias-corrected `sqrt(v)`, as torch does.
         decoupled_weight_decay: shrink `w` before the step and leave `g` alone, as AdamW does.
 

@@ -1,1 +1,1 @@
-"""Builds Horovod with the AdaSum op, and says what a machine lacks: the command `adasum-hvd`."""
+"""Building Horovod with the AdaSum op, and finding the parts that a machine lacks."""

@@ -1,12 +1,11 @@
-"""Build Horovod, with the AdaSum op inside, for the Python environment that runs this.
+"""Build Horovod with the AdaSum op for this Python environment.
 
-Horovod's sources are the unmodified PyPI sdist. `HOROVOD_CMAKE`, Horovod's own knob, names
+Horovod's sources are the unmodified PyPI sdist. `HOROVOD_CMAKE`, Horovod's own variable, names
 a small script that adds `-DCMAKE_PROJECT_horovod_INCLUDE=native/cmake/inject.cmake` to the
-configure call; everything else happens in `native/cmake`.
+configure call; `native/cmake` does the rest.
 
-Two things are kept under the cache directory: finished wheels, by everything that decides
-their content, and one build tree per environment, so that changing one native file compiles
-that file only.
+The cache directory keeps finished wheels, keyed by everything that decides their content. It also
+keeps one build tree per environment, so that a change of one native file compiles only that file.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _STEP = re.compile(r"\[\s*(\d+)(?:%|/(\d+))\]\s*(.*)")
 _COMPILER_ERROR = re.compile(r"(\berror:|CMake Error|undefined reference|ninja: error)")
 
 _CMAKE_WRAPPER = """#!/bin/sh
-# HOROVOD_CMAKE: adds the injection to the configure call, skips a call that changes nothing.
+# HOROVOD_CMAKE: adds the injection to the configure call, skips a call without effect.
 case "$1" in
   --version) exec {cmake} "$@" ;;
   --build) exec {cmake} --build . --parallel {jobs} ;;
@@ -63,8 +62,8 @@ def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
     variables["HOROVOD_LOCAL_VERSION"] = LOCAL_VERSION
     variables.setdefault("CMAKE_GENERATOR", "Ninja")
     for name, knob in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
-        wanted = name in env.frameworks
-        variables[f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{knob}"] = "1"
+        chosen = name in env.frameworks
+        variables[f"HOROVOD_{'WITH' if chosen else 'WITHOUT'}_{knob}"] = "1"
     variables["HOROVOD_WITHOUT_MXNET"] = "1"
     variables["HOROVOD_WITH_GLOO"] = "1"
     variables["HOROVOD_WITH_MPI" if env.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
@@ -139,13 +138,13 @@ def build(
     gpu: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Return a wheel of Horovod with the AdaSum op for this environment, building it if needed.
+    """Return a wheel of Horovod with the AdaSum op for this environment; build it if needed.
 
     Args:
         frameworks: see :func:`detect`.
         mpi: see :func:`detect`.
         gpu: see :func:`detect`.
-        force: build even when a cached wheel fits (the build tree is kept all the same).
+        force: build even if a cached wheel fits, in the same build tree.
 
     Returns:
         The path of the wheel in the cache.
@@ -164,7 +163,7 @@ def build(
 
 
 def _root(env: Environment) -> Path:
-    """Return the folder of this environment's build tree: others build at the same time."""
+    """Return the folder of this environment's build tree; environments can build at once."""
     return cache_dir() / "build" / env.key(sys.prefix)
 
 
@@ -212,7 +211,7 @@ def _cmake() -> str:
     cmake = shutil.which("cmake", path=scripts_path())
     if cmake is None:
         raise BuildError(
-            "required cmake >=3.21,<4 on PATH, got none; pip install 'cmake<4'"
+            "expected cmake >=3.21,<4 on PATH, but got none; pip install 'cmake<4'"
         )
     shown = subprocess.run(
         [cmake, "--version"], capture_output=True, text=True, check=True
@@ -221,39 +220,45 @@ def _cmake() -> str:
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if not (3, 21) <= version < (4, 0):
         raise BuildError(
-            f"required cmake >=3.21,<4 (gloo's minimum version), got {version[0]}.{version[1]} "
+            f"expected cmake >=3.21,<4 (gloo's minimum version), but got {version[0]}.{version[1]} "
             f"at {cmake}; pip install 'cmake<4'"
         )
     return cmake
 
 
 def install(wheel: Path) -> None:
-    """Install `wheel` into this environment with pip, in place of any other Horovod.
+    """Install `wheel` into this environment with pip; it replaces any other Horovod.
 
     Raises:
-        BuildError: pip does not install it, or what is then installed does not load.
+        BuildError: pip does not install it, or the installed library does not load.
     """
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
-    wanted = f"{wheel} {wheel.stat().st_mtime_ns}"
+    expected = f"{wheel} {wheel.stat().st_mtime_ns}"
     ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
-    if stamp.exists() and stamp.read_text() == wanted and version_of("horovod") == ours:
+    if (
+        stamp.exists()
+        and stamp.read_text() == expected
+        and version_of("horovod") == ours
+    ):
         return
     run_pip(
-        f"{wheel.name}: required to be installed in {sys.prefix}",
-        "mend that and run `adasum-hvd build` again",
+        f"{wheel.name}: expected to be installed in {sys.prefix}",
+        "fix that and run `adasum-hvd build` again",
         "install",
         "--force-reinstall",
         "--no-deps",
         str(wheel),
     )
-    # In a process of its own, which loads the frameworks and what was just installed.
-    check = "import sys; from adasum_hvd.install import findings; sys.exit(findings.load_built())"
+    # This process may have loaded a framework or the former library already.
     loaded = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "adasum_hvd.install.load_check"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if loaded.returncode:
         raise BuildError(
-            f"required a Horovod that loads, got: {loaded.stdout or loaded.stderr}; it is "
-            "installed all the same; report this with the output of `adasum-hvd doctor`"
+            f"expected a Horovod that loads, but got: {loaded.stdout or loaded.stderr}; it "
+            "stays installed; report this with the output of `adasum-hvd doctor`"
         )
-    stamp.write_text(wanted)
+    stamp.write_text(expected)

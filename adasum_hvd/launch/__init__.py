@@ -1,12 +1,13 @@
-"""Starting Horovod where another launcher has started the ranks.
+"""Starting Horovod in processes that another launcher has started.
 
-A gradient's way does not lead through here; a rank's start does:
+A rank's start runs through these files:
 
-- `schedulers/`: one file each, a pure function from an environment to a `Place`;
-- `place.py`: what such a function returns, and how it reads variables;
-- `assignment.py`: from all ranks' places to Horovod's variables;
+- `schedulers/`: one file each, a pure function from an environment to a `LaunchContext`;
+- `launch_context.py`: that class, and reading of environment variables;
+- `slurm_lists.py`: Slurm's compressed lists of nodes and of tasks;
 - `route.py`: addresses and network interfaces;
-- `meeting.py`: how the ranks tell one another, with and without a store of torch's;
-- `start.py`: all of it, before Horovod's `init`;
-- `command.py`: all of it, before a program that knows nothing of it (`adasum-hvd exec`).
+- `rendezvous.py`: exchange of `RankInfo` through a key-value store;
+- `assignment.py`: from all ranks' `RankInfo` to Horovod's variables;
+- `start.py`: these steps in order, before Horovod's `init`;
+- `command.py`: `adasum-hvd exec`, the same for a program that calls plain Horovod.
 """

@@ -1,4 +1,4 @@
-"""From what all ranks say of themselves to the variables that Horovod wants."""
+"""From the `RankInfo` of all ranks to the variables that Horovod reads."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adasum_hvd.launch.place import LaunchError, Place
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.route import Route
 
 
 @dataclass(frozen=True)
-class Hello:
-    """What a rank tells the others: its place, its host's name and its way to rank 0."""
+class RankInfo:
+    """A rank's message to the others: its context, host name and route to rank 0."""
 
-    place: Place
+    context: LaunchContext
     hostname: str
     route: Route
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where Horovod has a rank; as HOROVOD_RANK, ... without the prefix.
+    """The place of a rank in Horovod's job: HOROVOD_RANK, ... without the prefix.
 
-    The cross rank counts the hosts that have a rank of this local rank, as Horovod does.
+    The cross rank counts the hosts that have a rank with this local rank, as Horovod does.
     """
 
     rank: int
@@ -35,39 +35,39 @@ class Slot:
     hostname: str
 
 
-def server_address(hellos: Sequence[Hello]) -> str:
-    """Return the address under which all ranks reach rank 0's host."""
-    remote = [hello.route for hello in hellos if not hello.route.stays]
+def server_address(infos: Sequence[RankInfo]) -> str:
+    """Return the address by which all ranks reach rank 0's host."""
+    remote = [info.route for info in infos if not info.route.stays]
     return remote[0].to if remote else "127.0.0.1"
 
 
-def assign(hellos: Sequence[Hello]) -> list[Slot]:
+def assign(infos: Sequence[RankInfo]) -> list[Slot]:
     """Return every rank's slot, for any placement of ranks on hosts.
 
     Args:
-        hellos: every rank's, in rank order.
+        infos: of all ranks, in rank order.
 
     Raises:
-        LaunchError: they contradict one another.
+        LaunchError: the ranks contradict one another.
     """
-    _check_ranks(hellos)
+    _check_ranks(infos)
     hosts: dict[object, list[int]] = {}
-    for rank, hello in enumerate(hellos):
-        number = hello.place.cross_rank
-        hosts.setdefault(hello.hostname if number is None else number, []).append(rank)
+    for rank, info in enumerate(infos):
+        number = info.context.cross_rank
+        hosts.setdefault(info.hostname if number is None else number, []).append(rank)
     local = {}
     for key, ranks in hosts.items():
-        for rank, local_rank in zip(ranks, _local_ranks(hellos, ranks), strict=True):
+        for rank, local_rank in zip(ranks, _local_ranks(infos, ranks), strict=True):
             local[rank] = key, local_rank
-    names = _names(hellos, hosts)
+    names = _names(infos, hosts)
     slots = []
-    for rank in range(len(hellos)):
+    for rank in range(len(infos)):
         host, local_rank = local[rank]
         across = [key for key, ranks in hosts.items() if len(ranks) > local_rank]
         slots.append(
             Slot(
                 rank,
-                len(hellos),
+                len(infos),
                 local_rank,
                 len(hosts[host]),
                 across.index(host),
@@ -78,41 +78,41 @@ def assign(hellos: Sequence[Hello]) -> list[Slot]:
     return slots
 
 
-def _check_ranks(hellos: Sequence[Hello]) -> None:
-    for rank, hello in enumerate(hellos):
-        if (hello.place.rank, hello.place.size) != (rank, len(hellos)):
+def _check_ranks(infos: Sequence[RankInfo]) -> None:
+    for rank, info in enumerate(infos):
+        if (info.context.rank, info.context.size) != (rank, len(infos)):
             raise LaunchError(
-                f"{hello.place.scheduler}: required ranks 0 to {len(hellos) - 1} and a size of "
-                f"{len(hellos)} on all of them, got rank {hello.place.rank} of "
-                f"{hello.place.size} on host {hello.hostname} where rank {rank} was due; give "
+                f"{info.context.scheduler}: expected ranks 0 to {len(infos) - 1} and a size of "
+                f"{len(infos)} on all of them, but got rank {info.context.rank} of "
+                f"{info.context.size} on host {info.hostname} in place of rank {rank}; give "
                 "every process the variables of one job"
             )
 
 
-def _local_ranks(hellos: Sequence[Hello], ranks: Sequence[int]) -> list[int]:
-    """Return the local ranks of a host's ranks: those that they have, or counted."""
-    places = [hellos[rank].place for rank in ranks]
-    found = [place.local_rank for place in places]
-    wanted = list(range(len(ranks)))
-    sizes = {place.local_size for place in places} - {None}
-    if set(found) == {None} and sizes <= {len(ranks)}:
-        return wanted
-    known = [number for number in found if number is not None]
-    if sorted(known) != wanted or not sizes <= {len(ranks)}:
+def _local_ranks(infos: Sequence[RankInfo], ranks: Sequence[int]) -> list[int]:
+    """Return the local ranks of a host's ranks: as the launcher set them, else counted."""
+    contexts = [infos[rank].context for rank in ranks]
+    actual = [context.local_rank for context in contexts]
+    expected = list(range(len(ranks)))
+    sizes = {context.local_size for context in contexts} - {None}
+    if set(actual) == {None} and sizes <= {len(ranks)}:
+        return expected
+    known = [number for number in actual if number is not None]
+    if sorted(known) != expected or not sizes <= {len(ranks)}:
         raise LaunchError(
-            f"{places[0].scheduler}: required local ranks {wanted} and a local size of "
-            f"{len(ranks)} of ranks {list(ranks)} on host {hellos[ranks[0]].hostname}, got "
-            f"local ranks {found} and local sizes {sorted(map(str, sizes))}; give every host "
-            "the variables of all its ranks, and every host a name of its own"
+            f"{contexts[0].scheduler}: expected local ranks {expected} and a local size "
+            f"of {len(ranks)} for ranks {list(ranks)} on host {infos[ranks[0]].hostname}, but "
+            f"got local ranks {actual} and local sizes {sorted(map(str, sizes))}; give every "
+            "host the variables of all its ranks, and every host its own name"
         )
     return known
 
 
 def _names(
-    hellos: Sequence[Hello], hosts: dict[object, list[int]]
+    infos: Sequence[RankInfo], hosts: dict[object, list[int]]
 ) -> dict[object, str]:
-    """Return the hosts' names, with a number where several have the same."""
-    names = {key: hellos[ranks[0]].hostname for key, ranks in hosts.items()}
+    """Return the hosts' names; equal names get a number."""
+    names = {key: infos[ranks[0]].hostname for key, ranks in hosts.items()}
     times = Counter(names.values())
     return {
         key: name if times[name] == 1 else f"{name}.{number}"

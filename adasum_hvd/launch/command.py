@@ -1,4 +1,4 @@
-"""`adasum-hvd exec`: a program that calls plain Horovod, started by any launcher or by this one."""
+"""`adasum-hvd exec`: run a program that calls plain Horovod under any launcher, or alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from adasum_hvd.launch import start
-from adasum_hvd.launch.assignment import Hello
-from adasum_hvd.launch.place import LaunchError, Place
+from adasum_hvd.launch.assignment import RankInfo
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.route import Route
 
-GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL, for the others when one has failed
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL for the other ranks after one has failed
 _POLL_SECONDS = 0.02
-# Becomes the program, and ends with its parent, whatever ends that (PR_SET_PDEATHSIG). In a
-# process of its own: between fork and exec this one, which has threads, must not run Python.
+# PR_SET_PDEATHSIG ends the program with its parent, however the parent ends. A separate process
+# sets it, because a process with threads must not run Python between fork and exec.
 _TETHERED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -34,55 +34,54 @@ os.execvp(sys.argv[2], sys.argv[2:])
 def run(command: list[str], processes: int | None) -> int:
     """Run a program as one rank of the environment's job, or as several ranks on this host.
 
-    Ranks that this process starts are in its session, as mpirun's are: Linux shares processors
-    between sessions before it does between their processes.
+    The ranks stay in the session of this process, as mpirun's do. Autogroup scheduling shares
+    processors between sessions first, so that ranks in separate sessions wait for one another.
 
     Args:
         command: the program and its arguments.
-        processes: how many ranks to start here; None where a launcher has started them.
+        processes: ranks to start on this host; None if a launcher has started them.
 
     Returns:
-        The program's exit status; of several ranks the first that is not 0, and 128 plus the
-        signal's number where one was killed. The other ranks are ended then.
+        The program's exit status. With several ranks it is the first that is not 0, and the
+        other ranks are then ended. A killed rank counts as 128 plus the signal's number.
 
     Raises:
-        LaunchError: the environment does not say which rank this is, or, with `processes`, it
-            says that there are others.
+        LaunchError: the environment does not tell which rank this is, or it describes a job
+            although `processes` is given.
         OSError: there is no such program.
     """
-    place = start.place_to_start(os.environ, mpi_built=False)
+    context = start.context_to_start(os.environ, mpi_built=False)
     if processes is not None:
-        if place is not None or start.is_horovods(os.environ, mpi_built=False):
+        if context is not None or start.starts_by_itself(os.environ, mpi_built=False):
             raise LaunchError(
-                "adasum-hvd exec: required a process without a job for --nprocs, got one that "
-                "another launcher has started; leave --nprocs out"
+                "adasum-hvd exec: expected a process outside of any job for --nprocs, but got one "
+                "that another launcher has started; remove --nprocs"
             )
         return _Ranks(command, _local(processes)).wait()
-    if place is not None:
-        start.start(place, start.over_small_store(place))
-    if place is None or place.rank:
+    if context is not None:
+        start.start(context, start.over_http_store(context))
+    if context is None or context.rank:
         os.execvp(command[0], command)
-    return _Ranks(
-        command, [os.environ]
-    ).wait()  # the rendezvous server is in this process
+    # Rank 0 stays in this process, which has the rendezvous server, and waits for the program.
+    return _Ranks(command, [os.environ]).wait()
 
 
 def _local(processes: int) -> list[dict[str, str]]:
-    """Return the environments of ranks on this host, and start their rendezvous server."""
+    """Start a rendezvous server; return the environments of ranks on this host."""
     name, stays = socket.gethostname(), Route("127.0.0.1", "127.0.0.1")
-    places = [
-        Place("adasum-hvd exec", rank, processes, "127.0.0.1", 0)
+    contexts = [
+        LaunchContext("adasum-hvd exec", rank, processes, "127.0.0.1", 0)
         for rank in range(processes)
     ]
-    answer = start.serve([Hello(place, name, stays) for place in places])
+    reply = start.serve([RankInfo(context, name, stays) for context in contexts])
     return [
-        {**os.environ, **start.variables_of(answer, rank, os.environ)}
+        {**os.environ, **start.variables_of(reply, rank, os.environ)}
         for rank in range(processes)
     ]
 
 
 class _Ranks:
-    """Processes that end together; input goes to the first, as mpirun has it."""
+    """Processes that end together; standard input goes to the first, as with mpirun."""
 
     def __init__(self, command: list[str], environments: Sequence[Mapping[str, str]]):
         self._status = 0
@@ -103,14 +102,14 @@ class _Ranks:
         self._fail(128 + number)
 
     def _fail(self, status: int) -> None:
-        """End all processes, and note why unless something came before."""
+        """End all processes; keep the first failure's status."""
         self._status = self._status or status
         self._kill_at = min(self._kill_at, time.monotonic() + GRACE_SECONDS)
         for process in self._processes:
             process.terminate()
 
     def wait(self) -> int:
-        """Return the exit status of them all when all have ended."""
+        """Wait until all processes have ended; return their common exit status."""
         running = self._processes
         while running:
             ended = [process for process in running if process.poll() is not None]

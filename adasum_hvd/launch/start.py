@@ -1,4 +1,4 @@
-"""Giving Horovod its variables where another launcher has started the ranks."""
+"""Setting Horovod's variables in ranks that another launcher has started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import asdict
 from horovod.runner.http.http_server import RendezvousServer
 
 from adasum_hvd.launch import route, schedulers
-from adasum_hvd.launch.assignment import Hello, assign, server_address
-from adasum_hvd.launch.meeting import Answer, InStore, Meeting, SmallStore
-from adasum_hvd.launch.place import LaunchError, Place
+from adasum_hvd.launch.assignment import RankInfo, assign, server_address
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
+from adasum_hvd.launch.rendezvous import HttpStore, Rendezvous, Reply, StoreRendezvous
 
 START_TIMEOUT_SECONDS = 300.0
-# Any of them means that somebody has chosen already, if only a former start of ours.
-_HOROVODS = (
+# If one of them is set, a launcher or an earlier start of ours has chosen already.
+_HOROVOD_VARIABLES = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
@@ -28,149 +28,152 @@ def timeout_seconds(environment: Mapping[str, str]) -> float:
     """Return how long ranks wait for one another to start: HOROVOD_START_TIMEOUT.
 
     Raises:
-        LaunchError: it is no number.
+        LaunchError: its value is not a number.
     """
     text = environment.get("HOROVOD_START_TIMEOUT") or str(START_TIMEOUT_SECONDS)
     try:
         return float(text)
     except ValueError as error:
         raise LaunchError(
-            f"HOROVOD_START_TIMEOUT: required seconds, got {text!r}; unset it"
+            f"HOROVOD_START_TIMEOUT: expected seconds, but got {text!r}; unset it"
         ) from error
 
 
-def is_horovods(environment: Mapping[str, str], mpi_built: bool) -> bool:
-    """Return whether Horovod can start by itself, without looking at schedulers.
+def starts_by_itself(environment: Mapping[str, str], mpi_built: bool) -> bool:
+    """Return whether Horovod can start without the variables of a scheduler.
 
-    It can where its own variables say so, in elastic jobs, and where MPI knows the ranks.
+    It can if its own variables are set, in elastic jobs, and if MPI knows the ranks.
 
     Args:
-        environment: such as `os.environ`. HOROVOD_CONTROLLER, `gloo` or `mpi`, decides where an
+        environment: such as `os.environ`. HOROVOD_CONTROLLER, `gloo` or `mpi`, decides if an
             MPI launcher has started the ranks.
-        mpi_built: whether Horovod could ask MPI.
+        mpi_built: whether Horovod was built with MPI.
     """
     controller = environment.get("HOROVOD_CONTROLLER", "").lower()
     asks_mpi = mpi_built and not controller and schedulers.by_mpi(environment)
     return (
         environment.get("HOROVOD_ELASTIC") == "1"
-        or any(environment.get(name) for name in _HOROVODS)
+        or any(environment.get(name) for name in _HOROVOD_VARIABLES)
         or controller == "mpi"
         or asks_mpi
     )
 
 
-def place_to_start(environment: Mapping[str, str], mpi_built: bool) -> Place | None:
-    """Return where this process stands if it is for us to start Horovod, else None.
+def context_to_start(
+    environment: Mapping[str, str], mpi_built: bool
+) -> LaunchContext | None:
+    """Return this process's context if Horovod needs our variables, else None.
 
     Args:
-        environment: see :func:`is_horovods`.
-        mpi_built: see :func:`is_horovods`.
+        environment: see :func:`starts_by_itself`.
+        mpi_built: see :func:`starts_by_itself`.
 
     Raises:
-        LaunchError: a scheduler's variables are there in part only, or make no sense.
+        LaunchError: a scheduler's variables are incomplete or contradictory.
     """
-    if is_horovods(environment, mpi_built):
+    if starts_by_itself(environment, mpi_built):
         return None
     return schedulers.read(environment)
 
 
-def serve(hellos: Sequence[Hello]) -> Answer:
-    """Start Horovod's rendezvous server and return what all ranks need to know.
+def serve(infos: Sequence[RankInfo]) -> Reply:
+    """Start Horovod's rendezvous server; return its address and every rank's slot.
 
-    The server goes on as long as the process: process sets to come and later starts use it, too.
+    The server runs as long as the process: later process sets and starts use it, too.
 
     Args:
-        hellos: every rank's.
+        infos: of all ranks.
     """
     try:
-        slots = assign(hellos)
+        slots = assign(infos)
     except LaunchError as error:
         return {"error": str(error)}
     server = RendezvousServer()
     port = server.start()
-    # Told of the slots, it would empty a scope when it has counted them, and sometimes counts
-    # wrong, so that a later start finds former addresses; else every rank takes away its own.
+    # With the slots, the server would clear a scope after it has counted them. It sometimes
+    # counts wrong, and a later start then finds old addresses. Without, each rank deletes its own.
     server.init([])
     return {
-        "address": server_address(hellos),
+        "address": server_address(infos),
         "port": port,
         "slots": [asdict(slot) for slot in slots],
     }
 
 
 def variables_of(
-    answer: Answer, rank: int, environment: Mapping[str, str]
+    reply: Reply, rank: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return Horovod's variables for a rank; an interface that was chosen before stays.
+    """Return Horovod's variables for a rank; keep an interface that was chosen before.
 
     Raises:
         LaunchError: the ranks contradict one another, or no network interface leads to rank 0.
     """
-    if "error" in answer:
-        raise LaunchError(f"{answer['error']} (this is rank {rank})")
+    if "error" in reply:
+        raise LaunchError(f"{reply['error']} (this is rank {rank})")
     variables = {
-        **answer["slots"][rank],
-        "gloo_rendezvous_addr": answer["address"],
-        "gloo_rendezvous_port": answer["port"],
+        **reply["slots"][rank],
+        "gloo_rendezvous_addr": reply["address"],
+        "gloo_rendezvous_port": reply["port"],
         "controller": "gloo",
         "cpu_operations": "gloo",
     }
     if not environment.get("HOROVOD_GLOO_IFACE"):
-        source = route.source_to(answer["address"])
+        source = route.source_to(reply["address"])
         variables["gloo_iface"] = route.interface_with(source)
     return {f"HOROVOD_{name.upper()}": str(value) for name, value in variables.items()}
 
 
-def start(place: Place, meet: Meeting) -> None:
+def start(context: LaunchContext, rendezvous: Rendezvous) -> None:
     """Set Horovod's variables in this process, on all ranks.
 
     Args:
-        place: where this process stands.
-        meet: how it tells the others.
+        context: this process's.
+        rendezvous: exchanges the infos of all ranks.
 
     Raises:
-        LaunchError: the ranks do not come together, or contradict one another; on all that
-            came. Or no network interface leads to rank 0.
+        LaunchError: a rank is missing or the ranks contradict one another (on every rank that
+            has started), or no network interface leads to rank 0.
 
-    Collective: every rank; blocks until all are here, for HOROVOD_START_TIMEOUT seconds.
+    Collective: every rank; blocks until all respond, for at most HOROVOD_START_TIMEOUT seconds.
     """
-    way = route.find(place.address, timeout_seconds(os.environ))
-    answer = meet(Hello(place, socket.gethostname(), way), serve)
-    os.environ.update(variables_of(answer, place.rank, os.environ))
+    way = route.find(context.address, timeout_seconds(os.environ))
+    reply = rendezvous(RankInfo(context, socket.gethostname(), way), serve)
+    os.environ.update(variables_of(reply, context.rank, os.environ))
 
 
-def over_small_store(place: Place) -> Meeting:
-    """Return a meeting in a small store on rank 0, which goes on as long as the process."""
-    return InStore(SmallStore(place, timeout_seconds(os.environ)))
+def over_http_store(context: LaunchContext) -> Rendezvous:
+    """Return a rendezvous through an HTTP store that lives as long as rank 0's process."""
+    return StoreRendezvous(HttpStore(context, timeout_seconds(os.environ)))
 
 
 def before_init(
-    mpi_built: bool, meeting_of: Callable[[Place], Meeting] = over_small_store
+    mpi_built: bool,
+    rendezvous_of: Callable[[LaunchContext], Rendezvous] = over_http_store,
 ) -> None:
-    """Give Horovod its variables, if the environment is another launcher's.
+    """Set Horovod's variables, if another launcher has started this process.
 
     Args:
-        mpi_built: whether Horovod could ask MPI.
-        meeting_of: how ranks meet whose places are known.
+        mpi_built: whether Horovod was built with MPI.
+        rendezvous_of: returns the rendezvous of a rank with this context.
 
     Raises:
-        LaunchError: see :func:`place_to_start` and :func:`start`.
+        LaunchError: see :func:`context_to_start` and :func:`start`.
 
-    Collective: every rank; blocks until all are here.
+    Collective: every rank; blocks until all respond.
     """
-    place = place_to_start(os.environ, mpi_built)
-    if place is not None:
-        start(place, meeting_of(place))
+    context = context_to_start(os.environ, mpi_built)
+    if context is not None:
+        start(context, rendezvous_of(context))
 
 
 def after_init(size: int) -> None:
-    """Check that MPI, if it was asked, has found the others.
+    """Check that MPI, if Horovod uses it, has found all ranks.
 
     Args:
-        size: how many ranks Horovod has found.
+        size: number of ranks that Horovod has found.
 
     Raises:
-        LaunchError: this one alone, where there are more.
+        LaunchError: it found one rank, and the launcher has started more.
     """
     if size > 1 or os.environ.get("HOROVOD_CONTROLLER") == "gloo":
         return
@@ -178,6 +181,6 @@ def after_init(size: int) -> None:
         count = os.environ.get(name, "1")
         if schedulers.by_mpi(os.environ) and count != "1":
             raise LaunchError(
-                f"MPI: required {count} ranks as {name} says, got 1: the MPI that Horovod was "
-                "built with does not speak with this launcher; export HOROVOD_CONTROLLER=gloo"
+                f"MPI: expected {count} ranks, the value of {name}, but got 1: the MPI of this "
+                "Horovod does not work with this launcher; export HOROVOD_CONTROLLER=gloo"
             )

@@ -1,4 +1,4 @@
-"""What MindSpore has and Horovod has not: cells, the gradient reducer, contexts, rank tables.
+"""MindSpore's wrap cells, gradient reducer, boost switch and rank tables, without a framework.
 
-No framework in here; `adasum_hvd.torch.mindspore` and `adasum_hvd.tensorflow.mindspore` add theirs.
+`adasum_hvd.torch.mindspore` and `adasum_hvd.tensorflow.mindspore` complete them.
 """

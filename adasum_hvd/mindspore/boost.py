@@ -1,8 +1,7 @@
-"""MindSpore's boost switch: which of its algorithms a level and a dictionary turn on.
+"""MindSpore's boost switch: the algorithms that a level and a dictionary turn on.
 
-`adasum` and `grad_accumulation` act. The others are algorithms outside this project: asking
-for one raises, and a level that would turn one on warns and goes on without. Nothing is
-kept between calls.
+`adasum` and `grad_accumulation` have an effect. The other algorithms are outside this project: a
+dictionary that turns one on raises, and a level that does warns. Calls keep no state.
 
 References:
     Seed 004; SEEDS row 1C.
@@ -27,7 +26,7 @@ __all__ = [
     "switch",
 ]
 
-# In the order in which MindSpore lets one exclude those behind it.
+# In MindSpore's order: each excludes some of those after it.
 FLAGS = ("dim_reduce", "grad_freeze", "less_bn", "adasum", "grad_accumulation")
 ELSEWHERE = ("dim_reduce", "grad_freeze", "less_bn")
 LEVELS = {
@@ -42,7 +41,7 @@ _COMMON_KEYS = frozenset({"device_number", "gradient_split_groups"})
 
 @dataclass(frozen=True)
 class Boost:
-    """What the switch turned on; :func:`switch` makes it.
+    """The result of :func:`switch`.
 
     Fields: `adasum`; `accumulation_steps`, backward passes per step; `device_number`, ranks
     in a group, whose mean (or sum) AdaSum combines with the other groups'; `gradients_mean`.
@@ -58,7 +57,7 @@ class Boost:
         return "average" if self.gradients_mean else "sum"
 
     def init_arguments(self) -> dict[str, Any]:
-        """Return what to pass to `hvd.init`: the groups, where AdaSum is on."""
+        """Return the arguments of `hvd.init`: the groups, if AdaSum is on."""
         if not self.adasum:
             return {}
         return {"group_op": self._group_op, "group_size": self.device_number}
@@ -70,7 +69,7 @@ class Boost:
             hvd: `adasum_hvd.torch` or `adasum_hvd.tensorflow`, after `init`.
 
         Raises:
-            RuntimeError: AdaSum is on, and the groups of `init` are others than asked for.
+            RuntimeError: AdaSum is on, and `init` was called with other groups.
 
         Gradients of several backward passes add up; MindSpore takes their mean: divide the
         loss by `accumulation_steps`. Every rank then takes its own step, and what it changed
@@ -88,7 +87,7 @@ class Boost:
         found = {name: settings[name] for name in ("group_op", "group_size")}
         if found != self.init_arguments():
             raise RuntimeError(
-                f"boost adasum: required {self.init_arguments()}, got {found}; call "
+                f"boost adasum: expected {self.init_arguments()}, but got {found}; call "
                 "hvd.init(**boost.init_arguments())"
             )
         return {**arguments, "op": ops.AdasumDelta}
@@ -100,7 +99,7 @@ def switch(
     gradients_mean: bool | None = None,
     acc_level: str | None = None,
 ) -> Boost:
-    """Return what MindSpore's `Model(..., boost_level, boost_config_dict)` would turn on.
+    """Return the effect of MindSpore's `Model(..., boost_level, boost_config_dict)`.
 
     Args:
         boost_level: "O0" nothing, "O1" less_bn and grad_freeze, "O2" those and adasum.
@@ -114,14 +113,14 @@ def switch(
         acc_level: deprecated name of `boost_level`.
 
     Raises:
-        NotImplementedError: less_bn, grad_freeze or dim_reduce is asked for by the
-            dictionary; the message names all that are.
+        NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce; the
+            message names all of these.
         ValueError: unknown level or mode, a number below 1, bad gradient_split_groups.
-        TypeError: a flag that is no bool, a number that is no int, a part that is no dict.
+        TypeError: a flag is not a bool, a number not an int, or a part not a dict.
 
-    Warns, where MindSpore is silent: of flags that "auto" ignores, of keys that nothing
-    reads, and of algorithms that a level would turn on and this project lacks. Warns if
-    `gradients_mean` is unset, and if gradients are accumulated, because MindSpore averages them.
+    Warns (MindSpore does not) about flags that "auto" ignores, keys that have no effect, and
+    algorithms of a level that this project lacks. Warns if `gradients_mean` is unset, and if
+    gradients are accumulated, because MindSpore averages them.
 
     Example:
         >>> manual = {"mode": "manual", "adasum": True}
@@ -135,7 +134,7 @@ def switch(
         boost_level = acc_level
     if boost_level not in LEVELS:
         raise ValueError(
-            f"boost_level: required one of {', '.join(LEVELS)}, got {boost_level!r}"
+            f"boost_level: expected one of {', '.join(LEVELS)}, but got {boost_level!r}"
         )
     config = _mapping(
         {} if boost_config_dict is None else boost_config_dict, "boost_config_dict"
@@ -158,16 +157,16 @@ def switch(
 
 
 def _switched_on(by_level: frozenset[str], section: Mapping[str, Any]) -> set[str]:
-    """Return the flags that are on and act here."""
+    """Return the flags that are on and have an effect here."""
     mode = section.get("mode", "auto")
     if mode not in MODES:
         raise ValueError(
-            f"boost mode: required one of {', '.join(MODES)}, got {mode!r}"
+            f"boost mode: expected one of {', '.join(MODES)}, but got {mode!r}"
         )
     given = {key: value for key, value in section.items() if key != "mode"}
     for flag in given.keys() & set(FLAGS):
         if not isinstance(given[flag], bool):
-            raise TypeError(f"boost {flag}: required a bool, got {given[flag]!r}")
+            raise TypeError(f"boost {flag}: expected a bool, but got {given[flag]!r}")
     ignored = given.keys() - set(FLAGS) if mode == "manual" else given.keys()
     if ignored:
         warnings.warn(
@@ -184,7 +183,7 @@ def _switched_on(by_level: frozenset[str], section: Mapping[str, Any]) -> set[st
     asked = [flag for flag in ELSEWHERE if by_config.get(flag)]
     if asked:
         raise NotImplementedError(
-            f"boost: required adasum and grad_accumulation only, got {', '.join(asked)}, which "
+            f"boost: expected adasum and grad_accumulation only, but got {', '.join(asked)}, which "
             "this project does not have"
             + ("; dim_reduce would exclude all others" if "dim_reduce" in asked else "")
         )
@@ -201,7 +200,7 @@ def _switched_on(by_level: frozenset[str], section: Mapping[str, Any]) -> set[st
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what}: required a dict, got {value!r}")
+        raise TypeError(f"{what}: expected a dict, but got {value!r}")
     return value
 
 
@@ -212,9 +211,9 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _count(section: Mapping[str, Any], name: str, default: int) -> int:
     value = section.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"boost {name}: required an int, got {value!r}")
+        raise TypeError(f"boost {name}: expected an int, but got {value!r}")
     if value < 1:
-        raise ValueError(f"boost {name}: required at least 1, got {value}")
+        raise ValueError(f"boost {name}: expected at least 1, but got {value}")
     return value
 
 
@@ -225,7 +224,7 @@ def _check_split_groups(common: Mapping[str, Any]) -> None:
     listed = groups if isinstance(groups, list) else [groups]
     if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
         raise ValueError(
-            f"boost gradient_split_groups: required a list of ints or an int, got {groups!r}"
+            f"boost gradient_split_groups: expected a list of ints or an int, but got {groups!r}"
         )
     warnings.warn(
         "boost gradient_split_groups has no effect: gradients travel in buckets by size "

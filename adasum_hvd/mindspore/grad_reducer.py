@@ -1,6 +1,6 @@
 """`DistributedGradReducer`: plain sums or means of gradients, float32 on the wire.
 
-What torch and TensorFlow share; how tensors are reduced is theirs.
+The base class of torch's and TensorFlow's, which reduce the tensors.
 
 References:
     Seed 001 (mindspore.nn.DistributedGradReducer), SEEDS row 1D. Parameter-server mode has
@@ -20,7 +20,7 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.common.partition import checked_degree, fusion_groups
 
-# Names must agree on the ranks of a group, whatever other ranks construct.
+# Names must be equal on all ranks of a group, even if other ranks construct more reducers.
 _reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -30,18 +30,18 @@ class GradReducer(ABC):
     Args:
         parameters: the parameters that the gradients belong to, in the gradients' order. One
             with a true attribute `layerwise_parallel` or `is_in_shard`, or marked with
-            `mark_worker_local`, keeps its own gradient; one with an attribute `comm_fusion` is
-            reduced together with those of the same number.
-        mean: multiply the sums by 1 / degree. MindSpore's newer releases take the context's
+            `mark_worker_local`, keeps its own gradient; parameters with the same attribute
+            `comm_fusion` are reduced together.
+        mean: multiply the sums by 1 / degree. MindSpore's newer releases use the context's
             `gradients_mean`, which is False there unless it was set.
         degree: the divisor; by default the number of ranks in `group` (not in the job).
         fusion_type: the fusion number of parameters without a `comm_fusion`.
         group: a Horovod process set; by default all ranks.
-        split_indices: with `fusion_type=1`, a new fusion group begins behind each index.
+        split_indices: with `fusion_type=1`, a new fusion group begins after each index.
 
     Raises:
         ValueError: `degree` is not an int or not larger than 0.
-        NotImplementedError: the job is elastic, so that there is no such number.
+        NotImplementedError: the job is elastic, so that the number of ranks can change.
 
     References:
         Seed 001; SEEDS row 1D.
@@ -71,9 +71,9 @@ class GradReducer(ABC):
         """Return the reduced gradients: a tensor for a tensor, a tuple for a sequence.
 
         Args:
-            gradients: one per parameter, of any float dtype, dense or sparse. A sparse one
-                comes back with all ranks' entries, not added up. None stays None, and must
-                be None on all ranks.
+            gradients: one per parameter, of any float dtype, dense or sparse. The result of
+                a sparse gradient has all ranks' entries, not added up. None stays None and
+                must be None on all ranks.
 
         Raises:
             ValueError: another number of gradients than of parameters.
@@ -84,8 +84,8 @@ class GradReducer(ABC):
             return self((gradients,))[0]
         if len(gradients) != len(self.parameters):
             raise ValueError(
-                f"DistributedGradReducer: required {len(self.parameters)} gradients, one per "
-                f"parameter, got {len(gradients)}"
+                f"DistributedGradReducer: expected {len(self.parameters)} gradients, one per "
+                f"parameter, but got {len(gradients)}"
             )
         results = list(gradients)
         name = self._name
@@ -122,4 +122,4 @@ class GradReducer(ABC):
 
     @abstractmethod
     def _start(self, name: str, gradients: list[Any]) -> Callable[[], Iterable[Any]]:
-        """Start the reduction of dense gradients; the result waits and returns them."""
+        """Start the reduction of dense gradients; return a function that waits for the results."""

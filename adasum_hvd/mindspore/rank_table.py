@@ -1,7 +1,7 @@
-"""An Ascend rank table as Horovod's `-H` and hostfile.
+"""Conversion of an Ascend rank table to Horovod's `-H` and hostfile.
 
-Horovod numbers ranks host by host, in the order of `-H`, so a table fits when each server
-holds consecutive ranks. What else it says (device addresses, network cards) is Ascend's.
+Horovod numbers ranks host by host, in the order of `-H`, so each server of a table must have
+consecutive ranks. The rest of a table (device addresses, network cards) is specific to Ascend.
 
 References:
     Seed 004 (`rank_table_16pcs.json`).
@@ -18,7 +18,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
 class RankTableError(ValueError):
-    """A rank table that cannot be turned into hosts; the message says which item and why."""
+    """A rank table that cannot be converted to hosts."""
 
 
 class Host(NamedTuple):
@@ -32,15 +32,15 @@ def read(path: Path) -> list[Host]:
     """Return the hosts of a rank table file, in the order of their ranks.
 
     Raises:
-        RankTableError: the file is missing, no JSON, or no complete table of version 1.0
-            whose servers hold consecutive ranks.
+        RankTableError: the file is missing, not JSON, or not a complete table of version 1.0
+            whose servers have consecutive ranks.
     """
     try:
         table = json.loads(path.read_text())
     except OSError as error:
         raise RankTableError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # JSON, UTF-8
-        raise RankTableError(f"{path}: required JSON, got {error}") from error
+        raise RankTableError(f"{path}: expected JSON, but got {error}") from error
     try:
         return hosts(table)
     except RankTableError as error:
@@ -126,9 +126,9 @@ def _number(device: Any, key: str, where: str) -> int:
     return int(text)
 
 
-def _require(condition: Any, required: str, found: Any) -> None:
+def _require(condition: Any, expected: str, actual: Any) -> None:
     if not condition:
-        raise RankTableError(f"rank table: required {required}, got {found!r}")
+        raise RankTableError(f"rank table: expected {expected}, but got {actual!r}")
 
 
 def arguments(found: list[Host]) -> str:

@@ -1,13 +1,34 @@
-"""Which parallel modes AdaSum can run in, and which one a job really uses.
+"""Parallel modes in which AdaSum can run, and detection of the mode that a job uses.
 
-- `context.py`: the rules of MindSpore's AdaSum cells, on a description of the job;
-- `findings.py`: what was found in a running program, and the error it becomes;
-- `torch_modes.py`, `tensorflow_modes.py`: finding it, from the frameworks' own objects.
+- `context.py`: a description of the job, and MindSpore's rules on it;
+- `findings.py`: modes that were detected, and their error;
+- `torch_modes.py`, `tensorflow_modes.py`: detection from the frameworks' own objects.
 
-This package imports no framework; the two last modules look at what is loaded already.
+This package imports no framework; the last two modules use frameworks that are loaded already.
 """
 
-from adasum_hvd.mindspore.context import MODES, ParallelContext, check
-from adasum_hvd.parallel.findings import FOUND_MODES, Finding, refuse
+import warnings
+from typing import Any
 
-__all__ = ["FOUND_MODES", "MODES", "Finding", "ParallelContext", "check", "refuse"]
+from adasum_hvd.parallel.context import MODES, ParallelContext, check
+from adasum_hvd.parallel.findings import FOUND_MODES, ParallelModeFinding, refuse
+
+__all__ = [
+    "FOUND_MODES",
+    "MODES",
+    "ParallelContext",
+    "ParallelModeFinding",
+    "check",
+    "refuse",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Finding":
+        warnings.warn(
+            "adasum_hvd.parallel.Finding is now ParallelModeFinding",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return ParallelModeFinding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

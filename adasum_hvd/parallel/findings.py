@@ -1,4 +1,4 @@
-"""What a program was found to do that AdaSum cannot mix with, and the error it becomes."""
+"""Parallel modes that were detected and that AdaSum does not support, and their error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PARTS = (
     "each rank holds other parts of the parameters, and adding parts of different tensors "
     "means nothing"
 )
-_REDUCED = "gradients are averaged already, so that AdaSum would see equal ones"
+_REDUCED = "gradients are averaged already, so that AdaSum would get equal ones"
 
 # mode -> (why AdaSum cannot mix with it, what to do)
 _REASONS = {
@@ -20,11 +20,11 @@ _REASONS = {
         "op=AdasumDelta: register keep_local_hook)",
     ),
     "fsdp1": (
-        _PARTS + "; FSDP reduces the gradients itself besides",
+        _PARTS + "; FSDP also reduces the gradients itself",
         "train the unwrapped module",
     ),
     "fsdp2": (
-        _PARTS + "; fully_shard reduces the gradients itself besides",
+        _PARTS + "; fully_shard also reduces the gradients itself",
         "train the module without fully_shard",
     ),
     "dtensor": (
@@ -32,8 +32,7 @@ _REASONS = {
         "keep the parameters whole, or mark_worker_local() those that only this rank steps",
     ),
     "zero_redundancy": (
-        "each rank steps a share of the parameters and then overwrites the others' with its "
-        "own",
+        "each rank steps a share of the parameters and then sends it to the other ranks",
         "give DistributedOptimizer the optimizer that ZeroRedundancyOptimizer was made from",
     ),
     "deepspeed": (
@@ -62,10 +61,10 @@ _REASONS = {
 FOUND_MODES = tuple(_REASONS)
 
 
-class Finding(NamedTuple):
-    """A parallel mode that a rank was found to use.
+class ParallelModeFinding(NamedTuple):
+    """A parallel mode that was detected on a rank.
 
-    Fields: `mode`, one of `FOUND_MODES`; `found`, what it was seen by; `stages`, of a
+    Fields: `mode`, one of `FOUND_MODES`; `found`, the object that shows it; `stages` of a
     pipeline.
     """
 
@@ -80,26 +79,25 @@ class Finding(NamedTuple):
 
 
 def refuse(
-    findings: Sequence[Sequence[Finding]],
+    findings: Sequence[Sequence[ParallelModeFinding]],
     allow_modes: Collection[str] = (),
     rank: int = 0,
 ) -> None:
-    """Raise for the first mode that was found on any rank and is not allowed.
+    """Raise for the first mode that was detected on any rank and is not allowed.
 
     Args:
-        findings: every rank's, by its number in the job and the same on every rank, so that
-            all raise.
-        allow_modes: modes to let pass, of `FOUND_MODES`.
-        rank: the caller's, for the message.
+        findings: of all ranks in the job, in rank order; equal on all ranks, so that all raise.
+        allow_modes: modes of `FOUND_MODES` that are no error.
+        rank: of the caller, for the message.
 
     Raises:
-        RuntimeError: what was found and where, why AdaSum cannot mix with it, what to do,
-            and which argument overrides it.
-        ValueError: `allow_modes` holds no such mode.
+        RuntimeError: a mode that is not allowed; the message has the ranks, the reason, the
+            remedy and the argument that overrides it.
+        ValueError: `allow_modes` has an unknown mode.
     """
     if isinstance(allow_modes, str) or not set(allow_modes) <= _REASONS.keys():
         raise ValueError(
-            f"allow_modes: required names of {', '.join(_REASONS)}, got {allow_modes!r}"
+            f"allow_modes: expected names of {', '.join(_REASONS)}, but got {allow_modes!r}"
         )
     refused = [
         (where, finding)
@@ -113,9 +111,9 @@ def refuse(
     ranks = sorted({where for where, finding in refused if finding.mode == first.mode})
     because, remedy = _REASONS[first.mode]
     raise RuntimeError(
-        f"AdaSum: required the same whole model on every rank, got {first.found} on "
+        f"AdaSum: expected the same whole model on every rank, but got {first.found} on "
         f"{_ranks_text(ranks, len(findings))}: {because}; {remedy}, or pass "
-        f'allow_modes=("{first.mode}",) if you know it to be right (this is rank {rank} of '
+        f'allow_modes=("{first.mode}",) if you know that it is right (this is rank {rank} of '
         f"{len(findings)})"
     )
 

@@ -1,6 +1,6 @@
-"""Finding out from TensorFlow's and Keras's own objects how a program is parallel.
+"""Detection of parallel modes from TensorFlow's and Keras's own objects.
 
-Nothing is imported here, as in `torch_modes.py`.
+As `torch_modes.py`, it imports no framework.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from adasum_hvd.parallel.findings import Finding
+from adasum_hvd.parallel.findings import ParallelModeFinding
 
 
 def native(variable: Any) -> Any:
@@ -19,7 +19,7 @@ def native(variable: Any) -> Any:
 
 
 def _strategies(variables: Iterable[Any]) -> list[Any]:
-    """Return the strategy in scope and those that the variables were made under."""
+    """Return the strategy in scope and the strategies of the variables."""
     tensorflow = sys.modules["tensorflow"]
     found = [tensorflow.distribute.get_strategy()]
     for variable in variables:
@@ -29,14 +29,14 @@ def _strategies(variables: Iterable[Any]) -> list[Any]:
     return found
 
 
-def detect(variables: Iterable[Any] = ()) -> list[Finding]:
-    """Return the parallel modes in force here, at most one finding for each.
+def detect(variables: Iterable[Any] = ()) -> list[ParallelModeFinding]:
+    """Return the parallel modes in force, at most one finding for each.
 
     Args:
         variables: TensorFlow or Keras 3 variables that are to be reduced.
 
-    Finds `tf.distribute` strategies of more than one replica, in scope or under which the
-    variables were made, and a `keras.distribution` over more than one device.
+    Detects `tf.distribute` strategies of several replicas, in scope or of a variable, and a
+    `keras.distribution` over several devices.
     """
     findings = []
     strategies = _strategies(variables) if "tensorflow" in sys.modules else []
@@ -44,13 +44,17 @@ def detect(variables: Iterable[Any] = ()) -> list[Finding]:
         replicas = strategy.num_replicas_in_sync
         if replicas > 1:
             name = type(strategy).__name__
-            findings.append(Finding("tf_strategy", f"{name} of {replicas} replicas"))
+            findings.append(
+                ParallelModeFinding("tf_strategy", f"{name} of {replicas} replicas")
+            )
             break
     distribution = sys.modules.get("keras.distribution")
     current = distribution.distribution() if distribution else None
     if current is not None and current.device_mesh.devices.size > 1:
         name, devices = type(current).__name__, current.device_mesh.devices.size
         findings.append(
-            Finding("keras_distribution", f"Keras {name} over {devices} devices")
+            ParallelModeFinding(
+                "keras_distribution", f"Keras {name} over {devices} devices"
+            )
         )
     return findings

@@ -1,7 +1,7 @@
-"""Finding out from torch's own objects how a program is parallel.
+"""Detection of parallel modes from torch's own objects.
 
-Nothing is imported here: an object of a package exists only after its package was loaded, so
-a class that `sys.modules` does not hold cannot be in use.
+It imports no framework: objects of a package exist only after the package was imported, so a class
+that is not in `sys.modules` is not in use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from adasum_hvd.mindspore.context import ParallelContext
-from adasum_hvd.parallel.findings import Finding
+from adasum_hvd.parallel.context import ParallelContext
+from adasum_hvd.parallel.findings import ParallelModeFinding
 
 
 def _is(value: Any, module: str, *names: str) -> bool:
@@ -22,7 +22,7 @@ def _is(value: Any, module: str, *names: str) -> bool:
 
 
 def _is_deepspeed(value: Any) -> bool:
-    # deepspeed.ops holds plain torch optimizers, such as DeepSpeedCPUAdam, which are welcome.
+    # deepspeed.ops has plain torch optimizers, such as DeepSpeedCPUAdam, which are supported.
     return any(
         cls.__module__.startswith("deepspeed.runtime.") for cls in type(value).__mro__
     )
@@ -33,21 +33,23 @@ def _named(parameters: Sequence[Any], example: str) -> str:
     return f"{len(parameters)} parameter{plural} {example}"
 
 
-def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[Finding]:
+def _in_parameters(
+    parameters: Sequence[Any], shard_mode: str
+) -> Iterator[ParallelModeFinding]:
     flat = [
         p
         for p in parameters
-        # The second is how FSDP1 marks parameters with use_orig_params=True.
+        # FSDP1 sets this attribute with use_orig_params=True.
         if _is(p, "torch.distributed.fsdp", "FlatParameter")
         or getattr(p, "_fsdp_flattened", False)
     ]
     if flat:
-        yield Finding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
+        yield ParallelModeFinding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
     shards = [p for p in parameters if _is(p, "torch.distributed.tensor", "DTensor")]
     if shards:
         mesh = shards[0].device_mesh
         axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        yield Finding(
+        yield ParallelModeFinding(
             shard_mode,
             _named(
                 shards,
@@ -57,33 +59,39 @@ def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[Findi
         )
     partitioned = [p for p in parameters if hasattr(p, "ds_id")]
     if partitioned:
-        yield Finding("deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3"))
+        yield ParallelModeFinding(
+            "deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3")
+        )
     devices = {str(p.device) for p in parameters if p.device.type != "cpu"}
     if len(devices) > 1:
-        yield Finding("several_devices", f"parameters on {', '.join(sorted(devices))}")
+        yield ParallelModeFinding(
+            "several_devices", f"parameters on {', '.join(sorted(devices))}"
+        )
 
 
-def _in_optimizer(optimizer: Any) -> Iterator[Finding]:
+def _in_optimizer(optimizer: Any) -> Iterator[ParallelModeFinding]:
     if _is(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-        yield Finding("zero_redundancy", "a ZeroRedundancyOptimizer")
+        yield ParallelModeFinding("zero_redundancy", "a ZeroRedundancyOptimizer")
     if _is_deepspeed(optimizer):
-        yield Finding("deepspeed", f"DeepSpeed's {type(optimizer).__name__}")
+        yield ParallelModeFinding(
+            "deepspeed", f"DeepSpeed's {type(optimizer).__name__}"
+        )
 
 
 def _keeps_local(module: Any) -> bool:
-    """Return whether DDP was told by `adasum_hvd.torch.ddp.keep_local_hook` to reduce nothing."""
+    """Return whether DDP has `adasum_hvd.torch.ddp.keep_local_hook`, which reduces nothing."""
     hooks = getattr(module, "_comm_hooks", ())
     return any(getattr(hook, "keeps_local", False) for hook, _ in hooks)
 
 
-def _in_model(model: Any) -> Iterator[Finding]:
+def _in_model(model: Any) -> Iterator[ParallelModeFinding]:
     pipelining = "torch.distributed.pipelining"
     if _is(model, pipelining, "PipelineStage", "Pipe") and model.num_stages > 1:
         found = f"a {type(model).__name__} of {model.num_stages} stages"
-        yield Finding("pipeline", found, model.num_stages)
+        yield ParallelModeFinding("pipeline", found, model.num_stages)
     if _is_deepspeed(model):
         stage = f" with ZeRO stage {model.zero_optimization_stage()}"
-        yield Finding("deepspeed", f"a {type(model).__name__}{stage}")
+        yield ParallelModeFinding("deepspeed", f"a {type(model).__name__}{stage}")
     inner = getattr(model, "submod", model)
     wrappers = {
         "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
@@ -94,7 +102,7 @@ def _in_model(model: Any) -> Iterator[Finding]:
     modules = [module for module in modules if not _keeps_local(module)]
     for mode, (package, name) in wrappers.items():
         if any(_is(module, package, name) for module in modules):
-            yield Finding(mode, f"a module of {name}")
+            yield ParallelModeFinding(mode, f"a module of {name}")
 
 
 def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
@@ -125,14 +133,14 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
 
 def detect(
     parameters: Iterable[Any] = (), optimizer: Any = None, model: Any = None
-) -> list[Finding]:
-    """Return the parallel modes that these objects show, at most one finding for each.
+) -> list[ParallelModeFinding]:
+    """Return the parallel modes of these objects, at most one finding for each.
 
     Args:
-        parameters: tensors that are to be reduced; without worker-local ones.
+        parameters: tensors that are to be reduced, without worker-local ones.
         optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
-        model: a module, a DeepSpeed engine, a pipelining stage or pipe. Only the model shows
-            DistributedDataParallel and pipelines, which leave no trace on parameters.
+        model: a module, a DeepSpeed engine, a pipelining stage or pipe; the only object that
+            shows DistributedDataParallel and pipelines.
 
     Example:
         >>> detect()
@@ -145,16 +153,16 @@ def detect(
         *in_model,
         *_in_parameters(list(parameters), "fsdp2" if fully_shard else "dtensor"),
     ]
-    first: dict[str, Finding] = {}
+    first: dict[str, ParallelModeFinding] = {}
     for finding in found:
         first.setdefault(finding.mode, finding)
     return list(first.values())
 
 
 def context_of(
-    findings: Iterable[Finding], size: int, gradients_mean: bool = True
+    findings: Iterable[ParallelModeFinding], size: int, gradients_mean: bool = True
 ) -> ParallelContext:
-    """Return what was found on `size` ranks, in MindSpore's words."""
+    """Return the findings of `size` ranks as a `ParallelContext`."""
     findings = list(findings)
     stages = max((finding.stages for finding in findings), default=1)
     return ParallelContext(

@@ -15,7 +15,7 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.mindspore import cells
+from adasum_hvd.mindspore import wrap_cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel import ParallelContext, refuse
 from adasum_hvd.parallel.tensorflow_modes import detect
@@ -80,7 +80,7 @@ class DistributedGradReducer(GradReducer):
         )
 
 
-class WrapCell(cells.WrapCell):
+class WrapCell(wrap_cells.WrapCell):
     """A distributed Keras optimizer that is called with a list of gradients.
 
     Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are read and set on
@@ -107,7 +107,7 @@ class WrapCell(cells.WrapCell):
     Collective: every rank; blocks.
     """
 
-    _own = cells.WrapCell._own | {"_variables"}
+    _own = wrap_cells.WrapCell._own | {"_variables"}
     _plain, _plain_name = keras.optimizers.Optimizer, "Keras 3 optimizer"
     _reducing = DistributedGradReducer
 
@@ -138,7 +138,7 @@ class WrapCell(cells.WrapCell):
             optimizer, context, tf_ops.settings(), relaxed, gradient_group, distribute
         )
 
-    __call__ = tf.autograph.experimental.do_not_convert(cells.WrapCell.__call__)
+    __call__ = tf.autograph.experimental.do_not_convert(wrap_cells.WrapCell.__call__)
 
     @property
     def parameters(self) -> tuple[Any, ...]:

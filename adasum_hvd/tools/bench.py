@@ -1,11 +1,11 @@
-"""Our reductions against Horovod's, torch DDP's and a plain copy, on this machine, in a minute.
+"""`adasum-hvd bench`: AdaSum against Horovod, torch DDP and a plain copy, in a minute.
 
     adasum-hvd bench --output here.json
     adasum-hvd bench compare here.json there.json
 
-Every reduction runs in turn inside one job, and the slowest rank's time counts; ratios of medians
-between operations of one job are what to trust. `#wrong` counts tensors whose result is further
-than one rounding from `adasum_hvd.reference`.
+All reductions take turns in one job, and the slowest rank's time counts. Trust the ratios of
+medians between operations of one job. `#wrong` counts tensors whose result differs from
+`adasum_hvd.reference` by more than one rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--seconds", type=float, default=60, help="for all of it, starts not counted"
+        "--seconds", type=float, default=60, help="for all measurements, without starts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.add_argument(
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(_comparison(arguments.compare))
             return 0
         if arguments.ranks < 1 or arguments.seconds <= 0:
-            raise ValueError("required --ranks and --seconds above 0")
+            raise ValueError("expected --ranks and --seconds above 0")
         measured = measure(arguments.ranks, arguments.seconds)
     except (jobs.JobError, OSError, ValueError, KeyError) as error:
         print(f"adasum-hvd bench: {error}", file=sys.stderr)
@@ -77,14 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(ranks: int, seconds: float) -> dict[str, Any]:
-    """Return the times of all operations, of Gloo and, where it is built, MPI.
+    """Return the times of all operations over Gloo and, if it is built, MPI.
 
-    Horovod's own AdaSum answers to the same name as ours, so it is measured in a job of its own
-    with `ADASUM_HVD_OP=off`; it needs MPI and a power of two ranks.
+    Horovod's own AdaSum has the same name as ours, so a separate job with `ADASUM_HVD_OP=off`
+    measures it. It needs MPI and a power of two ranks.
     """
     if importlib.util.find_spec("torch") is None:
         raise ValueError(
-            "required torch, got none; pip install torch, adasum-hvd build"
+            "expected torch, but got none; pip install torch, adasum-hvd build"
         )
     module = "adasum_hvd.tools.torch_bench"
     plans = [("gloo", "on")]
@@ -118,14 +118,14 @@ def medians(measured: dict[str, Any]) -> dict[tuple[str, str, str], float]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Return a table: case, backend, operation, times, bytes per second, AdaSum's over it."""
+    """Return a table: case, backend, operation, times, bytes per second, AdaSum's ratio to it."""
     middle = medians(measured)
     lines = [
         f"{measured['ranks']} ranks on {measured['machine']}",
         f"{'float32':14s} {'':5s} {'operation':18s} {'min ms':>9s} {'p50 ms':>9s} {'max ms':>9s} "
         f"{'GB/s':>7s} {'#wrong':>7s}  AdaSum / it",
     ]
-    for row in sorted(measured["rows"], key=_place):
+    for row in sorted(measured["rows"], key=_order):
         times = row["seconds"]
         p50, total = statistics.median(times), 4 * sum(CASES[row["case"]])
         ours = middle.get((row["case"], row["backend"], OURS))
@@ -139,23 +139,23 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _place(row: dict[str, Any]) -> tuple[int, str]:
+def _order(row: dict[str, Any]) -> tuple[int, str]:
     return list(CASES).index(row["case"]), row["backend"]
 
 
 def _comparison(words: list[str]) -> str:
     if len(words) != 3 or words[0] != "compare":
-        raise ValueError(f"required compare A.json B.json, got {' '.join(words)}")
+        raise ValueError(f"expected compare A.json B.json, but got {' '.join(words)}")
     before, after = (json.loads(Path(word).read_text()) for word in words[1:])
     return compare(before, after)
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return a line per operation that both measured: medians, and the second over the first."""
+    """Return a line per operation that both files have: medians, and new over old."""
     old, new = medians(before), medians(after)
     if not (both := [key for key in old if key in new]):
         raise ValueError(
-            "required measurements of the same operations, got none in both"
+            "expected measurements of the same operations, but got no operation in both files"
         )
     return "\n".join(
         f"{case:14s} {backend:5s} {operation:18s} {old[key] * 1e3:9.3f} -> {new[key] * 1e3:9.3f} ms"
@@ -166,7 +166,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def draw(measured: dict[str, Any], target: Path) -> Path | None:
-    """Draw the medians, a bar for each operation; None where matplotlib is missing."""
+    """Draw the medians, a bar for each operation; return None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -192,6 +192,6 @@ def draw(measured: dict[str, Any], target: Path) -> Path | None:
 
 
 def _bars(count: int) -> Iterator[float]:
-    """Yield where bars stand beside the middle of their group."""
+    """Yield the offset of each bar from the middle of its group."""
     for index in range(count):
         yield (index - (count - 1) / 2) * 0.8 / count

@@ -1,7 +1,7 @@
-"""Explain an installation, and reduce with it: what is there, what is missing, what mends it.
+"""`adasum-hvd doctor`: explain an installation, reduce with it, and name the fixes.
 
-Exit status: 0 all is well, 1 something is not built or not installed, 2 it does not load or
-start, 3 it gives wrong numbers.
+Exit status: 0 fine, 1 a part is not built or not installed, 2 a part does not load or start,
+3 results are wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from adasum_hvd.install import environment, findings
-from adasum_hvd.install.findings import BUILD, Finding, State
+from adasum_hvd.install.findings import BUILD, DoctorFinding, State
 from adasum_hvd.startup.preflight import has_mpi
-from adasum_hvd.tools import jobs, machine, trial
+from adasum_hvd.tools import jobs, machine, selfcheck
 
 RANKS = 2
-_SECONDS = 300  # a job that hangs; one that is well takes a few
+_SECONDS = 300  # ends a job that hangs; others take a few seconds
 _WORDS = {
     State.FINE: "ok",
     State.MISSING: "MISSING",
@@ -32,20 +32,22 @@ _WORDS = {
 def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
     parser = commands.add_parser(
-        "doctor", help="explain this installation and what it lacks, and reduce with it"
+        "doctor",
+        help="explain this installation and the parts it lacks, and reduce with it",
     )
     parser.add_argument(
-        "--hosts", default="", metavar="A,B", help="others of the job, tried over ssh"
+        "--hosts",
+        default="",
+        metavar="A,B",
+        help="other hosts of the job, checked over ssh",
     )
-    parser.add_argument(
-        "--no-reduce", action="store_true", help="only look, start no ranks"
-    )
+    parser.add_argument("--no-reduce", action="store_true", help="do not start ranks")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found and return the exit status."""
+    """Print the findings and return the exit status."""
     hosts = [host for host in arguments.hosts.split(",") if host]
     found = examine(hosts, not arguments.no_reduce)
     columns = shutil.get_terminal_size().columns
@@ -53,12 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     return int(status(found))
 
 
-def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[Finding]:
-    """Return all that was found.
+def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[DoctorFinding]:
+    """Return all findings.
 
     Args:
-        hosts: others of the job, for ssh.
-        reduce: start ranks and compare what they reduce with the reference.
+        hosts: other hosts of the job, checked over ssh.
+        reduce: start ranks and compare their results with the reference.
     """
     found = [*findings.installed(), *machine.findings(hosts)]
     if reduce and (frameworks := findings.with_op()):
@@ -66,12 +68,12 @@ def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[Finding]:
     return found
 
 
-def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
-    """Yield, by framework and backend, whether ranks of this host reduce to the right numbers."""
+def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
+    """Yield, by framework and backend, whether ranks on this host reduce correctly."""
     backends = ["gloo"]
     if environment.detect_mpi() and has_mpi(frameworks[0]):
         backends.append("mpi")
-    seen: trial.Results = {}
+    seen: selfcheck.Results = {}
     for backend, results in _try(backends, frameworks).items():
         for framework, result in results.items():
             yield _judged(backend, framework, result)
@@ -83,19 +85,21 @@ def reductions(frameworks: Sequence[str]) -> Iterator[Finding]:
 
 def _try(
     backends: Sequence[str], frameworks: Sequence[str]
-) -> dict[str, trial.Results]:
-    """Return by backend what each framework's ranks found, or {"error": ...}.
+) -> dict[str, selfcheck.Results]:
+    """Return each framework's report by backend, or {"error": ...}.
 
-    All of them run in one job, which loads each framework once; where that gives nothing, each
-    backend and then each framework is tried by itself.
+    One job runs all of them and loads each framework once. If it fails, each backend, and then
+    each framework, gets a job of its own.
     """
     words = [",".join(backends), ",".join(frameworks)]
     try:
-        return jobs.run(backends[-1], RANKS, "adasum_hvd.tools.trial", words, _SECONDS)
+        return jobs.run(
+            backends[-1], RANKS, "adasum_hvd.tools.selfcheck", words, _SECONDS
+        )
     except jobs.JobError as error:
         if len(backends) == len(frameworks) == 1:
             return {backends[0]: {frameworks[0]: {"error": str(error)}}}
-    found: dict[str, trial.Results] = {backend: {} for backend in backends}
+    found: dict[str, selfcheck.Results] = {backend: {} for backend in backends}
     for backend in backends:
         parts = [frameworks] if len(backends) > 1 else [[name] for name in frameworks]
         for part in parts:
@@ -103,40 +107,42 @@ def _try(
     return found
 
 
-def _judged(backend: str, framework: str, result: dict[str, Any]) -> Finding:
+def _judged(backend: str, framework: str, result: dict[str, Any]) -> DoctorFinding:
     subject = f"AdaSum, {framework} on {backend}"
     rebuild = f"{BUILD} --frameworks {framework}"
     if "error" in result:
-        return Finding(subject, result["error"], State.BROKEN, rebuild)
+        return DoctorFinding(subject, result["error"], State.BROKEN, rebuild)
     if result["wrong"]:
         found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
         fix = "report this with the output of `adasum-hvd doctor --json`"
-        return Finding(subject, found, State.WRONG, fix)
-    return Finding(
+        return DoctorFinding(subject, found, State.WRONG, fix)
+    return DoctorFinding(
         subject,
-        f"{result['tried']} tensors over {result['ranks']} ranks as the reference has them",
+        f"{result['tried']} tensors over {result['ranks']} ranks equal the reference",
     )
 
 
-def _paths(framework: str, result: dict[str, Any]) -> Iterator[Finding]:
+def _paths(framework: str, result: dict[str, Any]) -> Iterator[DoctorFinding]:
     settings = result["settings"]
-    yield Finding(
+    yield DoctorFinding(
         f"op for {framework}",
         f"version {result['version']} on {' and '.join(result['built'])}; between ranks of "
         f"this host: {result['path']}; groups by {settings['group_op']}; "
         f"{settings['kernels']} kernels",
     )
     if any(Path("/dev").glob("nvidia[0-9]*")) and "nccl" not in result["built"]:
-        found = "devices are here, and this Horovod is without NCCL: tensors go through the host"
-        yield Finding(f"CUDA for {framework}", found, State.FINE, f"{BUILD} --gpu nccl")
+        found = "this Horovod has no NCCL: tensors of the devices go through the host"
+        yield DoctorFinding(
+            f"CUDA for {framework}", found, State.FINE, f"{BUILD} --gpu nccl"
+        )
 
 
-def status(found: Sequence[Finding]) -> State:
+def status(found: Sequence[DoctorFinding]) -> State:
     """Return the worst state."""
     return max((finding.state for finding in found), default=State.FINE)
 
 
-def table(found: Sequence[Finding], columns: int) -> str:
+def table(found: Sequence[DoctorFinding], columns: int) -> str:
     """Return the findings as lines of at most so many columns."""
     width = max(len(finding.subject) for finding in found)
     lines = []
@@ -157,7 +163,7 @@ def table(found: Sequence[Finding], columns: int) -> str:
     return "\n".join(lines)
 
 
-def as_json(found: Sequence[Finding]) -> str:
+def as_json(found: Sequence[DoctorFinding]) -> str:
     """Return the findings as JSON: status, and a list of what was found."""
     listed = [
         {**finding._asdict(), "state": finding.state.name.lower()} for finding in found

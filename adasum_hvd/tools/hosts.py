@@ -1,7 +1,7 @@
-"""The hosts of a job as other programs write them, as horovodrun's -np, -H and hostfile.
+"""`adasum-hvd hosts`: from other programs' lists of hosts to horovodrun's -np, -H and hostfile.
 
-It reads an Ascend rank table (JSON), a hostfile, a list as torchrun and horovodrun have it
-("node1:8,node2:8") and Slurm's compressed one ("node[01-12,17],login").
+Input is an Ascend rank table (JSON), a hostfile, a list in the style of torchrun and horovodrun
+("node1:8,node2:8") or Slurm's compressed one ("node[01-12,17],login").
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from adasum_hvd.launch import slurm_lists
+from adasum_hvd.launch.slurm_lists import ListError
 from adasum_hvd.mindspore import rank_table
 from adasum_hvd.mindspore.rank_table import Host, arguments, hostfile
 
-_ITEM = re.compile(r"(?:[^,\s\[\]]|\[[^\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-MOST = 100_000  # hosts of a list; more is a slip of the pen
-
-
-class HostsError(ValueError):
-    """Something that is no list of hosts; the message says which part and why."""
 
 
 def add_to(commands: Any) -> None:
@@ -50,7 +45,7 @@ def run(given: argparse.Namespace) -> int:
         found = read(given.hosts, given.slots)
         if given.hostfile:
             given.hostfile.write_text(hostfile(found))
-    except (HostsError, rank_table.RankTableError, OSError) as error:
+    except (ListError, rank_table.RankTableError, OSError) as error:
         print(f"adasum-hvd hosts: {error}", file=sys.stderr)
         return 1
     print(arguments(found))
@@ -62,11 +57,11 @@ def read(what: str, slots: str = "1") -> list[Host]:
 
     Args:
         what: a path (rank table or hostfile), or a list.
-        slots: ranks of each host that says none: a number, or Slurm's counts by host.
+        slots: ranks of each host without a number: one number, or Slurm's counts by host.
 
     Raises:
-        HostsError: neither.
-        RankTableError: a rank table that is none, or does not fit Horovod.
+        ListError: `what` is neither.
+        RankTableError: a rank table is malformed or does not fit Horovod.
     """
     path = Path(what)
     if what.endswith(".json") or (path.is_file() and _is_json(path)):
@@ -93,7 +88,7 @@ def parse(text: str, slots: str = "1") -> list[Host]:
     for line in text.splitlines():
         listed += _of_line(line.partition("#")[0].strip())
     if not listed:
-        raise HostsError(f"required names of hosts, got {text!r}")
+        raise ListError(f"expected names of hosts, but got {text!r}")
     counts = _counts(slots, len(listed))
     found = [
         Host(name, count if own is None else own)
@@ -101,66 +96,39 @@ def parse(text: str, slots: str = "1") -> list[Host]:
     ]
     names = [host.name for host in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise HostsError(
-            f"required each host once, got {', '.join(sorted(twice))} twice"
+        raise ListError(
+            f"expected each host once, but got {', '.join(sorted(twice))} twice"
         )
     return found
 
 
 def _of_line(line: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the names of a list or of a hostfile's line, and the slots that it says."""
+    """Yield each name in a list or a hostfile's line, and its slots if given."""
     of_all = re.search(r"\s+slots\s*=\s*(\d+)$", line)
     if of_all:
         line = line[: of_all.start()]
-    for item in _ITEM.findall(line):
+    for item in slurm_lists.items(line):
         name, _, own = item.partition(":")
         if own and not re.fullmatch("[1-9][0-9]{0,5}", own):
-            raise HostsError(f"required slots as a number behind {name}:, got {own!r}")
+            raise ListError(
+                f"expected a number of slots after {name}:, but got {own!r}"
+            )
         count = int(own) if own else int(of_all[1]) if of_all else None
-        for expanded in expand(name):
+        for expanded in slurm_lists.expand(name):
             if not _NAME.fullmatch(expanded):
-                raise HostsError(f"required a host name or address, got {expanded!r}")
+                raise ListError(
+                    f"expected a host name or address, but got {expanded!r}"
+                )
             yield expanded, count
 
 
-def expand(name: str) -> list[str]:
-    """Return the names that a name with ranges in brackets stands for.
-
-    Example:
-        >>> expand("r[1-2]n[08-10,3]")
-        ['r1n08', 'r1n09', 'r1n10', 'r1n3', 'r2n08', 'r2n09', 'r2n10', 'r2n3']
-    """
-    before, bracket, rest = name.partition("[")
-    if not bracket:
-        return [name]
-    inside, _, behind = rest.partition("]")
-    numbers: list[str] = []
-    for part in inside.split(","):
-        found = _RANGE.fullmatch(part)
-        first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
-        if not 0 <= int(last) - int(first) < MOST:
-            raise HostsError(
-                f"required ranges such as [01-12,17] in {name}, got {part!r}"
-            )
-        width = len(first)
-        numbers += [f"{n:0{width}d}" for n in range(int(first), int(last) + 1)]
-    return [before + number + tail for number in numbers for tail in expand(behind)]
-
-
 def _counts(slots: str, hosts: int) -> list[int]:
-    """Return the ranks of each host, of a number or of Slurm's counts by host."""
-    counts: list[int] = []
-    for part in slots.split(","):
-        found = re.fullmatch(r"([1-9]\d{0,5})(?:\(x(\d{1,6})\))?", part)
-        if not found:
-            raise HostsError(
-                f"slots: required a number or counts as 2(x3),1, got {slots!r}"
-            )
-        counts += [int(found[1])] * int(found[2] or 1)
-    if counts and len(counts) == 1:
+    """Return the ranks of each host, from one number or Slurm's counts by host."""
+    counts = slurm_lists.counts(slots)
+    if len(counts) == 1:
         return counts * hosts
     if len(counts) != hosts:
-        raise HostsError(
-            f"slots: required one count for each of {hosts} hosts, got {slots!r}"
+        raise ListError(
+            f"slots: expected one count for each of {hosts} hosts, but got {slots!r}"
         )
     return counts

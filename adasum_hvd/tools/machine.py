@@ -1,4 +1,4 @@
-"""What of this machine decides whether jobs start, and how fast they run."""
+"""Properties of this machine that decide whether jobs start and how fast they run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path, PurePosixPath
 
 from adasum_hvd import __version__
 from adasum_hvd.install import environment, nccl
-from adasum_hvd.install.findings import Finding, State
+from adasum_hvd.install.findings import DoctorFinding, State
 
 ROOT = Path("/")
 _SSH_SECONDS = 8
 
 
-def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[Finding]:
-    """Yield what there is and what it means for a job.
+def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[DoctorFinding]:
+    """Yield the properties and their meaning for a job.
 
     Args:
-        hosts: others of the job, which must answer over ssh.
-        root: where /proc, /sys and /dev are.
+        hosts: other hosts of the job, which must respond over ssh.
+        root: the folder of proc, sys and dev.
     """
     yield from _launchers()
     yield from _processors(root)
@@ -36,7 +36,7 @@ def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[Finding]:
 
 
 def description() -> str:
-    """Return the processor and how many of it this process may use."""
+    """Return the processor's name and how many of them this process may use."""
     models = re.findall(
         r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M
     )
@@ -44,22 +44,22 @@ def description() -> str:
     return f"{len(os.sched_getaffinity(0))} processors of {name or platform.machine()}"
 
 
-def _launchers() -> Iterator[Finding]:
+def _launchers() -> Iterator[DoctorFinding]:
     for name, package in (("horovodrun", "Horovod"), ("mpirun", "MPI")):
         found = shutil.which(name)
-        beside = shutil.which(name, path=environment.scripts_path())
+        installed = shutil.which(name, path=environment.scripts_path())
         if found:
             fix = _flags_of_horovodrun() if name == "horovodrun" else ""
-            yield Finding(name, found, fix=fix)
-        elif beside:
-            fix = f"activate the environment: its {name} is {beside}"
-            yield Finding(name, "not on PATH", State.FINE, fix)
+            yield DoctorFinding(name, found, fix=fix)
+        elif installed:
+            fix = f"activate the environment: its {name} is {installed}"
+            yield DoctorFinding(name, "not on PATH", State.FINE, fix)
         else:
-            yield Finding(name, f"none ({package} brings it)")
+            yield DoctorFinding(name, f"none ({package} brings it)")
 
 
 def _flags_of_horovodrun() -> str:
-    """Return how to start horovodrun where its flags are not those of the mpirun that it finds."""
+    """Return advice if horovodrun's flags do not fit the mpirun that it finds."""
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return ""
@@ -70,13 +70,13 @@ def _flags_of_horovodrun() -> str:
     if version is None or int(version[1]) < 5:
         return ""
     return (
-        f"start it with --gloo: without, it passes flags of Open MPI 4 to {mpirun}, which is "
+        f"start it with --gloo: otherwise it passes flags of Open MPI 4 to {mpirun}, which is "
         f"Open MPI {version[1]}"
     )
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return how many processors the control groups of this process grant, None for all.
+    """Return the number of processors that control groups grant this process, None for all.
 
     Those that hold it and all above them, of version 2 and 1; a container sees its own as the
     root, while its path may be the one outside. As the op does (`processor_quota.cc`).
@@ -98,7 +98,7 @@ def quota(root: Path = ROOT) -> float | None:
 
 
 def _granted(folder: Path) -> float | None:
-    """Return the processors that one control group grants, None for all."""
+    """Return the number of processors that one control group grants, None for all."""
     try:
         if (folder / "cpu.max").exists():
             limit, _, period = (folder / "cpu.max").read_text().partition(" ")
@@ -112,18 +112,18 @@ def _granted(folder: Path) -> float | None:
     return int(limit) / int(period)
 
 
-def _processors(root: Path) -> Iterator[Finding]:
+def _processors(root: Path) -> Iterator[DoctorFinding]:
     mine, granted = len(os.sched_getaffinity(0)), quota(root)
     found = f"{mine} of {os.cpu_count()}"
     if granted is not None and granted < mine:
         found += f", of which a control group grants {granted:g}"
         fix = f"start at most {max(1, int(granted))} ranks here, or raise the quota"
-        yield Finding("processors", found, State.FINE, fix)
+        yield DoctorFinding("processors", found, State.FINE, fix)
     else:
-        yield Finding("processors", found)
+        yield DoctorFinding("processors", found)
 
 
-def _autogroup(root: Path) -> Iterator[Finding]:
+def _autogroup(root: Path) -> Iterator[DoctorFinding]:
     switch = root / "proc/sys/kernel/sched_autogroup_enabled"
     if switch.exists() and switch.read_text().strip() == "1":
         found = "on: ranks that share processors wait for each other's slices"
@@ -131,26 +131,26 @@ def _autogroup(root: Path) -> Iterator[Finding]:
             f"with more than {len(os.sched_getaffinity(0))} ranks here start them by mpirun or "
             "`adasum-hvd exec --nprocs N`, or write 0 to /proc/sys/kernel/sched_autogroup_enabled"
         )
-        yield Finding("autogroup scheduling", found, State.FINE, fix)
+        yield DoctorFinding("autogroup scheduling", found, State.FINE, fix)
 
 
-def _cuda() -> Iterator[Finding]:
+def _cuda() -> Iterator[DoctorFinding]:
     devices = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]
     if devices:
-        yield Finding("CUDA devices", ", ".join(sorted(devices)))
+        yield DoctorFinding("CUDA devices", ", ".join(sorted(devices)))
     compiler = shutil.which("nvcc")
     built = environment.version_of("torch") or ""
     major = re.search(r"\+cu(\d+)\d$", built)
     if compiler and major:
-        theirs = nccl.nvcc_version(Path(compiler).resolve().parents[1])
-        same = theirs.split(".")[0] == major[1]
+        nvcc_release = nccl.nvcc_version(Path(compiler).resolve().parents[1])
+        same = nvcc_release.split(".")[0] == major[1]
         fix = "" if same else f"set CUDA_HOME to a CUDA {major[1]} toolkit to build"
-        found = f"torch {built}, nvcc {theirs}"
-        yield Finding("CUDA releases", found, State.FINE, fix)
+        found = f"torch {built}, nvcc {nvcc_release}"
+        yield DoctorFinding("CUDA releases", found, State.FINE, fix)
 
 
-def over_ssh(host: str) -> Finding:
-    """Return whether a host runs this version of the package, asked as horovodrun starts ranks."""
+def over_ssh(host: str) -> DoctorFinding:
+    """Return whether a host has this version of the package, by ssh as horovodrun uses it."""
     words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS // 2}"]
     words += [host, sys.executable, "-m", "adasum_hvd", "--version"]
     subject, fix = f"ssh {host}", f"make `ssh {host} true` work without a password"
@@ -160,14 +160,18 @@ def over_ssh(host: str) -> Finding:
             timeout=_SSH_SECONDS, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        return Finding(subject, "no ssh here", State.BROKEN, "install openssh-client")
+        return DoctorFinding(
+            subject, "no ssh here", State.BROKEN, "install openssh-client"
+        )
     except subprocess.TimeoutExpired:
-        return Finding(subject, f"no answer in {_SSH_SECONDS} s", State.BROKEN, fix)
-    said = (shown.stdout or shown.stderr).strip().splitlines()
-    last = said[-1] if said else f"exit status {shown.returncode}"
+        return DoctorFinding(
+            subject, f"no response in {_SSH_SECONDS} s", State.BROKEN, fix
+        )
+    lines = (shown.stdout or shown.stderr).strip().splitlines()
+    last = lines[-1] if lines else f"exit status {shown.returncode}"
     if shown.returncode == 255:  # ssh's own
-        return Finding(subject, last, State.BROKEN, fix)
+        return DoctorFinding(subject, last, State.BROKEN, fix)
     if last != f"adasum-hvd {__version__}":
         fix = f"install this version there, as {sys.executable}"
-        return Finding(subject, last, State.MISSING, fix)
-    return Finding(subject, last)
+        return DoctorFinding(subject, last, State.MISSING, fix)
+    return DoctorFinding(subject, last)

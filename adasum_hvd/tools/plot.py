@@ -1,4 +1,4 @@
-"""Draw what a monitor has recorded: how orthogonal the ranks' tensors are, over a training."""
+"""`adasum-hvd plot`: draw a monitor's records, the orthogonality of tensors over training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_MOST_LABELS = 40  # that can be read beside a heat map
+_MOST_LABELS = 40  # next to a heat map, so that they stay readable
 
 
 def add_to(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("file", type=Path, help="a .jsonl file", metavar="run.jsonl")
     parser.add_argument(
-        "-o", "--output", type=Path, help="picture (default: beside the records, .png)"
+        "-o", "--output", type=Path, help="picture (default: next to the records, .png)"
     )
     parser.set_defaults(run=run)
 
@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of the latest run in a file; runs are appended to one another.
+    """Return the records of the latest run in a file, to which every run appends.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no records, or something else.
+        ValueError: it has no records, or a line is not a record.
     """
     found: list[dict[str, Any]] = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -54,35 +54,36 @@ def records(file: Path) -> list[dict[str, Any]]:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"required records of hvd.AdasumMonitor, got something else in line {number} of "
-                f"{file} ({type(error).__name__}: {error})"
+                f"expected a record of hvd.AdasumMonitor in line {number} of {file}, but got "
+                f"{type(error).__name__}: {error}"
             ) from error
         if found and step <= found[-1]["step"]:
             found = []
         found.append(record)
     if not any(record["tensors"] for record in found):
         raise ValueError(
-            f"required records of hvd.AdasumMonitor, got none in {file}; on one rank there are none"
+            f"expected records of hvd.AdasumMonitor, but got none in {file}; a job of one rank "
+            "records nothing"
         )
     return found
 
 
 def draw(found: list[dict[str, Any]], target: Path) -> None:
-    """Draw the orthogonality of every tensor: as a heat map, and as curves with their mean.
+    """Draw the orthogonality of every tensor as a heat map, and as curves with their mean.
 
     Args:
         found: of :func:`records`.
-        target: the picture; its suffix says in which format.
+        target: the picture; its suffix gives the format.
 
     Raises:
-        ValueError: matplotlib is not installed, or knows no such format.
+        ValueError: matplotlib is not installed or does not support the format.
 
     References:
         arXiv 2006.02924, figure 1.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "required matplotlib, got none; pip install 'adasum-hvd[plot]'"
+            "expected matplotlib, but got none; pip install 'adasum-hvd[plot]'"
         )
     import matplotlib
     import numpy as np

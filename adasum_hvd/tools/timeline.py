@@ -1,7 +1,7 @@
-"""Sum up a timeline of Horovod's (`HOROVOD_TIMELINE`), of any length.
+"""`adasum-hvd timeline`: sum up a timeline of Horovod (`HOROVOD_TIMELINE`) of any length.
 
-Tensors that are reduced together show the same phase at the same time, so the time of a phase
-is that in which at least one tensor was in it.
+Tensors that are reduced together are in the same phase at the same time. The time of a phase is
+therefore the time during which at least one tensor was in it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _BYTES = {
 
 
 class TimelineError(ValueError):
-    """A file that is no timeline; the message says where."""
+    """A file that is not a timeline."""
 
 
 @dataclass
 class Phase:
-    """What is known of a phase.
+    """Totals of a phase.
 
     Attributes:
         name: as in the timeline.
-        count: how many tensors went through it.
-        microseconds: in which at least one was in it.
-        bytes: of those tensors, as far as the file says how large they are.
+        count: number of tensors that went through it.
+        microseconds: during which at least one tensor was in it.
+        bytes: of those tensors whose size the file has.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Phase:
     _since: int = 0
 
     def begin(self, at: int) -> None:
-        """A tensor enters it."""
+        """Count a tensor that enters."""
         if not self._inside:
             self._since = at
         self._inside += 1
         self.count += 1
 
     def end(self, at: int) -> None:
-        """A tensor leaves it."""
+        """Count a tensor that leaves."""
         self._inside -= 1
         if not self._inside:
             self.microseconds += at - self._since
@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass
 class _Tensor:
-    """The phases that a tensor is in, the outermost first, and those since that began."""
+    """The phases that a tensor is in, outermost first, and all phases since the outermost began."""
 
     open: list[Phase] = field(default_factory=list)
     passed: list[Phase] = field(default_factory=list)
@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "timeline", help="sum up a timeline of Horovod's by phase"
     )
-    parser.add_argument("file", type=Path, help="what HOROVOD_TIMELINE named")
+    parser.add_argument("file", type=Path, help="the file that HOROVOD_TIMELINE names")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.set_defaults(run=run)
 
@@ -91,16 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:
-    """Yield the events of a timeline; a last one that was cut off is left out.
+    """Yield the events of a timeline, without an incomplete one at its end.
 
-    Horovod writes few line ends or none, so the file is read in pieces.
+    The file is read in pieces, because Horovod writes few line ends or none.
 
     Args:
         file: the timeline.
         chunk: characters read at once.
 
     Raises:
-        TimelineError: it holds something else.
+        TimelineError: the file is not a timeline.
     """
     rest, read = "", 0
     while piece := file.read(chunk):
@@ -110,13 +110,13 @@ def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:
             yield from _parsed(text[:end], read)
             text = text[end + 1 :]
         elif len(text) > 2 * chunk:
-            raise TimelineError(f"required events in JSON, got {text[:60]!r}")
+            raise TimelineError(f"expected events in JSON, but got {text[:60]!r}")
         rest, read = text or " ", read + len(piece)
     last = rest.strip().removesuffix("]").strip()
     if last.endswith("}"):
         yield from _parsed(last, read)
     elif last and not last.startswith("{"):
-        raise TimelineError(f"required events in JSON, got {last[:60]!r}")
+        raise TimelineError(f"expected events in JSON, but got {last[:60]!r}")
 
 
 def _parsed(text: str, read: int) -> list[dict[str, Any]]:
@@ -124,15 +124,15 @@ def _parsed(text: str, read: int) -> list[dict[str, Any]]:
         found = json.loads(f"[{text}]")
     except ValueError as error:
         raise TimelineError(
-            f"required events in JSON behind character {read}, got {error}"
+            f"expected events in JSON after character {read}, but got {error}"
         ) from None
     if not all(isinstance(event, dict) for event in found):
-        raise TimelineError(f"required events in JSON behind character {read}")
+        raise TimelineError(f"expected events in JSON after character {read}")
     return found
 
 
 def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:
-    """Return the phases, longest first, and the microseconds from the first event to the last."""
+    """Return the phases, longest first, and the microseconds between first and last event."""
     phases: dict[str, Phase] = {}
     tensors: dict[int, _Tensor] = {}
     first = last = None
@@ -142,7 +142,7 @@ def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:
         try:
             at, tensor = int(event["ts"]), tensors.setdefault(event["pid"], _Tensor())
         except (KeyError, TypeError, ValueError):
-            raise TimelineError(f"required ts and pid in {event!s:.80}") from None
+            raise TimelineError(f"expected ts and pid in {event!s:.80}") from None
         first, last = at if first is None else first, at
         if event["ph"] == "B":
             name = str(event.get("name"))
@@ -154,22 +154,22 @@ def summed(found: Iterable[dict[str, Any]]) -> tuple[list[Phase], int]:
             tensor.open.pop().end(at)
             if not tensor.open:
                 _measure(tensor, event.get("args", {}))
-                del tensors[event["pid"]]  # nameless ones never come again
+                del tensors[event["pid"]]  # unnamed tensors never return
     ordered = sorted(phases.values(), key=lambda phase: -phase.microseconds)
     return ordered, (last or 0) - (first or 0)
 
 
-def _measure(tensor: _Tensor, said: dict[str, str]) -> None:
-    """Give the size of a tensor, which its outermost phase tells at its end, to all of them."""
-    if "shape" in said:
-        shape = map(int, re.findall(r"\d+", said["shape"]))
-        total = math.prod(shape) * _BYTES.get(str(said.get("dtype")), 0)
+def _measure(tensor: _Tensor, arguments: dict[str, str]) -> None:
+    """Add a tensor's bytes, which the end of its outermost phase has, to all its phases."""
+    if "shape" in arguments:
+        shape = map(int, re.findall(r"\d+", arguments["shape"]))
+        total = math.prod(shape) * _BYTES.get(str(arguments.get("dtype")), 0)
         for phase in tensor.passed:
             phase.bytes += total
 
 
 def table(phases: list[Phase], microseconds: int) -> str:
-    """Return a table: phase, how often, time, share of the whole time, bytes per second."""
+    """Return a table: phase, count, time, share of the whole time, bytes per second."""
     lines = [f"{'phase':32s} {'count':>9s} {'total s':>10s} {'share':>7s} {'GB/s':>8s}"]
     for phase in phases:
         share = phase.microseconds / max(1, microseconds)

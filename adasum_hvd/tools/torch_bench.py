@@ -1,4 +1,4 @@
-"""What a rank of `adasum-hvd bench` does: every reduction in turn, until the time is over.
+"""The program of a rank in `adasum-hvd bench`: all reductions in turn, for a given time.
 
 python -m adasum_hvd.tools.torch_bench CASES SECONDS on|off OUTPUT
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as horovods
+import horovod.torch as horovod_ops
 import torch
 import torch.distributed as dist
 
@@ -44,11 +44,11 @@ def _ddp_all(tensors: list[torch.Tensor]) -> None:
 def operations(
     case: str, tensors: list[torch.Tensor], ours: bool
 ) -> dict[str, Operation]:
-    """Return what to measure, by name; each reduces `tensors` in place."""
+    """Return the operations to measure, by name; each reduces `tensors` in place."""
     if not ours:
         return {
             "Horovod AdaSum": lambda: _reduce_all(
-                horovods, horovods.Adasum, f"{case}.horovods", tensors
+                horovod_ops, horovod_ops.Adasum, f"{case}.horovod_ops", tensors
             )
         }
     source = torch.randn(sum(tensor.numel() for tensor in tensors))
@@ -56,7 +56,7 @@ def operations(
     found: dict[str, Operation] = {
         OURS: lambda: _reduce_all(hvd, hvd.Adasum, f"{case}.adasum", tensors),
         "Horovod Average": lambda: _reduce_all(
-            horovods, horovods.Average, f"{case}.average", tensors
+            horovod_ops, horovod_ops.Average, f"{case}.average", tensors
         ),
         "copy": lambda: target.copy_(source),
     }
@@ -66,16 +66,16 @@ def operations(
 
 
 def wrong(case: str, sizes: list[int]) -> int:
-    """Return how many of the first tensors are further than a rounding from the reference."""
+    """Return how many of the first tensors differ from the reference by more than a rounding."""
     count = 0
     for index, size in enumerate(sizes[:5]):
         inputs = [
             _inputs(rank, index, min(size, _CHECKED)) for rank in range(hvd.size())
         ]
         name = f"{case}.wrong.{index}"
-        got = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum, name=name).numpy()
-        wanted = reference.adasum([tensor.numpy() for tensor in inputs])
-        count += bool((abs(got - wanted) > 2.0**-23 * abs(wanted).max()).any())
+        actual = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum, name=name).numpy()
+        expected = reference.adasum([tensor.numpy() for tensor in inputs])
+        count += bool((abs(actual - expected) > 2.0**-23 * abs(expected).max()).any())
     return count
 
 
@@ -93,13 +93,14 @@ def measure(
     tensors = [tensor.clone() for tensor in fresh]
     todo = operations(case, tensors, ours)
     times: dict[str, list[float]] = {name: [] for name in todo}
-    rounds, done = 1, 0  # the first one is warm-up, and says how many fit
+    # The time of the first round, the warm-up, gives the number of further rounds.
+    rounds, done = 1, 0
     while done < rounds:
         began = time.perf_counter()
         for name, operation in todo.items():
             for tensor, start in zip(tensors, fresh, strict=True):
                 tensor.copy_(start)
-            horovods.barrier()
+            horovod_ops.barrier()
             started = time.perf_counter()
             operation()
             times[name].append(time.perf_counter() - started)
@@ -111,7 +112,7 @@ def measure(
 
 
 def _join_process_group() -> None:
-    """Start torch's own Gloo beside Horovod, on rank 0's free port."""
+    """Start torch's own Gloo next to Horovod, on a free port of rank 0."""
     store = None
     if hvd.rank() == 0:
         store = dist.TCPStore("127.0.0.1", 0, hvd.size(), True, wait_for_workers=False)
@@ -127,7 +128,7 @@ def main() -> None:
     ours, output = sys.argv[3] == "on", Path(sys.argv[4])
     hvd.init()
     torch.set_num_threads(1)
-    backend = "mpi" if horovods.mpi_enabled() else "gloo"
+    backend = "mpi" if horovod_ops.mpi_enabled() else "gloo"
     if backend == "gloo" and dist.is_gloo_available():
         _join_process_group()
     rows = []
@@ -135,7 +136,7 @@ def main() -> None:
         off = wrong(case, sizes) if ours else 0
         everyone = hvd.allgather_object(measure(case, sizes, seconds, ours))
         for name in everyone[0]:
-            slowest = map(max, zip(*(theirs[name] for theirs in everyone), strict=True))
+            slowest = map(max, zip(*(times[name] for times in everyone), strict=True))
             row = {"case": case, "backend": backend, "operation": name}
             rows.append({**row, "seconds": list(slowest), "wrong": off})
     if hvd.rank() == 0:

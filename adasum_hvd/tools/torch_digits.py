@@ -1,9 +1,9 @@
-"""What a rank of `adasum-hvd demo` does: LeNet-5 on scikit-learn's handwritten digits.
+"""The program of a rank in `adasum-hvd demo`: LeNet-5 on scikit-learn's handwritten digits.
 
     python -m adasum_hvd.tools.torch_digits --op sum,adasum-grad
 
-Every reduction starts from the same weights, at the learning rate that is best for one process
-and is not tuned again: docs/convergence.md.
+Every reduction starts from the same weights and uses the learning rate that is best for one
+process (docs/convergence.md).
 """
 
 from __future__ import annotations
@@ -70,13 +70,15 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def device_of(wanted: str) -> torch.device:
-    """Return this rank's device: for "auto" CUDA where every rank of the host has one."""
+def device_of(name: str) -> torch.device:
+    """Return this rank's device; "auto" is CUDA if every rank of the host has a device."""
     devices = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and devices < hvd.local_size()):
+    if name == "cpu" or (name == "auto" and devices < hvd.local_size()):
         return torch.device("cpu")
     if not devices:
-        raise RuntimeError("--device cuda: required a CUDA device, got none; use cpu")
+        raise RuntimeError(
+            "--device cuda: expected a CUDA device, but got none; use cpu"
+        )
     device = torch.device("cuda", hvd.local_rank() % devices)
     torch.cuda.set_device(device)
     return device
@@ -91,7 +93,7 @@ def replicas_identical(model: nn.Module) -> bool:
 
 
 def train(op: str, arguments: argparse.Namespace) -> Result:
-    """Train one model with reduction `op` and return what came out."""
+    """Train one model with reduction `op` and return the result."""
     device = device_of(arguments.device)
     train_images, train_labels, test_images, test_labels = (
         tensor.to(device) for tensor in digits()
@@ -144,7 +146,7 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
 
 
 def report(results: list[Result], output: Path) -> None:
-    """Print the table and, where matplotlib is installed, draw accuracy over steps."""
+    """Print the table and, if matplotlib is installed, draw accuracy over steps."""
     percent = f"{TARGET_ACCURACY:.0%}"
     print(f"{'reduction':14s} {'test accuracy':>13s} {'steps to ' + percent:>13s} "
           f"{'seconds':>8s}  replicas identical")  # fmt: skip

@@ -15,7 +15,7 @@ from horovod.torch.mpi_ops import size
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.mindspore import cells
+from adasum_hvd.mindspore import wrap_cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
@@ -106,7 +106,7 @@ class DistributedGradReducer(GradReducer):
             parameter.grad = reduced
 
 
-class WrapCell(cells.WrapCell):
+class WrapCell(wrap_cells.WrapCell):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
     Reading or setting an attribute that a cell lacks (`step`, `zero_grad`, `param_groups`,

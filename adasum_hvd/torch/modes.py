@@ -8,7 +8,7 @@ from horovod.torch.mpi_ops import global_process_set, size
 from horovod.torch.mpi_ops import rank as mpi_rank
 
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.parallel import Finding
+from adasum_hvd.parallel import ParallelModeFinding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.objects import allgather_object, ranks_of
@@ -17,7 +17,7 @@ from adasum_hvd.torch.wire import ranks_meet
 
 def find_modes(
     optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
-) -> list[list[Finding]]:
+) -> list[list[ParallelModeFinding]]:
     """Return the parallel modes in use on every rank, indexed by the rank's number in the job.
 
     Args:

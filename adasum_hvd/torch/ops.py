@@ -15,7 +15,7 @@ from adasum_hvd.common.namespaces import with_signature_of
 from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
 from adasum_hvd.startup import after_init, groups, preflight
-from adasum_hvd.torch import meeting
+from adasum_hvd.torch import rendezvous as launch_rendezvous
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -78,7 +78,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     Collective: every rank; blocks until all have.
     """
     preflight.require_unfinished_mpi(LIBRARY)
-    meeting.before_init()
+    launch_rendezvous.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
     after_init.after_init(mpi_ops, LIBRARY)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from convergence import outer_report, plan, target_report
 from convergence.pictures import draw, result, unit
 from convergence.runs import Runs
 from convergence.studies import STUDIES, Row, Scale, Study
@@ -151,7 +150,7 @@ def durations(runs: Runs) -> str:
     """Return how much processor time the runs of each workload took."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for record in runs.all():
-        if "seconds" in record and "target" not in record:
+        if "seconds" in record:
             key = (record["work"], record["optimizer"])
             seconds.setdefault(key, []).append(record["seconds"])
     lines = [
@@ -162,10 +161,9 @@ def durations(runs: Runs) -> str:
     return "\n".join([*head, *lines, ""])
 
 
-def write(scale: Scale, output: Path, name: str = "small") -> None:
-    """Write tables.md and the pictures of all studies of a scale, which has a name."""
+def write(scale: Scale, output: Path) -> None:
+    """Write tables.md and the pictures of all studies of a scale."""
     runs = Runs(output / "raw", "none", only_kept=True)
-    results = target_report.Results(runs, plan.SEEDS[name])
     made = [build(scale) for build in STUDIES.values()]
     text = [
         "# Every table of the convergence studies",
@@ -177,9 +175,6 @@ def write(scale: Scale, output: Path, name: str = "small") -> None:
         "seeds; in brackets how many of them got there.",
         "",
         *(table(study, runs) for study in made),
-        target_report.section(plan.TASKS[name], results),
-        *filter(None, (outer_report.changing(t, results) for t in plan.TASKS[name])),
-        *filter(None, [outer_report.outer(name, results)]),
         "## What it cost",
         "",
         durations(runs),
@@ -187,4 +182,3 @@ def write(scale: Scale, output: Path, name: str = "small") -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "tables.md").write_text("\n".join(text))
     draw(made, runs, output)
-    target_report.draw(plan.TASKS[name], results, output)

@@ -25,7 +25,7 @@ def test_doctor_reduces_on_every_backend() -> None:
     found = {one.subject: one for one in doctor.reductions(["torch"])}
     for backend in ("gloo", "mpi"):
         said = found[f"AdaSum, torch on {backend}"]
-        assert said.found == "6 tensors over 2 ranks as the reference has them"
+        assert said.found == "6 tensors over 2 ranks equal the reference"
     assert "shared memory" in found["op for torch"].found
     assert doctor.status(list(found.values())) == 0
 

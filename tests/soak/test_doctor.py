@@ -15,5 +15,5 @@ def test_doctor_reduces_with_every_framework_and_backend() -> None:
     for framework in ("torch", "tensorflow"):
         for backend in ("gloo", "mpi"):
             said = found[f"AdaSum, {framework} on {backend}"]["found"]
-            assert said == "6 tensors over 2 ranks as the reference has them"
+            assert said == "6 tensors over 2 ranks equal the reference"
         assert "shared memory" in found[f"op for {framework}"]["found"]

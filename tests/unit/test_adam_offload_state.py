@@ -124,7 +124,7 @@ def test_loading_reports_what_cannot_be_taken_over():
     other = offload(wrong)
     train(other, wrong, 0, 1)
     with pytest.raises(
-        ValueError, match=r"exp_avg of parameter 1: required shape \(5,\)"
+        ValueError, match=r"exp_avg of parameter 1: expected shape \(5,\)"
     ):
         ours.load_state_dict(other.state_dict())
     adams = torch.optim.Adam(params)

@@ -131,7 +131,9 @@ def test_common():
     for groups in ([50, 100], 50):
         with pytest.warns(UserWarning, match="gradient_split_groups has no effect"):
             switch("O0", {"common": {"gradient_split_groups": groups}})
-    with pytest.raises(ValueError, match="required a list of ints or an int, got '50'"):
+    with pytest.raises(
+        ValueError, match="expected a list of ints or an int, but got '50'"
+    ):
         switch("O0", {"common": {"gradient_split_groups": "50"}})
     with pytest.warns(UserWarning, match=r"nothing reads adasum, common\.devices"):
         switch("O0", {"common": {"devices": 4}, "adasum": True})
@@ -140,19 +142,23 @@ def test_common():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (("O3",), ValueError, "boost_level: required one of O0, O1, O2, got 'O3'"),
+        (("O3",), ValueError, "boost_level: expected one of O0, O1, O2, but got 'O3'"),
         (("O0", {"boost": {"mode": "all"}}), ValueError, "one of auto, manual.*'all'"),
-        (("O0", manual(adasum=1)), TypeError, "boost adasum: required a bool, got 1"),
-        (("O0", [1]), TypeError, "boost_config_dict: required a dict"),
-        (("O0", []), TypeError, "boost_config_dict: required a dict"),
+        (
+            ("O0", manual(adasum=1)),
+            TypeError,
+            "boost adasum: expected a bool, but got 1",
+        ),
+        (("O0", [1]), TypeError, "boost_config_dict: expected a dict"),
+        (("O0", []), TypeError, "boost_config_dict: expected a dict"),
         (
             ("O0", {"common": {"gradient_split_groups": ["a"]}}),
             ValueError,
-            r"required a list of ints or an int, got \['a'\]",
+            r"expected a list of ints or an int, but got \['a'\]",
         ),
-        (("O0", {"boost": "auto"}), TypeError, r"\['boost'\]: required a dict"),
-        (("O0", {"common": {"device_number": 0}}), ValueError, "at least 1, got 0"),
-        (("O0", {"common": {"device_number": 8.0}}), TypeError, "required an int"),
+        (("O0", {"boost": "auto"}), TypeError, r"\['boost'\]: expected a dict"),
+        (("O0", {"common": {"device_number": 0}}), ValueError, "at least 1, but got 0"),
+        (("O0", {"common": {"device_number": 8.0}}), TypeError, "expected an int"),
     ],
 )
 def test_bad_input(arguments, error, match):

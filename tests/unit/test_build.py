@@ -16,6 +16,8 @@ import pytest
 from adasum_hvd import cli
 from adasum_hvd.install import build, environment, prerequisites, sources
 
+REPOSITORY = Path(__file__).parents[2]
+
 
 def test_nothing_is_missing_here():
     assert prerequisites.missing(need_venv=True) == []
@@ -106,13 +108,13 @@ def test_progress_reads_ninja_and_make(capsys):
 
 
 def test_wanting_what_is_not_there(monkeypatch, capsys):
-    with pytest.raises(build.BuildError, match="required jax"):
+    with pytest.raises(build.BuildError, match="expected jax"):
         environment.detect(["jax"])
     for module in (build, environment):
         monkeypatch.setattr(module, "scripts_path", lambda: "/nonexistent")
-    with pytest.raises(build.BuildError, match="required mpicxx on PATH"):
+    with pytest.raises(build.BuildError, match="expected mpicxx on PATH"):
         environment.detect(["torch"], mpi=True)
-    with pytest.raises(build.BuildError, match="required cmake"):
+    with pytest.raises(build.BuildError, match="expected cmake"):
         build._cmake()
     assert cli.main(["build", "--frameworks", "jax"]) == 1
     assert "pip install" in capsys.readouterr().err
@@ -131,10 +133,11 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     library.parent.mkdir(parents=True)
     library.write_text("not a library" * 99)
     (tmp_path / "horovod" / "__init__.py").touch()
-    script = "import sys; from adasum_hvd.install import findings; sys.exit(findings.load_built())"
+    words = [sys.executable, "-m", "adasum_hvd.install.load_check"]
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     loaded = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        words, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert loaded.returncode == 1
     assert re.fullmatch(r"torch: .*invalid ELF header\n", loaded.stdout)
@@ -167,7 +170,7 @@ def test_without_an_index_the_build_says_what_to_do(monkeypatch, tmp_path, capsy
     assert cli.main(["build", "--frameworks", "torch", "--no-install"]) == 1
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"adasum-hvd build: horovod-0\.28\.1\.tar\.gz: required a download, got: ERROR: "
+        r"adasum-hvd build: horovod-0\.28\.1\.tar\.gz: expected a download, but got: ERROR: "
         rf"No matching .*; check the network .* put the file into {tmp_path}\n",
         said,
     )
@@ -181,8 +184,8 @@ def test_a_wheel_that_pip_refuses(monkeypatch, tmp_path, capsys):
     assert cli.main(["build"]) == 1
     said = capsys.readouterr().err
     assert re.search(
-        r"py2-none-any\.whl: required to be installed in .*, got: ERROR: .* not a "
-        r"supported wheel.*; mend that and run `adasum-hvd build` again\n$",
+        r"py2-none-any\.whl: expected to be installed in .*, but got: ERROR: .* not a "
+        r"supported wheel.*; fix that and run `adasum-hvd build` again\n$",
         said,
     )
 

@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from adasum_hvd.launch import schedulers, start
-from adasum_hvd.launch.assignment import Hello, assign, server_address
-from adasum_hvd.launch.place import LaunchError, Place
+from adasum_hvd.launch import schedulers, slurm_lists, start
+from adasum_hvd.launch.assignment import RankInfo, assign, server_address
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.route import Route, find, interface_with
-from adasum_hvd.launch.schedulers import slurm
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -35,11 +34,11 @@ KUBERNETES = {
 }
 
 
-def seven(place: Place | None) -> tuple:
-    assert place is not None
+def seven(context: LaunchContext | None) -> tuple:
+    assert context is not None
     return (
-        place.rank, place.size, place.local_rank, place.local_size,
-        place.cross_rank, place.cross_size, place.address,
+        context.rank, context.size, context.local_rank, context.local_size,
+        context.cross_rank, context.cross_size, context.address,
     )  # fmt: skip
 
 
@@ -74,11 +73,11 @@ def seven(place: Place | None) -> tuple:
     ],
 )
 def test_places(environment, expected, port) -> None:
-    place = schedulers.read(environment)
-    assert seven(place) == expected
+    context = schedulers.read(environment)
+    assert seven(context) == expected
     # Below what Linux gives to any connection, with a second one behind it.
-    assert place.port == port if port else 20000 <= place.port < 32766
-    assert schedulers.read(environment) == place
+    assert context.port == port if port else 20000 <= context.port < 32766
+    assert schedulers.read(environment) == context
 
 
 def test_two_jobs_on_a_host_have_two_ports() -> None:
@@ -111,20 +110,20 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (without(TORCHRUN, "RANK"), "torchrun: required RANK, .* got no RANK; start with"),
+        (without(TORCHRUN, "RANK"), "torchrun: expected RANK, .* got no RANK; start with"),
         (without(TORCHRUN, "WORLD_SIZE", "MASTER_PORT"), "got no WORLD_SIZE, MASTER_PORT"),
-        (TORCHRUN | {"RANK": "6"}, "torchrun: required a rank below .* got rank 6 of 6"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "required a local rank below .* local rank 2 of 2"),
-        (TORCHRUN | {"MASTER_PORT": "x"}, "an integer >= 0 in MASTER_PORT, got 'x'"),
-        (without(SLURM, "SLURM_NODEID"), "Slurm: required .* got no SLURM_NODEID; start with"),
+        (TORCHRUN | {"RANK": "6"}, "torchrun: expected a rank from 0 to 5, but got rank 6"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "expected a local rank from 0 to 1, but got local rank 2"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "an integer >= 0 in MASTER_PORT, but got 'x'"),
+        (without(SLURM, "SLURM_NODEID"), "Slurm: expected .* got no SLURM_NODEID; start with"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "got those of 1, SLURM_NODEID=2"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x"}, r"counts such as 2\(x3\),1 .* '2x'"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x"}, r"counts such as 2\(x3\),1, but got '2x'"),
         (
             OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            "required MASTER_ADDR .* across hosts with -x MASTER_ADDR",
+            "expected MASTER_ADDR .* across hosts with -x MASTER_ADDR",
         ),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "got no OMPI_COMM_WORLD_SIZE"),
-        ({"PMIX_RANK": "0"}, "PMI: required PMIX_RANK, WORLD_SIZE .* got no WORLD_SIZE"),
+        ({"PMIX_RANK": "0"}, "PMI: expected PMIX_RANK, WORLD_SIZE .* got no WORLD_SIZE"),
         (without(KUBERNETES, "WORLD_SIZE"), r"Kubernetes: .* got no WORLD_SIZE; put .*example"),
         (without(KUBERNETES, "MASTER_ADDR"), r"got no MASTER_ADDR; .*<job>-0\.<service>"),
     ],
@@ -139,8 +138,9 @@ def test_wrong_environments_name_the_variables(environment, words) -> None:
     [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("r[2,4]c[07-9]x,y", "r2c07x")],
 )
 def test_slurms_lists(text, first) -> None:
-    assert slurm.first_node(text) == first
-    assert slurm.tasks_per_node("3,1(x2)") == [3, 1, 1]
+    environment = SLURM | {"SLURM_STEP_NODELIST": text}
+    assert schedulers.read(environment).address == first
+    assert slurm_lists.counts("3,1(x2)") == [3, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -163,23 +163,23 @@ def test_slurms_lists(text, first) -> None:
     ],
 )
 def test_what_is_left_to_horovod(environment, mpi_built, expected) -> None:
-    assert start.is_horovods(environment, mpi_built) is expected
+    assert start.starts_by_itself(environment, mpi_built) is expected
     if expected:
-        assert start.place_to_start(environment, mpi_built) is None
+        assert start.context_to_start(environment, mpi_built) is None
 
 
-def hellos(*hosts: str, numbered: bool = False, told: bool = False) -> list[Hello]:
+def infos(*hosts: str, numbered: bool = False, told: bool = False) -> list[RankInfo]:
     """Return what ranks on these hosts say, each with its local rank if `told`."""
     found = []
     for rank, host in enumerate(hosts):
         local = hosts[:rank].count(host), hosts.count(host)
-        places = sorted(set(hosts)).index(host), len(set(hosts))
-        place = Place(
+        contexts = sorted(set(hosts)).index(host), len(set(hosts))
+        context = LaunchContext(
             "torchrun", rank, len(hosts), "n0", 1, *(local if told else (None, None)),
-            *(places if numbered else (None, None)),
+            *(contexts if numbered else (None, None)),
         )  # fmt: skip
         route = Route("10.0.0.1", "10.0.0.1" if host == hosts[0] else "10.0.0.2")
-        found.append(Hello(place, "same" if numbered else host, route))
+        found.append(RankInfo(context, "same" if numbered else host, route))
     return found
 
 
@@ -198,7 +198,7 @@ def hellos(*hosts: str, numbered: bool = False, told: bool = False) -> list[Hell
     ],
 )  # fmt: skip
 def test_slots_of_any_placement(hosts, expected, told, numbered) -> None:
-    slots = assign(hellos(*hosts, told=told, numbered=numbered))
+    slots = assign(infos(*hosts, told=told, numbered=numbered))
     assert [slot.rank for slot in slots] == list(range(len(hosts)))
     found = [(s.local_rank, s.local_size, s.cross_rank, s.cross_size) for s in slots]
     assert found == expected
@@ -207,27 +207,31 @@ def test_slots_of_any_placement(hosts, expected, told, numbered) -> None:
 
 
 def test_ranks_that_contradict_one_another() -> None:
-    three = hellos("a", "a", "b", told=True)
-    with pytest.raises(LaunchError, match=r"required ranks 0 to 1 .* got rank 0 of 3"):
+    three = infos("a", "a", "b", told=True)
+    with pytest.raises(LaunchError, match=r"expected ranks 0 to 1 .* got rank 0 of 3"):
         assign(three[:2])
     with pytest.raises(
-        LaunchError, match=r"got rank 1 of 3 on host a where rank 0 was"
+        LaunchError, match=r"got rank 1 of 3 on host a in place of rank 0"
     ):
         assign([three[1], three[0], three[2]])
-    words = r"local ranks \[0\] and a local size of 1 of ranks \[1\] on host b, got.*\['2'\]"
+    words = r"local ranks \[0\] and a local size of 1 for ranks \[1\] on host b, but got.*\['2'\]"
     with pytest.raises(LaunchError, match=words):
         assign(
             [
-                Hello(Place("torchrun", 0, 2, "n0", 1, 0, 1), "a", three[0].route),
-                Hello(Place("torchrun", 1, 2, "n0", 1, 0, 2), "b", three[1].route),
+                RankInfo(
+                    LaunchContext("torchrun", 0, 2, "n0", 1, 0, 1), "a", three[0].route
+                ),
+                RankInfo(
+                    LaunchContext("torchrun", 1, 2, "n0", 1, 0, 2), "b", three[1].route
+                ),
             ]
         )
     assert "error" in start.serve(three[:2])
 
 
 def test_the_way_to_rank_0() -> None:
-    assert server_address(hellos("a", "a")) == "127.0.0.1"
-    assert server_address(hellos("a", "b")) == "10.0.0.1"
+    assert server_address(infos("a", "a")) == "127.0.0.1"
+    assert server_address(infos("a", "b")) == "10.0.0.1"
     assert find("localhost", 0).stays
     assert interface_with("127.0.0.1") == "lo"
     with pytest.raises(
@@ -237,6 +241,6 @@ def test_the_way_to_rank_0() -> None:
     with pytest.raises(LaunchError, match=re.escape("got 'no.such.invalid'")):
         find("no.such.invalid", 0)
     with pytest.raises(
-        LaunchError, match="HOROVOD_START_TIMEOUT: required seconds, got"
+        LaunchError, match="HOROVOD_START_TIMEOUT: expected seconds, but got"
     ):
         start.timeout_seconds({"HOROVOD_START_TIMEOUT": "soon"})

@@ -7,9 +7,15 @@ import warnings
 
 import pytest
 
-from adasum_hvd.mindspore import context
-from adasum_hvd.mindspore.cells import check_job
-from adasum_hvd.parallel import Finding, ParallelContext, check, refuse
+from adasum_hvd import parallel
+from adasum_hvd.mindspore.wrap_cells import check_job
+from adasum_hvd.parallel import (
+    ParallelContext,
+    ParallelModeFinding,
+    check,
+    context,
+    refuse,
+)
 from adasum_hvd.parallel.torch_modes import context_of
 
 
@@ -36,16 +42,16 @@ def test_recommends_boost(mode):
 
 @pytest.mark.parametrize("devices", [1, 2, 8, 12, 15, 17, 24, 48])
 def test_strict_number_of_devices(devices):
-    match = f"at least 16 devices and a power of two, got {devices}"
+    match = f"at least 16 devices and a power of two, but got {devices}"
     with pytest.raises(RuntimeError, match=match):
         check(ParallelContext("auto_parallel", devices), strict=True)
 
 
 def test_relaxed_number_of_devices():
-    with pytest.raises(RuntimeError, match="at least 2 devices, got 1"):
+    with pytest.raises(RuntimeError, match="at least 2 devices, but got 1"):
         check(ParallelContext("auto_parallel", 1))
     with pytest.raises(
-        RuntimeError, match="at least 4 devices and a power of two, got 6"
+        RuntimeError, match="at least 4 devices and a power of two, but got 6"
     ):
         check(ParallelContext("auto_parallel", 6), min_devices=4, power_of_two=True)
 
@@ -77,33 +83,43 @@ def test_bad_contexts():
         ParallelContext("auto_parallel", 32, pipeline_stages=2).stage_device_num == 16
     )
     with pytest.raises(
-        ValueError, match=r"required one of stand_alone.*got 'parallel'"
+        ValueError, match=r"expected one of stand_alone.*got 'parallel'"
     ):
         ParallelContext("parallel")
     for name in ("device_num", "pipeline_stages"):
-        with pytest.raises(TypeError, match=f"{name}: required an int, got True"):
+        with pytest.raises(TypeError, match=f"{name}: expected an int, but got True"):
             ParallelContext(**{name: True})
-        with pytest.raises(ValueError, match=f"{name}: required at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"{name}: expected at least 1, but got 0"):
             ParallelContext(**{name: 0})
-    with pytest.raises(TypeError, match="gradients_mean: required a bool, got 1"):
+    with pytest.raises(TypeError, match="gradients_mean: expected a bool, but got 1"):
         ParallelContext(gradients_mean=1)
-    with pytest.raises(ValueError, match="at most device_num=2, got 4"):
+    with pytest.raises(ValueError, match="at most device_num=2, but got 4"):
         ParallelContext(device_num=2, pipeline_stages=4)
 
 
 def test_context_of_findings():
-    found = [Finding("pipeline", "stages", 4), Finding("zero_redundancy", "it")]
+    found = [
+        ParallelModeFinding("pipeline", "stages", 4),
+        ParallelModeFinding("zero_redundancy", "it"),
+    ]
     assert context_of(found, 16) == ParallelContext(
         "data_parallel", 16, 4, True, gradients_mean=True
     )
     assert context_of([], 1) == ParallelContext("stand_alone", 1, gradients_mean=True)
-    assert not context_of([Finding("ddp", "it")], 2).enable_parallel_optimizer
+    assert not context_of(
+        [ParallelModeFinding("ddp", "it")], 2
+    ).enable_parallel_optimizer
+
+
+def test_the_former_name_still_works():
+    with pytest.warns(DeprecationWarning, match="is now ParallelModeFinding"):
+        assert parallel.Finding is ParallelModeFinding
 
 
 def test_refuse():
     refuse([])
     refuse([[], []])
-    pipeline = Finding("pipeline", "a PipelineStage of 2 stages", 2)
+    pipeline = ParallelModeFinding("pipeline", "a PipelineStage of 2 stages", 2)
     everywhere = [[pipeline]] * 3
     with pytest.raises(
         RuntimeError,
@@ -114,11 +130,11 @@ def test_refuse():
     with pytest.raises(RuntimeError, match="on ranks 0, 2:"):
         refuse([[pipeline], [], [pipeline]])
     refuse(everywhere, allow_modes=["pipeline"])
-    ddp = [[pipeline, Finding("ddp", "a module of DDP")]]
+    ddp = [[pipeline, ParallelModeFinding("ddp", "a module of DDP")]]
     with pytest.raises(RuntimeError, match="a module of DDP"):
         refuse(ddp, allow_modes=["pipeline"])
     for bad in ("pipeline", ["pipelines"]):
-        with pytest.raises(ValueError, match="allow_modes: required names of ddp"):
+        with pytest.raises(ValueError, match="allow_modes: expected names of ddp"):
             refuse([], allow_modes=bad)
 
 
@@ -139,7 +155,7 @@ def test_wrap_cells_need_the_seeds_groups():
         (eights, False),
     ):
         context = ParallelContext("auto_parallel", 16, gradients_mean=mean)
-        with pytest.raises(RuntimeError, match="AdaSum wrap cell: required group_op="):
+        with pytest.raises(RuntimeError, match="AdaSum wrap cell: expected group_op="):
             check_job(context, groups)
 
 
@@ -150,7 +166,7 @@ def test_relaxed_cells_with_a_gradient_group_do_not_sum_twice():
     check_job(
         context, {**groups, "group_op": "average"}, relaxed=True, reduced_in_group=True
     )
-    match = "'average' or 'adasum' with gradient_group, got 'sum'"
+    match = "'average' or 'adasum' with gradient_group, but got 'sum'"
     with pytest.raises(RuntimeError, match=match):
         check_job(context, groups, relaxed=True, reduced_in_group=True)
 

@@ -86,9 +86,9 @@ DEVICE = [*FIRST, "device", 1]
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ([], "required a JSON object"),
-        (change(["version"], "0.1"), "version \"1.0\", got '0.1'"),
-        (change(["version"], None), 'version "1.0", got None'),
+        ([], "expected a JSON object"),
+        (change(["version"], "0.1"), "version \"1.0\", but got '0.1'"),
+        (change(["version"], None), 'version "1.0", but got None'),
         (change(["status"], "initializing"), 'status "completed"'),
         (change(["server_list"], []), "a server_list"),
         (change(["server_list"], None), "a server_list"),
@@ -96,7 +96,7 @@ DEVICE = [*FIRST, "device", 1]
         (change(FIRST, "a"), r"an object as server_list\[0\]"),
         (change([*FIRST, "server_id"], "10.*.*.*"), r"a host name.*got '10\.\*"),
         (change([*FIRST, "server_id"], 7), "a host name"),
-        (change([*FIRST, "server_id"], "b"), "each server_id once, got 'b twice'"),
+        (change([*FIRST, "server_id"], "b"), "each server_id once, but got 'b twice'"),
         (change([*FIRST, "device"], []), r"a device list in server_list\[0\]"),
         (change(DEVICE, []), r"an object as server_list\[0\]\.device\[1\]"),
         (change([*DEVICE, "rank_id"], "x"), r"a number as rank_id of .*device\[1\]"),
@@ -117,13 +117,13 @@ def test_interleaved_ranks():
     interleaved = table("a", "b", per_host=2)
     devices = [server["device"] for server in interleaved["server_list"]]
     devices[0][1]["rank_id"], devices[1][0]["rank_id"] = "2", "1"
-    with pytest.raises(RankTableError, match=r"host by host, got '\[0, 2\] on a'"):
+    with pytest.raises(RankTableError, match=r"host by host, but got '\[0, 2\] on a'"):
         hosts.hosts(interleaved)
 
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [(None, "No such file"), (b"{", "required JSON"), (b"\xff\xfe", "required JSON")],
+    [(None, "No such file"), (b"{", "expected JSON"), (b"\xff\xfe", "expected JSON")],
 )
 def test_bad_files(tmp_path, capsys, content, match):
     path = tmp_path / "table.json"

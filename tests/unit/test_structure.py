@@ -23,12 +23,15 @@ ROOMS: dict[str, set[str]] = {
     "startup": {"common", "advice"},
     "elastic": {"common"},
     "install": {"startup"},
-    "mindspore": {"common"},
+    "mindspore": {"common", "parallel"},
     "monitor": {"common"},
-    "parallel": {"common", "mindspore"},
+    "parallel": set(),
     "distributed": {"common", "advice", "monitor"},
     "launch": {"common"},
-    "tools": {"common", "startup", "install", "mindspore", "torch", "tensorflow"},
+    "tools": {
+        *("common", "startup", "install", "launch", "mindspore"),
+        *("torch", "tensorflow"),
+    },
     "torch": {
         *("common", "advice", "startup", "elastic"),
         *("parallel", "mindspore", "monitor", "launch", "distributed"),

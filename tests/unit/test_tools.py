@@ -17,23 +17,27 @@ import pytest
 
 import adasum_hvd
 from adasum_hvd import cli
-from adasum_hvd.install.findings import Finding, State
+from adasum_hvd.install.findings import DoctorFinding, State
 from adasum_hvd.mindspore.rank_table import Host
-from adasum_hvd.tools import bench, doctor, hosts, jobs, machine, timeline, trial
+from adasum_hvd.tools import bench, doctor, hosts, jobs, machine, selfcheck, timeline
 
 # ---- doctor ----
 
 
 def test_the_worst_finding_is_the_status() -> None:
-    found = [Finding("a", "fine"), Finding("b", "x", State.BROKEN), Finding("c", "y")]
+    found = [
+        DoctorFinding("a", "fine"),
+        DoctorFinding("b", "x", State.BROKEN),
+        DoctorFinding("c", "y"),
+    ]
     assert doctor.status(found) == 2 and doctor.status([]) == 0
     assert json.loads(doctor.as_json(found))["status"] == 2
     assert json.loads(doctor.as_json(found))["findings"][1]["state"] == "broken"
 
 
 def test_the_table_is_as_wide_as_it_may() -> None:
-    long = Finding("subject", "word " * 40, State.MISSING, "do something " * 10)
-    lines = doctor.table([Finding("a", "b"), long], 60).splitlines()
+    long = DoctorFinding("subject", "word " * 40, State.MISSING, "do something " * 10)
+    lines = doctor.table([DoctorFinding("a", "b"), long], 60).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[0].split() == ["ok", "a", "b"]
     assert lines[1].startswith("MISSING subject  word")
@@ -41,13 +45,13 @@ def test_the_table_is_as_wide_as_it_may() -> None:
 
 
 def test_a_result_beyond_a_rounding_is_wrong() -> None:
-    for tensors in trial.inputs(2).values():
-        right = trial.reference.adasum(tensors).astype(tensors[0].dtype)
-        assert trial.is_right(right, tensors)
+    for tensors in selfcheck.inputs(2).values():
+        right = selfcheck.reference.adasum(tensors).astype(tensors[0].dtype)
+        assert selfcheck.is_right(right, tensors)
         off = right * (1 + 8 * np.finfo(right.dtype).eps)
-        assert not trial.is_right(off, tensors)
+        assert not selfcheck.is_right(off, tensors)
         if right.size > 1:
-            assert not trial.is_right((tensors[0] + tensors[1]) / 2, tensors)
+            assert not selfcheck.is_right((tensors[0] + tensors[1]) / 2, tensors)
 
 
 def test_wrong_numbers_and_errors_are_told_apart() -> None:
@@ -59,19 +63,19 @@ def test_wrong_numbers_and_errors_are_told_apart() -> None:
 
 
 def test_a_framework_that_does_not_load_says_why() -> None:
-    result = jobs.run("gloo", 1, "adasum_hvd.tools.trial", ["gloo", "nosuch"], 100)
+    result = jobs.run("gloo", 1, "adasum_hvd.tools.selfcheck", ["gloo", "nosuch"], 100)
     error = result["gloo"]["nosuch"]["error"]
-    assert re.match("ModuleNotFoundError: .*nosuch_trial", error)
+    assert re.match("ModuleNotFoundError: .*nosuch_selfcheck", error)
 
 
 def test_a_backend_that_does_not_start_leaves_the_other(monkeypatch) -> None:
     launchers = {"mpi": ["false"], "gloo": jobs.launcher("gloo", 1)}
     monkeypatch.setattr(jobs, "launcher", lambda backend, _: launchers[backend])
     found = doctor._try(["gloo", "mpi"], ["nosuch", "none"])
-    silent = {"error": "the job said nothing"}
+    silent = {"error": "the job printed nothing"}
     assert found["mpi"] == {"nosuch": silent, "none": silent}
-    assert "nosuch_trial" in found["gloo"]["nosuch"]["error"]
-    assert "none_trial" in found["gloo"]["none"]["error"]
+    assert "nosuch_selfcheck" in found["gloo"]["nosuch"]["error"]
+    assert "none_selfcheck" in found["gloo"]["none"]["error"]
 
 
 def test_a_job_that_hangs_is_ended() -> None:
@@ -80,7 +84,7 @@ def test_a_job_that_hangs_is_ended() -> None:
         "-c",
         "import time; print('on', flush=True); time.sleep(99)",
     ]
-    assert jobs.said_by(words, os.environ, 3).split() == [
+    assert jobs.output_of(words, os.environ, 3).split() == [
         "on",
         "ended",
         "after",
@@ -145,7 +149,7 @@ def test_hosts_are_asked_over_ssh(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(machine, "_SSH_SECONDS", 100)
     assert machine.over_ssh("same").state is State.FINE
     assert machine.over_ssh("old").state is State.MISSING
-    assert machine.over_ssh("gone") == Finding(
+    assert machine.over_ssh("gone") == DoctorFinding(
         "ssh gone",
         "ssh: no route",
         State.BROKEN,
@@ -195,7 +199,7 @@ def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
 )
 def test_bench_refuses(words: list[str], capsys) -> None:
     assert cli.main(words) == 1
-    assert capsys.readouterr().err.startswith("adasum-hvd bench: required ")
+    assert capsys.readouterr().err.startswith("adasum-hvd bench: expected ")
 
 
 # ---- hosts ----
@@ -220,19 +224,23 @@ def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -
 @pytest.mark.parametrize(
     ("text", "slots", "match"),
     [
-        ("", "1", "required names of hosts"),
-        ("node[1-", "1", r"required|ranges"),
-        ("node[3-1]", "1", r"ranges such as \[01-12,17\] in node\[3-1\], got '3-1'"),
+        ("", "1", "expected names of hosts"),
+        ("node[1-", "1", r"expected a host name|ranges"),
+        (
+            "node[3-1]",
+            "1",
+            r"ranges such as \[01-12,17\] in node\[3-1\], but got '3-1'",
+        ),
         ("node[1-99999999]", "1", "ranges such as"),
-        ("a,b,a", "1", "each host once, got a twice"),
-        ("a:0", "1", "slots as a number behind a:, got '0'"),
+        ("a,b,a", "1", "each host once, but got a twice"),
+        ("a:0", "1", "a number of slots after a:, but got '0'"),
         ("a,b", "2(x3)", "one count for each of 2 hosts"),
-        ("a", "x", r"a number or counts as 2\(x3\),1, got 'x'"),
-        ("no/such_file", "1", "a host name or address, got 'no/such_file'"),
+        ("a", "x", r"a number or counts such as 2\(x3\),1, but got 'x'"),
+        ("no/such_file", "1", "a host name or address, but got 'no/such_file'"),
     ],
 )
 def test_bad_lists_of_hosts(text: str, slots: str, match: str) -> None:
-    with pytest.raises(hosts.HostsError, match=match):
+    with pytest.raises(hosts.ListError, match=match):
         hosts.read(text, slots)
 
 
@@ -287,7 +295,7 @@ def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path, capsys) -> No
     path = tmp_path / "file"
     path.write_text(text)
     assert cli.main(["timeline", str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"adasum-hvd timeline: {path}: required ")
+    assert capsys.readouterr().err.startswith(f"adasum-hvd timeline: {path}: expected ")
 
 
 def test_a_long_timeline_needs_little_memory(tmp_path: Path) -> None:

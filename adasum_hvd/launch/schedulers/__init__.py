@@ -1,14 +1,14 @@
-"""Which scheduler has started this process, and where it stands."""
+"""The scheduler that has started this process, and the process's context."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from adasum_hvd.launch.place import Place
+from adasum_hvd.launch.launch_context import LaunchContext
 from adasum_hvd.launch.schedulers import kubernetes, open_mpi, pmi, slurm, torchrun
 
-# The innermost first: torchrun runs inside of jobs of all the others, and MPI inside of Slurm's.
-READERS: tuple[Callable[[Mapping[str, str]], Place | None], ...] = (
+# The innermost first: torchrun runs inside jobs of all the others, and MPI inside Slurm's.
+READERS: tuple[Callable[[Mapping[str, str]], LaunchContext | None], ...] = (
     torchrun.read,
     open_mpi.read,
     slurm.read,
@@ -17,14 +17,14 @@ READERS: tuple[Callable[[Mapping[str, str]], Place | None], ...] = (
 )
 
 
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return where this process stands, None where nothing has started several ranks.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return this process's context, None if no launcher has started several ranks.
 
     Args:
         environment: such as `os.environ`.
 
     Raises:
-        LaunchError: a scheduler's variables are there in part only, or make no sense.
+        LaunchError: a scheduler's variables are incomplete or contradictory.
 
     Example:
         >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}
@@ -34,16 +34,16 @@ def read(environment: Mapping[str, str]) -> Place | None:
         True
     """
     for reader in READERS:
-        place = reader(environment)
-        if place is not None:
-            return place if place.size > 1 else None
+        context = reader(environment)
+        if context is not None:
+            return context if context.size > 1 else None
     return None
 
 
 def by_mpi(environment: Mapping[str, str]) -> bool:
     """Return whether an MPI launcher has started this process, so that MPI knows all ranks.
 
-    Slurm's PMI is not counted: Open MPI 5 does not speak it, and every rank would be alone.
+    Slurm's PMI does not count: Open MPI 5 does not support it, and every rank would be alone.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         return False

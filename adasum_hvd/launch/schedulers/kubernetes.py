@@ -1,17 +1,17 @@
-"""An Indexed Job of Kubernetes: one rank in each pod, and a headless service that names them."""
+"""Variables of an Indexed Job of Kubernetes: one rank per pod, named by a headless service."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adasum_hvd.launch.place import Place, Variables
+from adasum_hvd.launch.launch_context import LaunchContext, Variables
 
 _REQUIRED = ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "MASTER_ADDR")
 PORT = 29400  # a pod has all ports to itself
 
 
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return what JOB_COMPLETION_INDEX says, None without it.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return the context that JOB_COMPLETION_INDEX describes, None without it.
 
     Kubernetes sets nothing else: the manifest gives WORLD_SIZE, the number of pods, and
     MASTER_ADDR, the first one's name, `<job>-0.<service>`.
@@ -28,7 +28,7 @@ def read(environment: Mapping[str, str]) -> Place | None:
         variables.require(_REQUIRED)
     rank, size = (variables.number(name) for name in _REQUIRED[:2])
     port = variables.number_if_any("MASTER_PORT")
-    return Place(
+    return LaunchContext(
         "Kubernetes",
         rank=0 if size == 1 else rank,
         size=size,

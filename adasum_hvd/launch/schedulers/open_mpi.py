@@ -1,10 +1,10 @@
-"""The variables of Open MPI's mpirun, for a Horovod that was built without MPI."""
+"""Variables of Open MPI's mpirun, for a Horovod that was built without MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adasum_hvd.launch.place import Place, Variables
+from adasum_hvd.launch.launch_context import LaunchContext, Variables
 
 _NUMBERS = (
     "OMPI_COMM_WORLD_RANK",
@@ -14,10 +14,10 @@ _NUMBERS = (
 )
 
 
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return what OMPI_COMM_WORLD_RANK, ... say, None without them.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return the context that OMPI_COMM_WORLD_RANK, ... describe, None without them.
 
-    Open MPI does not say where rank 0 is: on more than one host MASTER_ADDR must.
+    Open MPI does not tell rank 0's address: jobs on several hosts need MASTER_ADDR.
     """
     if not set(_NUMBERS) & environment.keys():
         return None
@@ -29,7 +29,7 @@ def read(environment: Mapping[str, str]) -> Place | None:
     variables.require(_NUMBERS)
     rank, size, local_rank, local_size = map(variables.number, _NUMBERS)
     one_host = size == local_size
-    return Place(
+    return LaunchContext(
         "Open MPI",
         rank=rank,
         size=size,

@@ -1,31 +1,31 @@
-"""PMI's variables, of MPICH's and Intel MPI's mpiexec, and PMIx's, where nothing says more."""
+"""Variables of PMI (MPICH's and Intel MPI's mpiexec) and of PMIx, if no other reader applies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adasum_hvd.launch.place import Place, Variables
+from adasum_hvd.launch.launch_context import LaunchContext, Variables
 
 _NUMBERS = ("PMI_RANK", "PMI_SIZE")
 
 
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return what PMI_RANK or PMIX_RANK say, None without them.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return the context that PMI_RANK or PMIX_RANK describes, None without them.
 
-    PMIx's variables do not tell the number of ranks: PMI_SIZE or WORLD_SIZE must. Neither says
-    where rank 0 is: on more than one host MASTER_ADDR must.
+    PMIx does not tell the number of ranks, which WORLD_SIZE then must. Neither tells rank 0's
+    address: jobs on several hosts need MASTER_ADDR.
     """
     if not {"PMI_RANK", "PMIX_RANK"} & environment.keys():
         return None
     rank = "PMI_RANK" if "PMI_RANK" in environment else "PMIX_RANK"
     size = "PMI_SIZE" if "PMI_SIZE" in environment else "WORLD_SIZE"
     variables = Variables(
-        "PMI", environment, "export them beside what mpiexec or prterun sets"
+        "PMI", environment, "export them in addition to those of mpiexec or prterun"
     )
     variables.require((rank, size))
     local_size = variables.number_if_any("MPI_LOCALNRANKS")
     one_host = local_size == variables.number(size)
-    return Place(
+    return LaunchContext(
         "PMI",
         rank=variables.number(rank),
         size=variables.number(size),

@@ -1,11 +1,11 @@
-"""The variables that Slurm's srun gives the tasks of a step."""
+"""Variables that Slurm's srun gives to the tasks of a step."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from adasum_hvd.launch.place import LaunchError, Place, Variables
+from adasum_hvd.launch import slurm_lists
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError, Variables
 
 _REQUIRED = (
     "SLURM_PROCID",
@@ -18,62 +18,43 @@ _REQUIRED = (
 )
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of every node.
-
-    Example:
-        >>> tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
-    """
-    counts = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
-            raise LaunchError(
-                f"Slurm: required counts such as 2(x3),1 in SLURM_STEP_TASKS_PER_NODE, got "
-                f"{text!r}; export what srun has set"
-            )
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
+def _lists(variables: Variables) -> tuple[list[int], str]:
+    """Return the tasks of every node, and the first node's name."""
+    try:
+        tasks = slurm_lists.counts(variables.text("SLURM_STEP_TASKS_PER_NODE"))
+        nodes = slurm_lists.items(variables.text("SLURM_STEP_NODELIST"))
+        return tasks, next(slurm_lists.expand(nodes[0] if nodes else ""))
+    except slurm_lists.ListError as error:
+        raise LaunchError(
+            f"Slurm: {error}; export the variables that srun set"
+        ) from error
 
 
-def first_node(nodes: str) -> str:
-    """Return the first name of a node list.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return the context that SLURM_PROCID, ... describe, None outside of srun.
 
-    Example:
-        >>> first_node("rack[1-2]n[007-010,12],login")
-        'rack1n007'
-    """
-    name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name[0] if name else "")
-
-
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return what SLURM_PROCID, ... say, None outside of srun.
-
-    A batch script itself has a SLURM_PROCID, too, and is one process. Rank 0's host is
-    MASTER_ADDR where that is set, else the step's first node, and the port MASTER_PORT, or one
-    made of the job's and the step's numbers.
+    A batch script has a SLURM_PROCID, too, and is one process. Rank 0's host is MASTER_ADDR if
+    set, else the step's first node. The port is MASTER_PORT, else computed from the numbers of
+    job and step.
     """
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
         return None
     variables = Variables("Slurm", environment, "start with srun")
     variables.require(_REQUIRED)
-    tasks = tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE"))
+    tasks, first_node = _lists(variables)
     node, nodes = variables.number("SLURM_NODEID"), len(tasks)
     if nodes != variables.number("SLURM_STEP_NUM_NODES") or node >= nodes:
         raise LaunchError(
-            f"Slurm: required tasks of every node in SLURM_STEP_TASKS_PER_NODE, got those of "
+            f"Slurm: expected tasks of every node in SLURM_STEP_TASKS_PER_NODE, but got those of "
             f"{nodes}, SLURM_NODEID={node} and SLURM_STEP_NUM_NODES="
             f"{environment['SLURM_STEP_NUM_NODES']}; start with srun"
         )
     job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    return Place(
+    return LaunchContext(
         "Slurm",
         rank=variables.number("SLURM_PROCID"),
         size=variables.number("SLURM_STEP_NUM_TASKS"),
-        address=environment.get("MASTER_ADDR")
-        or first_node(variables.text("SLURM_STEP_NODELIST")),
+        address=environment.get("MASTER_ADDR") or first_node,
         port=variables.port(job),
         local_rank=variables.number("SLURM_LOCALID"),
         local_size=tasks[node],

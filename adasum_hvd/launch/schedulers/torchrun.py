@@ -1,16 +1,16 @@
-"""torchrun's variables, which Accelerate, Ray Train and the PyTorchJob operator set, too."""
+"""Variables of torchrun, Accelerate, Ray Train and the PyTorchJob operator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adasum_hvd.launch.place import Place, Variables
+from adasum_hvd.launch.launch_context import LaunchContext, Variables
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read(environment: Mapping[str, str]) -> Place | None:
-    """Return what RANK, WORLD_SIZE, ... say, None where there is no RANK.
+def read(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return the context that RANK, WORLD_SIZE, ... describe, None without RANK.
 
     LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE may be missing.
     """
@@ -20,7 +20,7 @@ def read(environment: Mapping[str, str]) -> Place | None:
         "torchrun", environment, "start with torchrun, or export all of them"
     )
     variables.require(_REQUIRED)
-    return Place(
+    return LaunchContext(
         "torchrun",
         rank=variables.number("RANK"),
         size=variables.number("WORLD_SIZE"),

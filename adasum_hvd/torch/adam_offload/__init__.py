@@ -1,12 +1,11 @@
 """`AdamOffload`: Adam with its moments and float32 master weights on the host.
 
-The formula and its arguments are in `adasum_hvd/common/adam.py`; this class is what torch sees.
-A step runs through these files:
+The formula and its arguments are in `adasum_hvd/common/adam.py`. A step runs through these files:
 
     gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
 
-with `settings.py` for arguments and param groups, and `state.py` for all that is kept between
-steps: moments, masters and their state dicts.
+`settings.py` has arguments and param groups. `state.py` has the state between steps (moments and
+masters) and its state dicts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, 
 from adasum_hvd.torch.adam_offload.settings import Group, Settings
 from adasum_hvd.torch.adam_offload.state import HostStateOptimizer, Plan
 
-_CUDA_BATCH_ELEMENTS = 1 << 20  # handed to the kernel at once while others travel
+_CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
 
 
 class AdamOffload(HostStateOptimizer):
@@ -37,35 +36,35 @@ class AdamOffload(HostStateOptimizer):
     with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`; with decoupled weight
     decay `g = gradient / loss_scale`, after `w = (1 - lr weight_decay) w`. All of it is float32
     (float64 for float64 parameters) in host memory. A contiguous float32 parameter on the CPU
-    is its own master; any other has a float32 master, from which it is rounded. Where a
-    parameter was changed by others since the last step (loaded, broadcast), it counts, and its
-    master follows; changes through `.data` are only seen after :meth:`refresh_master`.
+    is its own master; any other has a float32 master, from which it is rounded. If other code
+    changed a parameter since the last step (loaded, broadcast), its master takes the new value;
+    changes through `.data` need a call of :meth:`refresh_master`.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. A group may have "lr" and
-            "weight_decay"; one dict of its own, {"order_params": [...]}, gives an order.
-            Updates go through the parameters in reverse order.
+            "weight_decay"; a separate dict {"order_params": [...]} gives an order. Updates go
+            through the parameters in reverse order.
         lr: a number or a 0-d tensor; a 1-d tensor or finite iterable with a rate per step; or
             a schedule, called with the step counted from 0. The last three set every group's
-            "lr" anew in each step, so they do not mix with torch's schedulers.
+            "lr" in each step, so do not combine them with torch's schedulers.
         beta1: decay rate of the first moment, a float in (0, 1).
         beta2: decay rate of the second moment, a float in (0, 1).
         eps: a float > 0, added to the square root of v.
-        use_locking: hold :attr:`lock` while weights and state change, so that another thread
-            that holds it sees a complete step.
-        use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
+        use_locking: hold :attr:`lock` while weights and state change, so that a thread that
+            holds the lock reads complete steps only.
+        use_nesterov: use `beta1 m + (1 - beta1) g` instead of m.
         weight_decay: L2 penalty >= 0, or the decoupled decay. Without groups, and given names,
             it leaves out the parameters with "beta" or "gamma" in their names.
-        loss_scale: what the loss was multiplied by, > 0.
-        learning_rate: MindSpore's name of `lr`; wins over it.
-        betas: torch's name of (beta1, beta2); wins over them.
+        loss_scale: factor of the loss, > 0.
+        learning_rate: MindSpore's name of `lr`, which it overrides.
+        betas: torch's name of (beta1, beta2), which it overrides.
         named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
-        decoupled_weight_decay: decay the weights and not through their gradients; with
+        decoupled_weight_decay: decay the weights directly and not through gradients; with
             `torch_eps=True` this is `torch.optim.AdamW`.
-        num_threads: threads of this rank's step; by default its share of the host's cores, and
-            no more than torch uses.
-        verbose: let rank 0 log :meth:`plan`, at INFO.
+        num_threads: threads of this rank's step; by default its share of the host's cores, at
+            most as many as torch uses.
+        verbose: log :meth:`plan` on rank 0, at INFO.
         **foreign: arguments of other Adams (amsgrad, use_lazy, use_offload, ...), accepted if
             they ask for this algorithm.
 
@@ -87,7 +86,7 @@ class AdamOffload(HostStateOptimizer):
         SEEDS row 1E; the formula in `adasum_hvd/common/adam.py`.
     """
 
-    # GradScaler then hands us its scale: float16 gradients are unscaled in float32.
+    # GradScaler then passes its scale, so that float16 gradients are unscaled in float32.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -116,7 +115,7 @@ class AdamOffload(HostStateOptimizer):
             raise TypeError(f"AdamOffload: unexpected arguments {sorted(foreign)}")
         if not hasattr(torch, "_fused_adam_") or torch.__version__ < "2.4":
             raise RuntimeError(
-                f"AdamOffload: required torch >= 2.4 for its fused Adam on the CPU, got "
+                f"AdamOffload: expected torch >= 2.4 for its fused Adam on the CPU, but got "
                 f"{torch.__version__}; pip install --upgrade torch"
             )
         defaults = settings.checked(
@@ -136,9 +135,9 @@ class AdamOffload(HostStateOptimizer):
             type(num_threads) is not int or num_threads < 1
         ):
             raise ValueError(
-                f"AdamOffload: num_threads: required an int >= 1, got {num_threads!r}"
+                f"AdamOffload: num_threads: expected an int >= 1, but got {num_threads!r}"
             )
-        # Of the whole optimizer, so not in the groups.
+        # They apply to the whole optimizer, so the groups do not have them.
         self._use_locking = adam.check("use_locking", use_locking)
         self._num_threads = num_threads
         groups = settings.groups_of(params, defaults, named_parameters)
@@ -152,7 +151,7 @@ class AdamOffload(HostStateOptimizer):
         self._host = HostAdam()
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's; the new group shares the count of steps.
+        """Add a group as torch does; it shares the count of steps.
 
         Raises:
             TypeError: as the constructor.
@@ -161,7 +160,7 @@ class AdamOffload(HostStateOptimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(
-                f"AdamOffload: param_group: required a dict, got {type(param_group).__name__}"
+                f"AdamOffload: param_group: expected a dict, but got {type(param_group).__name__}"
             )
         param_group, _ = settings.complete(param_group, self.defaults)
         if self.param_groups:
@@ -175,10 +174,10 @@ class AdamOffload(HostStateOptimizer):
         if "_transfers" in self.__dict__:
             self._watch(self.param_groups[-1])
 
-    # ---- what is where ----
+    # ---- memory and order ----
 
     def plan(self) -> Plan:
-        """Return the host and device bytes of training with these parameters."""
+        """Return the bytes that training needs on host and device."""
         return Plan.of(p for group in self.param_groups for p in group["params"])
 
     def update_order(self) -> list[torch.Tensor]:
@@ -199,24 +198,24 @@ class AdamOffload(HostStateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns when the last one is back.
+        """Update the parameters that have gradients; return after the last one was written.
 
         Args:
-            closure: evaluates the model anew and returns the loss.
+            closure: evaluates the model again and returns the loss.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a sparse gradient; nothing has been changed then.
-            IndexError: a vector of learning rates is used up; likewise.
+            RuntimeError: a gradient is sparse; nothing has changed.
+            IndexError: a vector of learning rates has no value for this step; as above.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        # torch's scaler sums it up over the gradients: the int 0 where there are none.
+        # torch's scaler adds it up over the gradients: the int 0 if there are none.
         if found_inf is not None and float(found_inf):
             return loss
         with self._guard():
@@ -233,12 +232,12 @@ class AdamOffload(HostStateOptimizer):
         ]
         if any(param.grad.is_sparse for _, _, param in work):
             raise RuntimeError(
-                "AdamOffload: required dense gradients, got a sparse one; use sparse=False"
+                "AdamOffload: expected dense gradients, but got a sparse one; use sparse=False"
             )
         self._set_rates()
         on_cuda = [param for _, _, param in work if param.is_cuda]
         grad_scale = getattr(self, "grad_scale", None)
-        # A scaler that hands over no scale (it may be None) has unscaled in place.
+        # A scaler that passes no scale (it may be None) has unscaled in place.
         unscaled = hasattr(self, "found_inf") and grad_scale is None
         self._transfers.collect(on_cuda, unscaled)
         scale = 1.0 if grad_scale is None else float(grad_scale)
@@ -253,7 +252,7 @@ class AdamOffload(HostStateOptimizer):
             self._agree(on_cuda)
 
     def _set_rates(self) -> None:
-        """Set every group's "lr" to its schedule's; where one raises, no group's."""
+        """Set every group's "lr" from its schedule; if one raises, change no group."""
         rates = [
             group["lr"]
             if group["schedule"] is None

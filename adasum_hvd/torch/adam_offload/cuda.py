@@ -1,8 +1,8 @@
 """`AdamOffload` on CUDA: gradients to the host during backward, parameters back in `step()`.
 
-One pinned host buffer per parameter, in its dtype, serves both ways: the gradient arrives in
-it, and once that is used up, the new weights leave from it. Each device has a stream down and
-a stream up, so both directions and the host's arithmetic overlap.
+Each parameter has one pinned host buffer in its dtype. It receives the gradient, and after the
+update it holds the new weights that are sent back. Each device has one stream per direction, so
+both copies and the host's arithmetic overlap.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 
-# After so many steps in a row with outdated early copies there are no more.
+# After so many consecutive steps with outdated early copies, gradients are copied in step().
 _STALE_STEPS = 2
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized page-locked host tensor of `like`'s shape and dtype.
 
-    torch's own pinned memory is rounded up to a power of two; this is exact to the page.
+    torch rounds its pinned memory up to a power of two; this allocation is exact to the page.
     """
     elements = like.numel()
     if elements == 0:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     nbytes = elements * like.element_size()
-    memory = mmap.mmap(-1, nbytes)  # shared: a fork must not move the parent's pages
+    # Shared memory, so that a fork does not move the parent's pages.
+    memory = mmap.mmap(-1, nbytes)
     flat = torch.frombuffer(memory, dtype=like.dtype, count=elements)
     buffer = flat.view(like.shape)
     cudart = torch.cuda.cudart()
@@ -40,7 +41,7 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
             stacklevel=2,
         )
     else:
-        # `memory` in the arguments keeps the mapping until it is unlocked.
+        # The argument `memory` keeps the mapping until it is unlocked.
         release = weakref.finalize(buffer, _unlock, buffer.data_ptr(), memory)
         release.atexit = False
     return buffer
@@ -57,12 +58,12 @@ class Transfers:
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._hooks: dict[torch.Tensor, Any] = {}
-        # By parameter: the gradient that was copied, its version then, and when it is there.
+        # By parameter: the copied gradient, its version, and the event of the copy's end.
         self._copied: dict[torch.Tensor, tuple[Any, int, Any]] = {}
         self._stale_steps = 0
 
     def watch(self, param: torch.Tensor) -> None:
-        """Copy the parameter's gradient after every backward, until `step()` asks for it."""
+        """Copy the parameter's gradient to the host after every backward pass."""
         if param in self._hooks or not (param.requires_grad and param.is_leaf):
             return
         reference = weakref.ref(self)
@@ -96,25 +97,26 @@ class Transfers:
             return
         buffer = self.buffer(param)
         down, _ = self._down_up(param.device)
-        # The gradient is complete on the stream that called the hook, or step().
+        # The gradient is complete on the stream that called the hook or step().
         down.wait_stream(torch.cuda.current_stream(param.device))
         with torch.cuda.stream(down):
             buffer.copy_(grad, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(down)
-        # zero_grad() may free the gradient while it is still being read.
+        # zero_grad() may free the gradient while the copy still reads it.
         grad.record_stream(down)
         self._copied[param] = (weakref.ref(grad), grad._version, arrived)
 
     def collect(self, params: Iterable[torch.Tensor], unscaled: bool = False) -> None:
-        """Begin every copy that backward has not begun, or that the gradient has outlived.
+        """Start every copy that backward did not start, or whose gradient has changed since.
 
-        A gradient may have been clipped or replaced after it was copied; its version counter
-        says so.
+        A gradient may have been clipped or replaced after its copy; its version counter shows
+        it.
 
         Args:
-            params: in the order in which they will be updated.
-            unscaled: a GradScaler has unscaled the gradients, which no version counter says.
+            params: in the order of their updates.
+            unscaled: a GradScaler has unscaled the gradients, which version counters do not
+                show.
         """
         stale = used = False
         for param in params:
@@ -134,13 +136,13 @@ class Transfers:
             self._stale_steps = 0
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the gradient in the pinned buffer; blocks until it is there."""
+        """Wait for the copy and return the gradient in the pinned buffer."""
         _, _, arrived = self._copied.pop(param)
         arrived.synchronize()
         return self.buffer(param)
 
     def send(self, param: torch.Tensor) -> None:
-        """Begin to copy the pinned buffer into the parameter."""
+        """Start to copy the pinned buffer to the parameter."""
         _, up = self._down_up(param.device)
         # Backward may still be reading the parameter.
         up.wait_stream(torch.cuda.current_stream(param.device))
@@ -148,7 +150,7 @@ class Transfers:
             param.copy_(self.buffer(param), non_blocking=True)
 
     def finish(self) -> None:
-        """Block until every parameter is back."""
+        """Block until every parameter has been copied."""
         for device, (_, up) in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(up)
             up.synchronize()

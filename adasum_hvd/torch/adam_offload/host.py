@@ -1,11 +1,10 @@
-"""The arithmetic of `AdamOffload`: torch's fused CPU Adam, led to MindSpore's results.
+"""The arithmetic of `AdamOffload`: torch's fused CPU Adam with MindSpore's results.
 
-The kernel divides `sqrt(v)` by `sqrt(1 - beta2^t)` before it adds eps, so it is given
-`eps / sqrt(1 - beta2^t)`. Nesterov's numerator `beta1 m + (1 - beta1) g` is what the kernel's
-own update of the first moment makes of a copy of the new `m`: so `m` is updated first, and
-the kernel works on the copy. Everything takes one way: updates are handed to the kernel in
-batches; those that need scratch (another gradient dtype, scaled gradients, Nesterov) are cut
-into pieces, so that a batch of them stays in the cache.
+The kernel divides `sqrt(v)` by `sqrt(1 - beta2^t)` before it adds eps, so it gets
+`eps / sqrt(1 - beta2^t)`. Nesterov's numerator `beta1 m + (1 - beta1) g` is the kernel's own update
+of the first moment, applied to the new `m`: so `m` is updated first, and the kernel gets a copy.
+The kernel gets updates in batches. Updates that need scratch (another gradient dtype, scaled
+gradients, Nesterov) are split into pieces, so that a batch of them fits in the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Update:
         exp_avg: first moment, as `weights`.
         exp_avg_sq: second moment, as `weights`.
         out: receives the new weights in its own dtype, or None.
-        completes: the parameter that is done with this update and wants to hear of it, or None.
+        completes: the parameter that this update finishes and `run` reports, or None.
     """
 
     settings: Settings
@@ -47,7 +46,7 @@ class Update:
 
     @property
     def copies_gradient(self) -> bool:
-        """Whether the kernel cannot read the gradient where it is."""
+        """Whether the kernel needs a converted copy of the gradient."""
         settings = self.settings
         return (
             self.grad.dtype != self.weights.dtype
@@ -79,14 +78,14 @@ def ranks_here() -> int:
 
 
 def thread_budget() -> int:
-    """Return this rank's share of the cores it may run on, at most what torch uses now."""
+    """Return this rank's share of its cores, at most the number of threads that torch uses."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(torch.get_num_threads(), cores // ranks_here()))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads inside."""
+    """Set torch's number of threads inside the context."""
     before = torch.get_num_threads()
     if count != before:
         torch.set_num_threads(count)
@@ -98,7 +97,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 class HostAdam:
-    """Updates weights and moments in host memory; keeps two pieces of scratch, no state."""
+    """Updates weights and moments in host memory; keeps two scratch tensors, but no state."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -112,9 +111,9 @@ class HostAdam:
         """Do every update, in order.
 
         Args:
-            updates: what to do; taken one by one, so that one may wait for its gradient.
-            done: called with a parameter as soon as it is updated, where it wants that.
-            direct_elements: of a batch that needs no scratch; a larger tensor is a batch alone.
+            updates: consumed one by one, so that each may wait for its gradient.
+            done: called with `completes` of each update right after it.
+            direct_elements: limit of a batch without scratch; a larger tensor is its own batch.
         """
         for batch in _batches(updates, direct_elements):
             self._update(batch)
@@ -147,7 +146,7 @@ class HostAdam:
         weights: list[torch.Tensor],
         grads: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Return g of the formula, in scratch: the caller's gradients stay as they are."""
+        """Return g of the formula in scratch; the caller's gradients do not change."""
         flat, copies = self._scratch_like(weights, 0)
         torch._foreach_copy_(copies, grads)
         scale, decay = settings.loss_scale, settings.l2_penalty
@@ -160,14 +159,14 @@ class HostAdam:
     def _scratch_like(
         self, tensors: list[torch.Tensor], which: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return one of the two pieces of scratch, and views of it in the tensors' shapes."""
+        """Return one of the two scratch tensors, and views of it in the tensors' shapes."""
         sizes = [tensor.numel() for tensor in tensors]
         elements = PIECE_ELEMENTS * torch.get_num_threads()  # no batch has more
         key = which, tensors[0].dtype
         if key not in self._scratch or self._scratch[key].numel() < elements:
             self._scratch[key] = torch.empty(elements, dtype=key[1], device="cpu")
         flat = self._scratch[key].narrow(0, 0, sum(sizes))
-        if len(tensors) == 1:  # a large parameter's piece; split() would take longer
+        if len(tensors) == 1:  # a piece of a large parameter; split() is slower
             return flat, [flat.view(tensors[0].shape)]
         views = zip(flat.split(sizes), tensors, strict=True)
         return flat, [view.view(tensor.shape) for view, tensor in views]
@@ -176,7 +175,7 @@ class HostAdam:
 def _batches(
     updates: Iterable[Update], direct_elements: float
 ) -> Iterator[list[Update]]:
-    """Yield updates, or their pieces, in lists that go through the kernel together."""
+    """Yield lists of updates, or of their pieces, for one call of the kernel each."""
     piece_elements = PIECE_ELEMENTS * torch.get_num_threads()
     batch: list[Update] = []
     filled, shared = 0, None

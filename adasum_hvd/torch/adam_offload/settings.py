@@ -1,6 +1,6 @@
-"""What the user may ask for: param groups with their settings, names and order.
+"""The user's settings: param groups with their names and order.
 
-A group as `AdamOffload` keeps it is torch's, with these keys beside "params", "lr", "betas",
+`AdamOffload`'s groups are torch's, with these keys in addition to "params", "lr", "betas",
 "eps" and "weight_decay": "schedule" (None, a tuple of rates or a callable), "step" (steps
 taken, the same in all groups), "use_nesterov", "loss_scale", "torch_eps",
 "decoupled_weight_decay", and, parallel to "params" and only where needed, "no_decay" and
@@ -20,7 +20,7 @@ import torch
 from adasum_hvd.common import adam
 
 Group = dict[str, Any]
-Named = tuple[str, torch.Tensor]  # the name is empty where it is unknown
+Named = tuple[str, torch.Tensor]  # an unknown name is empty
 
 _SEED_KEYS = {"params", "lr", "weight_decay", "order_params", "grad_centralization"}
 _OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps",
@@ -39,9 +39,9 @@ class Settings:
     Attributes:
         lr: learning rate of this step.
         betas: decay rates of the moments.
-        eps: as the user gave it.
+        eps: the user's value.
         weight_decay: L2 penalty, or the factor of the decoupled decay.
-        loss_scale: what the gradients are too large by.
+        loss_scale: factor of the gradients.
         use_nesterov: Nesterov's numerator.
         torch_eps: eps is added to the bias-corrected root, as torch does.
         decoupled_weight_decay: weights decay, not gradients.
@@ -60,12 +60,12 @@ class Settings:
 
     @classmethod
     def of(cls, group: Group, decayed: bool, grad_scale: float) -> Settings:
-        """Return those of a group's next step.
+        """Return the settings of a group's next step.
 
         Args:
             group: one of the optimizer's.
-            decayed: weight decay holds for these parameters.
-            grad_scale: what a gradient scaler has multiplied the loss by, on top.
+            decayed: whether weight decay applies to these parameters.
+            grad_scale: a gradient scaler's additional factor of the loss.
         """
         return cls(
             lr=float(group["lr"]),
@@ -86,37 +86,37 @@ class Settings:
 
     @cached_property
     def kernel_eps(self) -> float:
-        """The eps for which the result of torch's kernel is ours; see `host.py`."""
+        """The eps with which torch's kernel gives our result; see `host.py`."""
         if self.torch_eps:
             return self.eps
         return self.eps / adam.corrections(*self.betas, self.step)[1]
 
     @cached_property
     def kernel_step(self) -> torch.Tensor:
-        """The step as the kernel wants it."""
+        """The step as the kernel's argument."""
         return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
 
 
 def groups_of(
     params: Any, defaults: Group, named_parameters: Iterable[Named] | None
 ) -> list[Group]:
-    """Return the param groups that `params` means, complete and checked.
+    """Return the param groups of `params`, complete and checked.
 
     Args:
-        params: tensors, (name, tensor) pairs, or dicts, one of which may hold nothing but
+        params: tensors, (name, tensor) pairs, or dicts, of which one may have only
             "order_params".
-        defaults: the optimizer's.
+        defaults: of the optimizer.
         named_parameters: the constructor's argument.
 
     Raises:
-        TypeError: not an ordered iterable, or a wrong type in it.
-        ValueError: nothing in it, a value out of range, a setting of torch's Adam that we
-            lack, names for some parameters only, or a wrong "order_params".
+        TypeError: `params` is not an ordered iterable, or has an element of a wrong type.
+        ValueError: `params` is empty, a value is out of range, a setting asks for another
+            algorithm, only some parameters have names, or "order_params" is wrong.
         KeyError: an unknown key in a group, or no "params".
         RuntimeError: a parameter, or its name, occurs twice.
     """
     if params is None:
-        raise ValueError("AdamOffload: params: empty parameter list, got None")
+        raise ValueError("AdamOffload: params: empty parameter list, but got None")
     elements = _listed(params, "parameters or dicts")
     grouped = all(isinstance(element, dict) for element in elements)
     listed, order = _take_order(elements) if grouped else ([{"params": elements}], None)
@@ -140,7 +140,7 @@ def groups_of(
 def _listed(params: Any, what: str, where: str = "") -> list[Any]:
     if isinstance(params, torch.Tensor | set) or not isinstance(params, Iterable):
         raise TypeError(
-            f"AdamOffload: params: required an ordered iterable of {what}, got "
+            f"AdamOffload: params: expected an ordered iterable of {what}, but got "
             f"{type(params).__name__}"
         )
     elements = list(params)
@@ -152,12 +152,12 @@ def _listed(params: Any, what: str, where: str = "") -> list[Any]:
 def _take_order(
     elements: list[Group],
 ) -> tuple[list[Group], list[torch.Tensor] | None]:
-    """Return the groups, and what the one dict with "order_params" holds, or None."""
+    """Return the groups, and the value of "order_params" or None."""
     orders = [element for element in elements if "order_params" in element]
     for element in orders:
         if len(element) > 1 or len(orders) > 1:
             raise ValueError(
-                "AdamOffload: order_params: required one dict with no other key, got "
+                "AdamOffload: order_params: expected one dict with no other key, but got "
                 f"{len(orders)} with keys {sorted(element)}"
             )
     groups = [element for element in elements if "order_params" not in element]
@@ -168,7 +168,7 @@ def _take_order(
     order = orders[0]["order_params"]
     if isinstance(order, torch.Tensor) or not isinstance(order, Iterable):
         raise TypeError(
-            "AdamOffload: order_params: required an iterable of parameters, got "
+            "AdamOffload: order_params: expected an iterable of parameters, but got "
             f"{type(order).__name__}"
         )
     return groups, list(order)
@@ -177,11 +177,11 @@ def _take_order(
 def complete(
     group: Group, defaults: Group, names: dict[int, str] | None = None
 ) -> tuple[Group, list[str]]:
-    """Return one group, checked and with all that it inherits, and its parameters' names.
+    """Return one group, checked and completed from the defaults, and its parameters' names.
 
     Args:
-        group: as the caller wrote it, or complete already.
-        defaults: the optimizer's.
+        group: the caller's, or a complete one.
+        defaults: of the optimizer.
         names: of the parameters, by id.
 
     Raises:
@@ -193,12 +193,12 @@ def complete(
     unknown = sorted(set(group) - known)
     if unknown or "params" not in group:
         raise KeyError(
-            "AdamOffload: param group: required params, and optionally lr, weight_decay or "
+            "AdamOffload: param group: expected params, and optionally lr, weight_decay or "
             f"{', '.join(sorted(_OWN_KEYS))}; got "
             + (f"unknown {unknown}" if unknown else "no params")
         )
     inherited = dict(defaults)
-    if "lr" in group:  # a rate of its own is not on another's schedule
+    if "lr" in group:  # its own rate takes precedence over the default schedule
         inherited["schedule"] = None
     group = {**inherited, **group}
     group["params"], group_names = _tensors(group["params"], names or {})
@@ -207,13 +207,13 @@ def complete(
 
 
 def checked(group: Group) -> Group:
-    """Return a group, or the defaults of all, with the formula's settings checked.
+    """Return a group, or the defaults, with the formula's settings checked.
 
-    "lr" becomes a number, and "schedule", where "lr" was one, what gives it in each step.
+    "lr" becomes a number; if it was a schedule, "schedule" keeps it.
 
     Raises:
-        TypeError: a setting of a wrong type.
-        ValueError: one is out of range.
+        TypeError: a setting has a wrong type.
+        ValueError: a setting is out of range.
     """
     group = {"schedule": None, **group}
     lr, betas = group["lr"], group["betas"]
@@ -226,7 +226,7 @@ def checked(group: Group) -> Group:
         group["lr"], group["schedule"] = adam.rate_at(rate, 0), rate
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise TypeError(
-            f"AdamOffload: betas: required two floats in (0, 1), got {betas!r}"
+            f"AdamOffload: betas: expected two floats in (0, 1), but got {betas!r}"
         )
     group["betas"] = adam.check("beta1", betas[0]), adam.check("beta2", betas[1])
     return {**group, **{key: adam.check(key, group[key]) for key in _CHECKED}}
@@ -253,16 +253,16 @@ def _tensors(
         name, tensor = element if _is_named(element) else ("", element)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                "AdamOffload: params: required parameters only, or dicts only, got "
+                "AdamOffload: params: expected parameters only, or dicts only, but got "
                 f"{type(tensor).__name__}"
             )
         if tensor.is_complex():
             raise TypeError(
-                f"AdamOffload: params: required real parameters, got {tensor.dtype}"
+                f"AdamOffload: params: expected real parameters, but got {tensor.dtype}"
             )
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
-                "AdamOffload: params: required parameters on the CPU or a CUDA device, got "
+                "AdamOffload: params: expected parameters on the CPU or a CUDA device, but got "
                 f"{tensor.device}"
             )
         tensors.append(tensor)
@@ -280,19 +280,19 @@ def _names_by_id(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int
     named = list(named_parameters or ())
     if not all(_is_named(item) for item in named):
         raise ValueError(
-            "AdamOffload: named_parameters: required (name, parameter) tuples, as "
+            "AdamOffload: named_parameters: expected (name, parameter) tuples, as "
             "model.named_parameters() gives them"
         )
     twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
     if twice:
         raise ValueError(
-            f"AdamOffload: named_parameters: required unique names, got twice: {twice}"
+            f"AdamOffload: named_parameters: expected unique names, but got twice: {twice}"
         )
     return {id(parameter): name for name, parameter in named}
 
 
 def _check_together(named: list[Named]) -> None:
-    """Check what no group shows alone."""
+    """Check that no parameter or name occurs twice, and that all or none have names."""
     ids = Counter(id(parameter) for _, parameter in named)
     names = Counter(name for name, _ in named if name)
     if len(ids) < len(named) or any(count > 1 for count in names.values()):
@@ -300,30 +300,30 @@ def _check_together(named: list[Named]) -> None:
             {n or "(unnamed)" for n, p in named if ids[id(p)] > 1 or names[n] > 1}
         )
         raise RuntimeError(
-            f"AdamOffload: params: required each parameter once, got twice: {twice}"
+            f"AdamOffload: params: expected each parameter once, but got twice: {twice}"
         )
     if names and len(names) < len(named):
         raise ValueError(
-            "AdamOffload: named_parameters: required a name for every parameter, got none for "
+            "AdamOffload: named_parameters: expected a name for every parameter, but got none for "
             f"{len(named) - len(names)} of {len(named)}"
         )
 
 
 def _set_order(groups: list[Group], order: list[torch.Tensor]) -> None:
-    """Give every group the places of its parameters in `order`."""
+    """Set every group's "order", the places of its parameters in `order`."""
     place = {id(parameter): index for index, parameter in enumerate(order)}
     total = sum(len(group["params"]) for group in groups)
     if any(not isinstance(parameter, torch.Tensor) for parameter in order):
-        raise TypeError("AdamOffload: order_params: required parameters only")
+        raise TypeError("AdamOffload: order_params: expected parameters only")
     if len(order) != total or len(place) != total:
         raise ValueError(
-            f"AdamOffload: order_params: required the {total} parameters of the groups, each "
-            f"once, got {len(order)} of which {len(place)} differ"
+            f"AdamOffload: order_params: expected the {total} parameters of the groups, each "
+            f"once, but got {len(order)} of which {len(place)} differ"
         )
     for group in groups:
         if any(id(parameter) not in place for parameter in group["params"]):
             raise ValueError(
-                "AdamOffload: order_params: required every parameter of the groups, got an "
+                "AdamOffload: order_params: expected every parameter of the groups, but got an "
                 "order without one of them"
             )
         group["order"] = [place[id(parameter)] for parameter in group["params"]]

@@ -1,9 +1,8 @@
-"""What `AdamOffload` keeps on the host: moments, float32 masters, and how they are saved.
+"""The state of `AdamOffload` on the host: moments, float32 masters, and their state dicts.
 
-A state dict is that of torch's Adam, plus masters where there are any. On the way out every
-parameter gets a "step" of its own, for torch's Adam reads it there and adds to it in place. On
-the way in tensors are shielded from `Optimizer.load_state_dict`, which would move them to the
-parameter's device and dtype.
+A state dict is that of torch's Adam, plus masters if there are any. Every parameter in it gets its
+own "step", because torch's Adam reads it there and increments it in place. Loading shields tensors
+from `Optimizer.load_state_dict`, which would move them to the parameter's device and dtype.
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ class Plan:
     """Bytes of an `AdamOffload` on one rank.
 
     Attributes:
-        params: number of parameters' elements.
+        params: number of elements of all parameters.
         moments: both moments, on the host.
-        masters: float32 masters of parameters that are not their own, on the host.
+        masters: float32 masters of parameters that need one, on the host.
         pinned: page-locked buffers for parameters on CUDA, on the host.
         scratch: on the host.
-        theirs: the device bytes of the parameters on CUDA and of as many gradients, which are
-            the model's.
-        kept_on_device: what the optimizer keeps on devices between steps: always 0.
-        available: host memory that is free now, shared by all ranks of the host.
+        model: device bytes of the model: parameters on CUDA and as many gradients.
+        kept_on_device: device bytes of the optimizer between steps: always 0.
+        available: free host memory, which all ranks of the host share.
     """
 
     params: int
@@ -64,13 +62,13 @@ class Plan:
     masters: int
     pinned: int
     scratch: int
-    theirs: int
+    model: int
     available: int
     kept_on_device: int = 0
 
     @classmethod
     def of(cls, params: Iterable[torch.Tensor]) -> Plan:
-        """Return what these parameters will need; allocates nothing."""
+        """Return the bytes that these parameters will need; allocate nothing."""
         sums = dict.fromkeys(("params", "moments", "masters", "pinned"), 0)
         for param in params:
             if not param.requires_grad:
@@ -82,11 +80,11 @@ class Plan:
                 sums["masters"] += elements * master_bytes
             if param.is_cuda:
                 sums["pinned"] += elements * param.element_size()
-        # Scratch is two pieces of float32, where it is needed at all.
+        # Scratch is two float32 tensors, if a step needs it at all.
         return cls(
             **sums,
             scratch=2 * 4 * PIECE_ELEMENTS * thread_budget(),
-            theirs=2 * sums["pinned"],
+            model=2 * sums["pinned"],
             available=psutil.virtual_memory().available,
         )
 
@@ -104,13 +102,13 @@ class Plan:
             f"{mib(self.moments)}, masters {mib(self.masters)}, pinned {mib(self.pinned)}, "
             f"scratch {mib(self.scratch)}) of {mib(self.available)} available; device "
             f"{mib(self.kept_on_device)} kept between steps (parameters and gradients on CUDA: "
-            f"{mib(self.theirs)})"
+            f"{mib(self.model)})"
         )
         ranks = ranks_here()
         if self.host * ranks > self.available:
             line += (
                 f"; WARNING: {ranks} ranks on this host need {mib(self.host * ranks)}, which is "
-                "more than there is"
+                "more than is available"
             )
         return line
 
@@ -119,16 +117,16 @@ class Plan:
 
 
 class HostStateOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is on the host; parameters are rounded from masters there."""
+    """An optimizer whose state is on the host; parameters are rounded from masters."""
 
     _use_locking = False
     _num_threads: int | None = None
 
     def _begin(self) -> None:
-        """Set up what is neither state nor settings, and is not copied."""
+        """Set up the attributes that are neither state nor settings and are not copied."""
         self.lock = threading.RLock()
         self._transfers = Transfers()
-        # By parameter with a master: (address, version) when the two agreed last.
+        # By parameter with a master: (address, version) when they were last equal.
         self._agreed: dict[torch.Tensor, tuple[int, int]] = {}
         self._publishing = True
         self._unpublished: set[torch.Tensor] = set()
@@ -158,9 +156,9 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def master(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the host tensor that holds a parameter's weights: its master, or itself.
+        """Return the host tensor of a parameter's weights: its master, or itself.
 
-        Where the parameter differs from its rounded master, the master takes its value.
+        Elements that differ from the rounded master are copied to the master first.
         """
         master = self._state_of(param).get("master")
         if master is None:
@@ -173,7 +171,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
         return master
 
     def refresh_master(self) -> None:
-        """Look for parameters that others have changed by ways that torch does not count."""
+        """Look for changes of parameters that torch's version counters do not show."""
         self._agreed.clear()
 
     def _agree(self, params: Iterable[torch.Tensor]) -> None:
@@ -181,16 +179,16 @@ class HostStateOptimizer(torch.optim.Optimizer):
             self._agreed[param] = (param.data_ptr(), param._version)
 
     def adopt_master(self, param: torch.Tensor, home: torch.Tensor) -> None:
-        """Keep a parameter's master in `home` from now on.
+        """Move a parameter's master to `home`.
 
         Args:
-            param: one that is not its own master.
-            home: on the host, contiguous, of the master's shape and dtype; overwritten.
+            param: a parameter that has a master.
+            home: overwritten; on the host, contiguous, of the master's shape and dtype.
         """
         self.state[param]["master"] = home.copy_(self.master(param))
 
     def _updated(self, param: torch.Tensor) -> None:
-        """Bring a new master back to its parameter, or remember to."""
+        """Write a new master to its parameter, or note it for :meth:`publish`."""
         if not self._publishing:
             self._unpublished.add(param)
         elif param.is_cuda:
@@ -200,15 +198,15 @@ class HostStateOptimizer(torch.optim.Optimizer):
                 param.copy_(self.state[param]["master"])
             self._agree([param])
 
-    # ---- weights that are not final yet: see optimizer/offload_delta.py ----
+    # ---- delayed writing of parameters: see optimizer/offload_delta.py ----
 
     def hold_back(self) -> None:
-        """Let steps change masters only, until :meth:`publish`."""
+        """Let steps change only masters until :meth:`publish`."""
         self._publishing = False
 
     @torch.no_grad()
     def publish(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        """Round masters into their parameters: those held back, and `parameters`."""
+        """Write masters to their parameters: those held back, and `parameters`."""
         self._publishing = True
         pending = {*self._unpublished, *parameters}
         self._unpublished.clear()
@@ -227,9 +225,9 @@ class HostStateOptimizer(torch.optim.Optimizer):
     # ---- state dicts and copies ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam's, plus the masters; on the host.
+        """Return the state dict of torch's Adam, plus the masters; on the host.
 
-        `torch.optim.Adam` can load it; it then puts eps where torch does.
+        `torch.optim.Adam` can load it, and then uses its own place of eps.
         """
         hook = self.register_state_dict_post_hook(_exported, prepend=True)
         try:
@@ -239,10 +237,10 @@ class HostStateOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load our own or torch's Adam's state; everything stays on the host.
+        """Load a state dict of `AdamOffload` or torch's Adam; the state stays on the host.
 
-        What torch's has no word for (Nesterov, loss_scale, torch_eps, schedules) stays as it
-        is here.
+        Settings that torch's does not have (Nesterov, loss_scale, torch_eps, schedules) do not
+        change.
 
         Raises:
             ValueError: the groups or shapes differ, or the state is of another algorithm
@@ -256,7 +254,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, each master without the larger tensor that it may be part of."""
+        """Return torch's state, with a copy of each master that is part of a larger tensor."""
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in _OF_ALL_GROUPS},
@@ -267,7 +265,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over loaded or unpickled state, on the host."""
+        """Set loaded or unpickled state, on the host."""
         old = self.__dict__.get("state", {})
         super().__setstate__(state)
         if "_transfers" not in self.__dict__:
@@ -280,23 +278,23 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
 
 class _Shield:
-    """A tensor that `Optimizer.load_state_dict` passes on as it is."""
+    """A tensor that `Optimizer.load_state_dict` does not change."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy where its memory is part of a larger piece."""
+    """Return the tensor, or a copy if it is part of a larger allocation."""
     return (
         tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     )
 
 
 def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return torch's state dict of an `AdamOffload` as one that torch's Adam can load.
+    """Convert torch's state dict of an `AdamOffload` so that torch's Adam can load it.
 
-    Schedules that are functions are part of the program, not of its state, and stay behind.
+    It omits schedules that are functions: they are part of the program, not of its state.
     """
     step = float(optimizer.param_groups[0]["step"])
     state = {
@@ -314,11 +312,11 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict, ours or torch's Adam's, ready for `Optimizer.load_state_dict`.
+    """Convert a state dict of `AdamOffload` or torch's Adam for `Optimizer.load_state_dict`.
 
     Raises:
-        ValueError: a setting that we lack, the state of another algorithm, or a moment of
-            another shape than its parameter.
+        ValueError: a setting or the state is of another algorithm, or a moment has another
+            shape than its parameter.
     """
     saved = [dict(group) for group in state_dict["param_groups"]]
     state = state_dict["state"]
@@ -333,7 +331,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for group, own in zip(saved, ours, strict=False):
         settings.drop_foreign(group)
         _check_same_decay(group, own)
-        # torch's Adam carries our groups' "step" along and does not count in it.
+        # torch's Adam keeps our groups' "step", but does not increment it.
         group["step"] = int(max(steps, default=group.get("step", 0)))
         for key, value in own.items():
             if key != "params":
@@ -354,9 +352,8 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same_decay(saved: settings.Group, own: settings.Group) -> None:
     expected = own["decoupled_weight_decay"]
-    actual = saved.get(
-        "decoupled_weight_decay", expected
-    )  # older torch does not save it
+    # Releases of torch before 2.7 do not save it.
+    actual = saved.get("decoupled_weight_decay", expected)
     if actual != expected:
         raise ValueError(
             f"AdamOffload.load_state_dict: decoupled_weight_decay: expected {expected}, but got "
@@ -368,15 +365,15 @@ def _check_same_decay(saved: settings.Group, own: settings.Group) -> None:
 def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None:
     if values and not set(MOMENTS) <= set(values):
         raise ValueError(
-            f"AdamOffload.load_state_dict: parameter {place}: required {MOMENTS}, got "
+            f"AdamOffload.load_state_dict: parameter {place}: expected {MOMENTS}, but got "
             f"{sorted(values)}; was this saved from an Adam?"
         )
     for key in (*MOMENTS, "master"):
         value = values.get(key)
         if value is not None and value.shape != param.shape:
             raise ValueError(
-                f"AdamOffload.load_state_dict: {key} of parameter {place}: required shape "
-                f"{tuple(param.shape)}, got {tuple(value.shape)}; was this saved from "
+                f"AdamOffload.load_state_dict: {key} of parameter {place}: expected shape "
+                f"{tuple(param.shape)}, but got {tuple(value.shape)}; was this saved from "
                 "another model?"
             )
 
@@ -384,21 +381,21 @@ def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None
 def _settled(
     param: torch.Tensor, old: dict[str, torch.Tensor], values: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return one parameter's state on the host, in the tensors that it had before.
+    """Return one parameter's state on the host, in the tensors of its old state.
 
-    A master must stay where it is, for others may hold views of it.
+    A master must keep its memory, because buckets may have views of it.
 
     Args:
         param: the parameter.
-        old: its state until now, may be empty.
-        values: its new state, shielded or not; what is missing starts anew.
+        old: its old state, may be empty.
+        values: its new state, shielded or not; missing tensors are initialized.
     """
     new: dict[str, torch.Tensor] = {}
     needs_master = "master" in old or not is_own_master(param)
     for key in (*MOMENTS, "master") if needs_master else MOMENTS:
         value, home = values.get(key), old.get(key)
         if home is None and isinstance(value, torch.Tensor):
-            new[key] = value  # unpickled or copied with us: ours already
+            new[key] = value  # unpickled or copied with this optimizer
             continue
         if home is None:
             home = torch.empty(param.shape, dtype=master_dtype(param), device="cpu")

@@ -53,12 +53,14 @@ def case_strict_refusals() -> None:
             ),
             (
                 ParallelContext("auto_parallel", 16, gradients_mean=False),
-                "required group_op='sum' and group_size=8",
+                "expected group_op='sum' and group_size=8",
             ),
         ):
             with pytest.raises(RuntimeError, match=match):
                 cell_class("no optimizer", context=context)
-        with pytest.raises(TypeError, match="required a Keras 3 optimizer, got str"):
+        with pytest.raises(
+            TypeError, match="expected a Keras 3 optimizer, but got str"
+        ):
             cell_class("no optimizer", context=SIXTEEN)
 
 

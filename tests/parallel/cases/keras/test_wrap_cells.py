@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
-from adasum_hvd.parallel import Finding, ParallelContext
+from adasum_hvd.parallel import ParallelContext, ParallelModeFinding
 from adasum_hvd.tensorflow import mindspore as wrap_cells
 from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
@@ -35,9 +35,11 @@ def case_refusals() -> None:
             RuntimeError, match="at least 16 devices and a power of two"
         ):
             cell("no optimizer")
-        with pytest.raises(RuntimeError, match="required group_op='average'"):
+        with pytest.raises(RuntimeError, match="expected group_op='average'"):
             cell("no optimizer", context=ParallelContext("auto_parallel", 16))
-        with pytest.raises(TypeError, match="required a Keras 3 optimizer, got str"):
+        with pytest.raises(
+            TypeError, match="expected a Keras 3 optimizer, but got str"
+        ):
             cell("no optimizer", relaxed=True)
 
 
@@ -80,12 +82,14 @@ def case_wrong_gradients() -> None:
         before = [v.numpy() for v in variables]
         for call in (cell, tf.function(cell)):
             with pytest.raises(
-                ValueError, match=r"Cell: .* shape \(2,\) for bias, got .* \(3,\)"
+                ValueError, match=r"Cell: .* shape \(2,\) for bias, but got .* \(3,\)"
             ):
                 call([tf.ones(3), tf.ones((1, 1))])
-            with pytest.raises(ValueError, match="gradient per parameter, 2, got 1"):
+            with pytest.raises(
+                ValueError, match="gradient per parameter, 2, but got 1"
+            ):
                 call([tf.ones(2)])
-            with pytest.raises(ValueError, match="for bias, got None; give zeros"):
+            with pytest.raises(ValueError, match="for bias, but got None; pass zeros"):
                 call([None, tf.ones((1, 1))])
         for variable, old in zip(variables, before, strict=True):
             assert np.array_equal(variable.numpy(), old)
@@ -118,10 +122,14 @@ def case_gradient_group_and_model() -> None:
 
 
 def case_modes_are_refused_unless_allowed() -> None:
-    def found(variables: object) -> list[Finding]:
+    def found(variables: object) -> list[ParallelModeFinding]:
         assert list(variables) == [variable]
         last = hvd.rank() == hvd.size() - 1
-        return [Finding("tf_strategy", "a strategy of 2 replicas")] if last else []
+        return (
+            [ParallelModeFinding("tf_strategy", "a strategy of 2 replicas")]
+            if last
+            else []
+        )
 
     variable = keras.Variable([1.0, 2.0])
     original, wrap_cells.detect = wrap_cells.detect, found

@@ -409,8 +409,8 @@ def case_cells_name_gradients_that_are_none() -> None:
     )
     before = model.weight.detach().clone()
     for wrong, found in (
-        ((None, model.bias), r"parameter 0, got None;"),
-        ((model.weight.detach(), 1.0), r"parameter 1, got float"),
+        ((None, model.bias), r"parameter 0, but got None;"),
+        ((model.weight.detach(), 1.0), r"parameter 1, but got float"),
     ):
         with pytest.raises(ValueError, match=found):
             cell(wrong)

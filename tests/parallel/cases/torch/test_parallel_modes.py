@@ -111,7 +111,7 @@ def case_one_rank_is_enough() -> None:
     model = stage if hvd.rank() == last else module
     refuses(rf"stages on rank {last}:", sgd(module), model=model)
     with pytest.raises(
-        ValueError, match=r"required names of ddp, fsdp1.*got 'pipeline'"
+        ValueError, match=r"expected names of ddp, fsdp1.*got 'pipeline'"
     ):
         hvd.DistributedOptimizer(sgd(module), allow_modes="pipeline")
     hvd.DistributedOptimizer(sgd(module), model=model, allow_modes=["pipeline"])

@@ -137,7 +137,7 @@ def case_reducer_refuses() -> None:
         with pytest.raises(ValueError, match="degree must be larger than 0 and int"):
             hvd.DistributedGradReducer([torch.zeros(1)], degree=degree)
     with pytest.raises(
-        ValueError, match="required 1 gradients, one per parameter, got 2"
+        ValueError, match="expected 1 gradients, one per parameter, but got 2"
     ):
         hvd.DistributedGradReducer([torch.zeros(1)])((torch.ones(1), torch.ones(1)))
 

@@ -27,7 +27,7 @@ def case_order_of_checks() -> None:
     """The parallel checks come before the optimizer's type."""
     size = hvd.size()
     for cell in CELLS:
-        found = "stand_alone" if size == 1 else f"power of two, got {size}"
+        found = "stand_alone" if size == 1 else f"power of two, but got {size}"
         with pytest.raises(RuntimeError, match=found):
             cell("no optimizer")
         for context, match in (
@@ -35,16 +35,16 @@ def case_order_of_checks() -> None:
             (ParallelContext(AUTO, 12, 2, True), "optimizer sharding"),
             (ParallelContext(AUTO, 12, 2), "pipeline_stages=2"),
             (ParallelContext(AUTO, 12), "at least 16 devices.*got 12; .*relaxed=True"),
-            (ParallelContext(AUTO, 16), "required group_op='average' and group_size=8"),
+            (ParallelContext(AUTO, 16), "expected group_op='average' and group_size=8"),
             (
                 ParallelContext(AUTO, 16, gradients_mean=False),
-                "required group_op='sum' and group_size=8",
+                "expected group_op='sum' and group_size=8",
             ),
         ):
             with pytest.raises(RuntimeError, match=match):
                 cell("no optimizer", context=context)
         with pytest.raises(
-            TypeError, match=r"required a torch\.optim\.Optimizer, got str"
+            TypeError, match=r"expected a torch\.optim\.Optimizer, but got str"
         ):
             cell("no optimizer", relaxed=True, context=ParallelContext(AUTO, 12))
 
@@ -126,7 +126,7 @@ def case_wrong_gradients() -> None:
         [torch.zeros(2), torch.zeros(2)],
     )
     for gradients in wrong:
-        with pytest.raises(ValueError, match=r"WeightWrapCell: required (one|a) grad"):
+        with pytest.raises(ValueError, match=r"WeightWrapCell: expected (one|a) grad"):
             cell(gradients)
     cell([torch.zeros(2, 3), torch.zeros(2)])
 
@@ -194,7 +194,7 @@ def case_a_group_is_not_summed_twice() -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.5)
     context = ParallelContext(AUTO, 16, gradients_mean=False)
-    with pytest.raises(RuntimeError, match="required group_op='average' and group_"):
+    with pytest.raises(RuntimeError, match="expected group_op='average' and group_"):
         hvd.AdaSumByGradWrapCell(
             optimizer, context=context, gradient_group=hvd.global_process_set
         )

@@ -1,11 +1,11 @@
-"""`adasum_hvd.tools.trial` with PyTorch's tensors."""
+"""`adasum_hvd.tools.selfcheck` with PyTorch's tensors."""
 
 from __future__ import annotations
 
 import torch
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.tools.trial import Array
+from adasum_hvd.tools.selfcheck import Array
 from adasum_hvd.torch.wire import LIBRARY
 
 __all__ = ["LIBRARY", "hvd", "reduce"]

@@ -1,4 +1,4 @@
-"""The rules of MindSpore's AdaSum cells on a job's parallel context.
+"""A job's parallel mode, and the rules of MindSpore's AdaSum cells on it.
 
 References:
     Seed 002 (`_parallel_check`); SEEDS rows 1A, checks 1 to 5.
@@ -25,15 +25,15 @@ class ParallelContext:
 
     Args:
         mode: one of `MODES`.
-        device_num: ranks in the job, all pipeline stages together.
-        pipeline_stages: stages that the model is cut into; 1 is none.
+        device_num: ranks in the job, in all pipeline stages.
+        pipeline_stages: number of the model's stages; 1 means no pipeline.
         enable_parallel_optimizer: optimizer states are sharded over the ranks.
         gradients_mean: gradients inside a group are averaged, not summed. Unset, they are
             averaged, and the wrap cells warn, because MindSpore's context sums by default: the
             steps differ by a factor of the ranks in a group.
 
     Raises:
-        TypeError: a number that is no int, or a switch that is no bool.
+        TypeError: a number is not an int, or a switch not a bool.
         ValueError: an unknown mode, a number below 1, or more stages than devices.
     """
 
@@ -46,23 +46,23 @@ class ParallelContext:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(
-                f"parallel mode: required one of {', '.join(MODES)}, got {self.mode!r}"
+                f"parallel mode: expected one of {', '.join(MODES)}, but got {self.mode!r}"
             )
         for name in ("device_num", "pipeline_stages"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: required an int, got {value!r}")
+                raise TypeError(f"{name}: expected an int, but got {value!r}")
             if value < 1:
-                raise ValueError(f"{name}: required at least 1, got {value}")
+                raise ValueError(f"{name}: expected at least 1, but got {value}")
         switches = {"enable_parallel_optimizer": self.enable_parallel_optimizer}
         if self.gradients_mean is not None:
             switches["gradients_mean"] = self.gradients_mean
         for name, value in switches.items():
             if not isinstance(value, bool):
-                raise TypeError(f"{name}: required a bool, got {value!r}")
+                raise TypeError(f"{name}: expected a bool, but got {value!r}")
         if self.pipeline_stages > self.device_num:
             raise ValueError(
-                f"pipeline_stages: required at most device_num={self.device_num}, got "
+                f"pipeline_stages: expected at most device_num={self.device_num}, but got "
                 f"{self.pipeline_stages}"
             )
 
@@ -91,24 +91,24 @@ def check(
     Args:
         context: the job.
         min_devices: fewest ranks in a stage.
-        power_of_two: the ranks in a stage must be a power of two; our op needs no such thing.
+        power_of_two: require a power of two ranks in a stage; our op does not need it.
         strict: MindSpore's rule: at least 16 ranks and a power of two.
 
     Raises:
-        RuntimeError: AdaSum cannot run; the message says what was required and found.
+        RuntimeError: AdaSum cannot run in this context.
 
     Example:
         >>> check(ParallelContext("auto_parallel", 16), strict=True)
         >>> check(ParallelContext("auto_parallel", 12), strict=True)
         Traceback (most recent call last):
             ...
-        RuntimeError: AdaSum: required at least 16 devices and a power of two, got 12; ...
+        RuntimeError: AdaSum: expected at least 16 devices and a power of two, but got 12; ...
     """
     if strict:
         min_devices, power_of_two = max(min_devices, SEED_MIN_DEVICES), True
     if context.mode == "stand_alone":
         raise RuntimeError(
-            "AdaSum: required a distributed job, got parallel mode stand_alone; start several "
+            "AdaSum: expected a distributed job, but got parallel mode stand_alone; start several "
             "ranks, as with horovodrun -np 4"
         )
     if context.mode in ("data_parallel", "hybrid_parallel"):
@@ -119,12 +119,12 @@ def check(
         )
     if context.enable_parallel_optimizer:
         raise RuntimeError(
-            "AdaSum: required whole optimizer states on every rank, got optimizer sharding "
+            "AdaSum: expected whole optimizer states on every rank, but got optimizer sharding "
             "(enable_parallel_optimizer); switch the sharding off"
         )
     if context.pipeline_stages > 1:
         raise RuntimeError(
-            "AdaSum: required the whole model on every rank, got "
+            "AdaSum: expected the whole model on every rank, but got "
             f"pipeline_stages={context.pipeline_stages}; use one stage"
         )
     found = context.stage_device_num
@@ -134,6 +134,6 @@ def check(
             " and a power of two" if power_of_two else ""
         )
         raise RuntimeError(
-            f"AdaSum: required {rule}, got {found}; start another number of ranks"
+            f"AdaSum: expected {rule}, but got {found}; start another number of ranks"
             + (", or pass relaxed=True to a wrap cell" if power_of_two else "")
         )

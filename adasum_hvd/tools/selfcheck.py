@@ -1,8 +1,8 @@
-"""What a rank of `adasum-hvd doctor` does: reductions whose results the reference knows.
+"""The program of a rank in `adasum-hvd doctor`: reductions, compared with the reference.
 
-python -m adasum_hvd.tools.trial gloo,mpi torch,tensorflow OUTPUT
+python -m adasum_hvd.tools.selfcheck gloo,mpi torch,tensorflow OUTPUT
 
-Started by mpirun where MPI is tried: ranks find one another over Gloo there, too.
+mpirun starts it if MPI is checked; its ranks can connect over Gloo, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = (np.float32, np.float64)
 
 
 def inputs(ranks: int) -> dict[str, list[Array]]:
-    """Return what every rank puts in, by the tensor's name."""
+    """Return the inputs of all ranks by the tensor's name."""
     return {
         f"{np.dtype(dtype).name} of {size}": [
             np.random.default_rng([rank, size]).normal(size=size).astype(dtype)
@@ -41,18 +41,18 @@ def inputs(ranks: int) -> dict[str, list[Array]]:
     }
 
 
-def is_right(got: Array, tensors: list[Array]) -> bool:
-    """Return whether `got` is the AdaSum of all ranks' `tensors` up to one rounding."""
-    wanted = reference.adasum(tensors)
-    error = np.abs(got - wanted)
-    return bool(np.all(error <= np.finfo(got.dtype).eps * np.abs(wanted).max()))
+def is_right(actual: Array, tensors: list[Array]) -> bool:
+    """Return whether `actual` is the AdaSum of all ranks' `tensors` up to one rounding."""
+    expected = reference.adasum(tensors)
+    error = np.abs(actual - expected)
+    return bool(np.all(error <= np.finfo(actual.dtype).eps * np.abs(expected).max()))
 
 
 def examine(framework: Any) -> dict[str, object]:
-    """Return what the ranks find. Collective: all ranks, all on one host; blocks.
+    """Reduce and return this rank's report. Collective: all ranks of one host; blocks.
 
     Args:
-        framework: a module with its `hvd`, its `LIBRARY` and `reduce(name, array)`.
+        framework: a module with `hvd`, `LIBRARY` and `reduce(name, array)`.
     """
     hvd, library = framework.hvd, framework.LIBRARY
     hvd.init()
@@ -78,11 +78,11 @@ def examine(framework: Any) -> dict[str, object]:
 
 
 def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
-    """Return what each framework's ranks find over one backend, or what ails it.
+    """Return each framework's report over one backend, or its error.
 
     Args:
-        backend: "gloo" or "mpi", chosen for the life of this process.
-        frameworks: by name, a module for :func:`examine`, or an error.
+        backend: "gloo" or "mpi", for the life of this process.
+        frameworks: by name, a module for :func:`examine`, or the error of importing it.
     """
     os.environ["HOROVOD_CONTROLLER"] = backend
     found: Results = {}
@@ -91,17 +91,17 @@ def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
             if isinstance(framework, Exception):
                 raise framework
             found[name] = examine(framework)
-        except Exception as error:  # whatever ails one, the next one is tried
+        except Exception as error:  # the next framework may still work
             traceback.print_exception(error)
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     return found
 
 
 def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
-    """Return the same as :func:`over`, from a copy of this process that ends with it.
+    """Return the result of :func:`over` from a forked copy of this process.
 
-    Loading the frameworks is nearly all that a trial costs, and a process of Horovod's can have
-    one backend only. They have started no thread yet, so a copy is as good as a new process.
+    A process can use one backend of Horovod only, and nearly all of the time goes into loading
+    the frameworks. A copy is safe, because they have not started a thread yet.
     """
     reader, writer = os.pipe()
     copy = os.fork()
@@ -117,25 +117,25 @@ def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        report = pipe.read()
     _, status = os.waitpid(copy, 0)
-    if not said:
+    if not report:
         sys.exit(
-            f"the ranks over {backend} ended with status {status} and said nothing"
+            f"the ranks over {backend} ended with status {status} and without a report"
         )
-    return dict(json.loads(said))
+    return dict(json.loads(report))
 
 
 def _loaded(name: str) -> Any:
-    """Return a framework's module, or what it says when it does not load."""
+    """Return a framework's module, or the error of importing it."""
     try:
-        return importlib.import_module(f"adasum_hvd.tools.{name}_trial")
+        return importlib.import_module(f"adasum_hvd.tools.{name}_selfcheck")
     except Exception as error:
         return error
 
 
 def main() -> None:
-    """Try all; rank 0 writes, by backend and framework, what was found or the error."""
+    """Check all; rank 0 writes a report or an error by backend and framework."""
     backends, names, output = *(word.split(",") for word in sys.argv[1:3]), sys.argv[3]
     frameworks = {name: _loaded(name) for name in names}
     found = {backend: over_in_a_copy(backend, frameworks) for backend in backends[:-1]}

@@ -1,4 +1,4 @@
-"""`adasum_hvd.tools.trial` with TensorFlow's tensors."""
+"""`adasum_hvd.tools.selfcheck` with TensorFlow's tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow as hvd
 from adasum_hvd.tensorflow.ops import LIBRARY
-from adasum_hvd.tools.trial import Array
+from adasum_hvd.tools.selfcheck import Array
 
 __all__ = ["LIBRARY", "hvd", "reduce"]
 

@@ -1,4 +1,4 @@
-"""The AdaSum wrap cells: what the frameworks' own share, and what a job must be for them.
+"""The AdaSum wrap cells: the frameworks' common base, and the checks of the job.
 
 References:
     Seed 002; SEEDS rows 1A and 1B.
@@ -14,20 +14,20 @@ from typing import Any
 from adasum_hvd.common import ops
 from adasum_hvd.common.agreement import refuse_elastic
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.mindspore.context import ParallelContext, check
 from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.parallel.context import ParallelContext, check
 
 SEED_GROUP_SIZE = 8
 
 
 class Forwarding:
-    """Reads, sets and deletes attributes of `optimizer`, but for those in `_own`."""
+    """Reads, sets and deletes attributes of `optimizer`, except those in `_own`."""
 
     _own: frozenset[str]
     optimizer: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # not there yet: __init__ has raised
+        if name in self._own:  # not set: __init__ has raised
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -52,16 +52,15 @@ def check_job(
     Args:
         context: the job's parallel context.
         settings: the op's settings, as `hvd.settings()` returns them.
-        relaxed: lift the constraints that our op does not need: any number of ranks from
-            two, any groups.
-        reduced_in_group: the cell itself reduces gradients in the group (`gradient_group`);
-            the op then averages what is equal already, and must not sum it once more.
+        relaxed: lift the constraints that our op does not need: allow any number of ranks
+            from two and any groups.
+        reduced_in_group: the cell itself reduces gradients in the group (`gradient_group`).
+            The op then averages equal values and must not sum them again.
 
     Raises:
-        RuntimeError: a parallel mode or number of ranks that is refused, or, unless
-            `relaxed`, groups other than of 8 ranks averaged (summed, where the context says
-            `gradients_mean=False` and the op is to do it); with `reduced_in_group`, groups
-            that the op sums.
+        RuntimeError: the parallel mode or number of ranks is not supported; the groups are not
+            8 averaged ranks, unless `relaxed` (8 summed ranks if `gradients_mean=False` and the
+            op reduces the group); or, with `reduced_in_group`, the op sums its groups.
 
     Warns that the groups are averaged, if the context leaves `gradients_mean` unset.
     """
@@ -76,19 +75,19 @@ def check_job(
     if relaxed:
         if reduced_in_group and settings["group_op"] == "sum":
             raise RuntimeError(
-                "AdaSum wrap cell: required group_op='average' or 'adasum' with gradient_group, "
-                "got 'sum', which would sum what gradient_group has reduced already; call "
-                "hvd.init(group_op='average')"
+                "AdaSum wrap cell: expected group_op='average' or 'adasum' with gradient_group, "
+                "but got 'sum', which would sum the reduced gradients of gradient_group again; "
+                "call hvd.init(group_op='average')"
             )
         return
     sums = not context.averages and not reduced_in_group
-    required = ("sum" if sums else "average", SEED_GROUP_SIZE)
-    found = (settings["group_op"], settings["group_size"])
-    if found != required:
+    expected = ("sum" if sums else "average", SEED_GROUP_SIZE)
+    actual = (settings["group_op"], settings["group_size"])
+    if actual != expected:
         raise RuntimeError(
-            "AdaSum wrap cell: required group_op={!r} and group_size={}, got {!r} and {}; call "
+            "AdaSum wrap cell: expected group_op={!r} and group_size={}, but got {!r} and {}; call "
             "hvd.init(group_op={!r}, group_size={}), or pass relaxed=True".format(
-                *required, *found, *required
+                *expected, *actual, *expected
             )
         )
 
@@ -96,22 +95,22 @@ def check_job(
 class WrapCell(Forwarding, ABC):
     """A distributed optimizer that is called with one gradient per parameter.
 
-    What the frameworks' cells share; they say what an optimizer is, and how it is distributed,
-    steps and names its parameters.
+    The base of the frameworks' cells, which define optimizers, their distribution and step, and
+    the names of parameters.
 
     Args:
-        optimizer: the framework's.
+        optimizer: of the framework.
         context: the job's parallel context.
         settings: the op's, as `hvd.settings()` returns them.
-        relaxed: as :func:`check_job`'s.
-        gradient_group: a process set, this rank's group: gradients given to the cell are
-            averaged over it (summed with `gradients_mean=False`) before anything else.
-        distribute: returns the distributed optimizer, once all checks have passed.
+        relaxed: see :func:`check_job`.
+        gradient_group: this rank's group, a process set. The cell first averages its gradients
+            over the group (sums them with `gradients_mean=False`).
+        distribute: returns the distributed optimizer; called after all checks.
 
     Raises:
-        RuntimeError: as :func:`check_job`; before the type of `optimizer` is looked at.
-        TypeError: `optimizer` is none of the framework's.
-        NotImplementedError: the job is elastic: no number of ranks can be checked.
+        RuntimeError: as :func:`check_job`; before the type of `optimizer` is checked.
+        TypeError: `optimizer` is not one of the framework.
+        NotImplementedError: the job is elastic, so that the number of ranks can change.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
@@ -133,7 +132,7 @@ class WrapCell(Forwarding, ABC):
         check_job(context, settings, relaxed, gradient_group is not None)
         if not isinstance(optimizer, self._plain):
             raise TypeError(
-                f"{type(self).__name__}: required a {self._plain_name}, got "
+                f"{type(self).__name__}: expected a {self._plain_name}, but got "
                 f"{type(optimizer).__name__}"
             )
         self.optimizer = distribute()
@@ -143,15 +142,15 @@ class WrapCell(Forwarding, ABC):
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """Step with `gradients`, one per parameter.
 
-        None is refused in every framework: MindSpore's cells get all gradients, and a rank that
-        left one out would make the others of a `gradient_group` wait for it.
+        None is an error in every framework: MindSpore's cells get all gradients, and the other
+        ranks of a `gradient_group` would wait for a missing one.
 
         Returns:
-            What the optimizer returns; the delta variant's cell the updated parameters.
+            The optimizer's result; the delta variant's cell returns the updated parameters.
 
         Raises:
-            ValueError: another number of gradients than of parameters, no tensor, or a gradient
-                of another shape than its parameter's; before anything is sent.
+            ValueError: the numbers of gradients and parameters differ, or a gradient is not a
+                tensor of its parameter's shape; before anything is sent.
 
         Collective: every rank; blocks.
         """
@@ -166,7 +165,7 @@ class WrapCell(Forwarding, ABC):
         self, parameters: tuple[Any, ...], gradients: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         reducer, ids = self._reducer, [*map(id, parameters)]
-        # Parameters may have been frozen, or come to be trained, since.
+        # Parameters may have been frozen or unfrozen since the last call.
         if reducer is None or [*map(id, reducer.parameters)] != ids:
             reducer = self._reducing(parameters, self._mean, group=self._group)
             self._reducer = reducer
@@ -176,36 +175,36 @@ class WrapCell(Forwarding, ABC):
         what = type(self).__name__
         if len(gradients) != len(parameters):
             raise ValueError(
-                f"{what}: required one gradient per parameter, {len(parameters)}, got "
+                f"{what}: expected one gradient per parameter, {len(parameters)}, but got "
                 f"{len(gradients)}"
             )
         pairs = zip(parameters, gradients, strict=True)
         for index, (parameter, gradient) in enumerate(pairs):
             if self._fits(gradient, parameter):
                 continue
-            wanted, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
-            if shape is None or tuple(shape) == wanted:  # no tensor of this framework
+            expected, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
+            if shape is None or tuple(shape) == expected:  # not of this framework
                 kind = "None" if gradient is None else type(gradient).__name__
-                got = f"{kind}; give zeros for a parameter that this batch does not use"
+                got = f"{kind}; pass zeros for a parameter that this batch does not use"
             else:
                 got = f"one of shape {tuple(shape)}"
             raise ValueError(
-                f"{what}: required a gradient of shape {wanted} for "
-                f"{self._name_of(index, parameter)}, got {got}"
+                f"{what}: expected a gradient of shape {expected} for "
+                f"{self._name_of(index, parameter)}, but got {got}"
             )
 
     @property
     @abstractmethod
     def parameters(self) -> tuple[Any, ...]:
-        """The parameters that gradients are for, in the gradients' order."""
+        """The parameters that have gradients, in the gradients' order."""
 
     @abstractmethod
     def _fits(self, gradient: Any, parameter: Any) -> bool:
-        """Return whether it is a tensor of the parameter's shape, as far as that is known."""
+        """Return whether the gradient is a tensor of the parameter's shape, if that is known."""
 
     @abstractmethod
     def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
-        """Take the optimizer's step with gradients that were checked and reduced."""
+        """Take the optimizer's step with checked and reduced gradients."""
 
     def _name_of(self, index: int, parameter: Any) -> str:
         return f"parameter {index}"

@@ -1,4 +1,4 @@
-"""Where a rank stands, as far as its environment says."""
+"""The place of a process in its job, as far as its environment describes it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 
 class LaunchError(RuntimeError):
-    """The environment does not say, or the ranks do not agree, who they are."""
+    """The environment does not describe the job, or the ranks contradict one another."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What an environment says of a rank; None where it does not, and the ranks find out.
+class LaunchContext:
+    """The description of a rank by its environment; the ranks find out what is None.
 
     Attributes:
-        scheduler: who has set the variables, for messages.
+        scheduler: the launcher that set the variables, for messages.
         rank: this process's number in the job.
         size: ranks in the job.
         address: rank 0's host: a name, or an IPv4 address.
-        port: where a store may listen on that host; the next one is used, too.
+        port: of a store on that host; the next port is used, too.
         local_rank: this process's number on its host.
         local_size: ranks on this host.
         cross_rank: this host's number in the job.
@@ -46,8 +46,8 @@ class Place:
         for what, (number, count) in numbers.items():
             if not 0 <= number < count:
                 raise LaunchError(
-                    f"{self.scheduler}: required a {what} below the number of them, got {what} "
-                    f"{number} of {count}; look at the variables that it sets"
+                    f"{self.scheduler}: expected a {what} from 0 to {count - 1}, but got {what} "
+                    f"{number} of {count}; check the variables that it sets"
                 )
 
 
@@ -55,9 +55,9 @@ class Variables:
     """The variables of one scheduler.
 
     Args:
-        scheduler: whose, for messages.
+        scheduler: its name, for messages.
         environment: all variables.
-        remedy: what to do where one is missing or wrong.
+        remedy: what the user should do if one is missing or wrong.
     """
 
     def __init__(self, scheduler: str, environment: Mapping[str, str], remedy: str):
@@ -65,37 +65,37 @@ class Variables:
         self._remedy = remedy
 
     def require(self, names: Collection[str]) -> None:
-        """Raise LaunchError where some of these variables are missing."""
+        """Raise LaunchError if one of these variables is missing."""
         missing = [name for name in names if not self._environment.get(name)]
         if missing:
             raise LaunchError(
-                f"{self._scheduler}: required {', '.join(names)} in the environment, got no "
-                f"{', '.join(missing)}; {self._remedy}"
+                f"{self._scheduler}: expected {', '.join(names)} in the environment, but got "
+                f"no {', '.join(missing)}; {self._remedy}"
             )
 
     def text(self, name: str) -> str:
-        """Return a variable that must be there."""
+        """Return a required variable."""
         self.require([name])
         return self._environment[name]
 
     def number(self, name: str) -> int:
-        """Return a variable that must be there and hold an integer of at least 0."""
+        """Return a required variable that holds an integer >= 0."""
         value = self.text(name)
         if not value.isdecimal():
             raise LaunchError(
-                f"{self._scheduler}: required an integer >= 0 in {name}, got {value!r}; "
+                f"{self._scheduler}: expected an integer >= 0 in {name}, but got {value!r}; "
                 f"{self._remedy}"
             )
         return int(value)
 
     def number_if_any(self, name: str) -> int | None:
-        """Return the integer in a variable, None where there is none."""
+        """Return the integer in a variable, None if it is not set."""
         return self.number(name) if self._environment.get(name) else None
 
     def port(self, job: str) -> int:
-        """Return MASTER_PORT, or a port made of the job's name.
+        """Return MASTER_PORT, else a port computed from the job's name.
 
-        Ports above 32767 are those that Linux gives to any connection.
+        It is below 32768, where Linux begins to give ports to outgoing connections.
         """
         chosen = self.number_if_any("MASTER_PORT")
         return 20000 + zlib.crc32(job.encode()) % 6000 * 2 if chosen is None else chosen

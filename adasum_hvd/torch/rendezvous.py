@@ -1,0 +1,95 @@
+"""The rendezvous of ranks with torch: through its process group or its store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from horovod.torch import mpi_ops
+
+from adasum_hvd.launch import schedulers, start
+from adasum_hvd.launch.assignment import RankInfo
+from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
+from adasum_hvd.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
+
+
+def before_init() -> None:
+    """Set Horovod's variables, if another launcher has started this process.
+
+    An initialized process group gives the ranks; without one, the environment does.
+
+    Raises:
+        LaunchError: see :func:`adasum_hvd.launch.start.before_init`.
+
+    Collective: every rank; blocks until all respond.
+    """
+    mpi_built = mpi_ops.mpi_built()
+    in_group = dist.is_available() and dist.is_initialized()
+    if not in_group:
+        start.before_init(mpi_built, _over_torchs_store)
+    elif dist.get_world_size() > 1 and not start.starts_by_itself(
+        os.environ, mpi_built
+    ):
+        here = [os.environ.get("MASTER_ADDR") or socket.gethostname()]
+        dist.broadcast_object_list(here, 0, _group())
+        start.start(_context_in_group(here[0]), _over_group)
+
+
+@functools.cache
+def _group() -> dist.ProcessGroup | None:
+    """Return a group of all ranks whose objects travel from host memory. Collective."""
+    if "gloo" in dist.get_backend():
+        return None
+    return dist.new_group(backend="gloo")
+
+
+def _context_in_group(address: str) -> LaunchContext:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context = schedulers.read(os.environ) if "RANK" in os.environ else None
+    if context is not None and (context.rank, context.size) == (rank, size):
+        return context
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    known = int(local_rank) if local_rank.isdecimal() else None
+    return LaunchContext("torch.distributed", rank, size, address, 0, known)
+
+
+def _over_group(
+    mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
+) -> Reply:
+    """Exchange the infos as objects of the process group."""
+    infos: list[RankInfo] = [mine] * mine.context.size
+    dist.all_gather_object(infos, mine, _group())
+    reply = [reply_to(infos) if mine.context.rank == 0 else {}]
+    dist.broadcast_object_list(reply, 0, _group())
+    return reply[0]
+
+
+@functools.cache
+def _store_of(context: LaunchContext) -> dist.Store:
+    """Return torch's store on MASTER_PORT; a later process group shares it."""
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    seconds = start.timeout_seconds(os.environ)
+    try:
+        store = dist.TCPStore(
+            context.address,
+            context.port,
+            is_master=context.rank == 0 and not agent_has_it,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"{context.scheduler}: expected rank 0's store on {context.address}, port "
+            f"{context.port}, but it did not respond ({error}; rank {context.rank} of "
+            f"{context.size}); start all ranks, with the same MASTER_ADDR and a free MASTER_PORT"
+        ) from error
+    return dist.PrefixStore("adasum_hvd", store)
+
+
+def _over_torchs_store(context: LaunchContext) -> Rendezvous:
+    return StoreRendezvous(_store_of(context))
