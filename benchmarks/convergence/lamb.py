@@ -31,8 +31,8 @@ class LAMB(torch.optim.Optimizer):
         for group in self.param_groups:
             for weights in group["params"]:
                 update = self._direction(weights) + self._weight_decay * weights
-                length = _norms(update)
-                ratio = _norms(weights) / length
+                length = norms(update)
+                ratio = norms(weights) / length
                 ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
                 weights.sub_(group["lr"] * ratio * update)
 
@@ -50,7 +50,7 @@ class LAMB(torch.optim.Optimizer):
         return mean.div_(root.add_(self._eps))
 
 
-def _norms(tensor: torch.Tensor) -> torch.Tensor:
+def norms(tensor: torch.Tensor) -> torch.Tensor:
     """Return the norm over all axes but the first, (workers, 1, ...)."""
     flat = torch.linalg.vector_norm(tensor.flatten(1), dim=1)
     return flat.view(-1, *[1] * (tensor.dim() - 1))

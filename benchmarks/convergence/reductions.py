@@ -12,8 +12,15 @@ from typing import NamedTuple
 
 import torch
 
+from convergence.methods import RULES, adasum
+
 WIRES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SMALLEST = torch.finfo(torch.float64).tiny ** 0.5
+# These need no inner products. AdaScale is the mean at a rate of its own.
+_SHARES = {
+    "sum": lambda workers: 1.0,
+    "average": lambda workers: 1.0 / workers,
+    "adascale": lambda workers: 1.0 / workers,
+}
 
 
 class Reduced(NamedTuple):
@@ -27,31 +34,6 @@ def gram(stacked: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the inner products, float64 (tensors, workers, workers), of (workers, ...) each."""
     flat = [tensor.flatten(1) for tensor in stacked]
     return torch.stack([vectors @ vectors.T for vectors in flat]).double()
-
-
-def coefficients(products: torch.Tensor) -> torch.Tensor:
-    """Return AdaSum's coefficients (tensors, workers) from `gram`'s products.
-
-    Nearest neighbours are joined level by level; an odd one out moves up, as in `reference.tree`.
-    """
-    count, workers, _ = products.shape
-    nodes = torch.eye(workers, dtype=torch.float64).expand(count, -1, -1)
-    while nodes.shape[1] > 1:
-        left, right = nodes[:, :-1:2], nodes[:, 1::2]
-        through = left @ products
-        dot = (through * right).sum(-1, keepdim=True)
-        joined = _share(dot, (through * left).sum(-1, keepdim=True)) * left
-        norm = ((right @ products) * right).sum(-1, keepdim=True)
-        joined = joined + _share(dot, norm) * right
-        odd = nodes[:, nodes.shape[1] - nodes.shape[1] % 2 :]
-        nodes = torch.cat([joined, odd], dim=1)
-    return nodes[:, 0]
-
-
-def _share(dot: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return `reference.coefficient` for each."""
-    small = norm < _SMALLEST
-    return torch.where(small, 1.0, 1.0 - dot / norm.masked_fill(small, 1.0) * 0.5)
 
 
 def combine(stacked: Sequence[torch.Tensor], weights: torch.Tensor) -> Reduced:
@@ -68,7 +50,7 @@ def reduce_workers(
 
     Args:
         stacked: float32 tensors (workers, ...).
-        op: "sum", "average", or one that begins with "adasum".
+        op: "sum", "average", "adascale", or one of `methods.RULES`.
         group_size: AdaSum only: so many consecutive workers are averaged first.
         wire: the dtype in which vectors travel; the sum is rounded to it once.
     """
@@ -78,8 +60,8 @@ def reduce_workers(
     workers = stacked[0].shape[0]
     if workers == 1:
         return Reduced([t[0] for t in stacked], torch.ones(len(stacked), 1).double())
-    if op in ("sum", "average"):
-        share = 1.0 if op == "sum" else 1.0 / workers
+    if op in _SHARES:
+        share = _SHARES[op](workers)
         weights = torch.full((len(stacked), workers), share, dtype=torch.float64)
         reduced = combine(stacked, weights)
     else:
@@ -87,7 +69,7 @@ def reduce_workers(
         if group_size > 1:
             shape = (workers // group_size, group_size)
             means = [t.view(*shape, *t.shape[1:]).mean(1) for t in stacked]
-        reduced = combine(means, coefficients(gram(means)))
+        reduced = combine(means, RULES[op](gram(means)))
     if dtype is not None:
         reduced = Reduced([t.to(dtype).float() for t in reduced[0]], reduced[1])
     return reduced
@@ -101,7 +83,7 @@ def agreement(stacked: Sequence[torch.Tensor]) -> tuple[float, float]:
         `|AdaSum|^2 / sum |g_i|^2`: 1 where all are orthogonal, 1/N where parallel.
     """
     products = gram(stacked)
-    weights = coefficients(products)
+    weights = adasum(products)
     own = products.diagonal(dim1=1, dim2=2).sum()
     workers = products.shape[1]
     if not own > 0:

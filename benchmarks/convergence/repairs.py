@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from convergence.reductions import coefficients, combine, gram
+from convergence.methods import adasum
+from convergence.reductions import combine, gram
 
 Vectors = Sequence[torch.Tensor]
 Repair = Callable[[Vectors, Vectors | None, float], list[torch.Tensor]]
@@ -25,7 +26,7 @@ class FreshCoefficients:
     ) -> list[torch.Tensor]:
         """Return one tensor for each of the changes (workers, ...)."""
         assert gradients is not None
-        return combine(changes, coefficients(gram(gradients))).tensors
+        return combine(changes, adasum(gram(gradients))).tensors
 
 
 class Innovation:
@@ -48,7 +49,7 @@ class Innovation:
         kept = KEPT * rate / self._rate if self._rate else 0.0
         if self._own:
             new = [c - kept * own for c, own in zip(changes, self._own, strict=True)]
-        reduced = combine(new, coefficients(gram(new))).tensors
+        reduced = combine(new, adasum(gram(new))).tensors
         if self._own:
             pairs = zip(reduced, self._reduced, strict=True)
             reduced = [one + kept * last for one, last in pairs]

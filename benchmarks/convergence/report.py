@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from convergence import outer_report, plan, target_report
 from convergence.pictures import draw, result, unit
 from convergence.runs import Runs
 from convergence.studies import STUDIES, Row, Scale, Study
@@ -150,7 +151,7 @@ def durations(runs: Runs) -> str:
     """Return how much processor time the runs of each workload took."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for record in runs.all():
-        if "seconds" in record:
+        if "seconds" in record and "target" not in record:
             key = (record["work"], record["optimizer"])
             seconds.setdefault(key, []).append(record["seconds"])
     lines = [
@@ -161,9 +162,10 @@ def durations(runs: Runs) -> str:
     return "\n".join([*head, *lines, ""])
 
 
-def write(scale: Scale, output: Path) -> None:
-    """Write tables.md and the pictures of all studies of a scale."""
+def write(scale: Scale, output: Path, name: str = "small") -> None:
+    """Write tables.md and the pictures of all studies of a scale, which has a name."""
     runs = Runs(output / "raw", "none", only_kept=True)
+    results = target_report.Results(runs, plan.SEEDS[name])
     made = [build(scale) for build in STUDIES.values()]
     text = [
         "# Every table of the convergence studies",
@@ -175,6 +177,9 @@ def write(scale: Scale, output: Path) -> None:
         "seeds; in brackets how many of them got there.",
         "",
         *(table(study, runs) for study in made),
+        target_report.section(plan.TASKS[name], results),
+        *filter(None, (outer_report.changing(t, results) for t in plan.TASKS[name])),
+        *filter(None, [outer_report.outer(name, results)]),
         "## What it cost",
         "",
         durations(runs),
@@ -182,3 +187,4 @@ def write(scale: Scale, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "tables.md").write_text("\n".join(text))
     draw(made, runs, output)
+    target_report.draw(plan.TASKS[name], results, output)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jobs
 
+from convergence.changing import train_changing
+from convergence.target import train_to_target
 from convergence.training import Setting, is_trained, train
 from convergence.workloads import workload
 
@@ -20,6 +24,29 @@ def setting_of(record: dict[str, Any]) -> Setting:
     return Setting(**{name: record[name] for name in _FIELDS if name in record})
 
 
+def make(setting: Setting) -> dict[str, Any]:
+    """Return the record of a new run."""
+    if setting.phases:
+        return train_changing(setting)
+    return train_to_target(setting) if setting.target else train(setting).record
+
+
+def complete(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the records of a raw file; a last line that a killed run left unfinished is none."""
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a raw file, in place of one that a killed run left unfinished."""
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(record).encode() + b"\n")
+
+
 class Runs:
     """The runs in a folder. New ones are appended to one file of it."""
 
@@ -29,21 +56,25 @@ class Runs:
         self._only_kept = only_kept
         self._kept: dict[str, dict[str, Any]] = {}
         self._sizes: dict[Path, int] = {}
+        self._read()
 
     def get(self, setting: Setting) -> dict[str, Any] | None:
         """Return the record of a run, which is made now if there is none."""
         self._read()
         if setting.key not in self._kept and not self._only_kept:
-            record = train(setting).record
+            record = make(setting)
             record["machine"] = self._machine()
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append(self._path, record)
             self._kept[setting.key] = record
             print(
                 f"{record['seconds']:6.1f} s {setting.key}: {_outcome(record)}",
                 flush=True,
             )
+        return self._kept.get(setting.key)
+
+    def find(self, setting: Setting) -> dict[str, Any] | None:
+        """Return the record of a run; None if it was not run."""
         return self._kept.get(setting.key)
 
     def best_rate(self, setting: Setting, grid: tuple[float, ...]) -> float | None:
@@ -78,8 +109,7 @@ class Runs:
             if path.stat().st_size == self._sizes.get(path):
                 continue
             self._sizes[path] = path.stat().st_size
-            for line in path.read_text().splitlines():
-                record = json.loads(line)
+            for record in complete(path.read_text()):
                 self._kept.setdefault(setting_of(record).key, record)
 
     def _machine(self) -> dict[str, Any]:
@@ -88,5 +118,5 @@ class Runs:
 
 
 def _outcome(record: dict[str, Any]) -> str:
-    names = ("validation", "test", "accuracy", "diverged")
+    names = ("validation", "test", "accuracy", "level", "steps_to_target", "diverged")
     return ", ".join(f"{name} {record[name]}" for name in names if name in record)

@@ -17,11 +17,13 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from convergence.lamb import LAMB
+from convergence.lars import LARS
+from convergence.methods import Moments, gain, moments, smooth
 from convergence.reductions import agreement, reduce_workers
 from convergence.repairs import REPAIRS
 from convergence.workloads import Workload, workload
 
-MOMENTUM, WARM_UP = 0.9, 0.17
+MOMENTUM, DECAY, WARM_UP = 0.9, 5e-4, 0.17
 JUDGED = 20  # times per run
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, 1.0),
@@ -31,6 +33,11 @@ OPTIMIZERS: dict[str, Any] = {
         params, 1.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     ),
     "lamb": lambda params: LAMB(params, 1.0),
+    "momentum-decay": lambda params: torch.optim.SGD(
+        params, 1.0, momentum=MOMENTUM, weight_decay=DECAY
+    ),
+    "lars": lambda params: LARS(params, 1.0, MOMENTUM),
+    "lars-decay": lambda params: LARS(params, 1.0, MOMENTUM, DECAY),
 }
 
 
@@ -43,6 +50,10 @@ class Setting:
     together. `outer` is the momentum of torch's SGD with Nesterov's step, at the rate
     `outer_lr`, which applies the reduced change; 0 adds the change as it is. `repair` is one of
     `REPAIRS`.
+
+    With a `target`, an accuracy or a loss, the rate is constant after the warm-up, and the run
+    ends when the budget is used up and the target is reached, or after `most_steps`. `phases`
+    and `scaling` are those of `changing.py`.
     """
 
     work: str
@@ -60,6 +71,11 @@ class Setting:
     group_size: int = 1
     wire: str = "float32"
     repair: str = ""
+    target: float = 0.0
+    most_steps: int = 0
+    warm_up: float = WARM_UP
+    phases: str = ""
+    scaling: str = ""
 
     @property
     def key(self) -> str:
@@ -85,6 +101,12 @@ def schedule(step: int, steps: int, lr: float) -> float:
     """Return the rate of a step: linear up over WARM_UP of all steps, then linear to 0."""
     warm = max(1, round(WARM_UP * steps))
     return lr * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+
+
+def noise(gradients: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return `sum |g_i|^2` and `|mean g|^2` over all tensors (workers, ...) together."""
+    squares = sum(float(tensor.square().sum()) for tensor in gradients)
+    return squares, sum(float(tensor.mean(0).square().sum()) for tensor in gradients)
 
 
 class Workers:
@@ -158,23 +180,37 @@ class Job:
         )
         self._repair = REPAIRS[setting.repair]() if setting.repair else None
         self._since = 0  # steps since the workers last had the same weights
+        self._moments: Moments | None = None  # AdaScale's
 
     def step(
         self, examples: Sequence[torch.Tensor], rate: float, look: bool
     ) -> tuple[float, float] | None:
         """Take a step; return `agreement` of what was reduced, if anything was and `look`."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         if self._since:
             gradients = self.workers.apart(self.apart, examples)
         else:
+            if self.setting.op == "average" and not look:
+                # The mean of all is one gradient of one large batch, which is faster.
+                examples = [each.flatten(0, 1)[None] for each in examples]
             gradients = self.workers.alike(examples)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * self._gain(gradients)
         if self.apart:
             return self._step_apart(gradients, rate, look)
         for weights, reduced in zip(self._owned, self._reduce(gradients), strict=True):
             weights.grad = reduced[None]
         self._optimizer.step()
         return agreement(gradients) if look else None
+
+    def _gain(self, gradients: list[torch.Tensor]) -> float:
+        """Return what the method multiplies the rate by."""
+        workers = len(gradients[0])
+        if self.setting.op != "adascale" or workers == 1:
+            return 1.0
+        squares, squared_mean = noise(gradients)
+        new = moments(squares, squared_mean, workers)
+        self._moments = smooth(self._moments, new, workers)
+        return gain(self._moments, workers)
 
     def _step_apart(
         self, gradients: list[torch.Tensor], rate: float, look: bool

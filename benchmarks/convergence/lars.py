@@ -1,0 +1,41 @@
+"""LARS (You et al., arXiv 1708.03888): momentum SGD at each tensor's own rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from convergence.lamb import norms
+
+
+class LARS(torch.optim.Optimizer):
+    """LARS for tensors whose first axis is workers: each has its own norms.
+
+    `v = momentum v + lr |w| / |u| u` with `u = g + weight_decay w`, then `w -= v`; the ratio is
+    1 where a norm is 0. The paper's trust coefficient is part of `lr`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._momentum, self._weight_decay = momentum, weight_decay
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take one step with every parameter's gradient."""
+        for group in self.param_groups:
+            for weights in group["params"]:
+                update = weights.grad + self._weight_decay * weights
+                ratio = norms(weights) / norms(update)
+                ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
+                state = self.state[weights]
+                if not state:
+                    state["velocity"] = torch.zeros_like(weights)
+                velocity = state["velocity"].mul_(self._momentum)
+                weights.sub_(velocity.add_(group["lr"] * ratio * update))

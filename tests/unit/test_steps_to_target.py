@@ -1,0 +1,419 @@
+"""Study 7: each rule against its formula, the tuning of rates, and runs that were killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from convergence import (
+    changing,
+    glyphs,
+    local_outer,
+    methods,
+    plan,
+    program,
+    runs,
+    target,
+    target_report,
+    training,
+    tuning,
+)
+from convergence.lars import LARS
+from convergence.reductions import gram, reduce_workers
+from convergence.training import Setting, train
+
+from adasum_hvd import reference
+
+CONVERGENCE = Path(__file__).parents[2] / "docs/convergence"
+RULES = [*methods.RULES, "adascale"]
+POINT = Setting("digits", "momentum", "average", 4, 0.0, 1, target=0.9)
+TEXT = Setting("gpt-tiny", "adamw", "average", 4, 0.01, 2**11, seed=7)
+TINY = replace(TEXT, target=5.0, most_steps=20, warm_up=0.05)
+SGD = replace(POINT, lr=0.05)
+
+
+def vectors(workers: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(workers)
+    common = torch.randn(shape, generator=generator)
+    return common + torch.randn(workers, *shape, generator=generator)
+
+
+def reduced(op: str, stacked: torch.Tensor) -> torch.Tensor:
+    (tensor,) = reduce_workers([stacked], op).tensors
+    return tensor
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_one_workers_gradient_is_every_rules(op):
+    stacked = vectors(1, 6)
+    assert torch.equal(reduced(op, stacked), stacked[0])
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("op", RULES)
+def test_equal_gradients_are_every_rules_result(op, workers):
+    stacked = vectors(1, 6).expand(workers, 6)
+    torch.testing.assert_close(reduced(op, stacked), stacked[0])
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_zero_gradients_stay_zero(op):
+    assert torch.equal(reduced(op, torch.zeros(4, 3)), torch.zeros(3))
+
+
+def test_orthogonal_gradients_have_each_rules_length():
+    """Sum, mean of norms, and mean; the ablation has the sum's length, which is AdaSum's."""
+    stacked = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    total, norm = stacked.sum(0), stacked.sum(0).norm()
+    torch.testing.assert_close(reduced("adasum", stacked), total)
+    torch.testing.assert_close(reduced("mean-direction", stacked), total)
+    torch.testing.assert_close(reduced("average", stacked), total / 4)
+    # Unit vectors weigh the same, whatever the norms are.
+    torch.testing.assert_close(reduced("rda", stacked), torch.full((4,), 2.5 / 2))
+    assert norm == pytest.approx(30**0.5)
+
+
+def test_rules_are_their_formulas():
+    stacked = vectors(5, 9)
+    rows = stacked.double().numpy()
+    norms = np.linalg.norm(rows, axis=1)
+    unit = (rows / norms[:, None]).mean(0)
+    mean, adasum = rows.mean(0), np.asarray(reference.adasum(list(rows)))
+    expected = {
+        "average": mean,
+        "adasum": adasum,
+        "rda": norms.mean() * unit / np.linalg.norm(unit),
+        "mean-direction": mean * np.linalg.norm(adasum) / np.linalg.norm(mean),
+    }
+    for op, vector in expected.items():
+        np.testing.assert_allclose(reduced(op, stacked), vector, rtol=1e-5, atol=1e-6)
+
+
+def test_cancelling_directions_have_no_length():
+    stacked = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    assert torch.equal(reduced("rda", stacked), torch.zeros(2))
+
+
+def test_lengths_are_the_combinations():
+    stacked = vectors(4, 7)
+    weights = torch.rand(1, 4, generator=torch.Generator().manual_seed(0))
+    found = methods.lengths(gram([stacked]), weights.double())
+    assert float(found) == pytest.approx(float((weights[0] @ stacked).norm()), rel=1e-5)
+
+
+def test_gain_from_one_to_the_number_of_workers():
+    """Equal gradients: 1. Noise only: N. In between: the formula, by hand."""
+    assert methods.gain(methods.moments(8.0, 1.0, 8), 8) == 1
+    assert methods.gain(methods.moments(8.0, 1 / 8, 8), 8) == pytest.approx(8)
+    # sum |g|^2 = 10 and |mean|^2 = 2 of 4: variance 2/3, squared mean 2 - 1/6.
+    found = methods.moments(10.0, 2.0, 4)
+    assert found == pytest.approx((2 / 3, 2 - 1 / 6))
+    assert methods.gain(found, 4) == pytest.approx((2 / 3 + 11 / 6) / 2)
+
+
+def test_moments_are_unbiased():
+    generator = torch.Generator().manual_seed(0)
+    stacked = 0.5 + 2 * torch.randn(4000, 8, 3, generator=generator)
+    squares = float(stacked.square().sum((1, 2)).mean())
+    squared_mean = float(stacked.mean(1).square().sum(1).mean())
+    variance, mean = methods.moments(squares, squared_mean, 8)
+    assert variance == pytest.approx(3 * 4, rel=0.05)
+    assert mean == pytest.approx(3 * 0.25, rel=0.1)
+
+
+def test_the_average_of_moments_keeps_little_of_the_past_with_many_workers():
+    old, new = methods.Moments(4.0, 2.0), methods.Moments(0.0, 1.0)
+    assert methods.smooth(None, new, 8) == new
+    assert methods.smooth(old, new, 1000) == new
+    assert methods.smooth(old, new, 100) == pytest.approx((3.6, 1.9))
+
+
+def test_adascale_multiplies_the_rate():
+    """Its first step is the average's, times the gain of the first gradients."""
+    start, average, scaled = (
+        torch.cat([t.flatten() for t in train(replace(SGD, op=op, lr=lr), 1).weights])
+        for op, lr in (("average", 0.0), ("average", 1e-3), ("adascale", 1e-3))
+    )
+    factor = (scaled - start).norm() / (average - start).norm()
+    assert 1.5 < factor < 4
+    torch.testing.assert_close(
+        scaled - start, factor * (average - start), atol=1e-6, rtol=1e-2
+    )
+
+
+def test_lars_by_hand():
+    weights = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    optimizer = LARS([weights], 0.1, momentum=0.5)
+    for _ in range(2):
+        weights.grad = torch.tensor([[0.0, 2.0], [2.0, 2.0]])
+        optimizer.step()
+    # |w| / |g| is 5 / 2, then |(3, 3.5)| / 2; a norm of 0 leaves the rate.
+    second = 0.5 * 0.5 + 0.1 * math.hypot(3, 3.5)
+    expected = [3.0, 3.5 - second]
+    torch.testing.assert_close(weights[0], torch.tensor(expected))
+    assert weights[1, 0] < -0.2
+
+
+def found_by(steps: dict[int, int | None]) -> tuning.Find:
+    """Return what a search finds if a rate's steps to the target are these; else it diverged."""
+    at = {tuning.rate(index): value for index, value in steps.items()}
+
+    def find(setting: Setting) -> tuning.Record:
+        count = at.get(setting.lr)
+        return {"steps_to_target": count, "steps": 100, "level": count and 0.9}
+
+    return find
+
+
+def searched(start: int, seeds: tuning.Seeds, find: tuning.Find) -> int | None:
+    def candidates(index: int) -> list[Setting]:
+        return tuning.tried(POINT, index, seeds)
+
+    return tuning.followed(tuning.tune(candidates, tuning.cost, start, find), find)
+
+
+def test_a_grid_is_extended_until_its_best_is_not_at_an_end():
+    find = found_by({index: 10 + abs(index + 4) for index in range(-9, 3)})
+    settings: list[Setting] = []
+
+    def seen(setting: Setting) -> tuning.Record:
+        settings.append(setting)
+        return find(setting) or {}
+
+    best = searched(0, tuning.Seeds(), seen)
+    assert best == -4
+    rates = {setting.lr for setting in settings}
+    assert rates == {tuning.rate(index) for index in range(-5, 2)}
+    assert {setting.split for setting in settings} == {"validation"}
+
+
+def test_a_search_without_a_best_rate_ends():
+    runaway = found_by({index: 100 - index for index in range(0, 90)})
+    seeds = tuning.Seeds((101,), (1,))
+    assert searched(0, seeds, runaway) == 12
+    assert searched(5, seeds, found_by({})) is not None
+    # All of the first three rates miss, and the best is not next to them.
+    assert searched(0, seeds, found_by({-4: 30, -5: 20, -6: 25})) == -5
+
+
+def test_a_missed_target_counts_as_twice_the_steps():
+    reached = {"steps_to_target": 10, "steps": 40, "level": 0.9}
+    missed = {"steps_to_target": None, "steps": 40, "level": 0.5}
+    early = {"steps_to_target": None, "steps": 3, "most_steps": 40, "level": None}
+    assert tuning.cost([reached, missed]).steps == 45
+    assert tuning.cost([missed]) < tuning.cost([early])
+    assert tuning.cost([missed]).steps == tuning.cost([early]).steps
+
+
+def test_no_test_seed_tunes():
+    for seeds in (*plan.SEEDS.values(), tuning.Seeds()):
+        assert not set(seeds.tuning) & set(seeds.test)
+    assert len(tuning.TUNING_SEEDS) == 3 and len(tuning.TEST_SEEDS) == 5
+    settings = tuning.tried(POINT, 0, tuning.Seeds())
+    settings += tuning.tested(POINT, 0, tuning.Seeds())
+    splits = {(s.split, s.seed in tuning.TEST_SEEDS) for s in settings}
+    assert splits == {("validation", False), ("test", True)}
+
+
+def test_a_run_ends_with_its_budget_or_with_its_target():
+    easy = target.train_to_target(TINY)
+    assert easy["steps_to_target"] < easy["horizon"] == easy["steps"] == 16
+    assert -5 < easy["level"] < -3 and 0 < len(easy["curve"]) <= target.KEPT + 2
+    assert all(len(point) == 4 for point in easy["noise"])
+    hard = target.train_to_target(replace(TINY, target=1.5))
+    assert hard["steps_to_target"] is None and hard["steps"] == 20
+    assert hard["level"] == easy["level"]
+    assert runs.setting_of(easy) == TINY
+    broken = target.train_to_target(replace(TINY, lr=1e30))
+    assert broken["diverged"] and broken["level"] is None
+
+
+def test_judged_steps_are_dense_enough():
+    steps = list(target.judged_steps(1000, 90))
+    assert steps[0] == 20 and {90, 1000} <= set(steps)
+    assert all(b - a <= math.ceil(a * 0.08) + 1 for a, b in itertools.pairwise(steps))
+
+
+def test_a_killed_run_is_run_again_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "steps.jsonl"
+    kept = runs.Runs(tmp_path, "steps")
+    first = kept.get(TINY)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    made: list[Setting] = []
+
+    def make(setting: Setting) -> dict[str, object]:
+        made.append(setting)
+        return {**target.said(setting), "seconds": 1.0}
+
+    monkeypatch.setattr(runs, "make", make)
+    again = runs.Runs(tmp_path, "steps")
+    assert again.get(TINY) == first and not made
+    again.get(replace(TINY, seed=8))
+    assert [setting.seed for setting in made] == [8]
+    assert path.read_bytes().startswith(whole)
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
+
+
+TASK = replace(
+    plan.DIGITS, counts=(1, 4), valleys=(4,), methods=("average", "adasum-grad")
+)
+
+
+def pretend(setting: Setting) -> dict[str, object]:
+    """Return a record whose best rate is the lattice's at -6 for four workers, else at -8.
+
+    The average's test runs miss their target with four workers.
+    """
+    best = tuning.rate(-6 if setting.workers == 4 else -8)
+    steps = round(100 * (1 + abs(math.log(setting.lr / best))))
+    if (setting.op, setting.workers, setting.split) == ("average", 4, "test"):
+        steps = None
+    return {
+        **target.said(setting), "steps_to_target": steps, "steps": 400, "level": 0.9,
+        "seconds": 1.0,
+    }  # fmt: skip
+
+
+def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Whatever number of runs it is stopped after, the same runs follow in the same order."""
+    monkeypatch.setattr(runs, "make", pretend)
+    monkeypatch.setitem(plan.TASKS, "tiny", (TASK,))
+    seeds = tuning.Seeds((101,), (1,))
+    whole = runs.Runs(tmp_path / "whole", "steps")
+    assert program.run("tiny", None, whole, hours=1)
+    expected = (tmp_path / "whole/steps.jsonl").read_text()
+    for count in (1, 5):
+        folder = tmp_path / f"{count}"
+        folder.mkdir()
+        lines = expected.splitlines(keepends=True)[:count]
+        (folder / "steps.jsonl").write_text("".join(lines))
+        assert program.run("tiny", None, runs.Runs(folder, "steps"), hours=1)
+        assert (folder / "steps.jsonl").read_text() == expected
+    point = plan.Point(TASK, "adasum-grad", 4)
+    assert plan.best_of(point, seeds, whole.find) == -6
+    assert plan.transferred(point, seeds, whole.find) == -8
+    rates = {s.lr for s in plan.valley(point, seeds, whole.find)}
+    assert rates == {tuning.rate(index) for index in range(-11, -2)}
+    assert all(whole.find(s) for s in plan.valley(point, seeds, whole.find))
+
+
+def test_no_time_is_no_run(tmp_path):
+    kept = runs.Runs(tmp_path, "steps")
+    assert not program.run("tiny", None, kept, hours=-1)
+    assert not kept.all()
+
+
+def test_all_methods_of_a_number_of_workers_are_next_to_each_other():
+    for task in plan.TASKS["small"]:
+        found = list(plan.points(task))
+        assert len(found) == len(set(found)) == 2 + 7 * (len(task.counts) - 1)
+        order = [point.workers for point in found]
+        assert order == sorted(order, key=task.counts.index)
+
+
+def test_the_large_batch_of_the_average_is_its_workers():
+    one, other = (
+        torch.cat([t.flatten() for t in train(replace(SGD, op=op), 6).weights])
+        for op in ("average", "sum")
+    )
+    scaled = train(replace(SGD, op="sum", lr=SGD.lr / 4), 6).weights
+    torch.testing.assert_close(one, torch.cat([t.flatten() for t in scaled]))
+    assert (one - other).abs().max() > 1e-3
+
+
+def test_workers_that_change_take_the_same_examples_in_each_phase():
+    setting = replace(TEXT, phases="4-1-2", scaling="", budget=2**11 * 3, warm_up=0.05)
+    fixed, linear = (
+        changing.train_changing(replace(setting, scaling=s)) for s in ("", "linear")
+    )
+    assert fixed["steps"] == linear["steps"] == [16, 64, 32]
+    assert len(fixed["levels"]) == 3 and fixed["levels"] != linear["levels"]
+    assert runs.setting_of(fixed) == setting
+    assert runs.make(setting)["levels"] == fixed["levels"]
+
+
+def test_changing_workers_have_one_workers_rate():
+    task, seeds = TASK, tuning.Seeds((101,), (1, 2))
+    assert not list(program.changing(task, seeds, lambda setting: None))
+    found = list(program.changing(task, seeds, pretend))
+    assert {setting.lr for setting in found} == {tuning.rate(-8)}
+    assert {setting.seed for setting in found} == {1, 2}
+    assert len({setting.key for setting in found}) == len(found) == 10
+
+
+def test_outer_rates_are_tuned_by_other_seeds():
+    best = {"average": 1, "rda": 0, "adasum": -2}
+
+    def find(setting: Setting) -> tuning.Record:
+        goal = tuning.rate(best[setting.op.removesuffix("-delta")])
+        loss = 2 + abs(math.log(setting.outer_lr / goal))
+        return {"validation": loss, "test": loss + 1}
+
+    seeds = tuning.Seeds()
+    for cell in local_outer.cells("tiny"):
+        outer, losses = local_outer.results(cell, seeds, find) or (0, [])
+        assert outer == tuning.rate(best[cell.method]) and losses == [3.0] * 5
+    assert len(list(local_outer.cells("small"))) == 2 * 4 * 3 * 3
+
+
+def test_glyphs_are_as_many_as_the_page_says():
+    assert glyphs.IMAGES["train"] >= 50_000 and glyphs.IMAGES["test"] >= 10_000
+    assert len(glyphs.CLASSES) == 62 and len(set(glyphs.FONTS)) == 20
+    images, labels = glyphs.images("validation")
+    assert images.shape == (5000, 1, 16, 16) and set(labels.tolist()) == set(range(62))
+    assert torch.equal(glyphs.images.__wrapped__("validation")[0], images)
+    inked = glyphs.masters().flatten(2).sum(2)
+    assert (inked > 10).all()
+
+
+def test_a_step_on_glyphs(monkeypatch):
+    small = tuple(each[:500] for each in glyphs.images("validation"))
+    monkeypatch.setattr(glyphs, "images", lambda split: small)
+    setting = Setting("glyphs", "momentum-decay", "adasum-grad", 2, 0.05, 1)
+    job = training.Job(setting)
+    images, labels = next(job.work.draws(1, 2, 16))
+    assert images.shape == (2, 16, 1, 16, 16) and labels.shape == (2, 16)
+    before = job.agreed[0].clone()
+    job.step((images, labels), 0.05, look=False)
+    assert (job.agreed[0] - before).abs().max() > 0
+    assert 0 <= job.work.level(job.model) <= 1
+    layers = [m for m in job.model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len([m for m in layers if m.kernel_size == (3, 3)]) + 1 == 8
+
+
+def test_the_tables_are_those_of_the_runs():
+    kept = runs.Runs(CONVERGENCE / "raw", "none", only_kept=True)
+    results = target_report.Results(kept, plan.SEEDS["small"])
+    written = (CONVERGENCE / "tables.md").read_text()
+    assert target_report.section(plan.TASKS["small"], results) in written
+    for record in kept.all():
+        if "target" in record:
+            assert not record["code"].endswith(("+", "unknown")), record
+            assert (record.get("split") == "validation") == (
+                record.get("seed", 1) in tuning.TUNING_SEEDS
+            )
+
+
+def test_a_picture_of_few_runs(tmp_path, monkeypatch):
+    """Hollow marks included: the test seed misses the target at four workers."""
+    monkeypatch.setattr(runs, "make", pretend)
+    monkeypatch.setitem(plan.TASKS, "tiny", (TASK,))
+    kept = runs.Runs(tmp_path, "steps")
+    program.run("tiny", None, kept, hours=1)
+    results = target_report.Results(kept, plan.SEEDS["tiny"])
+    target_report.draw((TASK,), results, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "steps-digits.png",
+        "rates-digits.png",
+    }
+    found = target_report.table(TASK, results)
+    assert "| 1 | all | 1x (0.01235) | 100 | 90.0 | 100 | 90.0 |" in found
+    assert "| 4 | average | 3x (0.03704) | missed by all 1 seeds |" in found
+    assert "Not run yet" not in found
