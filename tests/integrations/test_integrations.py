@@ -68,3 +68,11 @@ def test_transformers() -> None:
     pytest.importorskip("transformers")
     output = run([*UNDER_TORCHRUN, "2"], "transformers_trainer.py")
     check_trained(output, ranks=2, accuracy=0.7, reductions=ONE + 40 * 5)
+
+
+def test_ray_train() -> None:
+    pytest.importorskip("ray.train")
+    output = run([sys.executable], "ray_train.py", "--workers", "2")
+    # Ray starts a run again if its workers were slow to come.
+    ((ranks, accuracy),) = set(re.findall(r"(\d+) ranks, test accuracy (\S+)", output))
+    assert ranks == "2" and float(accuracy) > 0.9, output[-3000:]
