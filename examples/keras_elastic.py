@@ -43,7 +43,7 @@ class CountSamples(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Train until the last epoch is over, whoever is there."""
+    """Train until the last epoch, with any number of ranks."""
     arguments = parse()
     hvd.init()
     images, labels, test_images, test_labels = digits()

@@ -70,7 +70,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="save there, resume from there",
     )
-    add("--checkpoint-steps", type=int, default=0, help="besides every epoch's end")
+    add(
+        "--checkpoint-steps",
+        type=int,
+        default=0,
+        help="in addition to the end of every epoch",
+    )
     add("--max-steps", type=int, help="stop after this many steps in all")
     add("--epoch-log", type=Path, help="append one JSON object per epoch")
     add("--seed", type=int, default=1)

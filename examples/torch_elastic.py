@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train until the last epoch is over, whoever is there."""
+    """Train until the last epoch, with any number of ranks."""
     arguments = parse()
     hvd.init()
     torch.set_num_threads(1)

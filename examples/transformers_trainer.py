@@ -24,7 +24,7 @@ from transformers import (
 import adasum_hvd.torch as hvd
 from adasum_hvd.torch.ddp import AdasumState, adasum_hook
 
-PLUS, EQUALS, VOCABULARY = 19, 20, 21  # behind the numbers 0 to 18
+PLUS, EQUALS, VOCABULARY = 19, 20, 21  # after the numbers 0 to 18
 
 
 class AdasumCallback(TrainerCallback):

@@ -88,7 +88,7 @@ def load(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     steps = hvd.allgather_object(step)
     if len(set(steps)) > 1:
         raise RuntimeError(
-            f"resume: required the same checkpoint on all ranks, got steps {steps}; share "
+            f"resume: expected the same checkpoint on all ranks, but got steps {steps}; share "
             f"{folder} between the hosts, or copy it"
         )
     if step is None:
@@ -99,7 +99,7 @@ def load(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         for name, value in run.items():
             if state["run"].get(name) != value:
                 raise ValueError(
-                    f"required a checkpoint of {name}={value!r}, got {state['run'].get(name)!r}"
+                    f"expected a checkpoint of {name}={value!r}, but got {state['run'].get(name)!r}"
                 )
         return state
 

@@ -40,7 +40,7 @@ class ImageFolder(Dataset):
     def __init__(self, root: Path, size: int, train: bool, seed: int):
         if not root.is_dir():
             raise FileNotFoundError(
-                f"{root}: required a folder with one folder per class"
+                f"{root}: expected a folder with one folder per class"
             )
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         self.files = [
@@ -51,8 +51,8 @@ class ImageFolder(Dataset):
         ]
         if not self.files:
             raise FileNotFoundError(
-                f"{root}: required {', '.join(EXTENSIONS)} files in one folder per class, "
-                f"got none in {len(self.classes)} folders"
+                f"{root}: expected {', '.join(EXTENSIONS)} files in one folder per class, "
+                f"but got none in {len(self.classes)} folders"
             )
         self._size, self._train, self._seed = size, train, seed
 
@@ -125,7 +125,7 @@ def digits(size: int) -> tuple[Dataset, Dataset, int]:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
-            "--data digits: required scikit-learn; pip install it"
+            "--data digits: expected scikit-learn; pip install it"
         )
     path = Path(package.origin).parent / "datasets/data/digits.csv.gz"
     table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
@@ -166,18 +166,18 @@ def imagenet(root: Path | None, size: int, seed: int) -> tuple[Dataset, Dataset,
         ValueError: the two folders hold different classes.
     """
     if root is None:
-        raise FileNotFoundError("--data imagenet: required --data-path, got none")
+        raise FileNotFoundError("--data imagenet: expected --data-path, but got none")
     train = ImageFolder(root / "train", size, True, seed)
     names = [name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
     if not names:
         raise FileNotFoundError(
-            f"{root}: required a folder {' or '.join(VALIDATION_FOLDERS)}, got none"
+            f"{root}: expected a folder {' or '.join(VALIDATION_FOLDERS)}, but got none"
         )
     test = ImageFolder(root / names[0], size, False, seed)
     if train.classes != test.classes:
         different = set(train.classes) ^ set(test.classes)
         raise ValueError(
-            f"{root}: required the same classes in train and {names[0]}, got "
+            f"{root}: expected the same classes in train and {names[0]}, but got "
             f"{sorted(different)[:5]} in only one of them"
         )
     return train, test, len(train.classes)

@@ -1,4 +1,4 @@
-"""What is printed and logged while training, by rank 0."""
+"""Output of rank 0 during training: printed lines and logs."""
 
 from __future__ import annotations
 

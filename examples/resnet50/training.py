@@ -67,7 +67,7 @@ class Training:
         everyone = hvd.allgather_object((len(train), len(test), found))
         if len(set(everyone)) > 1:
             raise ValueError(
-                "--data-path: required the same images on all ranks, got (training images, "
+                "--data-path: expected the same images on all ranks, but got (training images, "
                 f"validation images, classes) {sorted(set(everyone))}"
             )
         self.classes = arguments.classes or max(
@@ -75,20 +75,20 @@ class Training:
         )
         if found > self.classes:
             raise ValueError(
-                f"--classes: required at least {found}, got {self.classes}"
+                f"--classes: expected at least {found}, but got {self.classes}"
             )
         per_step = arguments.batch_size * hvd.size()
         self.steps_per_epoch = len(train) // (per_step * passes) * passes
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"--batch-size: required at most {len(train) // (hvd.size() * passes)} for "
-                f"{len(train)} images on {hvd.size()} ranks, got {arguments.batch_size}"
+                f"--batch-size: expected at most {len(train) // (hvd.size() * passes)} for "
+                f"{len(train)} images on {hvd.size()} ranks, but got {arguments.batch_size}"
             )
         for steps in (arguments.checkpoint_steps, arguments.max_steps or 0):
             if steps % passes:
                 raise ValueError(
-                    f"--checkpoint-steps and --max-steps: required multiples of {passes}, the "
-                    f"grad_accumulation_step, got {steps}"
+                    f"--checkpoint-steps and --max-steps: expected multiples of {passes}, the "
+                    f"grad_accumulation_step, but got {steps}"
                 )
         self.sampler = data.RankSampler(
             len(train),

@@ -73,7 +73,6 @@ TO_FIX = (
     "docs/troubleshooting.md",
     "docs/tutorial.md",
     "docs/where_to_use.md",
-    "examples/",
     "tests/",
 )
 # The glossary itself.

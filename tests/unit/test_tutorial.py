@@ -104,7 +104,7 @@ def test_central_crop(tmp_path):
 
 
 def test_bad_folders(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="required --data-path"):
+    with pytest.raises(FileNotFoundError, match="expected --data-path"):
         data.imagenet(None, 32, 0)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         data.imagenet(tmp_path / "nowhere", 32, 0)
@@ -114,7 +114,7 @@ def test_bad_folders(folder, tmp_path):
     (folder / "train" / "n04").rmdir()
     (folder / "validation_preprocess").rename(folder / "other")
     with pytest.raises(
-        FileNotFoundError, match="required a folder validation_preprocess or"
+        FileNotFoundError, match="expected a folder validation_preprocess or"
     ):
         data.imagenet(folder, 32, 0)
     for path in (folder / "other").glob("*/[0-2].*"):

@@ -85,7 +85,7 @@ def case_resume_is_exact() -> None:
         assert names == {f"step-{expected}"}
     assert same(whole, resumed)
     with pytest.raises(
-        RuntimeError, match=r"required a checkpoint of lr=0\.3, got 0\.1"
+        RuntimeError, match=r"expected a checkpoint of lr=0\.3, but got 0\.1"
     ):
         train(ADASUM, "--checkpoint", str(checkpoints), "--lr", "0.3")
     hvd.barrier()
@@ -101,7 +101,7 @@ def case_accumulation_by_average() -> None:
     assert training.steps_per_epoch == 4  # of 5: whole windows only
     assert training.optimizer._adasum.options.backward_passes_per_step == 2
     assert training.optimizer._reduces_gradients
-    with pytest.raises(ValueError, match="required multiples of 2"):
+    with pytest.raises(ValueError, match="expected multiples of 2"):
         train(ACCUMULATION, "--max-steps", "3")
 
 
@@ -133,9 +133,9 @@ def case_loss_scale_changes_nothing() -> None:
 
 
 def case_bad_data_is_an_error_on_all_ranks() -> None:
-    with pytest.raises(ValueError, match="--batch-size: required at most"):
+    with pytest.raises(ValueError, match="--batch-size: expected at most"):
         train(ADASUM, "--batch-size", "1000")
-    with pytest.raises(ValueError, match="--classes: required at least 4, got 2"):
+    with pytest.raises(ValueError, match="--classes: expected at least 4, but got 2"):
         train(ADASUM, "--classes", "2")
     nowhere = str(folder / ("nowhere" if hvd.rank() == 0 else ""))
     with pytest.raises(RuntimeError, match="reading the data failed on 1 of 2 ranks"):
