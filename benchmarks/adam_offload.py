@@ -1,4 +1,4 @@
-"""AdamOffload's step on the CPU, beside torch's own Adams and DeepSpeed's CPUAdam.
+"""Time of AdamOffload's step on the CPU, torch's own Adams and DeepSpeed's CPUAdam.
 
     python benchmarks/adam_offload.py               # 25 M and 100 M float32 parameters
 
@@ -6,7 +6,7 @@ Every contender has parameters and state of its own, the gradients are shared. I
 repetition each one takes a step, in an order that rotates. Ratios are to torch's fused Adam in
 the same run, those of decoupled weight decay to its fused AdamW: of the medians and, because a
 machine may have other work, of the minima. GB/s counts the bytes that Adam must move: it reads
-weights, gradients and two moments and writes all but the gradients. DeepSpeed takes part if it
+weights, gradients and two moments and writes all but the gradients. DeepSpeed is measured if it
 is installed and its extension builds. Before that, every contender's second step is compared
 with the float64 definition.
 """
@@ -156,7 +156,9 @@ def measure(names: list[str], millions: int, repetitions: int, slow: int) -> dic
         times = np.array(contender.times) * 1e3
         baseline = np.array(running[BASELINES.get(name, BASELINE)].times) * 1e3
         itemsize = contender.params[0].element_size()
-        masters = 4 if itemsize < 4 else 0  # read and written beside the parameter
+        masters = (
+            4 if itemsize < 4 else 0
+        )  # read and written in addition to the parameter
         moved = elements * (16 + 2 * masters + (3 if not masters else 2) * itemsize)
         median = float(np.median(times))
         rows.append(

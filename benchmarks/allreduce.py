@@ -14,7 +14,7 @@ between operations that ran in the same rounds.
 Columns: `algbw` is bytes reduced per second, `busbw` is `algbw * 2 (N - 1) / N`, what each
 rank sends (nccl-tests' definition); `#wrong` counts elements further from the float64
 reference than one rounding. Below AdaSum's row: what its phases took on rank 0 (p50), and the
-reduced bytes per second of each, to be read beside memcpy's. "AdaSum, bucket" reduces the same
+reduced bytes per second of each, to compare with memcpy's. "AdaSum, bucket" reduces the same
 parameters in one flat tensor, as `DistributedOptimizer` lays them: in memory that the ranks of a
 host share. "over copy" is the time over that of a plain copy of the same bytes by every rank at
 the same time.
@@ -165,8 +165,8 @@ def wrong_elements(case: str) -> int:
         got = hvd.allreduce(
             inputs[hvd.rank()], op=hvd.Adasum, name=f"wrong.{case}.{k}"
         ).numpy()
-        wanted = reference.adasum([t.numpy() for t in inputs])
-        wrong += int(np.sum(np.abs(got - wanted) > 2.0**-23 * np.abs(wanted).max()))
+        expected = reference.adasum([t.numpy() for t in inputs])
+        wrong += int(np.sum(np.abs(got - expected) > 2.0**-23 * np.abs(expected).max()))
     return wrong
 
 

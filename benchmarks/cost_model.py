@@ -1,4 +1,4 @@
-"""What a reduction should cost on machines that are not here: latency, bandwidth, arithmetic.
+"""Model of a reduction's time on other machines: latency, bandwidth, arithmetic.
 
     python benchmarks/cost_model.py                     # 2 to 4096 ranks, 8 on a host
     python benchmarks/cost_model.py --gigabits 100 --latency-us 10 --megabytes 100
@@ -113,7 +113,7 @@ def planned_levels(machine: Machine, ranks: int) -> list[Level]:
     splits hosts of more than 8 ranks).
 
     Raises:
-        ValueError: the ranks do not fill the hosts, or the hosts are no power of two.
+        ValueError: the ranks do not fill the hosts, or the number of hosts is not a power of two.
     """
 
     def cost(levels: list[Level]) -> float:
@@ -134,7 +134,7 @@ def all_levels(machine: Machine, ranks: int) -> list[list[Level]]:
     hosts = ranks // local
     if hosts * local != ranks or hosts & (hosts - 1):
         raise ValueError(
-            f"all_levels: required full hosts, a power of two of them, got {ranks} ranks "
+            f"all_levels: expected full hosts, a power of two of them, but got {ranks} ranks "
             f"with {machine.ranks_per_host} on a host"
         )
     first = [Level(local, local=True)] if local > 1 else []

@@ -1,4 +1,4 @@
-"""What DDP's communication hook costs, beside DDP's own average and no reduction at all.
+"""Time of a step with DDP's communication hook, DDP's own average, and without a reduction.
 
     python benchmarks/ddp.py            # 2 and 4 ranks, 25 M parameters and 400 small layers
     python benchmarks/ddp.py --ranks 2 --models small --launcher mpi
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable] = {"25 M": large_model, "small": small_model}
 
 
 class Stopwatch:
-    """Where the time of an optimizer goes: its methods, watched from outside."""
+    """Times an optimizer's methods from outside."""
 
     def __init__(self) -> None:
         from adasum_hvd.torch.optimizer import gradient
@@ -183,8 +183,8 @@ def show(row: dict[str, Any]) -> None:
         )
         if name in row["parts"]:
             split = middle(row["parts"][name]).items()
-            said = ", ".join(f"{part} {spent * 1e3:.1f}" for part, spent in split)
-            print(" " * 13 + said)
+            parts = ", ".join(f"{part} {spent * 1e3:.1f}" for part, spent in split)
+            print(" " * 13 + parts)
 
 
 def plot(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-// What the kernels move per second, beside a copy on the same device: built and run by gpu.py.
+// Bandwidth of the kernels and of a copy on the same device; gpu.py builds and runs it.
 //
 // Prints one JSON line per case: element type, ranks, megabytes of one rank's slice, and gigabytes read and
 // written per second (medians) of the copy, the Gram kernel and the combine kernel. A slice has one tensor.

@@ -1,4 +1,4 @@
-"""What an exchange of short messages between the ranks of one host takes, without Horovod.
+"""Time of an exchange of short messages between the ranks of one host, without Horovod.
 
     python benchmarks/exchange.py
 

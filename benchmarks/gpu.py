@@ -1,4 +1,4 @@
-"""AdaSum on CUDA devices: kernels beside a copy, the op beside Horovod's, AdamOffload beside Adam.
+"""AdaSum on CUDA devices: kernels and a copy, the op and Horovod's, AdamOffload and Adam.
 
     python benchmarks/gpu.py kernels       # needs nvcc and a device, no torch and no Horovod
     python benchmarks/gpu.py op --ranks 2  # needs a Horovod of `adasum-hvd build --gpu nccl`
@@ -9,10 +9,10 @@
 With `--strict` it fails where kernels move less than 80 % of what a copy does, where AdaSum of
 100 MB takes more than 1.3 times the average, or where a reduction waits for the device.
 
-Where there are fewer devices than ranks, ranks share them: that needs NCCL 2.32 or newer,
-which is told so by NCCL_MULTI_RANK_GPU_ENABLE=1 (set here). In `op` Horovod's AdaSum is a
-second job with ADASUM_HVD_OP=off, of a Horovod with MPI; without MPI its column is empty.
-Figures to trust are ratios inside one run.
+With fewer devices than ranks, ranks share them. That needs NCCL 2.32 or newer, with
+NCCL_MULTI_RANK_GPU_ENABLE=1 (set here). In `op` Horovod's AdaSum is a second job with
+ADASUM_HVD_OP=off, of a Horovod with MPI; without MPI its column is empty. Only ratios inside
+one run are reliable.
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def measure_op(ranks: int) -> tuple[dict, dict | None]:
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     ours = jobs.run("gloo", ranks, __file__, "on", **shared)
     try:
-        theirs = jobs.run("mpi", ranks, __file__, "off", ADASUM_HVD_OP="off", **shared)
+        horovod = jobs.run("mpi", ranks, __file__, "off", ADASUM_HVD_OP="off", **shared)
     except RuntimeError as error:
         print(f"Horovod's own AdaSum did not run: {str(error)[-300:]}")
-        theirs = None
-    return ours, theirs
+        horovod = None
+    return ours, horovod
 
 
-def print_op(ranks: int, ours: dict, theirs: dict | None) -> None:
+def print_op(ranks: int, ours: dict, horovod: dict | None) -> None:
     """Print seconds and ratios."""
     print(
         f"\nop, {ranks} ranks, {ours['device']}, milliseconds (median of {REPETITIONS})"
@@ -162,9 +162,11 @@ def print_op(ranks: int, ours: dict, theirs: dict | None) -> None:
             f"{row['bytes'] / MB:8.3f} {1e3 * row['copy']:8.2f} {1e3 * average:9.2f} "
         )
         line += f"{1e3 * adasum:8.2f} {adasum / average:6.2f}x"
-        if theirs:
-            other = theirs["rows"][k]["horovod_adasum"]
-            line += f" {1e3 * other:12.2f} {other / theirs['rows'][k]['average']:6.2f}x"
+        if horovod:
+            other = horovod["rows"][k]["horovod_adasum"]
+            line += (
+                f" {1e3 * other:12.2f} {other / horovod['rows'][k]['average']:6.2f}x"
+            )
         print(line)
 
 
@@ -344,20 +346,22 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true", help="fail where it is slow")
     options = parser.parse_args()
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        sys.exit("benchmarks/gpu.py: required a CUDA device, got none on this machine")
-    wanted = [options.what] if options.what else everything
+        sys.exit(
+            "benchmarks/gpu.py: expected a CUDA device, but got none on this machine"
+        )
+    chosen = [options.what] if options.what else everything
     found: dict[str, Any] = {"machine": jobs.machine()}
-    if "kernels" in wanted:
+    if "kernels" in chosen:
         found["kernels"] = rows = measure_kernels(options.sizes)
         print_kernels(rows)
-    if "op" in wanted:
-        found["op"] = ours, theirs = measure_op(options.ranks)
-        print_op(options.ranks, ours, theirs)
-    if "trace" in wanted:
+    if "op" in chosen:
+        found["op"] = ours, horovod = measure_op(options.ranks)
+        print_op(options.ranks, ours, horovod)
+    if "trace" in chosen:
         shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         found["trace"] = jobs.run("gloo", options.ranks, __file__, "trace", **shared)
         print_trace(found["trace"])
-    if "adam" in wanted:
+    if "adam" in chosen:
         found["adam"] = rows = measure_adam()
         print_adam(rows)
     if options.json:

@@ -78,10 +78,10 @@ def run(
         script: the file to run.
         *arguments: come in front of the path that rank 0 writes to.
         hosts: where the ranks run, the same number on each; this machine without it.
-        **variables: environment variables besides the usual ones.
+        **variables: additional environment variables.
 
     Raises:
-        RuntimeError: the job wrote nothing; with the end of what it said.
+        RuntimeError: the job wrote nothing; with the end of its output.
     """
     environment = {
         **os.environ,
@@ -97,9 +97,11 @@ def run(
         output = Path(directory, "out.json")
         words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]
         words += [*map(str, arguments), str(output)]
-        _, said = run_launcher(words, environment, LIMIT_SECONDS)
+        _, shown = run_launcher(words, environment, LIMIT_SECONDS)
         if not output.exists():
-            raise RuntimeError(f"{backend}, {ranks} ranks, {arguments}: {said[-3000:]}")
+            raise RuntimeError(
+                f"{backend}, {ranks} ranks, {arguments}: {shown[-3000:]}"
+            )
         return json.loads(output.read_text())
 
 
@@ -147,7 +149,7 @@ def _lines(path: Path, name: str) -> list[str]:
 def run_launcher(
     words: list[str], variables: dict[str, str], timeout: float
 ) -> tuple[int, str]:
-    """Run a launcher in a session of its own, and return its exit status and what it said.
+    """Run a launcher in a session of its own, and return its exit status and output.
 
     All of it is killed when it outlasts `timeout` seconds or is interrupted.
     """

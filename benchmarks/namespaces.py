@@ -40,9 +40,9 @@ def missing() -> str:
     try:
         done = subprocess.run(probe, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        return f"required unshare (util-linux), got {error}"
+        return f"expected unshare (util-linux), but got {error}"
     if done.returncode:
-        return f"required root and ip (iproute2), got: {done.stderr.strip()}"
+        return f"expected root and ip (iproute2), but got: {done.stderr.strip()}"
     return ""
 
 
@@ -143,7 +143,7 @@ class Hosts:
         """Run a command on a host (or "switch") and return what it printed.
 
         Raises:
-            RuntimeError: it failed; with what it said.
+            RuntimeError: it failed; with its output.
         """
         done = subprocess.run(
             [*self.enter(host), *command.split()],

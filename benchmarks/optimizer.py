@@ -1,4 +1,4 @@
-"""What the torch optimizer wrapper costs, beside the plain optimizer and Horovod's.
+"""Time of a step with the torch optimizer wrapper, the plain optimizer and Horovod's.
 
     python benchmarks/optimizer.py                 # np 1 and 2, 1600 small and 25 M parameters
     python benchmarks/optimizer.py --backend mpi --ranks 2

@@ -1,4 +1,4 @@
-"""What each study runs: rows of settings, a grid of learning rates, seeds."""
+"""The runs of each study: rows of settings, a grid of learning rates, seeds."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def adamw(scale: Scale) -> Study:
 
 
 def larger(scale: Scale) -> Study:
-    """Beside study 1: its rates at 32 workers, for the full model and a sixteenth of its text."""
+    """An addition to study 1: 32 workers, the full model and a sixteenth of its text."""
     small, full = adamw(scale), SCALES["full"]
     tokens = full.tokens // 16 if scale.model != "gpt-tiny" else scale.tokens
 
@@ -139,7 +139,7 @@ def momentum(scale: Scale) -> Study:
 
 
 def adam(scale: Scale) -> Study:
-    """Beside study 2: Adam on digits, at 32 workers."""
+    """An addition to study 2: Adam on digits, at 32 workers."""
     one = replace(momentum(scale).sequential, optimizer="adam")
     many = [replace(one, op=op, workers=32) for op in OPS[2:]]
     rows = [Row(one), *_both_rates(many)]

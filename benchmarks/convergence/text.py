@@ -33,7 +33,7 @@ SHAPES = {
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a layer norm and added to its input."""
+    """Causal attention and a perceptron, each after a layer norm and added to its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ def corpus(split: str) -> torch.Tensor:
     Every tenth file is for validation ("validation"), every tenth for the figures ("test").
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    wanted = {"validation": (8,), "test": (9,)}.get(split, range(8))
+    residues = {"validation": (8,), "test": (9,)}.get(split, range(8))
     files = [
-        path for k, path in enumerate(sorted(folder.glob("*.py"))) if k % 10 in wanted
+        path for k, path in enumerate(sorted(folder.glob("*.py"))) if k % 10 in residues
     ]
     text = b"\n".join(path.read_bytes() for path in files)
     return torch.from_numpy(np.frombuffer(text, np.uint8).copy())

@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run depends on; `key` names it in the raw files.
+    """The parameters of one run; `key` names it in the raw files.
 
     `op` with "-delta" reduces the change of `local_steps` steps of each worker's optimizer,
     any other reduces gradients. `budget` is epochs (digits) or tokens (text), of all workers
@@ -80,9 +80,9 @@ class Setting:
     @property
     def key(self) -> str:
         """Return every field that is not its default, in order."""
-        said = asdict(self)
+        values = asdict(self)
         plain = {field.name: field.default for field in fields(self)}
-        return " ".join(f"{k}={v}" for k, v in said.items() if v != plain[k])
+        return " ".join(f"{k}={v}" for k, v in values.items() if v != plain[k])
 
     @property
     def reduces_changes(self) -> bool:
@@ -91,7 +91,7 @@ class Setting:
 
 
 class Trained(NamedTuple):
-    """What is kept of a run, and its weights."""
+    """The record of a run, and its weights."""
 
     record: dict[str, Any]
     weights: list[torch.Tensor]
@@ -293,5 +293,5 @@ def _steps(
 def is_trained(record: dict[str, Any]) -> bool:
     """Return whether a run came to its end with finite figures."""
     values = [record.get(name) for name in ("validation", "test", "accuracy")]
-    said = [value for value in values if value is not None]
-    return bool(said) and "diverged" not in record and all(map(math.isfinite, said))
+    known = [value for value in values if value is not None]
+    return bool(known) and "diverged" not in record and all(map(math.isfinite, known))

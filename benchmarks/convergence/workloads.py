@@ -1,4 +1,4 @@
-"""What is trained: LeNet-5 on digits, a ResNet on glyphs, a GPT on Python's source."""
+"""Models and data: LeNet-5 on digits, a ResNet on glyphs, a GPT on Python's source."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ TO_FIX = (
     "adasum_hvd/distributed/",
     "adasum_hvd/native/",
     "adasum_hvd/torch/optimizer/",
-    "benchmarks/",
     "docs/algorithm.md",
     "docs/choose.md",
     "docs/clusters.md",
