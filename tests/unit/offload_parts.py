@@ -1,4 +1,4 @@
-"""What the tests of torch's `AdamOffload` share: parameters, gradients, the definition."""
+"""Parameters, gradients and the reference for the tests of torch's `AdamOffload`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 
 TOLERANCE = 1e-6  # relative to the largest weight, after 100 steps in float32
-# 0-d, empty, odd, and longer than a thread's piece of scratch.
+# 0-d, empty, odd, and longer than one thread's part of the scratch buffer.
 SHAPES = [(), (0,), (7,), (33, 5), (PIECE_ELEMENTS + 3,)]
 
 
@@ -28,7 +28,7 @@ def parameters(seed: int = 0, dtype=torch.float32, shapes=SHAPES) -> list[nn.Par
 
 
 def set_gradients(params, step: int, scale: float = 1.0) -> None:
-    """Gradients of many magnitudes: only a right eps gets the small ones right."""
+    """Set gradients of many magnitudes; the small ones are sensitive to eps."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params:
         if not p.requires_grad:

@@ -17,14 +17,14 @@ PAGES = sorted(
 
 
 def tokens(page: Path) -> Iterator[Token]:
-    """Yield all tokens of a page, those inside of lines too."""
+    """Yield all tokens of a page, also inline ones."""
     for token in MarkdownIt().enable("table").parse(page.read_text()):
         yield token
         yield from token.children or ()
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the code blocks of a language; "" for those that name none, or are indented."""
+    """Return the code blocks of a language; "" means blocks without one and indented blocks."""
     found = [t for t in tokens(page) if t.type in ("fence", "code_block")]
     return [
         _after(t.content) if t.info == "diff" else t.content
@@ -34,19 +34,19 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def _after(diff: str) -> str:
-    """Return what a difference leads to."""
+    """Return the text after applying a diff."""
     kept = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
     return "\n".join(kept)
 
 
 def links(page: Path) -> list[str]:
-    """Return where links and pictures lead."""
+    """Return the targets of links and pictures."""
     found = [t.attrGet("href") or t.attrGet("src") for t in tokens(page)]
     return [str(target) for target in found if target]
 
 
 def quoted(page: Path) -> list[str]:
-    """Return what stands between backquotes."""
+    """Return the texts between backquotes."""
     return [t.content for t in tokens(page) if t.type == "code_inline"]
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks say where their figures come from, and the planner and its model agree."""
+"""Benchmarks record the origin of their figures; the planner agrees with its cost model."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_agreement_of_parallel_and_orthogonal_vectors():
 
 
 def one_by_one(job: training.Job, examples: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of `apart`'s weights as autograd gives them, worker by worker."""
+    """Return the gradients of `apart`'s weights from autograd, one worker after another."""
     found = []
     for rank in range(len(job.apart[0])):
         for agreed, own in zip(job.agreed, job.apart, strict=True):
@@ -118,7 +118,7 @@ def test_fresh_coefficients_are_the_gradients():
 
 
 def test_local_steps_meet_at_the_end():
-    """One window that is never complete is one that ends with the run."""
+    """A window that is incomplete at the end of a run ends with the run."""
     setting = replace(TINY, op="average-delta", budget=2**9, local_steps=4)
     run = train(setting)
     assert run.record["steps"] == 4 and len(run.record["curve"]) == 4

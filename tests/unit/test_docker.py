@@ -1,4 +1,4 @@
-"""Containers and workflows name versions that are tested, and hosts that there are."""
+"""Containers and workflows use tested versions and existing hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pins() -> dict[str, str]:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="images have Python 3.11")
 def test_images_hold_the_versions_that_are_tested(pins):
-    """The versions that these tests run with, where they are direct requirements."""
+    """For direct requirements, the versions are those of the test environment."""
     needed = [Requirement(line) for line in metadata.requires("adasum_hvd")]
     extra = {"extra": "dev"}
     names = {r.name for r in needed if r.marker is None or r.marker.evaluate(extra)}
@@ -60,7 +60,7 @@ def test_every_requirement_is_pinned(path, pins):
 
 
 def test_compose_runs_its_job_on_its_hosts(monkeypatch):
-    """As horovodrun reads the command; the program then runs with its options, on one rank."""
+    """horovodrun parses the command, and the program runs with its options on one rank."""
     services = yaml.safe_load((DOCKER / "docker-compose.yml").read_text())["services"]
     hosts = {name for name, s in services.items() if s["command"] == ["sshd"]}
     job = services["job"]

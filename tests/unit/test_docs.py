@@ -56,7 +56,7 @@ def test_names_used_in_python_blocks_exist(page: Path) -> None:
         hvd = hvd_of(tree) or hvd
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "hvd":
-                # A page whose blocks import nothing is about torch.
+                # A page whose blocks import no framework is about torch.
                 module = hvd or importlib.import_module("adasum_hvd.torch")
                 assert hasattr(module, node.attr), ast.unparse(node)
 

@@ -15,7 +15,7 @@ from tests.unit.pages import REPOSITORY
 OPS = (ops.Sum, ops.Average, ops.AdasumGrad, ops.AdasumDelta)
 HEAD = [op.name for op in OPS]
 QUOTING = [REPOSITORY / "README.md", REPOSITORY / "docs/convergence.md"]
-# Where a reader begins: the first optimizer on these pages has the variant of the rule.
+# Entry pages: their first optimizer must use the variant of the rule.
 BEGINNINGS = [
     REPOSITORY / name
     for name in ("README.md", "docs/index.md", "docs/tensorflow.md", "docs/parallel.md")

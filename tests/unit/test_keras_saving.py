@@ -1,4 +1,4 @@
-"""A model saved with a distributed optimizer, loaded where this project is not."""
+"""A model saved with a distributed optimizer loads without this project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import adasum_hvd.tensorflow.keras as hvd
 
-# The lines that docs/tensorflow.md gives to those who do not have the project.
+# The lines in docs/tensorflow.md for programs without this project.
 WITHOUT = """
 import sys
 import keras
@@ -64,7 +64,7 @@ def test_with_the_project_and_horovod(saved):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_h5_files_do_not_resume(tmp_path, saved, distributed):
-    """docs/tensorflow.md says so; when Keras changes it, both change."""
+    """docs/tensorflow.md documents it; if Keras changes, both must change."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam()
     optimizer = hvd.DistributedOptimizer(optimizer) if distributed else optimizer

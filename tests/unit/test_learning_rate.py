@@ -1,4 +1,4 @@
-"""The learning-rate helper, its figures against the runs they come from, and the rule."""
+"""The learning-rate helper, its figures compared with the runs' raw files, and the rule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEEDS = {"momentum": 5, "adam": 3, "adamw": 5}  # at least
 
 
 def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
-    """Return factor, mean and deviation over the seeds, as the tables round them."""
+    """Return factor, mean and deviation over the seeds, rounded as in the tables."""
     study = STUDIES[name]
     (row,) = (
         row
@@ -211,7 +211,7 @@ def test_the_banner_has_the_same_advice():
     assert "rate" not in banner(ops.Average, 32, "adam")
     summed = {"group_op": "sum", "group_size": 8}
     assert "rate" not in banner(ops.AdasumGrad, 64, "adamw", **summed)
-    # A host's ranks, whose number is not known here; a reduction without figures.
+    # The number of ranks per host is unknown here, and this reduction has no figures.
     assert "rate" not in banner(ops.AdasumDelta, 64, group_op="average")
     assert "rate" not in banner(ops.Max, 64)
 

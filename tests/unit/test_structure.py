@@ -16,7 +16,7 @@ from adasum_hvd.install.sources import NATIVE, native_files
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "adasum_hvd"
-# Which rooms a room of `adasum_hvd` imports from. `reference` and `__version__` serve all of them.
+# By room of `adasum_hvd`, the rooms that it imports; all may import `reference` and `__version__`.
 ROOMS: dict[str, set[str]] = {
     "common": set(),
     "advice": {"common"},
@@ -44,10 +44,10 @@ ROOMS: dict[str, set[str]] = {
 # The command, and public import paths that only re-export.
 DOORS = {f"adasum_hvd.{name}" for name in ("cli", "boost", "ops", "learning_rate")}
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
-# A file that tells the two frameworks' findings apart by its name.
+# Files for one framework, by their names.
 PER_FRAMEWORK = re.compile(r"(?:parallel|tools)/(torch|tensorflow)_\w+\.py")
-# What native rooms include of others: a room, or one file of it. The arithmetic knows the
-# interface of a transport and no transport; Horovod, MPI, Gloo and NCCL are known where named.
+# By native room, the other rooms or files that it includes. The arithmetic includes only the
+# interface of transports; OUTSIDE lists the rooms that include Horovod, MPI, Gloo and NCCL.
 INCLUDED: dict[str, set[str]] = {
     "op": {"cuda", "reduce", "transport", "kernels/kernels.h"},
     "cuda": {"reduce", "transport/transport.h", "kernels/kernels.h"},
@@ -107,7 +107,7 @@ def graph() -> dict[str, set[str]]:
         needed: set[str] = set()
         for name in imported(path):
             needed |= packages(name) & known.keys()
-        # A package that holds the module has begun by then and need not have ended.
+        # The packages that contain a module are already being imported.
         edges[module] = needed - packages(module)
     return edges
 

@@ -1,4 +1,4 @@
-"""Detection of TensorFlow's and Keras's strategies; in a process of its own each."""
+"""Detection of TensorFlow's and Keras's strategies, each in a separate process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ assert detect() == []
 
 
 def test_tf1_behaviour():
-    """As TF1's scripts have it, down to shapes whose dimensions have no hash."""
+    """With TF1's behaviour, including shapes whose dimensions are not hashable."""
     run("""
 import numpy as np
 import tensorflow.compat.v1 as tf

@@ -1,4 +1,4 @@
-"""Detection by torch's own objects, in a process group of one rank."""
+"""Detection of parallel modes on torch's own objects, in a process group of one rank."""
 
 from __future__ import annotations
 

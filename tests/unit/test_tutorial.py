@@ -91,7 +91,7 @@ def test_what_is_random_depends_on_epoch_and_index(folder):
 
 
 def test_central_crop(tmp_path):
-    """A black border of 1/16 of the side on each side is cut away."""
+    """The crop removes a black border of 1/16 of the image's side."""
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[4:-4, 4:-4] = 255
     for part in ("train", "val"):
