@@ -52,6 +52,7 @@ TO_FIX = (
     "adasum_hvd/distributed/",
     "adasum_hvd/native/",
     "adasum_hvd/torch/optimizer/",
+    "benchmarks/convergence/",
     "docs/algorithm.md",
     "docs/choose.md",
     "docs/clusters.md",
