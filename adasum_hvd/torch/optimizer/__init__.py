@@ -43,15 +43,15 @@ from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper, reducer_of
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "DistributedOptimizer: required a torch.optim.Optimizer, got "
-            f"{type(optimizer).__name__}; make one of the model's parameters first"
+            "DistributedOptimizer: expected a torch.optim.Optimizer, but got "
+            f"{type(optimizer).__name__}; create one from the model's parameters first"
         )
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if torch.nn.parameter.is_lazy(parameter):
                 raise ValueError(
-                    f"parameter group{index}.param{position}: required one with a shape, got one "
-                    "of a lazy layer; run one forward pass first, on every rank"
+                    f"parameter group{index}.param{position}: expected one with a shape, but got "
+                    "one of a lazy layer; run one forward pass first, on every rank"
                 )
 
 
@@ -69,14 +69,14 @@ def _checked_names(
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ValueError(
-            "named_parameters: required (name, parameter) tuples, as "
+            "named_parameters: expected (name, parameter) tuples, as "
             "model.named_parameters() gives them"
         )
     counts = Counter(name for name, _ in named)
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         raise ValueError(
-            f"named_parameters: required unique names, got twice: {duplicates}"
+            f"named_parameters: expected unique names, but got twice: {duplicates}"
         )
     names = {id(parameter): name for name, parameter in named}
     unnamed = [
@@ -84,7 +84,7 @@ def _checked_names(
     ]
     if unnamed:
         raise ValueError(
-            f"named_parameters: required a name for every parameter of the optimizer, got none "
+            f"named_parameters: expected a name for every parameter of the optimizer, but got none "
             f"for {', '.join(unnamed)}"
         )
     return names
@@ -211,8 +211,8 @@ def DistributedOptimizer(
     )
     if hasattr(optimizer, "_reduces_gradients"):
         raise ValueError(
-            f"DistributedOptimizer: required a plain optimizer, got a {type(optimizer).__name__} "
-            "that is distributed already; wrap the one inside, once"
+            f"DistributedOptimizer: expected a plain optimizer, but got a "
+            f"{type(optimizer).__name__} that is distributed already; wrap the one inside, once"
         )
     check(options, compressions(options.op))
     agreement.refuse_process_set(process_set, global_process_set)

@@ -111,7 +111,7 @@ class DeltaReducer:
         """Raise RuntimeError inside a window of local steps."""
         if self._local_step:
             raise RuntimeError(
-                "DistributedOptimizer: required parameters to change between reductions, got "
+                "DistributedOptimizer: expected parameters to change between reductions, but got "
                 f"a change {self._local_step} local steps into a window"
                 "; call step() until the window is complete first"
             )
@@ -185,8 +185,8 @@ class DeltaReducer:
         others = [rank for rank, is_far in check.ask("far", far).items() if is_far]
         if others:
             raise RuntimeError(
-                "DistributedOptimizer: required the same weights on all ranks before the first "
-                f"step, got others on ranks {others} than on rank {root} (this is rank "
+                "DistributedOptimizer: expected the same weights on all ranks before the first "
+                f"step, but got others on ranks {others} than on rank {root} (seen by rank "
                 f"{mpi_ops.rank()}); call broadcast_parameters(model.state_dict(), root_rank="
                 f"{root}), or mark_worker_local() what is a rank's own"
             )
@@ -213,8 +213,8 @@ class DeltaReducer:
         bits = check.ask("changed", bits_of(self._common_starts()))
         if len(set(bits.values())) > 1:
             raise RuntimeError(
-                "DistributedOptimizer: required the same weights on all ranks at the start "
-                f"of a step, got others after a change between steps (this is rank "
+                "DistributedOptimizer: expected the same weights on all ranks at the start "
+                f"of a step, but got others after a change between steps (seen by rank "
                 f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
                 "broadcast_parameters() afterwards; where they were moved for a moment, "
                 "put back a copy"
@@ -224,7 +224,7 @@ class DeltaReducer:
         """Wait for the reduced changes and set every parameter to start + change.
 
         Under a gradient scaler a change that is not finite (float16 on the wire overflows
-        where the gradients did not) is dropped, and the scaler told.
+        where the gradients did not) is dropped, and the scaler is notified.
         """
         for bucket in self.buckets:
             bucket.finish()
@@ -329,10 +329,10 @@ class DeltaReducer:
         if any(check.ask("weight_copies", bool(places)).values()):
             where = places[0] if places else "on another rank"
             raise RuntimeError(
-                "delta variant: required an optimizer whose weights are the parameters alone, got "
-                f"a {self.optimizer._base.__name__} that keeps them a second time ({where}), where "
-                "no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload for "
-                "float32 master weights"
+                "delta variant: expected an optimizer whose weights are the parameters alone, but "
+                f"got a {self.optimizer._base.__name__} that keeps them a second time ({where}), "
+                "where no reduction reaches them; use op=AdasumGrad, or adasum_hvd's AdamOffload "
+                "for float32 master weights"
             )
 
     def _restore(self) -> None:
@@ -365,11 +365,11 @@ class DeltaReducer:
             self._waiting = window
             return
         places = [bucket.start_weights for bucket in self.buckets]
-        wanted = [place.numel() for place in places]
+        expected = [place.numel() for place in places]
         sizes = [saved.numel() for saved in window["starts"]]
-        if sizes != wanted:
+        if sizes != expected:
             raise ValueError(
-                f"window of local steps: required starts of {wanted} elements, got {sizes}; "
+                f"window of local steps: expected starts of {expected} elements, but got {sizes}; "
                 "load it with the parameters, bucket_bytes and groups that it was saved with, or "
                 "save between windows"
             )

@@ -110,9 +110,9 @@ class GradientReducer:
         """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
         if self._touched:
             raise RuntimeError(
-                "set_backward_passes_per_step(): required no backward pass since the last step() "
-                "or zero_grad(), got one, whose gradients may be reduced already; call step() or "
-                "zero_grad() of this optimizer first"
+                "set_backward_passes_per_step(): expected no backward pass since the last step() "
+                "or zero_grad(), but got one, whose gradients may be reduced already; call step() "
+                "or zero_grad() of this optimizer first"
             )
         check_count("backward_passes_per_step", passes)
         self.options = replace(self.options, backward_passes_per_step=passes)
@@ -173,8 +173,8 @@ class GradientReducer:
         gathers = self.options.op in (ops.Average, ops.Sum)
         if not gathers and not self.options.sparse_as_dense:
             raise ValueError(
-                f"gradient of {self._name_of(parameter)}: required a dense gradient with op="
-                f"{self.options.op.name}, got a sparse one; pass sparse_as_dense=True, or "
+                f"gradient of {self._name_of(parameter)}: expected a dense gradient with op="
+                f"{self.options.op.name}, but got a sparse one; pass sparse_as_dense=True, or "
                 "make the layer with sparse=False"
             )
 
@@ -251,7 +251,7 @@ class GradientReducer:
         changed = self._counter.changed(in_buckets) if self._counter else None
         if changed is not None:
             raise RuntimeError(
-                f"gradient of {self._name_of(changed)}: required as backward has left it, got "
+                f"gradient of {self._name_of(changed)}: expected as backward has left it, but got "
                 "one changed between backward and step(), which would be lost, or be reduced "
                 "in one bucket and not in another; call optimizer.synchronize(), change it, "
                 "and step inside optimizer.skip_synchronize()"
@@ -322,13 +322,13 @@ class GradientReducer:
         return settings
 
     def _check_synchronized(self) -> None:
-        """Raise where `step()` was told, or has reason, to leave out the reduction, wrongly."""
+        """Raise if `step()` leaves out the reduction although gradients are not reduced."""
         if self.reduction.alone:
             return
         if self.skip_synchronize and not self.synchronized:
             scaling.forget_scaler(self.optimizer)
             raise RuntimeError(
-                "skip_synchronize(): required synchronize() since the last backward pass, got "
+                "skip_synchronize(): expected synchronize() since the last backward pass, but got "
                 "none; every rank would step with gradients of its own, so call "
                 "optimizer.synchronize() first, or step() outside of skip_synchronize()"
             )
@@ -338,8 +338,8 @@ class GradientReducer:
             for p, gradient in zip(parameters, self._of_synchronize, strict=False):
                 if p.grad is not gradient:
                     raise RuntimeError(
-                        f"gradient of {self._name_of(p)}: required the one of synchronize(), got "
-                        "another one, which has not been reduced; call synchronize() again, or "
+                        f"gradient of {self._name_of(p)}: expected the one of synchronize(), but "
+                        "got another one, which has not been reduced; call synchronize() again, or "
                         "step inside skip_synchronize() if it is the same on all ranks"
                     )
 

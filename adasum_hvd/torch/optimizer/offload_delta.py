@@ -2,7 +2,7 @@
 
 Where the op forms the change (`buckets.weight_change.op_takes`), the bucket's flat tensor holds the
 start, and the op reads newer masters and writes final ones where they are. Elsewhere a master
-lives in the flat tensor, beside a start: a step updates it in place, turns it into the delta,
+lives in the flat tensor, next to a start: a step updates it in place, turns it into the delta,
 reduces that and makes weights of it again. Only then are parameters written. The device holds
 nothing for any of this.
 """

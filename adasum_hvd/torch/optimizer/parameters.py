@@ -126,7 +126,7 @@ class ReducedParameters:
         for name, parameter in named:
             if parameter.is_complex():
                 raise ValueError(
-                    f"parameter {name}: required a real dtype, got {parameter.dtype}, which "
+                    f"parameter {name}: expected a real dtype, but got {parameter.dtype}, which "
                     "Horovod does not carry; keep it as torch.view_as_real(...), or mark it with "
                     "mark_worker_local()"
                 )
@@ -152,11 +152,11 @@ class ReducedParameters:
             "adasum.parameter_lists",
             process_set,
         )
-        shared, theirs, instances, local, changes = zip(*gathered, strict=True)
+        shared, by_rank, instances, local, changes = zip(*gathered, strict=True)
         compare_settings(shared, rank(), *OPTIONS, ranks=everyone)
         # A number of its own in the buckets' names keeps optimizers of one job apart.
         self.instance = max(instances)
-        compare_parameter_lists(dict(zip(everyone, theirs, strict=True)), rank())
+        compare_parameter_lists(dict(zip(everyone, by_rank, strict=True)), rank())
         if any(changes) and not all(changes):
             changing = [
                 r for r, changed in zip(everyone, changes, strict=True) if changed
@@ -166,11 +166,11 @@ class ReducedParameters:
                 f"ranks in the same step, but got others on ranks {changing} only (seen by rank "
                 f"{rank()}); change them on all ranks alike"
             )
-        partly = any(len(of_rank) > 1 for of_rank in theirs)
+        partly = any(len(of_rank) > 1 for of_rank in by_rank)
         self.any_partial = partly or any(local)
         if partly and self._options.clip_delta_norm is not None:
             raise ValueError(
-                "clip_delta_norm: required all parameters on all ranks, got some marked with "
+                "clip_delta_norm: expected all parameters on all ranks, but got some marked with "
                 "mark_replicated_over(); the ranks' norms, and so their replicas, would differ"
             )
 

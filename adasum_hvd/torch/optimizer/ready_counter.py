@@ -96,10 +96,10 @@ class GradientReadyCounter:
             )
         if name_of is not None:
             raise RuntimeError(
-                f"gradient of {name_of(parameter)}: required at most {self._passes} backward "
-                "passes before step(), got one more; raise backward_passes_per_step, or call "
-                "step() or zero_grad() of this optimizer (the model's does not tell it). An "
-                "earlier DistributedOptimizer of the same parameters counts, too: delete it"
+                f"gradient of {name_of(parameter)}: expected at most {self._passes} backward "
+                "passes before step(), but got one more; raise backward_passes_per_step, or call "
+                "step() or zero_grad() of this optimizer (the model's does not notify it). "
+                "An earlier DistributedOptimizer of the same parameters counts, too: delete it"
             )
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What both reducers hold: the ranks of this job, the buckets, and the checks between ranks."""
+"""The ranks of this job, the buckets and the checks between ranks, for both reducers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reduction:
         alone: this rank is the only one, or not in the process set.
         reducing: gradients or changes pass through buckets.
         buckets: flat ones.
-        consistency: None if no other rank takes part.
+        consistency: None if there is no other rank.
         in_step: a closure is being evaluated, whose `zero_grad()` drops nothing.
     """
 
@@ -93,7 +93,7 @@ class Reduction:
 
     @property
     def common_buckets(self) -> list[Any]:
-        """Those that all ranks of the optimizer's process set reduce."""
+        """The buckets that all ranks of the optimizer's process set reduce."""
         process_set = self._options.process_set
         return [b for b in self.buckets if b.process_set is process_set]
 
@@ -103,8 +103,8 @@ class Reduction:
         """Rebuild the buckets when parameters were (un)frozen, replaced or converted since.
 
         Args:
-            announce: notifies the ranks that do not change theirs; they then rebuild, too, which
-                raises on every rank.
+            announce: notifies the ranks whose parameters do not change; they then rebuild, too,
+                which raises on every rank.
             rebuild: as of :meth:`connect`.
 
         Raises:
@@ -131,17 +131,18 @@ class Reduction:
                     self.parameters.changes = False
         if not self._in_buckets:
             raise RuntimeError(
-                "DistributedOptimizer: required parameters to reduce over "
-                f"{self._options.process_set.size()} ranks, got none that requires a "
-                "gradient and is not marked worker-local; the replicas would drift apart"
+                "DistributedOptimizer: expected parameters to reduce over "
+                f"{self._options.process_set.size()} ranks, but got none that requires a "
+                "gradient and is not marked worker-local; the replicas would diverge"
             )
 
     def _check_ranks(self) -> None:
         """Raise RuntimeError if the ranks have changed since :meth:`connect`."""
         if self._met != wire.generation() and agreement.is_elastic():
             raise RuntimeError(
-                "DistributedOptimizer: required an optimizer that has met the ranks of the job, "
-                "got one from before they changed; in an elastic job pass it to TorchState"
+                "DistributedOptimizer: expected an optimizer that is connected to the ranks of "
+                "the job, but got one from before they changed; in an elastic job pass it to "
+                "TorchState"
             )
 
     def _check_ddp(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gradient scaler leaves in an optimizer, and what `step()` does about it.
+"""Attributes that a gradient scaler sets on an optimizer, and their effect in `step()`.
 
 torch's scaler sets `found_inf` and `grad_scale` on optimizers that support it, and calls `step()`
 in any case: see `adasum_hvd/torch/amp.py`.

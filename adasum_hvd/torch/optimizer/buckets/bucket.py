@@ -1,7 +1,7 @@
 """Many parameters as one Horovod tensor, each still with AdaSum coefficients of its own.
 
 A bucket lays its parameters end to end in a flat tensor of the wire dtype. Horovod then
-negotiates one name instead of hundreds, and the op, told where the segments are, reduces
+negotiates one name instead of hundreds, and the op, which gets the segments from the name, reduces
 each as if it had come alone: bucketing never changes a result.
 """
 
@@ -37,7 +37,7 @@ class Bucket:
         op: the reduction.
         factors: prescale and postscale factor.
         process_set: the ranks that reduce.
-        with_flags: carry, behind the parameters, one scalar for each that says whether any
+        with_flags: carry, after the parameters, one scalar for each that says whether any
             rank had something to reduce.
     """
 
@@ -111,7 +111,7 @@ class Bucket:
 
     def set_gradient_view(self, index: int) -> None:
         """Make a parameter's part of the bucket its `.grad`."""
-        # A version counter of its own: what is written beside it must not look like a change of it.
+        # A version counter of its own: a write to another part must not look like a change of it.
         self.params[index].grad = self.views[index].data
 
     @property

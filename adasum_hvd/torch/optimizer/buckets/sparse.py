@@ -1,8 +1,8 @@
 """Sparse gradients under Average and Sum: the ranks' rows, gathered, as Horovod does it.
 
 Which parameters these are shows in the first gradients only, and maybe on one rank only.
-So the first round carries them densely in their bucket, which is right but long; the ranks
-tell each other (see checks/consistency.py), and from the next round on they travel in here.
+So the first round carries them densely in their bucket, which is right but long. Then the ranks
+exchange which they are (checks/consistency.py), and from the next round on they travel in here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ChangeBucket(Bucket):
     """Weights of which `flat` carries the change since `snapshot`, formed and applied here.
 
     Attributes:
-        start_weights: the weights at `snapshot`, laid end to end; of the parameters' dtype, or
+        start_weights: the weights at `snapshot`, concatenated; of the parameters' dtype, or
             the wire's where that is wider.
     """
 
@@ -160,8 +160,8 @@ class ChangeInOpBucket(ChangeBucket):
             found = (param.dtype, param.device, param.is_contiguous())
             if found != (flat.dtype, flat.device, True):
                 raise RuntimeError(
-                    f"delta variant: required weights that stay contiguous, {flat.dtype} and on "
-                    f"{flat.device} until the reduction, got one that is {param.dtype}, on "
+                    f"delta variant: expected weights that stay contiguous, {flat.dtype} and on "
+                    f"{flat.device} until the reduction, but got one that is {param.dtype}, on "
                     f"{param.device}, strides {param.stride()}; convert the model between "
                     "reductions"
                 )

@@ -1,8 +1,8 @@
-"""Do all ranks still do the same? Asked every tenth round of reductions.
+"""Comparison of the ranks in the first round of reductions and in every tenth after it.
 
-A rank that leaves out a `step()`, another learning rate, or weights that somebody else has
-changed: nothing of that shows in a reduction, whose tensors pair up by name, and the replicas
-part without a word. So the ranks say now and then what each of them has done so far.
+Reductions pair tensors by name. If one rank leaves out a `step()`, has another learning rate or
+changes weights, they succeed all the same, and the replicas diverge silently. So the ranks
+compare their steps and hyperparameters in one small message.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 
-EVERY = 10  # rounds; a question is one small message that all wait for
+EVERY = 10  # rounds; all ranks wait for the message
 _epoch = 0  # how often all ranks have joined
 
 
 def join(device: int = -1) -> int:
-    """Take part in the others' reductions with zeros until all have joined; as Horovod's.
+    """Contribute zeros to the other ranks' reductions until all have joined; as Horovod's.
 
     Ranks have taken different numbers of steps by then: distributed optimizers count anew.
     Broadcast the parameters before training goes on.
@@ -78,17 +78,17 @@ class ConsistencyCheck:
     def next_round(
         self,
         settings_of: Callable[[bool], Mapping[str, Any]],
-        has_news: Callable[[], bool],
+        has_report: Callable[[], bool],
     ) -> bool:
         """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
 
         Args:
             settings_of: returns, by name, the settings that must be the same on all ranks; called
                 with whether this is the first round.
-            has_news: returns whether this rank has news for the others.
+            has_report: returns whether this rank has found something that all must look at.
 
         Returns:
-            Whether any rank has news; the same on all ranks.
+            Whether any rank has a report; the same on all ranks.
 
         Raises:
             RuntimeError: the ranks differ; on every rank.
@@ -98,18 +98,20 @@ class ConsistencyCheck:
         if not is_due:
             return False
         settings = settings_of(number == 0)
-        told = self._gathered([self._steps, _checksum(repr(settings)), has_news()])
-        _compare_steps({rank: steps for rank, (steps, _, _) in told.items()})
-        if len({checksum for _, checksum, _ in told.values()}) > 1:
+        by_rank = self._gathered([self._steps, _checksum(repr(settings)), has_report()])
+        _compare_steps({rank: steps for rank, (steps, _, _) in by_rank.items()})
+        if len({checksum for _, checksum, _ in by_rank.values()}) > 1:
             self._name_difference(settings)
-        return any(news for _, _, news in told.values())
+        return any(report for _, _, report in by_rank.values())
 
     def _name_difference(self, settings: Mapping[str, Any]) -> None:
         """Raise RuntimeError with the first setting that differs. Collective."""
-        theirs = allgather_object(settings, f"{self._name}.settings", self._process_set)
+        of_ranks = allgather_object(
+            settings, f"{self._name}.settings", self._process_set
+        )
         try:
             compare_settings(
-                theirs, mpi_ops.rank(), *HYPERPARAMETERS, self._process_set.ranks
+                of_ranks, mpi_ops.rank(), *HYPERPARAMETERS, self._process_set.ranks
             )
         except ValueError as error:
             raise RuntimeError(str(error)) from None
@@ -121,11 +123,11 @@ class ConsistencyCheck:
         return self._round % EVERY == 0
 
     def message_name(self, what: str) -> str:
-        """Return what Horovod calls a message: "next", or as :meth:`ask` was told."""
+        """Return the name of a message in Horovod: "next", or the `what` of :meth:`ask`."""
         return f"{self._name}.{what}"
 
     def ask(self, what: str, value: float) -> dict[int, float]:
-        """Return what every rank says, by rank; ranks that have joined are left out.
+        """Return the value of every rank, by rank; ranks that have joined are left out.
 
         Args:
             what: part of the message's name.
@@ -133,15 +135,16 @@ class ConsistencyCheck:
 
         Collective; blocks.
         """
-        return {rank: said for rank, (said,) in self._gathered([value], what).items()}
+        by_rank = self._gathered([value], what)
+        return {rank: of_rank for rank, (of_rank,) in by_rank.items()}
 
     def _gathered(
         self, values: Sequence[float], what: str = "next"
     ) -> dict[int, list[float]]:
         """Return all ranks' values, as many on each, by rank."""
         ranks = list(self._process_set.ranks)
-        # One row a rank, zeros from all others: an exact sum, in which a rank that has joined
-        # takes part, too. One more than the value, so that zero means "has joined".
+        # One row a rank, zeros from all others: an exact sum, to which ranks that have joined
+        # contribute zeros. Rows hold the value plus one, so that zero means "has joined".
         rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
         mine = torch.tensor(values, dtype=torch.float64)
         rows[ranks.index(mpi_ops.rank())] = 1 + mine
@@ -152,7 +155,7 @@ class ConsistencyCheck:
             process_set=self._process_set,
         )
         pairs = zip(ranks, everyone.tolist(), strict=True)
-        return {rank: [v - 1 for v in said] for rank, said in pairs if any(said)}
+        return {rank: [v - 1 for v in row] for rank, row in pairs if any(row)}
 
 
 def _compare_steps(by_rank: Mapping[int, float]) -> None:
@@ -162,10 +165,10 @@ def _compare_steps(by_rank: Mapping[int, float]) -> None:
     if others:
         rank = mpi_ops.rank()
         raise RuntimeError(
-            "DistributedOptimizer: required the same number of steps on all ranks, got another on "
-            f"ranks {others} than on the rest of {list(by_rank)} (this is rank {rank}, which has "
-            f"taken {by_rank[rank]:.0f}); a rank that leaves out a step() after a backward pass "
-            "must not do so alone: agree on it, or let all ranks step; the replicas differ now"
+            "DistributedOptimizer: expected the same number of steps on all ranks, but got another "
+            f"on ranks {others} than on the rest of {list(by_rank)} (seen by rank {rank}, which "
+            f"has taken {by_rank[rank]:.0f}); a rank that leaves out a step() after a backward "
+            "pass must not do so alone: agree on it, or let all ranks step; the replicas differ now"
         )
 
 

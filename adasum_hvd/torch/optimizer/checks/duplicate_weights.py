@@ -24,7 +24,7 @@ def find(
         attributes: names of those that are the optimizer's own.
 
     Returns:
-        Descriptions such as "state 'z'"; empty unless all parameters that can be told from
+        Descriptions such as "state 'z'"; empty unless all parameters that differ from
         others (a gradient, more than one element, not all of them zero) have a copy.
     """
     parameters = [

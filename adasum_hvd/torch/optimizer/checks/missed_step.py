@@ -38,9 +38,9 @@ class MissedStepCheck:
         if self._changes == 2 and not self._warned:
             self._warned = True
             warnings.warn(
-                "DistributedOptimizer: required step() between backward and zero_grad(), got "
-                "weights that change without it: nothing is reduced then, and the replicas part. "
+                "DistributedOptimizer: expected step() between backward and zero_grad(), but got "
+                "weights that change without it: nothing is reduced then, and replicas diverge. "
                 "An optimizer with calls of its own (SAM's first_step and second_step) must get "
                 "the distributed one as its base optimizer, or be called as step(closure)",
-                stacklevel=4,
+                stacklevel=5,
             )

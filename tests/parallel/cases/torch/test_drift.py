@@ -35,7 +35,7 @@ def case_skip_synchronize_without_synchronize(op: str) -> None:
         (loss if scaler is None else scaler.scale(loss)).backward()
         with (
             optimizer.skip_synchronize(),
-            pytest.raises(RuntimeError, match=r"required synchronize\(\) since the"),
+            pytest.raises(RuntimeError, match=r"expected synchronize\(\) since the"),
         ):
             optimizer.step() if scaler is None else scaler.step(optimizer)
         assert torch.equal(weights(model), before)
@@ -256,7 +256,7 @@ def case_set_backward_passes_per_step(op: str) -> None:
 
 @pytest.mark.parametrize("op", VARIANTS)
 def case_what_is_no_optimizer(op: str) -> None:
-    with pytest.raises(TypeError, match=r"required a torch\.optim\.Optimizer, got"):
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, but got"):
         hvd.DistributedOptimizer(model_of(), op=op)
     lazy = nn.LazyLinear(3)
     with pytest.raises(ValueError, match=r"group0\.param0.*one forward pass first"):

@@ -31,7 +31,7 @@ def case_complex_parameters() -> None:
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) * 1j)]
     for op in VARIANTS:
         with pytest.raises(
-            ValueError, match=r"parameter group0\.param1: required a real"
+            ValueError, match=r"parameter group0\.param1: expected a real"
         ):
             hvd.DistributedOptimizer(torch.optim.SGD(weights, 0.1), op=op)
 

@@ -139,7 +139,7 @@ def case_passes_are_not_changed_behind_a_backward_pass() -> None:
     optimizer = distributed(model, hvd.AdasumGrad)
     backward(model, 0)
     if hvd.size() > 1:
-        with pytest.raises(RuntimeError, match="required no backward pass since"):
+        with pytest.raises(RuntimeError, match="expected no backward pass since"):
             optimizer.set_backward_passes_per_step(2)
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(2)

@@ -98,7 +98,9 @@ def case_wrong_arguments_of_the_optimizer() -> None:
     make = lambda **kwargs: hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), **kwargs
     )
-    with pytest.raises(ValueError, match="required unique names, got twice: \\['a'\\]"):
+    with pytest.raises(
+        ValueError, match="expected unique names, but got twice: \\['a'\\]"
+    ):
         make(named_parameters=[("a", p) for p in model.parameters()], op="adasum")
     with pytest.raises(ValueError, match=r"got none for group0\.param1"):
         make(named_parameters=list(model.named_parameters())[:1], op="adasum")
@@ -190,7 +192,7 @@ def case_more_backward_passes_than_declared() -> None:
     model = model_of()
     optimizer = distributed(model, "adasum-grad")
     loss_of(model, hvd.rank(), 0).backward()
-    with pytest.raises(RuntimeError, match="required at most 1 backward passes"):
+    with pytest.raises(RuntimeError, match="expected at most 1 backward passes"):
         loss_of(model, hvd.rank(), 1).backward()
     optimizer.zero_grad()
     loss_of(model, hvd.rank(), 2).backward()

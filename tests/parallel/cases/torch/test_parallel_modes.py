@@ -300,7 +300,7 @@ def case_replicated_refusals() -> None:
     if hvd.size() == 4:
         hvd.mark_replicated_over(mine, *model.expert.parameters())
         with pytest.raises(
-            ValueError, match="clip_delta_norm: required all parameters"
+            ValueError, match="clip_delta_norm: expected all parameters"
         ):
             hvd.DistributedOptimizer(sgd(model), op="adasum-delta", clip_delta_norm=1.0)
         # One rank of a set forgets a parameter: the ranks of the other set hear of it too.

@@ -144,7 +144,7 @@ def case_sparse_gradients(op: str, dense: bool) -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, op=op, sparse_as_dense=dense)
     if not dense and op == "adasum-grad" and hvd.size() > 1:
         with pytest.raises(
-            ValueError, match=r"required a dense gradient.*sparse_as_dense=True"
+            ValueError, match=r"expected a dense gradient.*sparse_as_dense=True"
         ):
             table(torch.tensor([hvd.rank(), 5])).sum().backward()
         return

@@ -241,7 +241,7 @@ def case_models_that_were_never_equal() -> None:
     model = model_of(seed=hvd.rank())
     optimizer = distributed(model, "adasum-delta")
     with pytest.raises(
-        RuntimeError, match=r"before the first step, got others on ranks"
+        RuntimeError, match=r"before the first step, but got others on ranks"
     ):
         train(model, optimizer, 0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
