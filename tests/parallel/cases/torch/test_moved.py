@@ -22,7 +22,7 @@ from tests.parallel.harness.torch_training import (
 )
 from tests.parallel.harness.torch_training import start as start
 
-CHANGED = "required as backward has left it, got one changed"
+CHANGED = "expected as backward has left it, but got one changed"
 
 
 def case_large_gradients_move_into_their_bucket_at_once() -> None:
