@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,6 +400,15 @@ def test_the_tables_are_those_of_the_runs():
             assert (record.get("split") == "validation") == (
                 record.get("seed", 1) in tuning.TUNING_SEEDS
             )
+
+
+def test_the_page_quotes_the_tables():
+    page = (CONVERGENCE.parent / "convergence.md").read_text()
+    studies = page.split("## 7. Steps to a target")[1].split("## The quadratic")[0]
+    quoted = re.findall(r"[0-9.]+ ± [0-9.]+", studies)
+    tables = (CONVERGENCE / "tables.md").read_text()
+    assert quoted
+    assert [each for each in quoted if f" {each} " not in tables] == []
 
 
 def test_a_picture_of_few_runs(tmp_path, monkeypatch):
