@@ -70,12 +70,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="save there, resume from there",
     )
-    add(
-        "--checkpoint-steps",
-        type=int,
-        default=0,
-        help="in addition to the end of every epoch",
-    )
+    add("--checkpoint-steps", type=int, default=0, help="also within epochs")
     add("--max-steps", type=int, help="stop after this many steps in all")
     add("--epoch-log", type=Path, help="append one JSON object per epoch")
     add("--seed", type=int, default=1)
@@ -87,9 +82,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     arguments = parse(argv)
-    switch = boost.switch(
-        arguments.boost_level, arguments.boost_config, gradients_mean=True
-    )
+    level, settings = arguments.boost_level, arguments.boost_config
+    switch = boost.switch(level, settings, gradients_mean=True)
     hvd.init(**switch.init_arguments())
     training = Training(arguments, switch)
     training.resume()

