@@ -26,6 +26,7 @@ from typing import Any
 import jobs
 
 AVERAGE, HOOK = "DDP, Gloo's average", "DDP, adasum_hook"
+DISTRIBUTED = "DDP, hook without Horovod"
 GRADIENT, DELTA = "optimizer, AdasumGrad", "optimizer, AdasumDelta"
 LOCAL = "DDP, keep_local_hook"
 PARTS = ("backward", "fill", "wait", "write back", "step")
@@ -106,10 +107,11 @@ def contenders(model_name: str):
     from torch.nn.parallel import DistributedDataParallel
 
     import adasum_hvd.torch as hvd
+    from adasum_hvd import distributed
     from adasum_hvd.torch import ddp
 
     runs = {}
-    for name in (AVERAGE, HOOK, GRADIENT, DELTA, LOCAL):
+    for name in (AVERAGE, HOOK, DISTRIBUTED, GRADIENT, DELTA, LOCAL):
         torch.manual_seed(0)
         model, inputs = MODELS[model_name]()
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
@@ -122,6 +124,8 @@ def contenders(model_name: str):
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if name == HOOK:
             model.register_comm_hook(ddp.AdasumState(), ddp.adasum_hook)
+        if name == DISTRIBUTED:
+            model.register_comm_hook(distributed.AdasumState(), distributed.adasum_hook)
         if name == LOCAL:
             model.register_comm_hook(None, ddp.keep_local_hook)
         runs[name] = model, inputs, optimizer

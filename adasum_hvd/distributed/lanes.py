@@ -60,12 +60,16 @@ class ThreadLane:
 def _run(
     tasks: queue.SimpleQueue[tuple[Task, Future] | None], communicator: Communicator
 ) -> None:
+    lost: RuntimeError | None = None  # after it, every message would wait as long again
     while (entry := tasks.get()) is not None:
         task, future = entry
         try:
+            if lost is not None:
+                raise lost
             with torch.no_grad():
                 result = task(communicator)
         except BaseException as error:  # the program's thread raises it
+            lost = error if isinstance(error, RuntimeError) else lost
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,6 +189,35 @@ def case_process_group() -> None:
     else:
         with pytest.raises(ValueError, match=r"a process group that this rank is in"):
             adasum_all_reduce(mine, group)
+
+
+def resident_bytes(key: str) -> int:
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(key)
+    ]
+    return int(line.split()[1]) * 1024
+
+
+def extra_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return by how much a reduction raises the peak of the memory that this rank uses."""
+    adasum_all_reduce([tensor[:10] for tensor in tensors])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes("VmRSS")
+    adasum_all_reduce(tensors)
+    return resident_bytes("VmHWM") - before
+
+
+def case_memory() -> dict[str, float]:
+    """A tensor takes what it receives, a list one copy more; 8 MiB for the blocks in work."""
+    elements, margin = 16 << 20, 8 << 20
+    one = [torch.full((elements,), 1.0 + rank())]
+    several = [torch.full((elements // 4,), 1.0 + rank()) for _ in range(4)]
+    found = extra_bytes(one), extra_bytes(several)
+    assert found[0] <= 4 * elements + margin, found
+    assert found[1] <= 2 * 4 * elements + margin, found
+    return {"one": found[0] / 4 / elements, "several": found[1] / 4 / elements}
 
 
 def refused(words: str, tensors, **arguments) -> None:
