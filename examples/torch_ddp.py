@@ -1,15 +1,18 @@
-"""Train LeNet-5 on handwritten digits with DistributedDataParallel and AdaSum's hook.
+"""Train LeNet-5 on handwritten digits with DistributedDataParallel and AdaSum; without Horovod.
 
-    torchrun --nproc-per-node 3 examples/torch_ddp.py
+    torchrun --nproc-per-node 4 examples/torch_ddp.py
 
-Two lines make DDP's average an AdaSum: `hvd.init()`, which takes the ranks from torch's process
-group, and `register_comm_hook`. `--op adasum-delta` reduces changes of weights: its hook keeps
-gradients local, and `DistributedOptimizer` does the rest. `--op average` is DDP as it is.
+One line makes DDP's average an AdaSum: `register_comm_hook`. `--op adasum-delta` reduces changes of
+weights: gradients stay local, and `reduce_changes` does the rest. `--op average` is DDP as it is.
+With Horovod's op, which is the fastest path on CPUs, the import is `adasum_hvd.torch.ddp`, and
+`hvd.init()` follows `init_process_group`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,9 +20,14 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import adasum_hvd.torch as hvd
+from adasum_hvd.distributed import (
+    AdasumState,
+    adasum_hook,
+    banner,
+    check_replicas,
+    reduce_changes,
+)
 from adasum_hvd.tools.torch_digits import LeNet5, device_of, digits
-from adasum_hvd.torch.ddp import AdasumState, adasum_hook, keep_local_hook
 
 
 def main() -> None:
@@ -32,11 +40,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     arguments = parser.parse_args()
 
-    dist.init_process_group("gloo")
-    hvd.init()  # with the ranks of the process group
+    local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = device_of(arguments.device, *local)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     torch.manual_seed(42)
     torch.set_num_threads(1)
-    device = device_of(arguments.device)
     images, labels, test_images, test_labels = digits()
     data = TensorDataset(images, labels)
     sampler = DistributedSampler(data, drop_last=True)
@@ -44,27 +52,28 @@ def main() -> None:
 
     model = DistributedDataParallel(LeNet5().to(device))
     optimizer = torch.optim.SGD(model.parameters(), arguments.lr, momentum=0.9)
+    state = AdasumState()
     if arguments.op == "adasum-grad":
-        model.register_comm_hook(AdasumState(), adasum_hook)
+        model.register_comm_hook(state, adasum_hook)
+        if dist.get_rank() == 0:
+            print(banner(state))
     elif arguments.op == "adasum-delta":
-        model.register_comm_hook(None, keep_local_hook)
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, model.named_parameters(), op=arguments.op, model=model
-        )
+        reduce_changes(optimizer)
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
-            outputs = model(inputs.to(device))
-            functional.cross_entropy(outputs, targets.to(device)).backward()
+            is_delta = arguments.op == "adasum-delta"
+            with model.no_sync() if is_delta else nullcontext():
+                outputs = model(inputs.to(device))
+                functional.cross_entropy(outputs, targets.to(device)).backward()
             optimizer.step()
-    hvd.check_replicas(model)
+    check_replicas(model)
     with torch.no_grad():
         hits = model.module(test_images.to(device)).argmax(1).cpu() == test_labels
-    if hvd.rank() == 0:
-        print(f"{hvd.size()} ranks, {hvd.counters().calls} reductions by AdaSum")
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, identical replicas")
         print(f"test accuracy {hits.float().mean().item():.3f}")
-    hvd.shutdown()
     dist.destroy_process_group()
 
 

@@ -31,7 +31,7 @@ def main() -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    device = device_of(arguments.device)
+    device = device_of(arguments.device, hvd.local_rank(), hvd.local_size())
     images, labels, test_images, test_labels = digits()
     data = TensorDataset(images, labels)
     sampler = DistributedSampler(data, hvd.size(), hvd.rank(), drop_last=True)

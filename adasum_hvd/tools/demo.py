@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from adasum_hvd.install import findings
 from adasum_hvd.tools import jobs
 
 _NEEDED = {"torch": "torch", "sklearn": "scikit-learn"}
@@ -22,6 +23,11 @@ def add_to(commands: Any) -> None:
         help="train LeNet-5 on digits with Sum, Average and both AdaSum variants",
     )
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--engine",
+        choices=["horovod", "torch"],
+        help="Horovod's op, or torch.distributed alone (default: horovod if installed)",
+    )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
         "--output", type=Path, default=Path(), help="folder of demo.json and demo.png"
@@ -39,8 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 1
-    words = jobs.launcher("gloo", max(1, arguments.ranks))
+    engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
+    backend = "gloo" if engine == "horovod" else "torchrun"
+    words = jobs.launcher(backend, max(1, arguments.ranks))
     words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits"]
+    words += ["--engine", engine]
     words += ["--epochs", str(arguments.epochs), "--output", str(arguments.output)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     return subprocess.run(words, env=environment, check=False).returncode

@@ -65,18 +65,31 @@ def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[DoctorFindin
     found = [*findings.installed(), *machine.findings(hosts)]
     if reduce and (frameworks := findings.with_op()):
         found += reductions(frameworks)
+    if reduce and "torch" in environment.installed_frameworks():
+        found.append(distributed())
     return found
 
 
+def distributed() -> DoctorFinding:
+    """Return whether the engine on torch.distributed reduces to the right numbers."""
+    module = "adasum_hvd.tools.distributed_selfcheck"
+    try:
+        result = jobs.run("torchrun", RANKS, module, seconds=_SECONDS)
+    except jobs.JobError as error:
+        result = {"error": str(error)}
+    return _judged("torch.distributed", "torch", result, "reinstall torch")
+
+
 def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
-    """Yield, by framework and backend, whether ranks on this host reduce correctly."""
+    """Yield, by framework and backend, whether ranks of this host reduce to the right numbers."""
     backends = ["gloo"]
     if environment.detect_mpi() and has_mpi(frameworks[0]):
         backends.append("mpi")
     seen: selfcheck.Results = {}
     for backend, results in _try(backends, frameworks).items():
         for framework, result in results.items():
-            yield _judged(backend, framework, result)
+            rebuild = f"{BUILD} --frameworks {framework}"
+            yield _judged(backend, framework, result, rebuild)
             if "error" not in result:
                 seen.setdefault(framework, result)
     for framework, result in seen.items():
@@ -107,11 +120,12 @@ def _try(
     return found
 
 
-def _judged(backend: str, framework: str, result: dict[str, Any]) -> DoctorFinding:
+def _judged(
+    backend: str, framework: str, result: dict[str, Any], repair: str
+) -> DoctorFinding:
     subject = f"AdaSum, {framework} on {backend}"
-    rebuild = f"{BUILD} --frameworks {framework}"
     if "error" in result:
-        return DoctorFinding(subject, result["error"], State.BROKEN, rebuild)
+        return DoctorFinding(subject, result["error"], State.BROKEN, repair)
     if result["wrong"]:
         found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
         fix = "report this with the output of `adasum-hvd doctor --json`"

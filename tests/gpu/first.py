@@ -119,6 +119,11 @@ def steps(output: Path) -> list[Step]:
         Step("kernels", pytest_of(kernels, "-k", "not sanitizer"), compiled),
         Step("kernels' bandwidth", benchmark("kernels", output), compiled),
         Step("the NCCL build", build, (no_nvcc, no_device, no_torch_with_cuda)),
+        Step(
+            "torch.distributed",
+            pytest_of("tests/gpu/test_distributed.py"),
+            (no_device, no_torch_with_cuda),
+        ),
         Step("the op and AdamOffload", pytest_of("tests/gpu", f"--ignore={kernels}"), ranks),
         Step(
             "compute-sanitizer",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from adasum_hvd.tools import doctor
 from tests.parallel.harness.launch import environment
 
@@ -30,6 +32,13 @@ def test_doctor_reduces_on_every_backend() -> None:
     assert doctor.status(list(found.values())) == 0
 
 
+def test_doctor_reduces_without_horovod() -> None:
+    found = doctor.distributed()
+    assert found.subject == "AdaSum, torch on torch.distributed"
+    assert found.found == "6 tensors over 2 ranks as the reference has them", found
+    assert found.state == 0
+
+
 def test_bench_and_its_timeline(tmp_path: Path) -> None:
     output, record = tmp_path / "bench.json", tmp_path / "timeline.json"
     shown = command(
@@ -46,8 +55,19 @@ def test_bench_and_its_timeline(tmp_path: Path) -> None:
     assert all(phase["microseconds"] >= 0 for phase in phases)
 
 
-def test_demo(tmp_path: Path) -> None:
-    words = ["demo", "--ranks", "2", "--epochs", "3", "--output", str(tmp_path)]
+@pytest.mark.parametrize("engine", ["horovod", "torch"])
+def test_demo(tmp_path: Path, engine: str) -> None:
+    words = [
+        "demo",
+        "--engine",
+        engine,
+        "--ranks",
+        "2",
+        "--epochs",
+        "3",
+        "--output",
+        str(tmp_path),
+    ]
     shown = command(*words)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     results = json.loads((tmp_path / "demo.json").read_text())

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import adasum_all_reduce
+from adasum_hvd.distributed import adasum_all_reduce, reduce_changes
+from adasum_hvd.distributed.ill_conditioned import FormNodes
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     Engine,
@@ -21,6 +22,7 @@ from tests.parallel.harness.conformance import (
     reduced,
     tensor_of,
 )
+from tests.parallel.harness.models import loss_of, model_of, weights
 
 HOSTS: list[str] = []
 
@@ -93,6 +95,24 @@ def case_not_finite() -> None:
 
 def case_cancelling_pairs() -> None:
     conformance.cancelling_pairs(engine())
+
+
+def case_as_on_a_device() -> None:
+    """Where the program waits for no value, nodes of all tensors are formed: the same bits."""
+
+    def results() -> list[torch.Tensor]:
+        tensors = [tensor_of(rank(), n, torch.float32, 12) for n in (9000, 70, 5000)]
+        tensors[1] *= -1 if rank() % 2 else 1
+        return reduce_several(tensors, "device")
+
+    expected = results()
+    FormNodes.waiting = ()
+    try:
+        conformance.cancelling_pairs(engine())
+        conformance.properties(engine())
+        assert all(map(torch.equal, results(), expected))
+    finally:
+        FormNodes.waiting = ("cpu",)
 
 
 def case_layouts() -> None:
@@ -189,6 +209,37 @@ def case_process_group() -> None:
     else:
         with pytest.raises(ValueError, match=r"a process group that this rank is in"):
             adasum_all_reduce(mine, group)
+
+
+def case_delta_variant() -> None:
+    """Every rank takes its own steps; AdaSum joins the changes of each weight."""
+    model, simulated = model_of(), [model_of() for _ in HOSTS]
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    end = reduce_changes(optimizer)
+    others = [torch.optim.Adam(one.parameters(), 0.01) for one in simulated]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank(), step).backward()
+        optimizer.step()
+        starts = [p.detach().clone() for p in simulated[0].parameters()]
+        for other, (one, own) in enumerate(zip(simulated, others, strict=True)):
+            own.zero_grad()
+            loss_of(one, other, step).backward()
+            own.step()
+        replicas = zip(*(one.parameters() for one in simulated), strict=True)
+        for start, several in zip(starts, replicas, strict=True):
+            changes = [(p.detach() - start).numpy() for p in several]
+            joined = torch.from_numpy(reference.adasum(changes, HOSTS)).float()
+            for p in several:
+                p.data.copy_(start + joined)
+    conformance.check_same_everywhere(engine(), [weights(model)])
+    torch.testing.assert_close(weights(model), weights(simulated[0]))
+    end()
+    before = weights(model).clone()
+    loss_of(model, rank(), 9).backward()
+    optimizer.step()
+    digests = gather(conformance.digest_of([weights(model) - before]))
+    assert len(set(digests)) == len(HOSTS)
 
 
 def resident_bytes(key: str) -> int:
