@@ -72,7 +72,7 @@ def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[DoctorFindin
 
 def distributed() -> DoctorFinding:
     """Return whether the engine on torch.distributed reduces to the right numbers."""
-    module = "adasum_hvd.tools.distributed_selfcheck"
+    module = "adasum_hvd.tools.torch_distributed_selfcheck"
     try:
         result = jobs.run("torchrun", RANKS, module, seconds=_SECONDS)
     except jobs.JobError as error:
@@ -88,8 +88,7 @@ def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
     seen: selfcheck.Results = {}
     for backend, results in _try(backends, frameworks).items():
         for framework, result in results.items():
-            rebuild = f"{BUILD} --frameworks {framework}"
-            yield _judged(backend, framework, result, rebuild)
+            yield _judged(backend, framework, result)
             if "error" not in result:
                 seen.setdefault(framework, result)
     for framework, result in seen.items():
@@ -121,11 +120,12 @@ def _try(
 
 
 def _judged(
-    backend: str, framework: str, result: dict[str, Any], repair: str
+    backend: str, framework: str, result: dict[str, Any], repair: str = ""
 ) -> DoctorFinding:
     subject = f"AdaSum, {framework} on {backend}"
     if "error" in result:
-        return DoctorFinding(subject, result["error"], State.BROKEN, repair)
+        fix = repair or f"{BUILD} --frameworks {framework}"
+        return DoctorFinding(subject, result["error"], State.BROKEN, fix)
     if result["wrong"]:
         found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
         fix = "report this with the output of `adasum-hvd doctor --json`"

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.tools import plot
-from adasum_hvd.tools.digits_engines import ENGINES, Engine
+from adasum_hvd.tools.torch_engines import ENGINES, Engine
 
 TARGET_ACCURACY = 0.95
 WATCHED, RECORDS = "adasum-grad", "run.jsonl"  # of hvd.AdasumMonitor

@@ -35,7 +35,7 @@ def test_doctor_reduces_on_every_backend() -> None:
 def test_doctor_reduces_without_horovod() -> None:
     found = doctor.distributed()
     assert found.subject == "AdaSum, torch on torch.distributed"
-    assert found.found == "6 tensors over 2 ranks as the reference has them", found
+    assert found.found == "6 tensors over 2 ranks equal the reference", found
     assert found.state == 0
 
 
@@ -80,5 +80,6 @@ def test_demo(tmp_path: Path, engine: str) -> None:
     assert all(r["identical"] for r in results)
     assert max(r["accuracy"] for r in results) > 0.5
     # What `init` says, once and on rank 0.
-    assert shown.stderr.count(": 2 ranks on 1 host over Gloo; exchange over ") == 1
+    line = ": 2 ranks on 1 host over Gloo; exchange over "
+    assert shown.stderr.count(line) == (engine == "horovod")
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "tools": {
         *("common", "startup", "install", "launch", "mindspore"),
         *("torch", "tensorflow"),
+        "distributed",
     },
     "torch": {
         *("common", "advice", "startup", "elastic"),

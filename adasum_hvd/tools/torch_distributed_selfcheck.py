@@ -1,6 +1,6 @@
 """A rank's part of `adasum-hvd doctor` for the engine on torch.distributed, under torchrun.
 
-python -m adasum_hvd.tools.distributed_selfcheck OUTPUT
+python -m adasum_hvd.tools.torch_distributed_selfcheck OUTPUT
 """
 
 from __future__ import annotations
