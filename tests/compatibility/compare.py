@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.source or not Path(options.source, "test", "parallel").is_dir():
         parser.error(
-            "HOROVOD_SOURCE: required a checkout of Horovod v0.28.1, got "
+            "HOROVOD_SOURCE: expected a checkout of Horovod v0.28.1, but got "
             f"{options.source}; git clone it and name its folder"
         )
     return options
