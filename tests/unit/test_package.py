@@ -96,8 +96,8 @@ print(json.dumps({
 PUBLIC = [
     f"adasum_hvd.{name}"
     for name in (
-        "boost", "distributed", "learning_rate", "monitor.statistics", "ops", "parallel", "reference",
-        "torch", "torch.ddp",
+        "boost", "distributed", "learning_rate", "monitor.statistics", "ops", "parallel",
+        "reference", "torch", "torch.ddp",
         "torch.elastic", "tensorflow", "tensorflow.elastic", "tensorflow.keras",
         "tensorflow.keras.callbacks", "tensorflow.keras.elastic",
     )
