@@ -71,10 +71,10 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def device_of(wanted: str, local_rank: int, local_size: int) -> torch.device:
+def device_of(chosen: str, local_rank: int, local_size: int) -> torch.device:
     """Return this rank's device: for "auto" CUDA if every rank of the host has one."""
     devices = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and devices < local_size):
+    if chosen == "cpu" or (chosen == "auto" and devices < local_size):
         return torch.device("cpu")
     if not devices:
         raise RuntimeError(

@@ -75,6 +75,7 @@ def test_every_file_of_cases_has_ranks_that_run_it() -> None:
     found = {cases.file_of(path) for path in cases.FOLDER.rglob("test_*.py")}
     assert found - shared == {
         "device.test_tensorflow",
+        "device.test_distributed",
         "device.test_torch",
         "torch.test_sixteen",
         "torch.test_soak",
