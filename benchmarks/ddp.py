@@ -72,7 +72,6 @@ class Stopwatch:
     """Times an optimizer's methods from outside."""
 
     def __init__(self) -> None:
-        from adasum_hvd.torch.optimizer import gradient
         from adasum_hvd.torch.optimizer.buckets import bucket, weight_change
 
         self.spent = dict.fromkeys(PARTS, 0.0)
@@ -80,12 +79,12 @@ class Stopwatch:
         watched = {
             bucket.Bucket: {
                 "copy_in": "fill", "fill": "fill", "start": "fill", "finish": "wait",
+                "write_back": "write back",
             },
             weight_change.ChangeBucket: {"begin_window": "fill", "start": "fill"},
             weight_change.ChangeInOpBucket: {
                 "start": "fill", "finish": "wait", "apply": "write back",
             },
-            gradient.GradientReducer: {"_write_back": "write back"},
         }  # fmt: skip
         for owner, methods in watched.items():
             for name, part in methods.items():
@@ -203,7 +202,7 @@ def show(row: dict[str, Any]) -> None:
     medians = {name: statistics.median(of) for name, of in row["times"].items()}
     for name, median in medians.items():
         print(
-            f"{row['model']:6s} {row['ranks']:5d} {name:22s} {median * 1e3:8.2f}"
+            f"{row['model']:6s} {row['ranks']:5d} {name:24s} {median * 1e3:8.2f}"
             f" {median / medians[AVERAGE]:7.2f}x",
             flush=True,
         )
@@ -267,7 +266,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/ddp.json"))
     arguments = parser.parse_args()
     rows = []
-    print(f"{'model':6s} ranks {'step of':22s} {'ms':>8s}  / {AVERAGE}")
+    print(f"{'model':6s} ranks {'step of':24s} {'ms':>8s}  / {AVERAGE}")
     for model_name in arguments.models:
         for ranks in arguments.ranks:
             row = {"model": model_name, "ranks": ranks, "times": {}, "parts": {}}

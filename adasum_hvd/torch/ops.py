@@ -15,6 +15,7 @@ from adasum_hvd.common.namespaces import with_signature_of
 from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
 from adasum_hvd.startup import after_init, groups, preflight
+from adasum_hvd.startup.allocator import keep_freed_memory
 from adasum_hvd.torch import rendezvous as launch_rendezvous
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -82,6 +83,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
     launch.after_init(mpi_ops.size())
     after_init.after_init(mpi_ops, LIBRARY)
+    keep_freed_memory()
     forget()
     if ranks_meet():
         agree()

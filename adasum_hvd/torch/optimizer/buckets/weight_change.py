@@ -62,7 +62,7 @@ class ChangeBucket(Bucket):
         torch._foreach_copy_(self._start_views, self.params)
 
     def begin_window(self) -> bool:
-        """Begin a window. Weights with other bits than the last agreed ones are a new start.
+        """Begin a window. Weights that differ from the last agreed ones are a new start.
 
         Loading, clamping or pruning changes weights between windows. The ranks compare the new
         start in the next consistency check.
@@ -70,11 +70,16 @@ class ChangeBucket(Bucket):
         Returns:
             Whether the start is a new one.
         """
-        pairs = zip(self.params, self._start_views, strict=True)
-        if self._agreed and all(_same_bits(p.detach().to(s), s) for p, s in pairs):
+        if self._agreed and all(map(_equal, self._weights(), self._start_views)):
             return False
         self.snapshot()
         return True
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        """Return the weights, of the start's dtype and on its device."""
+        if self._start_differs or self.start_weights.device != self.flat.device:
+            return [parameter.to(self.start_weights) for parameter in self.params]
+        return self.params
 
     def start(self) -> None:
         """Begin to reduce the change since `snapshot`. Collective; does not block."""
@@ -219,8 +224,11 @@ def op_takes(
     )
 
 
-def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(as_integers(found), as_integers(expected))
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare weights; 0 equals -0, and NaN equals a NaN of the same bits."""
+    return torch.equal(found, expected) or torch.equal(
+        as_integers(found.detach()), as_integers(expected)
+    )
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
