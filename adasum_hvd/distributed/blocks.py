@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from adasum_hvd.distributed.coefficients import Tree, constant
-from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Chunk, Run, chunks_of
+from adasum_hvd.distributed.slices import (
+    BLOCK_ELEMENTS,
+    Chunk,
+    Run,
+    chunks_of,
+)
 
 # Float64 elements that are worked on together, of all ranks: 2 MiB, or 16 MiB where a kernel has
 # to be started for every step.
@@ -16,6 +23,35 @@ _ELEMENTS_ON_DEVICE = 1 << 21
 # Ranks whose dot products one call of the matrix library forms. In larger products it adds up some
 # of them in another order than others, and identical vectors would not give identical numbers.
 _TILE = 4
+# Elements of a tensor below which a call per tensor takes longer than an index.
+_SMALL = 8192
+
+
+class Places(NamedTuple):
+    """Indices that stand in for a copy per tensor in a chunk of many small tensors.
+
+    Attributes:
+        sources: int32, for every element of the chunk its place in the slice's range; filling
+            comes from one element more, which is zero.
+        targets: int32, for every element of the slice's range its place in the chunk.
+    """
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+
+@lru_cache(maxsize=1024)
+def places_of(chunk: Chunk, device: torch.device) -> Places | None:
+    """Return the places of a chunk's elements, or None if its tensors are large."""
+    elements = sum(copy.elements for copy in chunk.copies)
+    if len(chunk.copies) * _SMALL < elements:
+        return None
+    targets = torch.cat(
+        [torch.arange(target, target + count) for _, count, target in chunk.copies]
+    )
+    sources = torch.full((len(chunk.tensors) * BLOCK_ELEMENTS,), elements)
+    sources[targets] = torch.arange(elements)
+    return Places(sources.int().to(device), targets.int().to(device))
 
 
 class Slice:
@@ -51,16 +87,29 @@ class Slice:
         """
         blocks = self._space[:, : len(chunk.tensors)]
         flat = self._space.view(len(self._space), -1)
-        for start, count, target in chunk.copies:
-            end = target + count
-            for row, to in zip(self._rows, flat, strict=False):
-                to[target:end].copy_(row[start : start + count])
-            if filling := -end % BLOCK_ELEMENTS:
-                flat[:, end : end + filling].zero_()
+        if places := places_of(chunk, flat.device):
+            self._load_small(chunk, places, flat[:, : len(places.sources)])
+        else:
+            self._load_large(chunk, flat)
         if factors is not None:
             own = blocks[: len(self._rows)]
             own.mul_(self._by_block(chunk, factors).movedim(-1, 0)[..., None])
         return blocks
+
+    def _load_large(self, chunk: Chunk, flat: torch.Tensor) -> None:
+        targets = flat[: len(self._rows)].unbind()
+        for start, count, target in chunk.copies:
+            end = target + count
+            for row, to in zip(self._rows, targets, strict=True):
+                to[target:end].copy_(row[start : start + count])
+            if filling := -end % BLOCK_ELEMENTS:
+                flat[:, end : end + filling].zero_()
+
+    def _load_small(self, chunk: Chunk, places: Places, flat: torch.Tensor) -> None:
+        source = self._space.new_zeros(len(places.targets) + 1)
+        for row, to in zip(self._rows, flat.unbind(), strict=False):
+            source[:-1].copy_(row[chunk.range])
+            torch.index_select(source, 0, places.sources, out=to)
 
     def _by_block(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
         """Return [blocks, ...] of [tensors, ...], or [1, ...] where all blocks are one's."""
@@ -174,6 +223,9 @@ class Slice:
             if scale is not None:
                 blocks[0].div_(self._by_block(chunk, scale)[:, None])
             flat = blocks[0].view(-1)
+            if places := places_of(chunk, flat.device):
+                result[chunk.range].copy_(flat.index_select(0, places.targets))
+                continue
             for start, count, target in chunk.copies:
                 result[start : start + count].copy_(flat[target : target + count])
 

@@ -71,7 +71,7 @@ def reduce_buffer(
     if communicator.size == 1 or not (shards or flat.numel()):
         return None
     rows = communicator.scatter(flat, layout.bounds)
-    part = Slice(rows, layout.runs(communicator.rank))
+    part = Slice(rows, layout.runs[communicator.rank])
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
     solution = _solve(part, layout, communicator, rule, tree, shards)
     mine = rows[communicator.rank]

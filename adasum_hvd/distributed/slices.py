@@ -41,6 +41,12 @@ class Chunk(NamedTuple):
     copies: tuple[Copy, ...]
 
     @property
+    def range(self) -> slice:
+        """The elements of the slice, which lie side by side."""
+        last = self.copies[-1]
+        return slice(self.copies[0].start, last.start + last.elements)
+
+    @property
     def only_tensor(self) -> int | None:
         """The one tensor that all blocks belong to, if there is one."""
         return self.tensors[0] if self.tensors[0] == self.tensors[-1] else None
@@ -76,8 +82,12 @@ class Layout:
             borders.append(min(start + blocks * BLOCK_ELEMENTS, ends[tensor]))
         return (*borders, elements)
 
-    def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return what the slice of a rank consists of."""
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """By rank, what its slice consists of."""
+        return tuple(map(self._runs_of, range(self.ranks)))
+
+    def _runs_of(self, rank: int) -> tuple[Run, ...]:
         begin, end = self.bounds[rank], self.bounds[rank + 1]
         runs, start = [], 0
         for tensor, size in enumerate(self.sizes):
@@ -93,16 +103,13 @@ class Layout:
     def shared(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the tensors of which it holds a part only: at most two."""
         return tuple(
-            tuple(run.tensor for run in self.runs(rank) if not run.whole)
-            for rank in range(self.ranks)
+            tuple(run.tensor for run in runs if not run.whole) for runs in self.runs
         )
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the tensors of which it holds any element."""
-        return tuple(
-            tuple(run.tensor for run in self.runs(rank)) for rank in range(self.ranks)
-        )
+        return tuple(tuple(run.tensor for run in runs) for runs in self.runs)
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adasum_hvd import reference
+from adasum_hvd.distributed import blocks
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import (
     coefficients,
@@ -33,7 +34,7 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
     starts = [0, *itertools.accumulate(sizes)]
     seen: list[tuple[int, int]] = []  # tensor, element
     for rank in range(ranks):
-        runs = layout.runs(rank)
+        runs = layout.runs[rank]
         in_chunks: list[int] = []
         for chunk in chunks_of(runs, blocks):
             assert len(chunk.tensors) <= blocks
@@ -81,11 +82,29 @@ def test_identical_vectors_have_identical_products(ranks: int) -> None:
         torch.cat([torch.randn(300).double(), vector, torch.ones(7).double()])
         for _ in range(ranks)
     ]
-    part = Slice(rows, layout.runs(0))
+    part = Slice(rows, layout.runs[0])
     products = part.gram(None)[part.owners == 1]
     assert torch.equal(products, products[:, :1].expand_as(products))
-    alone = Slice([vector] * ranks, Layout((5000,), 1).runs(0)).gram(None)
+    alone = Slice([vector] * ranks, Layout((5000,), 1).runs[0]).gram(None)
     assert torch.equal(alone, products)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1024, 32, 0, 2000, 7), (3,) * 700])
+def test_an_index_gives_the_bits_of_copies(sizes, monkeypatch) -> None:
+    rows = [torch.randn(sum(sizes), dtype=torch.float16) for _ in range(3)]
+    rows[1][0] = float("nan")
+    layout, tree = Layout(sizes, 1), tree_of((0, 0, 0), "adasum", 0)
+    factors = torch.rand(len(sizes), 3, dtype=torch.float64)
+    found = []
+    for small in (blocks._SMALL, 0):
+        monkeypatch.setattr(blocks, "_SMALL", small)
+        blocks.places_of.cache_clear()
+        part, result = Slice(rows, layout.runs[0]), torch.empty_like(rows[0])
+        part.combine(tree, factors, None, result)
+        found.append((part.gram(factors), result))
+    for indexed, copied in zip(*found, strict=True):
+        assert torch.equal(indexed.nan_to_num(-1), copied.nan_to_num(-1))
+    blocks.places_of.cache_clear()
 
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
