@@ -79,18 +79,24 @@ def case_fsdp2(model: dict, fsdp: dict, training: dict) -> None:
     check(plain, sharded, replicas, 2, **training)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("reduced", ["bfloat16", "float32"])
-def case_mixed_precision(reduced: str) -> None:
+def case_mixed_precision(reduced: str, passes: int) -> None:
     """Against the replicas' own gradients, which bfloat16 has rounded."""
     model = Model()
     policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduced))
     shard(model, 2, mp_policy=policy)
-    loss_of(model, rank()).backward()
+
+    def backward(controls) -> None:
+        for k in range(passes):
+            controls.set_requires_gradient_sync(k == passes - 1)
+            loss_of(model, rank() + 100 * k).backward()
+
+    backward(model)
     used = [p for p in model.parameters() if p.grad is not None]
     local = everyone([whole(p.grad).reshape(-1) for p in used])[::2]
     model.zero_grad()
-    adasum_replicate(model, mesh_of(2)["replica"])
-    loss_of(model, rank()).backward()
+    backward(adasum_replicate(model, mesh_of(2)["replica"]))
     for parameter, *values in zip(used, *local, strict=True):
         error = whole(parameter.grad).reshape(-1) - reference.adasum(values)
         assert np.abs(error).max() < TOLERANCE
