@@ -1,4 +1,4 @@
-"""What glibc does with the memory of gradients between two backward passes."""
+"""Memory that glibc keeps between two backward passes, seen in the page faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(**variables: str) -> tuple[str, list[int]]:
 
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
-    reason="required glibc, got another C library",
+    reason="needs glibc",
 )  # fmt: skip
 def test_freed_blocks_stay_with_the_process():
     kept, (first, *others) = _run()
