@@ -40,6 +40,7 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
         Configuration(on.CONVERGENCE, "gloo", 8, (PATIENT,)),
         # MindSpore's cells need 16 ranks at least.
         Configuration(("torch.test_sixteen",), "mpi", 16, (PATIENT,)),
+        Configuration(("torch.test_strict_sum",), "gloo", 16, (PATIENT,)),
     ],
     ids=str,
 )

@@ -79,6 +79,7 @@ def test_every_file_of_cases_has_ranks_that_run_it() -> None:
         "device.test_torch",
         "torch.test_sixteen",
         "torch.test_soak",
+        "torch.test_strict_sum",
     }
     ids = [str(one) for one in configurations.CONFIGURATIONS]
     assert len(set(ids)) == len(ids)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernels
 import pytest
 
 from adasum_hvd.install import nccl
@@ -52,6 +51,7 @@ PROGRAMS = {
     "device_limits": Program("test_device.cc", on_device=True),
     "device_observation": Program("test_observation.cc", on_device=True),
 }
+TREES = ("cancelling pairs", "groups and placements", "levels walk the same tree")
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,
     # ten times slower than plain, that ranks share nothing.
@@ -60,11 +60,8 @@ CHOSEN = {
         "wide range in one float64 tensor",
         "changes of weights",
     ),
-    ("test_trees", "tsan"): (
-        "cancelling pairs",
-        "groups and placements",
-        "levels walk the same tree",
-    ),
+    ("test_trees", "tsan"): TREES,
+    ("test_trees", "asan-ubsan"): TREES,
     ("test_parts", "tsan"): ("workers do every job once",),
     # Kernels could access memory out of bounds here.
     ("device_reduce", "asan-ubsan"): (
@@ -166,7 +163,7 @@ def nvcc() -> str:
 
 
 def test_nvcc_compiles_the_device_code(tmp_path: Path) -> None:
-    """The real compiler accepts the code that runs on the simulated CUDA; kernels are below."""
+    """The real compiler accepts the code that runs on the simulated CUDA; kernels in make soak."""
     benchmark = TESTS.parents[1] / "benchmarks" / "device_kernels.cc"
     for source in (*sorted((NATIVE / "cuda").glob("*.cc")), benchmark):
         command = [nvcc(), "-std=c++17", "-arch=sm_90", "-c", f"-I{NATIVE}"]
@@ -174,14 +171,6 @@ def test_nvcc_compiles_the_device_code(tmp_path: Path) -> None:
         subprocess.run(
             [*command, "-Werror", "all-warnings", str(source), "-o", target], check=True
         )
-
-
-def test_kernels_spill_nothing() -> None:
-    """For one kind of device; `make soak` has all."""
-    nvcc()
-    found = list(kernels.kernels((90,)))
-    assert {kernel.name for kernel in found} >= {"GramKernel<8>", "SolveKernel"}
-    assert [kernel for kernel in found if kernel.spilled] == []
 
 
 @pytest.mark.skipif(not X86, reason="instruction sets of x86-64")

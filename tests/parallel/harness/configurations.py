@@ -170,7 +170,6 @@ CONFIGURATIONS = [
     TENSORFLOW_GLOO_2, TENSORFLOW_MPI_3,
     Configuration(_files("keras", "strict_cells"), "gloo", 2),
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
-    Configuration(_files("torch", "strict_sum"), "gloo", 16),  # MindSpore's least
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
     *DISTRIBUTED,
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
