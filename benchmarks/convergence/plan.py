@@ -75,7 +75,7 @@ class Point(NamedTuple):
         return self.task.setting(self.method, self.workers)
 
 
-ALL = (1, 32, 8, 16, 64, 128, 4, 2)
+ALL = (1, 32, 8, 16, 64, 4, 2, 128)
 DIGITS = Task(
     work="digits",
     optimizer="momentum",
