@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NP     ?= 4
 # What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
-PACKAGES ?= --editable '.[dev]'
+PACKAGES ?= $(PINS) --editable '.[dev]'
+# Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
+PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")
 
 NATIVE := $(shell find adasum_hvd/native tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
 
@@ -30,7 +32,7 @@ help:
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
-$(VENV)/ready: pyproject.toml adasum_hvd/install/prerequisites.py
+$(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/install/prerequisites.py
 	@$(PYTHON) adasum_hvd/install/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
