@@ -4,8 +4,8 @@
 #include <chrono>
 #include <exception>
 
+#include <pthread.h>
 #include <sched.h>
-#include <sys/prctl.h>
 
 #include "reduce/float_mode.h"
 #include "transport/pause.h"
@@ -28,6 +28,7 @@ void Workers::UseThreads(int threads) {
     while (static_cast<int>(helpers_.size()) < threads - 1) {
       const int worker = static_cast<int>(helpers_.size()) + 1;
       helpers_.emplace_back([this, worker] { Help(worker); });
+      pthread_setname_np(helpers_.back().native_handle(), "adasum"); // for top -H
     }
   } catch (const std::exception&) {
     // The system refuses more (ulimit -u, a limit of the container): fewer threads give the same results.
@@ -110,8 +111,7 @@ bool Workers::Enter(uint64_t round) {
 }
 
 void Workers::Help(int worker) {
-  prctl(PR_SET_NAME, "adasum", 0, 0, 0); // for top -H
-  const DefaultFloatMode mode;           // a thread inherits the mode of the thread that makes it
+  const DefaultFloatMode mode; // a thread inherits the mode of the thread that makes it
   for (uint64_t round = 0;;) {
     round = AwaitRound(round);
     if (stop_.load()) {
