@@ -12,6 +12,16 @@ from mkdocs.structure.files import File, Files
 
 _ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 _PROCESS_SET = re.compile(r"&lt;horovod\S*ProcessSet object at 0x[0-9a-f]+&gt;")
+_REDUCE_OP = re.compile(r"&lt;ReduceOp\.(\w+): \d+&gt;")
+# The same in signatures, which are highlighted.
+_PROCESS_SET_TOKENS = re.compile(
+    r"=&lt;</span><span[^>]*>horovod</span>.{,250}?<span[^>]*>0x[0-9a-f]+</span>"
+    r"<span[^>]*>&gt;</span>"
+)
+_REDUCE_OP_TOKENS = re.compile(
+    r"=&lt;</span><span[^>]*>ReduceOp</span><span[^>]*>\.</span><span[^>]*>(\w+)</span>"
+    r"<span[^>]*>:</span> <span[^>]*>\d+</span><span[^>]*>&gt;</span>"
+)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 _DOCS_PAGE = re.compile(r"(?<![\w/.\"-])docs/(\w+)\.md\b")
 # Where the site keeps pages for files outside docs/.
@@ -115,6 +125,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **kwargs: Any) ->
 def on_page_content(html: str, *, page: Any, config: Any, **kwargs: Any) -> str:
     """Return the page without roles, with defaults by name, and with links for `docs/x.md`."""
     html = _PROCESS_SET.sub("global_process_set", _ROLE.sub("", html))
+    html = _REDUCE_OP.sub(r"\1", html).replace("NoneCompressor", "Compression.none")
+    html = _PROCESS_SET_TOKENS.sub(
+        '=</span><span class="n">global_process_set</span>', html
+    )
+    html = _REDUCE_OP_TOKENS.sub(r'=</span><span class="n">\1</span>', html)
     if re.search(r"\.\w+\.md$", page.file.src_uri):
         return html  # a program: its text stays as it is
     titles = dict(_titles(config["nav"]))
