@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.distributed.checks import Call, agree, call_of
+from adasum_hvd.distributed.checks import Call, agree, call_of, listed
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
@@ -101,12 +101,13 @@ def adasum_all_reduce(
     """
     communicator = Communicator(group)
     hosts_of(communicator)  # by the program's thread, in the same order on all ranks
-    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    checked, several = Rule("adasum"), list[torch.Tensor]()
     try:
+        several = listed(tensors)
         checked = rule_of(rule, group_op, group_size)
         call = call_of(several, checked.described)
     except ValueError as error:  # on the other ranks, too
-        checked, call = Rule("adasum"), Call((), (), str(error))
+        call = Call((), (), str(error))
 
     def reduce(communicator: Communicator) -> list[torch.Tensor]:
         agree("adasum_all_reduce", call, communicator)

@@ -46,11 +46,13 @@ def places_of(chunk: Chunk, device: torch.device) -> Places | None:
     elements = sum(copy.elements for copy in chunk.copies)
     if len(chunk.copies) * _SMALL < elements:
         return None
+    cpu = torch.device("cpu")
     targets = torch.cat(
-        [torch.arange(target, target + count) for _, count, target in chunk.copies]
+        [torch.arange(to, to + count, device=cpu) for _, count, to in chunk.copies]
     )
-    sources = torch.full((len(chunk.tensors) * BLOCK_ELEMENTS,), elements)
-    sources[targets] = torch.arange(elements)
+    length = len(chunk.tensors) * BLOCK_ELEMENTS
+    sources = torch.full((length,), elements, device=cpu)
+    sources[targets] = torch.arange(elements, device=cpu)
     return Places(sources.int().to(device), targets.int().to(device))
 
 

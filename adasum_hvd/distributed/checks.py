@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from adasum_hvd.common.agreement import first_difference
 from adasum_hvd.distributed.communicator import Communicator
@@ -20,6 +21,22 @@ class Call(NamedTuple):
     settings: tuple[tuple[str, object], ...]
     tensors: tuple[tuple[tuple[int, ...], str, str], ...]  # shape, dtype, device type
     problem: str = ""  # why this rank cannot reduce
+
+
+def listed(tensors: Any) -> list[Any]:
+    """Return one tensor, or an iterable of them, as a list.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    try:
+        return list(tensors)
+    except TypeError:
+        raise ValueError(
+            f"expected tensors, but got {type(tensors).__name__}"
+        ) from None
 
 
 def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
@@ -42,12 +59,24 @@ def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
 def _problem(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"expected tensors, but got {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        got = "meta" if tensor.is_meta else str(tensor.layout)
+    if isinstance(tensor, DTensor):
+        return (
+            "expected whole tensors, but got a DTensor; use adasum_replicate or LocalSGD, which "
+            "add up the dot products of its shards"
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        kinds = {"meta": tensor.is_meta, "nested": tensor.is_nested}
+        got = next((kind for kind, it_is in kinds.items() if it_is), tensor.layout)
         return f"expected dense tensors, but got one that is {got}"
     if tensor.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"expected a dtype among {names}, but got {tensor.dtype}"
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(count > 1 and stride == 0 for count, stride in sides):
+        return (
+            "expected tensors whose elements have memory of their own, but got an expanded one; "
+            "clone it"
+        )
     return ""
 
 
@@ -89,8 +118,11 @@ def difference(call: Call, communicator: Communicator) -> str:
     Collective: all ranks of the communicator; blocks.
     """
     digest = hashlib.sha256(repr(call).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-    digests = communicator.all_gather(mine.to(communicator.control_device))
+    number, device = (
+        int.from_bytes(digest, "little", signed=True),
+        communicator.control_device,
+    )
+    digests = communicator.all_gather(torch.tensor([number], device=device))
     if len(set(digests.flatten().tolist())) == 1 and not call.problem:
         return ""
     return _difference(communicator.all_gather_object(call), communicator)

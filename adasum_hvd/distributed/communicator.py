@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,10 @@ _FIRST_TAG = 1 << 20
 _tags: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
+class Unresponsive(RuntimeError):
+    """A rank did not respond within the process group's timeout, or its connection closed."""
+
+
 class Communicator:
     """The ranks of a process group.
 
@@ -35,6 +39,8 @@ class Communicator:
             make these in the same order.
 
     Attributes:
+        rank: this rank's number in the group.
+        size: ranks in the group.
         ranks: the ranks' numbers in the job.
         job_size: ranks in the job.
         hosts: the number of each rank's host, if it need not be asked.
@@ -46,25 +52,39 @@ class Communicator:
     hosts: tuple[int, ...] | None = None
 
     def __init__(self, group: Any = None, apart: bool = False):
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = (
-            dist.get_rank(self.group),
-            dist.get_world_size(self.group),
-        )
+        group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(
                 "AdaSum: expected a process group that this rank is in, but got one that it is "
                 f"not in (rank {dist.get_rank()} of {dist.get_world_size()}); call it on the "
                 "group's ranks only"
             )
+        # Lanes are kept by group, and must not keep it.
+        self._group: Callable[[], Any] = weakref.ref(group)
         self.ranks, self.job_size = (
-            dist.get_process_group_ranks(self.group),
+            dist.get_process_group_ranks(group),
             dist.get_world_size(),
         )
-        self.backends = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
+        self.backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
         self._backends = dict(part.split(":") for part in self.backends.split(","))
-        tags = _tags.setdefault(self.group, itertools.count(_FIRST_TAG + 1))
+        tags = _tags.setdefault(group, itertools.count(_FIRST_TAG + 1))
         self._tag = next(tags) if apart else _FIRST_TAG
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "AdaSum: expected a process group, but it has been destroyed; make a new state or "
+                f"call for the new group (rank {self.rank} of {self.size})"
+            )
+        return group
 
     @property
     def control_device(self) -> torch.device:
@@ -149,8 +169,14 @@ class Communicator:
                 operations.append(self._message(dist.isend, out[to], to))
             if into[of].numel():
                 operations.append(self._message(dist.irecv, into[of], of))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        except RuntimeError as error:
+            raise Unresponsive(
+                f"AdaSum: expected messages from all {self.size} ranks of the group, but one did "
+                f"not respond (seen by rank {self.ranks[self.rank]} of {self.job_size}): {error}"
+            ) from error
 
     def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(

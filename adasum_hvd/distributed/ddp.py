@@ -90,6 +90,18 @@ class AdasumState(Rounds):
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self.records = Records()
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "AdasumState: expected no copy, because a copy of DistributedDataParallel has no hook "
+            "and averages gradients; copy or save the module inside it, and register the hook "
+            "with a new state"
+        )
+
     def start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
@@ -131,8 +143,11 @@ class AdasumState(Rounds):
         """
         bucket = (flat.dtype, flat.layout, sizes)
         if bucket not in self._known:
-            described = self.rule.described | {"parameters": sizes}
-            agree("adasum_hook", call_of([flat], described), communicator)
+            call = call_of([flat], self.rule.described | {"parameters": sizes})
+            if not call.problem and sum(sizes) != flat.numel():
+                # DDP puts two real numbers into the bucket for each complex one.
+                call = Call((), (), "expected real parameters, but got a complex one")
+            agree("adasum_hook", call, communicator)
             self._known.add(bucket)
 
     def finish(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import adasum_all_reduce
 from adasum_hvd.distributed.rules import Coefficients
 
@@ -51,7 +52,8 @@ def reduce_changes(
 
     Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. Every rank
     takes every step, so that a `GradScaler`, which may skip one on some ranks, does not fit.
-    Sharded models, and several steps before a reduction: :class:`LocalSGD`.
+    Parameters that are frozen, or marked with `mark_worker_local`, are left out. Sharded models,
+    and several steps before a reduction: :class:`LocalSGD`.
 
     Args:
         optimizer: any; its state stays local. A copy of the weights is kept during a step.
@@ -74,8 +76,10 @@ def reduce_changes(
     starts: list[torch.Tensor] = []
 
     def weights() -> list[torch.Tensor]:
-        groups = optimizer.param_groups
-        return [p.detach() for one in groups for p in one["params"] if p.requires_grad]
+        parameters = [p for one in optimizer.param_groups for p in one["params"]]
+        return [
+            p.detach() for p in parameters if p.requires_grad and not is_marked_local(p)
+        ]
 
     def before(*_: Any) -> None:
         starts[:] = copies_of(weights())

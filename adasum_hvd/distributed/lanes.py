@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, Unresponsive
 
 Task: TypeAlias = Callable[[Communicator], Any]
 Future: TypeAlias = torch.futures.Future
@@ -60,7 +60,7 @@ class ThreadLane:
 def _run(
     tasks: queue.SimpleQueue[tuple[Task, Future] | None], communicator: Communicator
 ) -> None:
-    lost: RuntimeError | None = None  # after it, every message would wait as long again
+    lost: Unresponsive | None = None  # after it, every message would wait as long again
     while (entry := tasks.get()) is not None:
         task, future = entry
         try:
@@ -69,7 +69,7 @@ def _run(
             with torch.no_grad():
                 result = task(communicator)
         except BaseException as error:  # the program's thread raises it
-            lost = error if isinstance(error, RuntimeError) else lost
+            lost = error if isinstance(error, Unresponsive) else lost
             future.set_exception(error)
         else:
             future.set_result(result)

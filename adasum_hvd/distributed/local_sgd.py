@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.delta import apply_changes, changes_since, copies_of
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of
-from adasum_hvd.distributed.units import units_of
+from adasum_hvd.distributed.units import Frozen, units_of
 
 __all__ = ["LocalSGD"]
 
@@ -40,10 +41,11 @@ class LocalSGD:
     Parameters and buffers are broadcast from the first replica now. Buffers stay local afterwards.
 
     Args:
-        optimizer: a plain one, over parameters of the model; its state stays local. Every replica
+        optimizer: a plain one, over the model's parameters; its state stays local. Every replica
             takes every step, so that a `GradScaler`, which may skip one on some, does not fit.
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
-            distributed as it trains. Parameters that are frozen now are not reduced.
+            distributed as it trains. Parameters that are frozen now, or marked with
+            `mark_worker_local`, are not reduced.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
         every: optimizer steps in a window.
@@ -90,7 +92,7 @@ class LocalSGD:
             ),
         )
         self._model, self._every, self._outer = model, every, outer_optimizer
-        self._units = units_of(model)
+        self._units, self._frozen = units_of(model), Frozen(model)
         self._local_step = 0  # in the window
         self._windows = 0  # that have ended
         self._starts: list[list[torch.Tensor]] = []  # by unit; empty between windows
@@ -106,6 +108,7 @@ class LocalSGD:
 
     def _before_step(self, *_: Any) -> None:
         if not self._starts:
+            self._frozen.check("LocalSGD")
             self._starts = [copies_of(unit.locals()) for unit in self._units]
 
     def _after_step(self, *_: Any) -> None:
@@ -274,14 +277,16 @@ def _settings(
             f"optimizer: expected parameters of the model only, but got {strange} others, which "
             "would not be reduced; pass the module that has all of them"
         )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    needed = {id(p) for p in trained if not is_marked_local(p)}
+    for name, one in (("optimizer", optimizer), ("outer_optimizer", outer)):
+        if one is not None and (missing := len(needed - _trained(one))):
+            raise ValueError(
+                f"{name}: expected all parameters of the model that are trained, but {missing} "
+                "are missing; pass it model.parameters(), or freeze parameters"
+            )
     if outer is None:
         return {"every": every}
-    needed = {id(p) for p in model.parameters() if p.requires_grad}
-    if missing := len(needed - _trained(outer)):
-        raise ValueError(
-            "outer_optimizer: expected all parameters of the model that are trained, but "
-            f"{missing} are missing; pass it model.parameters()"
-        )
     groups = [
         sorted((key, repr(value)) for key, value in group.items() if key != "params")
         for group in outer.param_groups

@@ -49,7 +49,7 @@ def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.
     products = by_input @ gram @ by_input.T
     squares = products.diagonal(dim1=1, dim2=2)
     norms = squares.clamp_min(0).sqrt()
-    pairs = torch.triu_indices(len(inputs), len(inputs), 1).unbind()
+    pairs = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device).unbind()
     scales = norms[:, pairs[0]] * norms[:, pairs[1]]
     cosines = torch.where(scales > 0, products[:, pairs[0], pairs[1]] / scales, 0.0)
     result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
@@ -62,7 +62,7 @@ def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.
         result.clamp_min(0).sqrt() * inverse,
     ]
     rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
-    mine = torch.zeros(tensors, 1, dtype=torch.bool)
+    mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
     before = {tensor for held in layout.held[:rank] for tensor in held}
     mine[[tensor for tensor in layout.held[rank] if tensor not in before]] = True
-    return torch.where(mine.to(gram.device), rows, 0.0)
+    return torch.where(mine, rows, 0.0)

@@ -14,7 +14,9 @@ sum of the shards' dot products. Only `Exchange` knows who holds a part of a ten
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -88,8 +90,9 @@ def reduce_tensors(
 ) -> None:
     """Reduce tensors of one dtype and device, in place; as :func:`reduce_buffer`."""
     sizes = [tensor.numel() for tensor in tensors]
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        reduce_buffer(tensors[0].view(-1), sizes, communicator, rule, shards)
+    only = tensors[0]
+    if len(tensors) == 1 and only.is_contiguous() and not only.is_neg():
+        reduce_buffer(only.view(-1), sizes, communicator, rule, shards)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     reduce_buffer(flat, sizes, communicator, rule, shards)
@@ -128,15 +131,17 @@ def _solve(
 
 def _symmetric(triangles: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
-    rows, columns = torch.triu_indices(ranks, ranks).tolist()
-    places = {
-        pair: number for number, pair in enumerate(zip(rows, columns, strict=True))
-    }
-    index = tuple(
-        places[min(i, j), max(i, j)] for i in range(ranks) for j in range(ranks)
-    )
-    found = triangles[:, constant(index, torch.int64, triangles.device)]
-    return found.view(-1, ranks, ranks)
+    places = constant(_places_in_triangle(ranks), torch.int64, triangles.device)
+    return triangles[:, places].view(-1, ranks, ranks)
+
+
+@lru_cache(maxsize=256)
+def _places_in_triangle(ranks: int) -> tuple[int, ...]:
+    """Return for each element of a matrix its place in the upper triangle, row by row."""
+    pairs = itertools.combinations_with_replacement(range(ranks), 2)
+    places = {pair: number for number, pair in enumerate(pairs)}
+    everything = itertools.product(range(ranks), repeat=2)
+    return tuple(places[min(pair), max(pair)] for pair in everything)
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
@@ -40,6 +42,9 @@ def connect(
     """
     problem = _mesh_problem(mesh)
     agree(what, Call((), (), problem), Communicator())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else a forward pass may have left whole parameters in the model
     communicator = Communicator(_group_of(mesh), apart=True)
     hosts_of(communicator)
     rule = Rule("adasum")
@@ -94,7 +99,13 @@ def _described(model: torch.nn.Module) -> dict[str, object]:
 
 @torch.no_grad()
 def _broadcast(model: torch.nn.Module, communicator: Communicator) -> None:
+    """Copy the first replica's tensors to the others, as bytes: buffers may have any dtype."""
     for tensor in (*model.parameters(), *model.buffers()):
         local = local_of(tensor)
-        if local.numel():
-            dist.broadcast(local, communicator.ranks[0], group=communicator.group)
+        if is_marked_local(tensor) or not local.numel():
+            continue
+        own = local[tuple(slice(None if stride else 1) for stride in local.stride())]
+        data = torch.empty(own.shape, dtype=own.dtype, device=own.device).copy_(own)
+        bits = data.view(-1).view(torch.uint8)
+        dist.broadcast(bits, communicator.ranks[0], group=communicator.group)
+        own.copy_(data)

@@ -14,6 +14,7 @@ References:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +29,41 @@ from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharding import complete, like, local_of
-from adasum_hvd.distributed.units import Unit, units_of
+from adasum_hvd.distributed.units import Frozen, Unit, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
+
+
+# States of a gradient before a reduction.
+_MISSING, _REDUCED, _NEW = range(3)
+# By id, the parameters that have hooks: a second handle would reduce the same gradients.
+_hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+class _Reduced:
+    """A gradient that was reduced, and how often it had been written in place by then."""
+
+    def __init__(self, gradient: torch.Tensor):
+        self._gradient, self._version = weakref.ref(gradient), _version(gradient)
+
+    def writes_to(self, gradient: torch.Tensor | None) -> int | None:
+        """Return how often it was written in place since; None if `gradient` is another tensor.
+
+        Backward that adds to it writes once, and `zero_grad(set_to_none=False)` before it once
+        more.
+        """
+        if gradient is None or self._gradient() is not gradient:
+            return None
+        return _version(gradient) - self._version
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return the count of a gradient's writes in place.
+
+    FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
+    """
+    local = local_of(gradient)
+    return gradient._version + (0 if local is gradient else local._version)
 
 
 class _Progress:
@@ -74,18 +107,21 @@ class Replicas:
         self._model, self._communicator, self._rule = model, communicator, rule
         self._overlap, self._local = overlap, False
         units = units_of(model)
+        self._frozen = Frozen(model)
         self._units = [_Progress(unit) for unit in units]
         devices = dict.fromkeys(unit.locals()[0].device for unit in units)
         self._lanes = {device: lane_on(device, communicator) for device in devices}
         self._next = 0  # the unit that is launched next: all ranks launch in one order
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
-        self._versions: dict[int, int] = {}  # of reduced gradients, by parameter
+        self._reduced: dict[int, _Reduced] = {}  # by parameter
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._hook, one, k))
             for one in self._units
             for k, parameter in enumerate(one.unit.parameters)
         ]
+        for unit in units:
+            _hooked.update((id(parameter), parameter) for parameter in unit.parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -93,11 +129,12 @@ class Replicas:
 
         Modules of FSDP stop their reduce-scatters, too.
         """
+        outside = not self._local
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(True)
+            self.set_requires_gradient_sync(outside)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function.
@@ -122,15 +159,20 @@ class Replicas:
         Collective: all ranks of the mesh, and the ranks of their shards; blocks on a CPU.
         """
         if self._communicator.size > 1:
+            self._reduced.clear()
             self._end()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        for progress in self._units:
+            for parameter in progress.unit.parameters:
+                _hooked.pop(id(parameter), None)
 
     def _hook(self, progress: _Progress, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
+        before = self._reduced.pop(id(parameter), None)
         if self._local or self._communicator.size == 1:
             return
         self._begin()
@@ -141,8 +183,7 @@ class Replicas:
                 f"{progress.expected[number]} times, as in earlier passes, but got once more "
                 f"after it was reduced (rank {dist.get_rank()}); pass overlap=False"
             )
-        before = self._versions.pop(id(parameter), None)
-        if before is not None and _version(parameter.grad) == before + 1:
+        if before is not None and before.writes_to(parameter.grad) == 1:
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "
                 "one that was added to the reduced gradient of the last pass; call zero_grad() "
@@ -163,43 +204,69 @@ class Replicas:
             return
         if self._pass is not None:
             self._reset()
+        self._frozen.check("adasum_replicate")
         self._pass = current
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._end))
 
     def _launch(self, progress: _Progress) -> None:
         """Begin to reduce a unit's gradients."""
         self._next += 1
         progress.reduced = True
-        unit, gradients, present = progress.unit, [], []
+        unit, gradients, states = progress.unit, [], []
         for parameter in unit.parameters:
-            present.append(parameter.grad is not None)
+            states.append(self._state(parameter))
             if parameter.grad is None:
                 gradients.append(torch.zeros_like(local_of(parameter.detach())))
             else:
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
         lane = self._lanes[gradients[0].device]
-        task = partial(self._reduce, unit, gradients, present)
+        task = partial(self._reduce, unit, gradients, states)
         self._futures.append((unit, lane.submit(task)))
         if isinstance(lane, StreamLane):
             for gradient in gradients:
                 lane.keep(gradient)
 
+    def _state(self, parameter: torch.Tensor) -> int:
+        """Return whether a gradient is missing, reduced in an earlier pass, or new."""
+        if parameter.grad is None:
+            return _MISSING
+        before = self._reduced.get(id(parameter))
+        is_reduced = before is not None and before.writes_to(parameter.grad) == 0
+        return _REDUCED if is_reduced else _NEW
+
     def _reduce(
         self,
         unit: Unit,
         gradients: list[torch.Tensor],
-        present: list[bool],
+        states: list[int],
         communicator: Communicator,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Reduce a unit's gradients in place; runs in the lane.
 
+        Gradients that an earlier pass has reduced, and this one has not touched on any replica,
+        stay as they are: a sum of equal gradients is not the gradient.
+
         Returns:
-            The gradients, and bool [replicas, parameters]: which were there before.
+            The gradients, and uint8 [replicas, parameters]: their states before.
         """
-        table = torch.tensor(present, dtype=torch.uint8, device=gradients[0].device)
+        device = gradients[0].device
+        table = torch.tensor(states, dtype=torch.uint8, device=device)
         everywhere = communicator.all_gather(table)
+        is_new = (everywhere == _NEW).any(0)
+        if device.type == "cpu" and not is_new.any():
+            return gradients, everywhere
+        kept = {
+            number: gradients[number].clone()
+            for number, state in enumerate(states)
+            if state == _REDUCED
+        }
         unit.reduce(gradients, communicator, self._rule)
+        for number, before in kept.items():
+            found = torch.where(is_new[number], gradients[number], before)
+            gradients[number].copy_(found)
         return gradients, everywhere
 
     def _end(self) -> None:
@@ -227,18 +294,7 @@ class Replicas:
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
-                self._versions[id(parameter)] = _version(parameter.grad)
-
-
-def _version(gradient: torch.Tensor) -> int:
-    """Return how often a gradient was written in place.
-
-    This is how `_hook` knows that backward has added to a reduced gradient: the count is one
-    higher then, while `zero_grad(set_to_none=False)` before it makes that two. FSDP accumulates
-    into the local tensor, which does not count as a write to the DTensor around it.
-    """
-    local = local_of(gradient)
-    return gradient._version + (0 if local is gradient else local._version)
+                self._reduced[id(parameter)] = _Reduced(parameter.grad)
 
 
 def adasum_replicate(
@@ -257,7 +313,8 @@ def adasum_replicate(
 
     Args:
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
-            distributed as it trains. Its optimizer is a plain one.
+            distributed as it trains. Its optimizer is a plain one. Parameters that are frozen now,
+            or marked with `mark_worker_local`, are left out.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
         rule: as of `adasum_all_reduce`.
@@ -290,6 +347,24 @@ def adasum_replicate(
         "adasum_replicate",
         model,
         mesh,
-        lambda: (rule_of(rule, group_op, group_size), {}),
+        lambda: (rule_of(rule, group_op, group_size), _refuse(model)),
     )
     return Replicas(model, communicator, checked, overlap)
+
+
+def _refuse(model: torch.nn.Module) -> dict[str, object]:
+    """Raise ValueError if hooks on the parameters of a model would not do; else return {}."""
+    for name, module in model.named_modules():
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"expected dense gradients, but {name or 'the model'} has sparse ones; make it "
+                "with sparse=False"
+            )
+    for name, parameter in model.named_parameters():
+        if _hooked.get(id(parameter)) is parameter:
+            raise ValueError(
+                f"expected a model without AdaSum, but the gradient of {name} is reduced by an "
+                "earlier adasum_replicate; call remove() on its handle"
+            )
+    return {}

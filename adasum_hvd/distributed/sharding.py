@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from adasum_hvd.distributed.checks import DTYPES
+
 _ONE_DIMENSION = (
     "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
     'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
@@ -78,6 +80,10 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             yield f"{name} is partitioned by DeepSpeed ZeRO; use fully_shard"
+        elif parameter.is_meta:
+            yield f"{name} is on the meta device; call to_empty(), and initialize it first"
+        elif parameter.requires_grad and parameter.dtype not in DTYPES:
+            yield f"{name} has dtype {parameter.dtype}; use real parameters"
         elif isinstance(parameter, DTensor):
             yield from _mesh_problem(name, parameter, ranks, rank)
 

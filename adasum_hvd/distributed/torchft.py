@@ -37,7 +37,8 @@ class _Quorum(Communicator):
     """
 
     def __init__(self, process_group: Any):
-        self.group, self.size, self.rank = process_group, process_group.size(), 0
+        self._group = lambda: process_group
+        self.size, self.rank = process_group.size(), 0
         self.ranks, self.job_size = list(range(self.size)), self.size
         self.hosts = tuple(self.ranks)
         # torchft's wrappers report rank 0 on all replicas.

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
@@ -39,10 +41,36 @@ class Unit(NamedTuple):
         reduce_tensors(tensors, communicator, rule, self.shards)
 
 
+class Frozen:
+    """The parameters of a model that are frozen now, and so belong to no unit."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        }
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError if one is trained by now, because it would not be reduced.
+
+        Args:
+            what: the function or class that reduces the model, for the message.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and not is_marked_local(parameter):
+                raise RuntimeError(
+                    f"{what}: expected {name} to stay frozen, but got requires_grad=True, and it "
+                    f"would not be reduced (rank {dist.get_rank()}); call remove(), and {what} "
+                    "again, when other parameters are trained"
+                )
+
+
 def units_of(model: torch.nn.Module) -> list[Unit]:
     """Return a model's units, in about the order in which backward finishes them.
 
-    Parameters that are frozen now are left out. All ranks call it in the same order.
+    Parameters that are frozen now, or marked with `mark_worker_local`, are left out. All ranks
+    call it in the same order.
     """
     owner: dict[int, object] = {}
     for module in model.modules():  # a child comes after its parent
@@ -51,7 +79,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     found: dict[tuple[Any, ...], list[tuple[str, torch.nn.Parameter]]] = {}
     room: dict[tuple[Any, ...], int] = {}
     for name, parameter in reversed(list(model.named_parameters())):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or is_marked_local(parameter):
             continue
         local = local_of(parameter)
         key = id(owner.get(id(parameter))), local.dtype, local.device

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import warnings
 from pathlib import Path
 
@@ -10,9 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import adasum_all_reduce, reduce_changes
+from adasum_hvd.distributed import (
+    adasum_all_reduce,
+    mark_worker_local,
+    reduce_changes,
+)
 from adasum_hvd.distributed.ill_conditioned import FormNodes
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
@@ -228,6 +236,68 @@ def case_delta_variant() -> None:
     assert len(set(digests)) == len(HOSTS)
 
 
+def case_a_marked_parameter_keeps_its_own_change() -> None:
+    model = model_of()
+    mark_worker_local(model[0].bias)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    reduce_changes(optimizer)
+    loss_of(model, rank(), 0).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        digests = set(gather(conformance.digest_of([parameter])))
+        assert len(digests) == (len(HOSTS) if name == "0.bias" else 1), name
+
+
+def case_negative_views() -> None:
+    """Tensors whose memory holds the numbers with another sign; conj() makes them."""
+    mine = tensor_of(rank(), 9000, torch.float32, 9)
+    views = [torch._neg_view(-mine), torch.complex(mine, -mine).conj().imag]
+    adasum_all_reduce(mine)
+    for view in views:
+        assert view.is_neg()
+        adasum_all_reduce(view)
+        assert torch.equal(view.resolve_neg(), mine)
+
+
+def case_another_default_device() -> None:
+    tensors = [tensor_of(rank(), size, torch.float32, 13) for size in (9000, 70)]
+    expected = reduce_several([t.clone() for t in tensors], "device")
+    with torch.device("meta"):
+        reduce_several(tensors, "device")
+        adasum_all_reduce(tensor_of(rank(), 33, torch.float32, 13))
+    assert all(map(torch.equal, tensors, expected))
+
+
+def case_errors_of_a_rule_are_its_own_calls() -> None:
+    """The thread goes on with the next reduction, unless a rank is unresponsive."""
+
+    def wrong(gram: torch.Tensor) -> torch.Tensor:
+        return gram @ torch.ones(1, 99)
+
+    for _ in range(2):
+        work = adasum_all_reduce(torch.ones(3), rule=wrong, async_op=True)
+        with pytest.raises(RuntimeError, match=r"mat|size|shape|expand"):
+            work.wait()
+    good = torch.ones(3)
+    adasum_all_reduce(good, async_op=True).wait()
+    assert torch.equal(good, torch.ones(3))
+
+
+def case_a_destroyed_group_leaves_no_thread() -> None:
+    before = threading.active_count()
+    for _ in range(2):
+        group = dist.new_group()
+        adasum_all_reduce(torch.ones(3), group, async_op=True).wait()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "adasum_hvd" and threading.active_count() > before:
+            thread.join(timeout=1)
+    assert threading.active_count() <= before
+
+
 def resident_bytes(key: str) -> int:
     (line,) = [
         line
@@ -267,7 +337,7 @@ def refused(words: str, tensors, **arguments) -> None:
     with pytest.raises(ValueError, match=words):
         work.wait()
     for one, other in zip(several, before, strict=True):
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+        if type(one) is torch.Tensor and not (one.is_sparse or one.is_nested):
             assert torch.equal(one, other)
 
 
@@ -294,6 +364,11 @@ def case_what_is_refused_on_all_ranks() -> None:
     )
     refused("got torch.complex64 on rank 0", torch.ones(2, dtype=torch.complex64))
     refused("got int", [torch.ones(2), 3])
+    refused(f"got NoneType on rank {last} of", None if odd else torch.ones(2))
+    refused("an expanded one on rank 0 of .*; clone it", torch.ones(1).expand(3))
+    refused("got one that is nested", torch.nested.nested_tensor([torch.ones(2)]))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    refused("got a DTensor .*use adasum_rep", distribute_tensor(torch.ones(8), mesh))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         refused("got one that is torch.sparse_coo", torch.ones(2, 2).to_sparse())

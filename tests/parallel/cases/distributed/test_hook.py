@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -268,4 +269,11 @@ def case_what_is_refused() -> None:
             ValueError, match="adasum_hook: expected dense tensors, but"
         ):
             rows(torch.arange(3)).sum().backward()
+    model = nn.Linear(3, 2).to(torch.complex64)
+    wrapped = ENGINE.wrapped(model)
+    with pytest.raises(ValueError, match="expected real parameters, but got a complex"):
+        wrapped(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    for copy_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="AdasumState: expected no copy, because a"):
+            copy_of(wrapped)
     ddp.check_bits(ENGINE.wrapped(model_of()), without_ddp(model_of()))

@@ -24,7 +24,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import LocalSGD, adasum_replicate, reduce_changes
+from adasum_hvd.distributed import (
+    LocalSGD,
+    adasum_replicate,
+    mark_worker_local,
+    reduce_changes,
+)
 from tests.parallel.harness.sharded import (
     TOLERANCE,
     Model,
@@ -266,6 +271,8 @@ def case_what_is_refused_on_every_rank() -> None:
     refused("outer_optimizer: expected all .* 1 are missing", model, 3, some)
     strange = sgd(nn.Sequential(model, nn.Linear(4, 4)))
     refused("optimizer: expected .* got 2 others", model, 3, optimizer=strange)
+    some = torch.optim.SGD([model.weight], 0.1)
+    refused("optimizer: expected all .* 1 are missing", model, 3, optimizer=some)
     refused("rule: expected 'adasum'", model, 3, rule="median")
     mesh = mesh_of(2) if odd else mesh_of(2)["replica"]
     refused(rf"got 2 dimensions on rank {last}", model, 3, mesh=mesh)
@@ -316,6 +323,29 @@ def case_frozen_and_unused_parameters() -> None:
     after = whole(model.blocks[1].up.weight), whole(model.unused.weight)
     assert all(map(np.array_equal, before, after))
     assert len(set(everyone(digest(model)))) == 1
+
+
+def case_a_parameter_that_is_trained_later_is_named() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = sgd(model)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    model.bias.requires_grad_(True)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="LocalSGD: expected bias to stay frozen"):
+        optimizer.step()
+
+
+def case_a_marked_parameter_keeps_its_own_change() -> None:
+    model = nn.Linear(3, 2)
+    mark_worker_local(model.bias)
+    optimizer, outer = sgd(model), torch.optim.SGD([model.weight], 1.0)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
+    model.bias.data.fill_(0)
+    (rank() * model(torch.ones(1, 3)).sum()).backward()
+    optimizer.step()
+    assert torch.equal(model.bias.data, torch.full((2,), -0.05 * rank()))
+    assert len({value.sum().item() for value in everyone(model.weight.data)}) == 1
 
 
 def case_tensor_parallelism() -> None:

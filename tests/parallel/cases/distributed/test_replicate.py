@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import adasum_replicate
+from adasum_hvd.distributed import adasum_replicate, mark_worker_local
 from tests.parallel.harness.sharded import (
     TOLERANCE,
     Model,
@@ -39,6 +39,11 @@ from tests.parallel.harness.sharded import align as align
 from tests.parallel.harness.sharded import init as init
 from tests.parallel.harness.sharded import rank as rank
 from tests.parallel.harness.sharded import shutdown as shutdown
+
+BUFFERS = (
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float64, torch.complex64,
+)  # fmt: skip
 
 
 def case_any_number_of_shards() -> None:
@@ -185,6 +190,11 @@ def case_what_is_refused_on_every_rank() -> None:
     refused("DeepSpeed ZeRO on rank 0 of .; use fully_shard", zero)
     refused(r"expected one dimension.*mesh\[\"replica\"\]", nn.Linear(4, 4), mesh)
     refused("rule: expected 'adasum'", nn.Linear(4, 4), rule="median")
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    refused(r"weight is on the meta device.*; call to_empty\(\)", empty)
+    refused("weight has dtype torch.complex64", nn.Linear(4, 4, dtype=torch.complex64))
+    refused("dense gradients, but the model has", nn.Embedding(4, 4, sparse=True))
     # Ranks of other replicas, of other shards and without a problem raise, too.
     last = dist.get_world_size() - 1
     own = mesh if rank() == last else mesh["replica"]
@@ -199,10 +209,87 @@ def case_what_is_refused_on_every_rank() -> None:
 
 def case_misuse_is_named() -> None:
     model = nn.Linear(3, 2)
-    adasum_replicate(model, mesh_of(1)["replica"])
+    replicas = adasum_replicate(model, mesh_of(1)["replica"])
+    refused(r"weight is reduced by an earlier .*call remove\(\)", model)
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\) between steps"):
         model(torch.ones(1, 3)).sum().backward()
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()  # and goes on
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    model.bias.requires_grad_(False)
+    replicas.remove()
+    adasum_replicate(model, mesh_of(1)["replica"])
+    model.bias.requires_grad_(True)
+    model.zero_grad()
+    with pytest.raises(
+        RuntimeError, match=r"bias to stay frozen.*call remove\(\), and"
+    ):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def case_buffers_of_any_dtype_and_layout() -> None:
+    """All of them are the first replica's after the start."""
+    own, model = float(rank()), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    torch.nn.init.constant_(model.weight, own)
+    buffers = [torch.full((2, 3), own).to(dtype) for dtype in BUFFERS]
+    buffers += [torch.full((), own), torch.empty(0), torch.full((3, 2), own).t()]
+    buffers += [torch.full((1,), own).expand(4), torch.full((2, 2), own)[:, :1]]
+    for number, buffer in enumerate(buffers):
+        model.register_buffer(f"b{number}", buffer)
+    adasum_replicate(model, mesh_of(1)["replica"])
+    for tensor in (model.weight, *model.buffers()):
+        assert not tensor.to(torch.complex64).any(), tensor.dtype
+
+
+def case_after_a_forward_pass() -> None:
+    """An evaluation leaves whole parameters in FSDP's root."""
+    plain = Model()
+    model = copy.deepcopy(plain)
+    shard(model, 2)
+    with torch.no_grad():
+        loss_of(model, 0)
+    check(plain, model, adasum_replicate(model, mesh_of(2)["replica"]), 2)
+
+
+def case_no_sync_in_no_sync() -> None:
+    model = nn.Linear(3, 2)
+    replicas = adasum_replicate(model, mesh_of(1)["replica"])
+    with replicas.no_sync():
+        with replicas.no_sync():
+            (rank() * model(torch.ones(1, 3)).sum()).backward()
+        (rank() * model(torch.ones(1, 3)).sum()).backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0 * rank()))
+
+
+def case_a_marked_parameter_keeps_its_own_gradient() -> None:
+    model = nn.Linear(3, 2)
+    mark_worker_local(model.bias)
+    adasum_replicate(model, mesh_of(1)["replica"])
+    (rank() * model(torch.ones(1, 3)).sum()).backward()
+    assert torch.equal(model.bias.grad, torch.full((2,), float(rank())))
+    assert len({value.sum().item() for value in everyone(model.weight.grad)}) == 1
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def case_a_gradient_is_reduced_once(fsdp: bool) -> None:
+    """Passes over parts of a model, and FSDP modules without a root; a sum shows each time."""
+    size = dist.get_world_size()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    if fsdp:
+        for layer in model:
+            fully_shard(layer, mesh=mesh_of(1)["shard"])
+    mesh = mesh_of(1)["replica"]
+    adasum_replicate(model, mesh, group_op="sum", group_size=size)
+    ones = torch.ones(1, 2)
+    for _ in range(3):
+        model.zero_grad()
+        if fsdp:
+            model(ones).sum().backward()
+        else:
+            for layer in model:
+                layer(ones).sum().backward()
+        last = whole(model[2].bias.grad)
+        assert np.array_equal(last, np.full(2, size)), last
+        if not fsdp:
+            assert np.array_equal(whole(model[0].weight.grad), np.full((2, 2), size))
