@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 ALONE = {
     "adam_offload": "--millions 1 --repetitions 2 --slow-repetitions 1",
-    "allreduce": "--ranks 2 --rounds 1 --repetitions 2",
+    "allreduce": "--ranks 2 --rounds 1 --repetitions 2 --cases '1 KB' '161 x 1 KB' ResNet-50",
     "cost_model": "",
     "ddp": "--ranks 2 --models small --repetitions 2",
     "ddp-alone": "--ranks 2 --models small --repetitions 2 --alone --launcher mpi",
