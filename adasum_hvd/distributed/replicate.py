@@ -26,6 +26,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on
+from adasum_hvd.distributed.passes import (
+    MISSING,
+    NEW,
+    REDUCED,
+    Progress,
+    Reduced,
+)
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharding import complete, like, local_of
@@ -33,62 +40,8 @@ from adasum_hvd.distributed.units import Frozen, Unit, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
 
-
-# States of a gradient before a reduction.
-_MISSING, _REDUCED, _NEW = range(3)
 # By id, the parameters that have hooks: a second handle would reduce the same gradients.
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-
-class _Reduced:
-    """A gradient that was reduced, and how often it had been written in place by then."""
-
-    def __init__(self, gradient: torch.Tensor):
-        self._gradient, self._version = weakref.ref(gradient), _version(gradient)
-
-    def writes_to(self, gradient: torch.Tensor | None) -> int | None:
-        """Return how often it was written in place since; None if `gradient` is another tensor.
-
-        Backward that adds to it writes once, and `zero_grad(set_to_none=False)` before it once
-        more.
-        """
-        if gradient is None or self._gradient() is not gradient:
-            return None
-        return _version(gradient) - self._version
-
-
-def _version(gradient: torch.Tensor) -> int:
-    """Return the count of a gradient's writes in place.
-
-    FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
-    """
-    local = local_of(gradient)
-    return gradient._version + (0 if local is gradient else local._version)
-
-
-class _Progress:
-    """How far a backward pass has come with a unit."""
-
-    def __init__(self, unit: Unit):
-        self.unit = unit
-        self.expected = [1] * len(unit.parameters)  # the most hooks of any pass so far
-        self.passes = 0
-        self.begin_pass()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this pass has fired as many hooks as any pass so far."""
-        return self.passes > 0 and self.fired == self.expected
-
-    def begin_pass(self) -> None:
-        """Begin a pass, also after one that broke off."""
-        self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
-        self.reduced = False
-
-    def end_pass(self) -> None:
-        """Keep the number of hooks that this pass has fired."""
-        self.expected = list(map(max, self.expected, self.fired))
-        self.passes += 1
 
 
 class Replicas:
@@ -108,13 +61,13 @@ class Replicas:
         self._overlap, self._local = overlap, False
         units = units_of(model)
         self._frozen = Frozen(model)
-        self._units = [_Progress(unit) for unit in units]
+        self._units = [Progress(unit) for unit in units]
         devices = dict.fromkeys(unit.locals()[0].device for unit in units)
         self._lanes = {device: lane_on(device, communicator) for device in devices}
         self._next = 0  # the unit that is launched next: all ranks launch in one order
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
-        self._reduced: dict[int, _Reduced] = {}  # by parameter
+        self._reduced: dict[int, Reduced] = {}  # by parameter
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._hook, one, k))
             for one in self._units
@@ -170,7 +123,7 @@ class Replicas:
             for parameter in progress.unit.parameters:
                 _hooked.pop(id(parameter), None)
 
-    def _hook(self, progress: _Progress, number: int, parameter: torch.Tensor) -> None:
+    def _hook(self, progress: Progress, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
         before = self._reduced.pop(id(parameter), None)
         if self._local or self._communicator.size == 1:
@@ -210,7 +163,7 @@ class Replicas:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._end))
 
-    def _launch(self, progress: _Progress) -> None:
+    def _launch(self, progress: Progress) -> None:
         """Begin to reduce a unit's gradients."""
         self._next += 1
         progress.reduced = True
@@ -232,10 +185,10 @@ class Replicas:
     def _state(self, parameter: torch.Tensor) -> int:
         """Return whether a gradient is missing, reduced in an earlier pass, or new."""
         if parameter.grad is None:
-            return _MISSING
+            return MISSING
         before = self._reduced.get(id(parameter))
         is_reduced = before is not None and before.writes_to(parameter.grad) == 0
-        return _REDUCED if is_reduced else _NEW
+        return REDUCED if is_reduced else NEW
 
     def _reduce(
         self,
@@ -255,13 +208,13 @@ class Replicas:
         device = gradients[0].device
         table = torch.tensor(states, dtype=torch.uint8, device=device)
         everywhere = communicator.all_gather(table)
-        is_new = (everywhere == _NEW).any(0)
+        is_new = (everywhere == NEW).any(0)
         if device.type == "cpu" and not is_new.any():
             return gradients, everywhere
         kept = {
             number: gradients[number].clone()
             for number, state in enumerate(states)
-            if state == _REDUCED
+            if state == REDUCED
         }
         unit.reduce(gradients, communicator, self._rule)
         for number, before in kept.items():
@@ -294,7 +247,7 @@ class Replicas:
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
-                self._reduced[id(parameter)] = _Reduced(parameter.grad)
+                self._reduced[id(parameter)] = Reduced(parameter.grad)
 
 
 def adasum_replicate(
