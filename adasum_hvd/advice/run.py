@@ -27,8 +27,8 @@ class Advice(NamedTuple):
         use: the reduction for one worker's learning rate: `AdasumGrad`, or `Average` if it is as
             good.
         workers: N, the number of AdaSum's inputs in the run.
-        speedup: the factor by which N workers take fewer steps than one: the mean of AdaScale's
-            gain over the records.
+        speedup: an upper bound of the factor by which N workers take fewer steps than one: the
+            mean of AdaScale's gain over the records.
         noise_scale: of the run, in batches of one worker: the noise scale whose gain is
             `speedup`; infinite if no common gradient is visible in the noise.
         lengthening: `|AdaSum| / |mean|` over all tensors, the mean over the records.
@@ -115,7 +115,7 @@ def _number(value: float) -> str:
 
 def _steps_sentence(speedup: float, workers: int, scale: float) -> str:
     text = (
-        f"With {workers} workers, expect about {speedup:.3g} times fewer steps than with one "
+        f"With {workers} workers, expect up to {speedup:.3g} times fewer steps than with one "
         f"({speedup / workers:.0%} of perfect scaling)"
     )
     if math.isinf(scale):

@@ -73,7 +73,7 @@ def test_the_answer_has_the_figures():
     text = str(found)
     assert "noise scale is 40 batches of one worker in the first third" in text
     assert "acts like Average at 2.43 times the learning rate" in text
-    assert "about 18.2 times fewer steps" in text and "about 40 workers" in text
+    assert "up to 18.2 times fewer steps" in text and "about 40 workers" in text
     assert "use AdasumGrad" in text and "changes" not in text
 
 

@@ -481,7 +481,8 @@ def test_the_advice_is_counted():
     assert sum(row.is_right for row in rows) >= 0.8 * len(rows)
     for row in rows:
         fewer = statistics.mean(row.alone.steps) / statistics.mean(row.adasum.steps)
-        assert row.advice.speedup == pytest.approx(fewer, rel=0.5)
+        # The expected number is an upper bound, and at most twice the measured one.
+        assert fewer / 1.1 < row.advice.speedup < 2 * fewer
     written = (CONVERGENCE / "tables.md").read_text()
     assert advice_report.table(plan.TASKS["small"], results) in written
 
