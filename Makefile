@@ -93,7 +93,7 @@ docker-check:
 
 docs: setup
 	$(BIN)/python -m pytest tests/unit/test_docs.py tests/unit/test_prose.py tests/unit/test_reference_pages.py \
-	  tests/unit/test_migration.py --doctest-modules adasum_hvd
+	  tests/unit/test_migration.py tests/unit/test_guides.py --doctest-modules adasum_hvd
 
 # In the tests' environment, because mkdocstrings imports the modules.
 site: setup

@@ -1,6 +1,6 @@
 """One replica of a fault-tolerant job: torchft with AdaSum. Start several; each may die and rejoin.
 
-    pip install 'adasum-hvd[torchft]'
+    pip install '.[torchft]'
     torchft_lighthouse --min_replicas 2 --bind 0.0.0.0:29510
     python examples/torch_torchft.py --lighthouse http://HOST:29510 --replica 0   # and 1, and 2
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from adasum_hvd.common.agreement import first_difference
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.sharded_types import DTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
+from adasum_hvd.distributed.sharded_types import FSDPModule
 from adasum_hvd.distributed.sharding import local_of, problems
 from adasum_hvd.distributed.topology import hosts_of
 

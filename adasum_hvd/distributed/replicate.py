@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on
@@ -35,6 +34,7 @@ from adasum_hvd.distributed.passes import (
 )
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
+from adasum_hvd.distributed.sharded_types import FSDPModule
 from adasum_hvd.distributed.sharding import complete, like, local_of
 from adasum_hvd.distributed.units import Frozen, Unit, units_of
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from adasum_hvd.distributed.checks import DTYPES
+from adasum_hvd.distributed.sharded_types import DTensor
 
 _ONE_DIMENSION = (
     "shard over a one-dimensional mesh inside each replica, fully_shard(module, "

@@ -6,7 +6,7 @@ spare, contributes zeros, which are neutral for AdaSum. Nothing is divided by th
 participants.
 
 References:
-    https://github.com/pytorch/torchft; docs/sharded.md.
+    https://github.com/pytorch/torchft; docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
-from torch.distributed.tensor import DTensor
 
 from adasum_hvd.common.logging import logger
 from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients, rule_of
+from adasum_hvd.distributed.sharded_types import DTensor
 
 __all__ = ["ManagedAdasum", "diloco", "local_sgd"]
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
+from adasum_hvd.distributed.sharded_types import FSDPModule
 from adasum_hvd.distributed.sharding import local_of, shard_groups
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets

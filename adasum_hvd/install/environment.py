@@ -131,7 +131,7 @@ def detect(
     if absent or not chosen:
         raise BuildError(
             f"cannot build Horovod: expected {' or '.join(absent or FRAMEWORKS)} in "
-            f"{sys.prefix}, but got none; install it first: pip install adasum-hvd[torch]"
+            f"{sys.prefix}, but got none; install it first: pip install torch"
         )
     found_mpi = "" if mpi is False else detect_mpi()
     if mpi and not found_mpi:

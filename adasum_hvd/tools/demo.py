@@ -40,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     for module, package in _NEEDED.items():
         if importlib.util.find_spec(module) is None:
             print(
-                f"adasum-hvd demo: expected {package}, but got none; "
-                "pip install 'adasum-hvd[demo]'",
+                f"adasum-hvd demo: expected {package}, but got none; pip install {package}",
                 file=sys.stderr,
             )
             return 1

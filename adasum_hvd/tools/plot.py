@@ -51,9 +51,7 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
         arXiv 2006.02924, figure 1.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "expected matplotlib, but got none; pip install 'adasum-hvd[plot]'"
-        )
+        raise ValueError("expected matplotlib, but got none; pip install matplotlib")
     import matplotlib
     import numpy as np
 

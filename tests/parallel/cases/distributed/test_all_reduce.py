@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 from adasum_hvd import reference
 from adasum_hvd.distributed import (
@@ -22,6 +21,7 @@ from adasum_hvd.distributed import (
     reduce_changes,
 )
 from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.sharded_types import DTensor
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,
@@ -368,7 +368,7 @@ def case_what_is_refused_on_all_ranks() -> None:
     refused("an expanded one on rank 0 of .*; clone it", torch.ones(1).expand(3))
     refused("got one that is nested", torch.nested.nested_tensor([torch.ones(2)]))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    refused("got a DTensor .*use adasum_rep", distribute_tensor(torch.ones(8), mesh))
+    refused("got a DTensor .*use adasum_rep", DTensor.from_local(torch.ones(8), mesh))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         refused("got one that is torch.sparse_coo", torch.ones(2, 2).to_sparse())
