@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.parallel.harness import configurations as on
@@ -50,7 +48,6 @@ def test_more_ranks(configuration: Configuration) -> None:
     job = Job(configuration)
     reasons = {str(case): job.reason_to_skip(case) for case in job.cases}
     job.close()
-    needs = re.compile(r"needs? (\d+|two) ranks")
-    lacks_ranks = {name: why for name, why in reasons.items() if needs.search(why)}
+    lacks_ranks = {name: why for name, why in reasons.items() if "ranks" in why}
     assert not lacks_ranks
     assert "" in reasons.values(), reasons

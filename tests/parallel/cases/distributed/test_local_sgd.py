@@ -369,7 +369,7 @@ def case_replicas_of_replicas() -> None:
     """Gradients are reduced inside a region, and changes across regions."""
     size = dist.get_world_size()
     if size % 4:
-        pytest.skip("regions of two replicas need a multiple of 4 ranks")
+        pytest.skip("regions of two replicas: the size is not divisible by 4")
     names = ("region", "replica", "shard")
     mesh = init_device_mesh("cpu", (2, 2, size // 4), mesh_dim_names=names)
     model = Model()
