@@ -191,7 +191,7 @@ def test_pages_are_read() -> None:
     assert len(pages.tables(readme)) >= 3
     assert len(pages.blocks(readme, "python")) == 3
     assert "torchrun" in pages.blocks(readme, "")[0]
-    assert {"make demo", "make test"} <= set(
-        re.findall(r"`([^`]+)`", readme.read_text())
+    for command in ("`make demo`", "`make test`"):
+        assert command in readme.read_text()
     )
     assert sum(len(pages.quoted(page)) for page in PAGES) > 500
