@@ -193,5 +193,4 @@ def test_pages_are_read() -> None:
     assert "torchrun" in pages.blocks(readme, "")[0]
     for command in ("`make demo`", "`make test`"):
         assert command in readme.read_text()
-    )
     assert sum(len(pages.quoted(page)) for page in PAGES) > 500
