@@ -23,6 +23,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 import adasum_hvd.torch as hvd
 
+RANKS = 3
 VICTIM = 1
 PAUSE_SECONDS = (
     4  # longer than others wait (3), shorter than until MPI jobs end for it (5)
@@ -119,8 +120,19 @@ def wait_for(files: str = "rank-[02].json", count: int = 2) -> None:
         time.sleep(0.02)
 
 
+def wait_for_all() -> None:
+    """Return when all ranks have imported everything, however slow the machine is.
+
+    The rendezvous has the short time limit of the job's later waits.
+    """
+    (FOLDER / f"imported-{os.getpid()}").touch()
+    while len(list(FOLDER.glob("imported-*"))) < RANKS:
+        time.sleep(0.02)
+
+
 def main() -> None:
     """Run until there is an error, and write it."""
+    wait_for_all()
     if FAULT == "raise":
         atexit.register(wait_for)  # which is when Horovod has shut down
     (horovod_torch if IS_FIRST else hvd).init()  # ours reduces, too
