@@ -15,10 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import agree, call_of
@@ -218,6 +214,8 @@ class LocalSGD:
 
     def _outer_state(self, outer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the outer optimizer's state by names, also before its first step."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         had_state = bool(outer.state)
         with (
             self._without_gradients()
@@ -255,6 +253,8 @@ class LocalSGD:
             self._load_outer(self._outer, state["outer_optimizer"])
 
     def _load_outer(self, outer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
         with self._without_gradients():
             set_optimizer_state_dict(self._model, outer, state)
         if self._windows == 0:  # torch has made the state of a first step

@@ -12,7 +12,7 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.sharded_types import FSDPModule
+from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import local_of, problems
 from adasum_hvd.distributed.topology import hosts_of
 
@@ -43,7 +43,7 @@ def connect(
     problem = _mesh_problem(mesh)
     agree(what, Call((), (), problem), Communicator())
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()  # else a forward pass may have left whole parameters in the model
     communicator = Communicator(_group_of(mesh), apart=True)
     hosts_of(communicator)

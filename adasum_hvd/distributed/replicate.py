@@ -34,7 +34,7 @@ from adasum_hvd.distributed.passes import (
 )
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
-from adasum_hvd.distributed.sharded_types import FSDPModule
+from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
 from adasum_hvd.distributed.units import Frozen, Unit, units_of
 
@@ -98,7 +98,7 @@ class Replicas:
         """
         self._local = not requires_gradient_sync
         for module in self._model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp_module(module):
                 module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def synchronize(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from adasum_hvd.distributed.checks import DTYPES
-from adasum_hvd.distributed.sharded_types import DTensor
+from adasum_hvd.distributed.sharded_types import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ONE_DIMENSION = (
     "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
@@ -18,14 +21,14 @@ _ONE_DIMENSION = (
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharing its memory: of a DTensor its local tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is laid out over the ranks as `tensor`, with this local part."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return local
-    return DTensor.from_local(
+    return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False,
         shape=tensor.size(), stride=tensor.stride(),
     )  # fmt: skip
@@ -36,7 +39,7 @@ def complete(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Collective over the parameter's mesh if the placements differ.
     """
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if is_dtensor(gradient) and gradient.placements != parameter.placements:
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient
 
@@ -47,7 +50,7 @@ def shard_groups(parameter: torch.Tensor) -> tuple[Any, ...]:
     The dot product of whole tensors is the sum of the shards' dot products over these groups. A
     dimension along which the parameter is replicated is not among them.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ()
     mesh = parameter.device_mesh
     return tuple(
@@ -84,7 +87,7 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             yield f"{name} is on the meta device; call to_empty(), and initialize it first"
         elif parameter.requires_grad and parameter.dtype not in DTYPES:
             yield f"{name} has dtype {parameter.dtype}; use real parameters"
-        elif isinstance(parameter, DTensor):
+        elif is_dtensor(parameter):
             yield from _mesh_problem(name, parameter, ranks, rank)
 
 

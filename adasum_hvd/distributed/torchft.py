@@ -25,7 +25,7 @@ from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharded_types import DTensor
+from adasum_hvd.distributed.sharded_types import is_dtensor
 
 __all__ = ["ManagedAdasum", "diloco", "local_sgd"]
 
@@ -161,7 +161,7 @@ class ManagedAdasum:
         self, tensors: Sequence[torch.Tensor], first: Callable[[_Quorum], None]
     ) -> None:
         """Reduce tensors in the present quorum, after another exchange."""
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
+        if any(is_dtensor(tensor) for tensor in tensors):
             raise NotImplementedError(
                 "ManagedAdasum: expected whole tensors, but got a DTensor, whose shards may not "
                 "all see the failure of a replica; use one rank for each replica, or "

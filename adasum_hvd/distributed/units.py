@@ -13,7 +13,7 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.sharded_types import FSDPModule
+from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import local_of, shard_groups
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets
@@ -74,7 +74,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     """
     owner: dict[int, object] = {}
     for module in model.modules():  # a child comes after its parent
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             owner |= {id(parameter): module for parameter in module.parameters()}
     found: dict[tuple[Any, ...], list[tuple[str, torch.nn.Parameter]]] = {}
     room: dict[tuple[Any, ...], int] = {}
