@@ -114,7 +114,7 @@ def main(names: list[str]) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
         return subprocess.call(command_of(names[0]))
-    waiting, running, failed = list(names), [], []
+    began, waiting, running, failed = time.monotonic(), list(names), [], []
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
@@ -126,6 +126,7 @@ def main(names: list[str]) -> int:
                     failed.append(part.name)
             show(running)
             time.sleep(0.5)
+    print(f"{', '.join(names)}: {time.monotonic() - began:.0f} s")
     if failed:
         print(f"failed: {', '.join(failed)}")
     return bool(failed)

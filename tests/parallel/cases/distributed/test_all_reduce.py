@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._tensor import DTensor  # where torch 2.4 has it, too
 from torch.distributed.device_mesh import init_device_mesh
 
 from adasum_hvd import reference
@@ -21,7 +22,6 @@ from adasum_hvd.distributed import (
     reduce_changes,
 )
 from adasum_hvd.distributed.ill_conditioned import FormNodes
-from adasum_hvd.distributed.sharded_types import DTensor
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,

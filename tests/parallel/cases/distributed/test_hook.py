@@ -214,7 +214,7 @@ def case_the_noise_scale_is_that_of_per_example_gradients() -> None:
     state, records = AdasumState(), []
     wrapped = ENGINE.wrapped(model, state)
     monitor = AdasumMonitor(state, 1, records.append, model.named_parameters())
-    for step in range(noise.STEPS):
+    for step in range(noise.steps(dist.get_world_size())):
         drawn = noise.draw(rank(), step)
         wrapped.zero_grad()
         nn.functional.cross_entropy(wrapped(inputs[drawn]), labels[drawn]).backward()

@@ -139,7 +139,7 @@ def case_the_noise_scale_is_that_of_per_example_gradients() -> None:
     )
     records: list = []
     monitor = hvd.AdasumMonitor(optimizer, 1, records.append)
-    for step in range(noise.STEPS):
+    for step in range(noise.steps(hvd.size())):
         drawn = noise.draw(hvd.rank(), step)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[drawn]), labels[drawn]).backward()
