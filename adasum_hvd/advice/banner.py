@@ -120,7 +120,7 @@ def _advice(
     if group_op != "adasum" and group_size == 0:
         return []
     needed = {op} if group_op == "adasum" else {op, ops.parse(group_op)}
-    if not needed <= learning_rate.FIGURES[study].rows.keys():
+    if not all(map(learning_rate.FIGURES[study].covers, needed)):
         return []
     groups = group_op, max(1, group_size)
     rate = learning_rate.adasum_lr(1.0, op, ranks, *groups, optimizer=study)

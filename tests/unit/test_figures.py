@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.advice.learning_rate import MEASURED, Measured
+from adasum_hvd.advice.learning_rate import FIGURES
 from adasum_hvd.common import ops
 from tests.unit import pages
 from tests.unit.pages import REPOSITORY
+from tests.unit.study_results import at_the_end
 
 OPS = (ops.Sum, ops.Average, ops.AdasumGrad, ops.AdasumDelta)
 HEAD = [op.name for op in OPS]
@@ -22,18 +23,11 @@ BEGINNINGS = [
 ]
 
 
-def cells(workers: int, *, tuned: bool) -> list[str]:
-    """Return the cells that a table must have for one number of workers."""
-    rows = [row for op in OPS for row in MEASURED[op] if row.workers == workers]
-    return [tuned_cell(row) if tuned else unscaled_cell(row) for row in rows]
-
-
-def unscaled_cell(row: Measured) -> str:
-    return f"{row.unscaled} +- {row.unscaled_deviation}"
-
-
-def tuned_cell(row: Measured) -> str:
-    return f"{row.accuracy} +- {row.deviation} ({row.factor:g}x)"
+def cell(op: ops.ReduceOp, workers: int, *, tuned: bool) -> str:
+    """Return the cell of study 2's tables for a reduction."""
+    kind = "own" if tuned else "sequential"
+    factor, mean, deviation = at_the_end("momentum", kind, op, workers)
+    return f"{mean} +- {deviation}" + f" ({factor:g}x)" * tuned
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda path: path.name)
@@ -46,7 +40,7 @@ def test_tables_are_the_measured_ones(page: Path) -> None:
         for row in rows:
             tuned = any("x)" in cell for cell in row)
             workers = int(row[0])
-            assert row[-4:] == cells(workers, tuned=tuned), row
+            assert row[-4:] == [cell(op, workers, tuned=tuned) for op in OPS], row
             seen.add((workers, tuned))
     assert seen >= {(n, tuned) for n in (16, 32, 64) for tuned in (False, True)}
 
@@ -94,14 +88,12 @@ def reductions(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", BEGINNINGS, ids=lambda path: path.name)
 def test_snippets_follow_the_rule(page: Path) -> None:
-    most = max(row.workers for row in MEASURED[ops.AdasumGrad])
-    best = max(MEASURED, key=lambda op: accuracy_at(op, most))
+    rows = FIGURES["momentum"].rows
+    best = min(
+        (ops.AdasumGrad, ops.AdasumDelta),
+        key=lambda op: FIGURES["momentum"].best(rows[op][-1]).result,
+    )
     assert reductions(page)[0] == f"hvd.{best.name}"
-
-
-def accuracy_at(op: ops.ReduceOp, workers: int) -> float:
-    (row,) = (row for row in MEASURED[op] if row.workers == workers)
-    return row.accuracy or 0.0
 
 
 @pytest.mark.parametrize(

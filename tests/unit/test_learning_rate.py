@@ -4,104 +4,76 @@ from __future__ import annotations
 
 import doctest
 import math
-import statistics
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from convergence import report, studies
-from convergence.runs import Runs
-from convergence.studies import Row
+from convergence import plan
 
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
-from adasum_hvd.advice.learning_rate import (
-    FIGURES,
-    MEASURED,
-    Measured,
-    study_of,
-)
+from adasum_hvd.advice.learning_rate import FIGURES, Measured, study_of
 from adasum_hvd.common import ops, options
+from tests.unit.study_results import at_the_end, steps_to_target
 
 adasum_lr = partial(learning_rate.adasum_lr, optimizer="momentum")
-RAW = Path(__file__).parents[2] / "docs/convergence/raw"
-RUNS = Runs(RAW, "none", only_kept=True)
-STUDIES = {name: getattr(studies, name)(studies.SCALES["small"]) for name in FIGURES}
-COUNTS = {
-    "momentum": [1, 2, 4, 8, 16, 32, 64],
-    "adam": [1, 32],
-    "adamw": [1, 8, 32, 64],
-}
-SEEDS = {"momentum": 5, "adam": 3, "adamw": 5}  # at least
-
-
-def accuracy(name: str, rate: str, op: ops.ReduceOp, workers: int) -> tuple[float, ...]:
-    """Return factor, mean and deviation over the seeds, rounded as in the tables."""
-    study = STUDIES[name]
-    (row,) = (
-        row
-        for row in study.rows
-        if row.setting.workers == workers
-        and (workers == 1 or (row.rate == rate and ops.parse(row.setting.op) is op))
-    )
-    kept = study.records(row, RUNS)
-    if not kept:
-        return ()
-    assert len(kept) >= SEEDS[name]
-    values = [report.result(record) for record in kept]
-    single = study.rate(Row(study.sequential), RUNS)
-    factor = round(kept[0]["lr"] / single, 3)
-    places = 3 if FIGURES[name].is_loss else 1
-    deviation = statistics.stdev(values) if values[1:] else 0.0
-    return factor, round(statistics.mean(values), places), round(deviation, places)
+COUNTS = {"adam": [1, 32], "adamw": [1, 8, 32, 64]}
+MOMENTUM = FIGURES["momentum"]
 
 
 @pytest.mark.parametrize(
     ("name", "op"),
-    [(name, op) for name, figures in FIGURES.items() for op in figures.rows],
+    [(name, op) for name in COUNTS for op in FIGURES[name].rows],
     ids=str,
 )
 def test_the_table_is_what_the_benchmark_found(name, op):
     rows = FIGURES[name].rows[op]
     assert [row.workers for row in rows] == COUNTS[name]
     for row in rows:
-        unscaled = accuracy(name, "sequential", op, row.workers)
-        tuned = accuracy(name, "own", op, row.workers)
+        unscaled = at_the_end(name, "sequential", op, row.workers)
+        tuned = at_the_end(name, "own", op, row.workers)
         tuned = unscaled if row.workers == 1 else tuned
         assert row == Measured(row.workers, *unscaled[1:], *tuned)
         assert unscaled[0] == 1
 
 
+@pytest.mark.parametrize("op", MOMENTUM.rows, ids=lambda op: op.name)
+def test_the_steps_are_those_of_study_7(op):
+    found = {n: steps_to_target(op, n) for n in sorted(plan.DIGITS.counts)}
+    expected = [Measured(n, *steps) for n, steps in found.items() if steps]
+    assert list(MOMENTUM.rows[op]) == expected
+    assert len(expected) >= 4
+
+
 def test_the_rule_follows_from_the_figures():
-    """Equal up to 16 workers; the gradient variant is clearly better from 32 on, at both rates."""
-    pairs = zip(MEASURED[ops.AdasumGrad], MEASURED[ops.AdasumDelta], strict=True)
-    for gradient, delta in pairs:
-        level = not learning_rate.variant_advice(ops.AdasumDelta, gradient.workers)
-        assert level == (gradient.workers <= 16)
-        assert (abs(gradient.unscaled - delta.unscaled) < 1) == level
-        assert (abs(gradient.accuracy - delta.accuracy) < 1) == level
-        assert round(gradient.accuracy - delta.accuracy, 1) >= -0.1
-    best = [max(MEASURED, key=lambda op: MEASURED[op][k].accuracy) for k in (5, 6)]
-    assert best == [ops.AdasumGrad] * 2
+    """With 8 workers and more the gradient variant needs fewer steps, and so the advice says."""
+    steps = {
+        (op, row.workers): MOMENTUM.best(row).result
+        for op in MOMENTUM.rows
+        for row in MOMENTUM.rows[op]
+    }
+    sizes = [row.workers for row in MOMENTUM.rows[ops.AdasumDelta] if row.workers >= 8]
+    assert sizes
+    for size in sizes:
+        assert steps[ops.AdasumGrad, size] < steps[ops.AdasumDelta, size]
+        assert learning_rate.variant_advice(ops.AdasumDelta, size)
+        assert not learning_rate.variant_advice(ops.AdasumGrad, size)
 
 
 @pytest.mark.parametrize(
     ("op", "size", "factor", "certainty"),
     [
         ("adasum-grad", 1, 1, "measured"),
-        ("adasum-grad", 64, 3, "measured"),
-        ("adasum-grad", 1000, 3, "extrapolated"),
+        ("adasum-grad", 4, 1, "measured"),
+        ("adasum-grad", 64, 1.73, "measured"),
+        ("adasum-grad", 6, 1.73 ** (math.log2(1.5)), "interpolated"),
+        ("adasum-grad", 1000, 1.73, "extrapolated"),
         ("adasum-delta", 16, 1, "measured"),
-        ("adasum-delta", 64, 10, "measured"),
-        ("adasum", 64, 10, "measured"),
-        ("adasum-delta", 48, 3 * (10 / 3) ** math.log2(1.5), "interpolated"),
-        ("adasum-grad", 4, 1, "measured"),  # the grid's choice came out worse
-        ("average", 4, 3, "measured"),
-        ("average", 12, 3 * (10 / 3) ** math.log2(1.5), "interpolated"),
-        ("average", 32, 10, "measured"),
-        ("sum", 32, 0.3, "measured"),
-        ("sum", 64, 0.3, "extrapolated"),  # where nothing trained, nothing is the best
+        ("adasum", 16, 1, "measured"),
+        ("average", 8, 9, "measured"),
+        ("average", 12, 9 * (5.2 / 9) ** math.log2(1.5), "interpolated"),
+        ("sum", 32, 9 / 32, "measured"),
+        ("sum", 128, 5.2 / 128, "extrapolated"),
     ],
 )
 def test_rates_come_from_the_figures(op, size, factor, certainty):
@@ -109,16 +81,21 @@ def test_rates_come_from_the_figures(op, size, factor, certainty):
     assert rate.factor == pytest.approx(factor)
     assert rate.lr == pytest.approx(0.1 * rate.factor)
     assert rate.certainty == certainty and rate.reason.startswith(certainty)
-    figures = FIGURES["momentum"]
-    assert all(str(figures.best(row).result) in rate.reason for row in rate.figures)
+    assert all(str(MOMENTUM.best(row).result) in rate.reason for row in rate.figures)
     assert len(rate.figures) == (2 if certainty == "interpolated" else 1)
 
 
-@pytest.mark.parametrize("op", MEASURED, ids=lambda op: op.name)
+def test_a_missed_target_is_named():
+    reason = adasum_lr(0.1, "average", 32).reason
+    assert "with 32 workers a seed missed the target at one worker's rate" in reason
+    assert "missed" not in adasum_lr(0.1, "adasum-grad", 32).reason
+
+
+@pytest.mark.parametrize("op", MOMENTUM.rows, ids=lambda op: op.name)
 def test_factors_are_interpolated_between_two_sizes(op):
     for size in range(1, 130):
         rate = adasum_lr(1.0, op, size)
-        factors = [FIGURES["momentum"].best(row).factor for row in rate.figures]
+        factors = [MOMENTUM.best(row).factor for row in rate.figures]
         assert min(factors) <= rate.factor * 1.000001
         assert rate.factor <= max(factors) * 1.000001
 
@@ -137,7 +114,7 @@ def test_adam_has_its_own_figures():
     assert "Adam, 3 seeds" in rate.reason and "99.0 ± 0.2 %" in rate.reason
     rate = adasum_lr(0.003, "average", 64, optimizer="adamw")
     assert rate.lr == pytest.approx(0.01, rel=1e-3)
-    assert "2.877 ± 0.061 nats per byte on 64" in rate.reason
+    assert "2.877 ± 0.061 nats per byte with 64" in rate.reason
     assert adasum_lr(0.1, "average", 16, optimizer="adamw").certainty == "interpolated"
     assert adasum_lr(0.1, "adasum", 64, optimizer="adam").certainty == "extrapolated"
     with pytest.raises(
@@ -166,7 +143,7 @@ def test_advice_needs_a_difference_above_both_deviations():
         for study in ("momentum", "adam", "adamw")
         for size in (1, 4, 8, 32, 64, 512)
     }
-    below = [("momentum", 32), ("momentum", 64), ("momentum", 512)]
+    below = [("momentum", size) for size in (4, 8, 32, 64, 512)]
     below += [("adam", 8), ("adam", 32), ("adam", 64), ("adam", 512)]
     below += [("adamw", 4), ("adamw", 8), ("adamw", 32)]
     assert [key for key, warned in advised.items() if warned] == below
@@ -175,24 +152,23 @@ def test_advice_needs_a_difference_above_both_deviations():
 
 
 def test_reasons_name_the_rule():
-    for size, named in ((16, False), (22, False), (23, True), (64, True)):
+    for size, named in ((2, False), (3, True), (8, True), (64, True)):
         reason = adasum_lr(0.1, "adasum-delta", size).reason
         assert ("measured worse than AdasumGrad" in reason) == named
         assert "worse" not in adasum_lr(0.1, "adasum-grad", size).reason
-    assert "no rate of the grid trained on 64" in adasum_lr(0.1, "sum", 64).reason
 
 
 def test_groups_multiply_two_figures():
-    for group_op, inside in (("average", 10), ("sum", 0.3)):
+    for group_op, inside in (("average", 5.2), ("sum", 5.2 / 16)):
         rate = adasum_lr(0.1, "adasum-delta", 512, group_op, 16)
-        assert rate.factor == pytest.approx(inside * 3)
+        assert rate.factor == pytest.approx(inside)
         assert rate.certainty == "extrapolated"
         assert f"groups of 16 reduced by {group_op}" in rate.reason
         assert "were measured separately" in rate.reason
     assert adasum_lr(0.1, "average", 64, "average", 8) == adasum_lr(0.1, "average", 64)
     alone = adasum_lr(0.1, "adasum-grad", 16, "average")
-    assert alone.factor == 1 and "pass the real group_size" in alone.reason
-    assert adasum_lr(0.1, "adasum-grad", 4, "average", 16).factor == pytest.approx(10)
+    assert alone.factor == 1.73 and "pass the real group_size" in alone.reason
+    assert adasum_lr(0.1, "adasum-grad", 4, "average", 16).factor == pytest.approx(5.2)
 
 
 def banner(
@@ -206,15 +182,16 @@ def banner(
 
 
 def test_the_banner_has_the_same_advice():
-    line = banner(ops.AdasumDelta, 64)
-    assert "learning rate 10 times the best of one worker (measured)" in line
-    assert learning_rate.variant_advice(ops.AdasumDelta, 64) in line
+    line = banner(ops.AdasumDelta, 32)
+    assert "learning rate 1 times the best of one worker (measured)" in line
+    assert learning_rate.variant_advice(ops.AdasumDelta, 32) in line
     line = banner(ops.AdasumGrad, 64)
-    assert "learning rate 3 times" in line and "worse" not in line
-    assert "learning rate 1.9 times" in banner(ops.Average, 3)
-    assert "worse" not in banner(ops.AdasumDelta, 16)
+    assert "learning rate 1.73 times" in line and "worse" not in line
+    assert "learning rate 5.2 times" in banner(ops.Average, 4)
+    assert "learning rate 0.281 times" in banner(ops.Sum, 32)
+    assert "worse" not in banner(ops.AdasumDelta, 2)
     averaged = {"group_op": "average", "group_size": 16}
-    assert "30 times the best of one worker (extra" in banner(
+    assert "5.2 times the best of one worker (extra" in banner(
         ops.AdasumDelta, 512, **averaged
     )
     line = banner(ops.AdasumDelta, 32, "adam")

@@ -435,7 +435,7 @@ def test_the_tables_are_those_of_the_runs():
     "name",
     [
         "README.md",
-        *(f"docs/{page}.md" for page in ("convergence", "choose", "monitor")),
+        *(f"docs/{page}.md" for page in ("convergence", "choose", "monitor", "torch")),
     ],
 )
 def test_no_page_contradicts_the_runs(name):
