@@ -237,6 +237,31 @@ def register_weights(
     )
 
 
+def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -> int:
+    """Copy registered weights to their start copy, and return a checksum of their bits.
+
+    It is compared with :func:`weights_checksum`: equal if no weight has changed since the latest
+    reduction. One pass over the weights.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's name, as registered.
+        dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
+        threads: at most so many copy.
+    """
+    call = library.horovod_adasum_record_weights
+    call.restype = ctypes.c_uint64
+    types = ("float16", "float32", "float64", "bfloat16")  # the order of kernels.h
+    return int(call(entry.encode(), types.index(dtype), threads))
+
+
+def weights_checksum(library: ctypes.CDLL, entry: str) -> int:
+    """Return the checksum of registered weights as the latest reduction on the host wrote them."""
+    call = library.horovod_adasum_weights_checksum
+    call.restype = ctypes.c_uint64
+    return int(call(entry.encode()))
+
+
 def forget_weights(library: ctypes.CDLL, entry: str) -> None:
     """Undo :func:`register_weights`."""
     library.horovod_adasum_register_weights(entry.encode(), None, 0, None, None)

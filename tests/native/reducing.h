@@ -212,6 +212,7 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     starts.push_back(options.starts == nullptr ? Bytes() : held(*options.starts));
   }
   std::vector<std::vector<TensorView>> views(ranks.size());
+  std::vector<std::atomic<uint64_t>> checksums(ranks.size());
   std::vector<int64_t> widths(ranks.size());
   std::vector<std::vector<double>> rows(ranks.size());
   std::atomic<int64_t> explicit_count{0};
@@ -240,6 +241,12 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
     for (size_t k = 0; k < tensors.size(); ++k) {
       const auto elements = static_cast<int64_t>(tensors[k].size()) / ElementBytes(options.type);
       views[me].push_back({input[k], output[k], elements, start[k]});
+#if !defined(ADASUM_ON_DEVICE) // no checksums there
+      if (options.starts != nullptr) {
+        views[me].back().checksum = &checksums[me];
+        views[me].back().first = k == 0 ? 0 : views[me][k - 1].first + views[me][k - 1].elements;
+      }
+#endif
     }
   };
   auto reduce = [&](Rank& rank) {
@@ -268,6 +275,13 @@ inline Bytes ReduceAll(const std::vector<Tensors>& ranks, const Options& options
   auto finish = [&](Rank& rank) { explicit_count += rank.Finish(); };
   OnEveryRank(ranks, options, prepare, reduce, finish);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    uint64_t checksum = 0;
+    for (const TensorView& view : views[rank]) {
+      checksum += view.checksum == nullptr
+                      ? 0
+                      : Portable().checksum(options.type, view.output, view.elements, view.first);
+    }
+    Check(checksums[rank] == checksum, "another checksum than that of the results");
     Check(inputs[rank] == held(ranks[rank].bytes), "the input was changed");
     Check(options.starts == nullptr || starts[rank] == held(*options.starts),
           "the weights before were changed");

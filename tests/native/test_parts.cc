@@ -1,5 +1,6 @@
 // The parts of a reduction on the host: what goes over the wire, plans, placement, slices, threads, settings
 // and roundings.
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
@@ -296,6 +297,45 @@ void TwoBytesRoundOnce() {
   }
 }
 
+// The same from every build, from parts in any order, and another one after a change of few bits.
+void ChecksumsAddUp() {
+  constexpr int64_t kElements = 10'001;
+  std::mt19937 random(3);
+  std::vector<uint32_t> words(2 * kElements);
+  for (uint32_t& word : words) {
+    word = random();
+  }
+  for (ElementType type : {kFloat16, kFloat32, kFloat64, kBfloat16}) {
+    const int64_t bytes = ElementBytes(type);
+    auto of = [&](const Kernels& kernels, int64_t first, int64_t end) {
+      const char* at = reinterpret_cast<const char*>(words.data()) + first * bytes;
+      return kernels.checksum(type, at, end - first, 77 + first);
+    };
+    const uint64_t whole = of(Portable(), 0, kElements);
+    for (const Kernels* kernels : AllKernels()) {
+      uint64_t sum = 0;
+      for (int64_t first = 0, end = 0; first < kElements; first = end) {
+        end = std::min<int64_t>(kElements, first + 1 + random() % 700);
+        sum += of(*kernels, first, end);
+      }
+      Check(sum == whole && of(*kernels, 0, kElements) == whole, kernels->name);
+      for (int changed = 0; changed < 1000; ++changed) {
+        uint32_t* at = &words[random() % (kElements * bytes / 4 - 3)];
+        const uint32_t before[] = {at[0], at[1], at[2]};
+        if (changed % 3 == 0) {
+          at[0] ^= 1u << random() % 32;
+        } else if (changed % 3 == 1) {
+          std::swap(at[0], at[1]);
+        } else {
+          at[0] += 1, at[1] -= 2, at[2] += 1;
+        }
+        Check(of(*kernels, 0, kElements) != whole, "a change is not seen");
+        std::copy_n(before, 3, at);
+      }
+    }
+  }
+}
+
 void SlicesCoverEverythingOnce() {
   std::mt19937 generator(19);
   for (int round = 0; round < 300; ++round) {
@@ -437,6 +477,7 @@ int main(int argc, char** argv) {
 #endif
                       {"settings name their bounds", SettingsNameTheirBounds},
                       {"two bytes round once", TwoBytesRoundOnce},
+                      {"checksums add up", ChecksumsAddUp},
                       {"slices cover everything once", SlicesCoverEverythingOnce},
                       {"placement follows addresses", PlacementFollowsAddresses},
                       {"placement follows shared memory", PlacementFollowsSharedMemory},

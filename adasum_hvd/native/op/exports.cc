@@ -10,6 +10,7 @@
 #include "op/observations.h"
 #include "op/settings.h"
 #include "op/statistics.h"
+#include "op/weights.h"
 #include "transport/shared_memory.h"
 
 extern "C" {
@@ -81,9 +82,20 @@ __attribute__((visibility("default"))) bool horovod_adasum_on_devices() { return
 // tensor itself is not written. count 0 removes the registration.
 __attribute__((visibility("default"))) void horovod_adasum_register_weights(const char* name,
                                                                             const int64_t* elements,
-                                                                            int count, const void* start,
+                                                                            int count, void* start,
                                                                             void* const* weights) {
   adasum_hvd::RegisterWeights(name, {elements, elements + count}, start, {weights, weights + count});
+}
+
+// Returns a checksum of registered weights as the latest reduction on the host wrote them.
+__attribute__((visibility("default"))) uint64_t horovod_adasum_weights_checksum(const char* name) {
+  return adasum_hvd::ChecksumOfWeights(name);
+}
+
+// Copies registered weights, which are of that ElementType, to the older ones, and returns their checksum.
+__attribute__((visibility("default"))) uint64_t horovod_adasum_record_weights(const char* name, int type,
+                                                                              int threads) {
+  return adasum_hvd::RecordWeights(name, static_cast<adasum_hvd::ElementType>(type), threads);
 }
 
 // Allocates zeroed memory that the other ranks of this host can map; tensors in it are reduced without a

@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <charconv>
-#include <mutex>
 #include <numeric>
-#include <unordered_map>
 
 #include "op/observations.h"
 #include "op/statistics.h"
+#include "op/weights.h"
 
 namespace adasum_hvd {
 namespace {
@@ -18,15 +17,6 @@ constexpr int64_t kMostSegments = 1 << 24; // of one length
 constexpr char kDeltaPrefix[] = "adasum.delta/";
 constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
 constexpr char kSegments[] = "adasum.segments=";
-
-// The newer weights of this rank, by the name of the tensor that holds the older ones.
-struct Weights {
-  std::vector<int64_t> elements; // by segment
-  const void* start = nullptr;   // the tensor
-  std::vector<void*> newer;      // by segment
-};
-std::mutex weights_mutex;
-std::unordered_map<std::string, Weights> weights_by_name;
 
 // The segments that end a name: 768, 768 and 64 elements for "adasum.segments=768*2,64". Else the whole
 // tensor.
@@ -50,14 +40,6 @@ std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
     at += more ? 1 : 0;
   }
   return elements;
-}
-
-// Empty for a tensor without registered weights, and for the zeros of a rank that has joined.
-Weights WeightsOf(const hvd::TensorTableEntry& entry) {
-  std::lock_guard<std::mutex> guard(weights_mutex);
-  const auto found = weights_by_name.find(entry.tensor_name);
-  return found == weights_by_name.end() || found->second.start != entry.tensor->data() ? Weights()
-                                                                                       : found->second;
 }
 
 bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
@@ -132,12 +114,19 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
     }
     const char* input = static_cast<const char*>(entry.tensor->data());
     char* output = static_cast<char*>(const_cast<void*>(entry.output->data()));
+    if (weights.checksum != nullptr) {
+      weights.checksum->store(0);
+      fused.checksums.push_back(weights.checksum);
+    }
+    int64_t first = 0;
     for (size_t k = 0; k < sizes.size(); ++k) {
       if (weights.newer.empty()) {
         fused.tensors.push_back({input, output, sizes[k]});
       } else {
-        fused.tensors.push_back({weights.newer[k], weights.newer[k], sizes[k], input});
+        fused.tensors.push_back(
+            {weights.newer[k], weights.newer[k], sizes[k], input, weights.checksum.get(), first});
       }
+      first += sizes[k];
       input += sizes[k] * ElementBytes(fused.type);
       output += sizes[k] * ElementBytes(fused.type);
     }
@@ -151,16 +140,6 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
   }
   Count(kCalls, 1);
   return hvd::Status::OK();
-}
-
-void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
-                     std::vector<void*> newer) {
-  std::lock_guard<std::mutex> guard(weights_mutex);
-  if (newer.empty()) {
-    weights_by_name.erase(name);
-  } else {
-    weights_by_name[name] = {std::move(elements), start, std::move(newer)};
-  }
 }
 
 } // namespace adasum_hvd

@@ -1,7 +1,9 @@
 // The tensors that Horovod passes to an op, with the properties that Python has registered by name.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,7 @@ struct FusedTensors {
   double scale = 1;
   bool delta = false; // of the delta variant, by name
   std::vector<TensorView> tensors;
+  std::vector<std::shared_ptr<std::atomic<uint64_t>>> checksums; // to which tensors point
 
   // The segments of a tensor whose observation is requested (observations.h).
   struct Range {
@@ -40,9 +43,5 @@ horovod::common::Status ReadFusedTensors(const std::vector<horovod::common::Tens
 
 // OK if the op reduces tensors of that dtype, else the error.
 horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);
-
-// See horovod_adasum_register_weights (exports.cc).
-void RegisterWeights(const std::string& name, std::vector<int64_t> elements, const void* start,
-                     std::vector<void*> newer);
 
 } // namespace adasum_hvd

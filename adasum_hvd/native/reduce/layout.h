@@ -2,6 +2,7 @@
 // borders.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -48,6 +49,9 @@ struct Copy {
   void* to = nullptr;
   double sign = 0;
   int64_t count = 0; // elements
+  // If not null: the checksum of `to` is added to it, with elements counted from `first`.
+  std::atomic<uint64_t>* checksum = nullptr;
+  int64_t first = 0;
 };
 
 // At most kBlockElements elements of one run, from its element `position`.

@@ -102,6 +102,11 @@ void Placement::PlaceFirst(const Reserve& staging) {
   }
 }
 
+Copy Placement::ToOutput(const Run& run, const void* result, const void* start) const {
+  const TensorView& tensor = tensors_[run.tensor];
+  return {result, start, Output(run), 1.0, run.count, tensor.checksum, tensor.first + run.first};
+}
+
 void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
   Copies& pack = packs_.emplace_back();
   Copies& unpack = unpacks_.emplace_back();
@@ -115,8 +120,7 @@ void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
       pack.push_back(sent || start != nullptr ? Copy{Input(run), start, there, -1.0, run.count} : Copy{});
     }
     if (received || any_delta_) {
-      unpack.push_back(received || start != nullptr ? Copy{there, start, Output(run), 1.0, run.count}
-                                                    : Copy{});
+      unpack.push_back(received || start != nullptr ? ToOutput(run, there, start) : Copy{});
     }
   }
 }
@@ -160,7 +164,7 @@ void Placement::AddCopiesOfStaged(int rank) {
     const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
     const bool at_home = Home(run) == Output(run) || (rank == first.rank() && StaysInPlace(run));
     pack.push_back(at_home ? Copy{} : Copy{Input(run), start, Home(run), -1.0, run.count});
-    unpack.push_back(at_home ? Copy{} : Copy{Home(run), start, Output(run), 1.0, run.count});
+    unpack.push_back(at_home ? Copy{} : ToOutput(run, Home(run), start));
   }
 }
 

@@ -86,6 +86,8 @@ private:
   void PlaceRuns();
   void AddCopies(int rank, bool sent, bool received, char* staged);
   void AddCopiesOfStaged(int rank);
+  // From the reduced change, or the result, to the output.
+  Copy ToOutput(const Run& run, const void* result, const void* start) const;
   bool StaysInPlace(const Run& run) const;
 
   bool IsDelta(const Run& run) const { return tensors_[run.tensor].start != nullptr; }

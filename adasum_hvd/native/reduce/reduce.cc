@@ -183,6 +183,10 @@ void Reduction::Execute(const Placement::Copies& copies, int rank, int64_t begin
     const void* both[] = {from, static_cast<const char*>(copy.other) + offset};
     const double signs[] = {1.0, copy.sign};
     arithmetic_.kernels.combine[arithmetic_.type](both, signs, 2, block.n, to);
+    if (copy.checksum != nullptr) {
+      *copy.checksum +=
+          arithmetic_.kernels.checksum(arithmetic_.type, to, block.n, copy.first + block.position);
+    }
   });
 }
 

@@ -14,6 +14,7 @@
 // slice border; 1 for a few kilobytes, which every rank reduces as a whole.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -33,6 +34,9 @@ struct TensorView {
   int64_t elements;
   // If not null: older weights. The difference `input` minus `start` is reduced, and added to `start`.
   const void* start = nullptr;
+  // If not null, with `start`: the checksum of `output` is added to it, with elements counted from `first`.
+  std::atomic<uint64_t>* checksum = nullptr;
+  int64_t first = 0;
   // If not null: a row of zeros, which the reduction fills (observation.h).
   double* observation = nullptr;
 };

@@ -117,9 +117,13 @@ class ChangeInOpBucket(ChangeBucket):
     `flat` holds the weights at `snapshot`. The op subtracts it while sending and adds it while
     receiving. That saves one tensor and four passes over the weights. `finish` leaves the new
     weights in the parameters.
+
+    On the CPU the op also returns a checksum of the weights that it has written. The next window
+    compares it with that of the weights it finds, in the pass that records them.
     """
 
     _registered: list[int] | None = None
+    _checksum: int | None = None  # of the weights that the last window left
 
     def _make_flat(
         self, elements: int, dtype: torch.dtype, device: torch.device
@@ -131,13 +135,26 @@ class ChangeInOpBucket(ChangeBucket):
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
 
+    def _weight_addresses(self) -> list[int]:
+        return [param.data_ptr() for param in self.params]
+
+    def begin_window(self) -> bool:
+        """As the base's; in one pass, if nothing was moved since the last window."""
+        expected, self._checksum = self._checksum, None
+        if expected is None or self._weight_addresses() != self._registered:
+            return super().begin_window()
+        dtype = str(self.flat.dtype).removeprefix("torch.")
+        threads = torch.get_num_threads()
+        found = binding.record_weights(wire.LIBRARY, self.entry, dtype, threads)
+        return found != expected
+
     def start(self) -> None:
         """As the base's; the parameters' memory must stay where it is until `finish`.
 
         Raises:
             RuntimeError: parameters were converted since `snapshot`.
         """
-        addresses = [param.data_ptr() for param in self.params]
+        addresses = self._weight_addresses()
         if addresses != self._registered:
             self._check_converted()
             binding.register_weights(
@@ -181,8 +198,11 @@ class ChangeInOpBucket(ChangeBucket):
         return _largest(self.params)
 
     def apply(self) -> None:
-        """Record the new weights, which `finish` has set."""
-        self.snapshot()
+        """Note what the weights are, which `finish` has set."""
+        if self.flat.device.type == "cpu":
+            self._checksum = binding.weights_checksum(wire.LIBRARY, self.entry)
+        else:
+            self.snapshot()
         self._agreed = True
 
 

@@ -57,6 +57,45 @@ def case_weights_that_move_are_found() -> None:
         assert torch.equal(a, b)
 
 
+def case_changes_between_windows_are_seen_in_one_pass() -> None:
+    """In the pass that records the start; a comparison of all weights would be a second one."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+
+    def none(weights: torch.Tensor) -> None:
+        pass
+
+    def one_unit(weights: torch.Tensor) -> None:
+        weights[7, 3] = torch.nextafter(weights[7, 3], torch.tensor(9.0))
+
+    def exchanged(weights: torch.Tensor) -> None:
+        weights[5], weights[6] = weights[6].clone(), weights[5].clone()
+
+    for change in (none, one_unit, exchanged):
+        seen, compared = [], []
+
+        def spy(bucket, of=weight_change.ChangeInOpBucket.begin_window, seen=seen):
+            seen.append(of(bucket))
+            return seen[-1]
+
+        def compare(bucket, of=weight_change.ChangeBucket.begin_window, to=compared):
+            to.append(bucket)
+            return of(bucket)
+
+        def disturb(model: nn.Module, step: int, change=change) -> None:
+            if step == 1:
+                with torch.no_grad():
+                    change(model[0].weight.data)
+
+        with (
+            mock.patch.object(weight_change.ChangeInOpBucket, "begin_window", spy),
+            mock.patch.object(weight_change.ChangeBucket, "begin_window", compare),
+        ):
+            trained(True, disturb)
+        assert seen == [True, False, change is not none, False], change
+        assert len(compared) == 1  # nothing to compare with before the first reduction
+
+
 def case_who_forms_the_change() -> None:
     def kind_of(parameter: nn.Parameter, **kwargs) -> type:
         optimizer = hvd.DistributedOptimizer(

@@ -1,0 +1,103 @@
+#include "op/weights.h"
+
+#include <algorithm>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+
+namespace adasum_hvd {
+namespace {
+
+constexpr int64_t kPartElements = 64 * kBlockElements; // that a thread takes at a time
+
+std::mutex weights_mutex;
+std::unordered_map<std::string, Weights> weights_by_name;
+
+Weights Find(const std::string& name) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  const auto found = weights_by_name.find(name);
+  return found == weights_by_name.end() ? Weights() : found->second;
+}
+
+// Elements [begin, end) of a segment, which is at `first` in the tensor of the older weights.
+struct Part {
+  const char* from;
+  int64_t first;
+  int64_t begin;
+  int64_t end;
+};
+
+std::vector<Part> PartsOf(const Weights& weights) {
+  std::vector<Part> parts;
+  int64_t first = 0;
+  for (size_t segment = 0; segment < weights.newer.size(); ++segment) {
+    const int64_t elements = weights.elements[segment];
+    for (int64_t begin = 0; begin < elements; begin += kPartElements) {
+      const int64_t end = std::min(begin + kPartElements, elements);
+      parts.push_back({static_cast<const char*>(weights.newer[segment]), first, begin, end});
+    }
+    first += elements;
+  }
+  return parts;
+}
+
+} // namespace
+
+Weights WeightsOf(const horovod::common::TensorTableEntry& entry) {
+  Weights found = Find(entry.tensor_name);
+  return found.start == entry.tensor->data() ? found : Weights();
+}
+
+void RegisterWeights(const std::string& name, std::vector<int64_t> elements, void* start,
+                     std::vector<void*> newer) {
+  std::lock_guard<std::mutex> guard(weights_mutex);
+  if (newer.empty()) {
+    weights_by_name.erase(name);
+  } else {
+    weights_by_name[name] = {std::move(elements), start, std::move(newer),
+                             std::make_shared<std::atomic<uint64_t>>(0)};
+  }
+}
+
+uint64_t ChecksumOfWeights(const std::string& name) {
+  const Weights weights = Find(name);
+  return weights.checksum == nullptr ? 0 : weights.checksum->load();
+}
+
+uint64_t RecordWeights(const std::string& name, ElementType type, int threads) {
+  static const Kernels& kernels = *ChooseKernels(nullptr);
+  const Weights weights = Find(name);
+  const std::vector<Part> parts = PartsOf(weights);
+  const int64_t bytes = ElementBytes(type);
+  std::atomic<size_t> next{0};
+  std::atomic<uint64_t> sum{0};
+  const auto take_parts = [&] {
+    for (size_t index = next++; index < parts.size(); index = next++) {
+      const Part& part = parts[index];
+      for (int64_t at = part.begin; at < part.end; at += kBlockElements) {
+        const int64_t n = std::min(kBlockElements, part.end - at);
+        const char* from = part.from + at * bytes;
+        void* const to[] = {static_cast<char*>(weights.start) + (part.first + at) * bytes};
+        sum += kernels.checksum(type, from, n, part.first + at); // brings the block into the cache
+        kernels.spread(from, n * bytes, to, 1, true);
+      }
+    }
+  };
+  std::vector<std::thread> others;
+  const int64_t useful = static_cast<int64_t>(parts.size()) / 4; // fewer parts than that are done sooner here
+  for (int64_t other = 1; other < std::min<int64_t>(threads, useful); ++other) {
+    try {
+      others.emplace_back(take_parts);
+    } catch (const std::system_error&) {
+      break; // no more threads: those that run take all parts
+    }
+  }
+  take_parts();
+  for (std::thread& other : others) {
+    other.join();
+  }
+  return sum;
+}
+
+} // namespace adasum_hvd
