@@ -1,7 +1,7 @@
 """Study 7's runs with real processes: the same accuracy as its simulation, and the time they take.
 
-    python benchmarks/real_training.py                  # 8 processes, 2 seeds: digits
-    python benchmarks/real_training.py --workers 32 --seeds 1
+    python benchmarks/real_training.py                  # 8 processes, 2 seeds
+    python benchmarks/real_training.py --workers 32 --seeds 1 --works digits
 
 Each rank is a worker of the study: same weights, same examples, same rates, same schedule. The
 clock runs while steps are taken, not while the first rank judges them. The predictions for
@@ -29,12 +29,13 @@ from convergence import plan
 from convergence.runs import Runs
 from convergence.target import judged_steps, reaches
 from convergence.target_report import Results
-from convergence.training import MOMENTUM, Setting
+from convergence.training import OPTIMIZERS, Setting
 from convergence.tuning import rate
 from convergence.workloads import workload
 
 from adasum_hvd.common import ops
 
+TASKS = {task.work: task for task in (plan.DIGITS, plan.GPT_SMALL)}
 OUTPUT = jobs.REPOSITORY / "docs/convergence"
 METHODS = ("average", "adasum-grad")
 GIGABITS = (1, 10, 100)
@@ -49,7 +50,7 @@ def train_for_real(setting: Setting) -> dict[str, Any]:
     work = workload(setting.work, setting.split)
     model = work.model()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), setting.lr, momentum=MOMENTUM),
+        OPTIMIZERS[setting.optimizer](list(model.parameters())),
         model.named_parameters(),
         op=ops.parse(setting.op),
     )
@@ -90,7 +91,7 @@ def rank_main(settings: str, output: Path) -> None:
     hvd.shutdown()
 
 
-def simulated(workers: int, seeds: int) -> list[dict[str, Any]]:
+def simulated(work: str, workers: int, seeds: int) -> list[dict[str, Any]]:
     """Return study 7's records of its first test seeds, at each method's own rate.
 
     Raises:
@@ -99,7 +100,7 @@ def simulated(workers: int, seeds: int) -> list[dict[str, Any]]:
     results = Results(Runs(OUTPUT / "raw", "none", only_kept=True), plan.SEEDS["small"])
     found = []
     for method in METHODS:
-        point = plan.Point(plan.DIGITS, method, workers)
+        point = plan.Point(TASKS[work], method, workers)
         outcome = results.tuned(point)
         if outcome is None:
             raise SystemExit(
@@ -166,16 +167,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--works", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--output", type=Path, default=OUTPUT / "real.json")
     arguments = parser.parse_args()
-    expected = simulated(arguments.workers, arguments.seeds)
+    expected = [
+        each
+        for work in arguments.works
+        for each in simulated(work, arguments.workers, arguments.seeds)
+    ]
     settings = [asdict(each["setting"]) for each in expected]
     records = jobs.run("gloo", arguments.workers, __file__, json.dumps(settings))
     rows = []
     for setting, simulation, real in zip(settings, expected, records, strict=True):
         rows.append({
-            "method": setting["op"], "workers": setting["workers"], "lr": setting["lr"],
-            "seed": setting["seed"], **real,
+            "work": setting["work"], "method": setting["op"], "workers": setting["workers"],
+            "lr": setting["lr"], "seed": setting["seed"], **real,
             "simulated": {k: simulation[k] for k in ("steps_to_target", "level")},
         })  # fmt: skip
         print(rows[-1])

@@ -90,6 +90,7 @@ FIGURES = {
             ),
             ops.AdasumGrad: (
                 _MOMENTUM_ONE,
+                Measured(2, 451, 19, 1.73, 478, 178),
                 Measured(4, 321, 107, 1, 321, 107),
                 Measured(8, 179, 42, 1.73, 152, 14),
                 Measured(16, 136, 18, 1.73, 114, 25),
