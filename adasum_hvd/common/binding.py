@@ -64,6 +64,11 @@ def require_op(library: ctypes.CDLL) -> None:
             "AdaSum: expected a Horovod built with the AdaSum op, but got "
             f"{library._name} without it; run `{_BUILD_COMMAND}`"
         )
+    if not hasattr(library, "horovod_adasum_record_weights"):  # the newest function
+        raise RuntimeError(
+            "AdaSum: expected a Horovod built by this version of adasum_hvd, but got "
+            f"{library._name} of an earlier one; run `{_BUILD_COMMAND}`"
+        )
     if error := settings_error(library):
         raise ValueError(f"AdaSum: {error}")
 

@@ -27,7 +27,7 @@ struct Kernels {
   void (*narrow[kElementTypes])(const double* x, int64_t n, double scale, void* out);
   // Copies `bytes` bytes to `count` addresses; `past_caches` if they are not needed there soon.
   void (*spread)(const void* from, int64_t bytes, void* const* to, int count, bool past_caches);
-  // sum_i bits(x_i) c(first + i) modulo 2^64 with odd c; of float64 each half counts as an element. Parts of
+  // sum_i (bits(x_i) xor mask(first + i))^2 modulo 2^64; of float64 each half counts as an element. Parts of
   // a tensor add up, in any order and cut anywhere.
   uint64_t (*checksum)(ElementType type, const void* x, int64_t n, int64_t first);
   // The largest magnitude; NaN counts as infinity. float64 only: the others need no scaling.

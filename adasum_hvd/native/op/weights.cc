@@ -6,6 +6,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "op/settings.h"
+
 namespace adasum_hvd {
 namespace {
 
@@ -66,7 +68,7 @@ uint64_t ChecksumOfWeights(const std::string& name) {
 }
 
 uint64_t RecordWeights(const std::string& name, ElementType type, int threads) {
-  static const Kernels& kernels = *ChooseKernels(nullptr);
+  static const Kernels& kernels = *Settings::FromEnvironment().kernels;
   const Weights weights = Find(name);
   const std::vector<Part> parts = PartsOf(weights);
   const int64_t bytes = ElementBytes(type);
@@ -84,9 +86,11 @@ uint64_t RecordWeights(const std::string& name, ElementType type, int threads) {
       }
     }
   };
+  // Fewer parts are done sooner by this thread alone.
+  const int64_t useful = std::min<int64_t>(threads, static_cast<int64_t>(parts.size()) / 4);
   std::vector<std::thread> others;
-  const int64_t useful = static_cast<int64_t>(parts.size()) / 4; // fewer parts than that are done sooner here
-  for (int64_t other = 1; other < std::min<int64_t>(threads, useful); ++other) {
+  others.reserve(std::max<int64_t>(useful, 0));
+  for (int64_t other = 1; other < useful; ++other) {
     try {
       others.emplace_back(take_parts);
     } catch (const std::system_error&) {

@@ -122,7 +122,7 @@ class ChangeInOpBucket(ChangeBucket):
     compares it with that of the weights it finds, in the pass that records them.
     """
 
-    _registered: list[int] | None = None
+    _registered: list[tuple[int, int, torch.dtype, bool]] | None = None
     _checksum: int | None = None  # of the weights that the last window left
 
     def _make_flat(
@@ -135,14 +135,16 @@ class ChangeInOpBucket(ChangeBucket):
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
 
-    def _weight_addresses(self) -> list[int]:
-        return [param.data_ptr() for param in self.params]
-
     def begin_window(self) -> bool:
-        """As the base's; in one pass, if nothing was moved since the last window."""
+        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there.
+
+        Raises:
+            RuntimeError: parameters were converted since the last window.
+        """
         expected, self._checksum = self._checksum, None
-        if expected is None or self._weight_addresses() != self._registered:
+        if expected is None:
             return super().begin_window()
+        self._register()  # `flat` is not the agreed start now, so nothing is compared with it
         dtype = str(self.flat.dtype).removeprefix("torch.")
         threads = torch.get_num_threads()
         found = binding.record_weights(wire.LIBRARY, self.entry, dtype, threads)
@@ -154,30 +156,39 @@ class ChangeInOpBucket(ChangeBucket):
         Raises:
             RuntimeError: parameters were converted since `snapshot`.
         """
-        addresses = self._weight_addresses()
-        if addresses != self._registered:
-            self._check_converted()
-            binding.register_weights(
-                wire.LIBRARY,
-                self.entry,
-                self.flat.data_ptr(),
-                [param.numel() for param in self.params],
-                addresses,
-            )
-            self._registered = addresses
+        self._register()
         Bucket.start(self)
         _in_flight.add(self)
 
+    def _register(self) -> None:
+        """Give the op the addresses of the weights, if they have moved."""
+        places = [
+            (param.data_ptr(), param.numel(), param.dtype, param.is_contiguous())
+            for param in self.params
+        ]
+        if places == self._registered:
+            return
+        self._check_converted()
+        binding.register_weights(
+            wire.LIBRARY,
+            self.entry,
+            self.flat.data_ptr(),
+            [param.numel() for param in self.params],
+            [param.data_ptr() for param in self.params],
+        )
+        self._registered = places
+
     def _check_converted(self) -> None:
         flat = self.flat
-        for param in self.params:
-            found = (param.dtype, param.device, param.is_contiguous())
-            if found != (flat.dtype, flat.device, True):
+        for param, view in zip(self.params, self.views, strict=True):
+            found = (param.dtype, param.device, param.is_contiguous(), param.shape)
+            if found != (flat.dtype, flat.device, True, view.shape):
                 raise RuntimeError(
-                    f"delta variant: expected weights that stay contiguous, {flat.dtype} and on "
-                    f"{flat.device} until the reduction, but got one that is {param.dtype}, on "
+                    "delta variant: expected weights that stay contiguous, of shape "
+                    f"{tuple(view.shape)}, {flat.dtype} and on {flat.device} until the reduction, "
+                    f"but got one of shape {tuple(param.shape)}, {param.dtype}, on "
                     f"{param.device}, strides {param.stride()}; convert the model between "
-                    "reductions"
+                    "reductions, and make another optimizer for other shapes"
                 )
 
     def finish(self) -> None:

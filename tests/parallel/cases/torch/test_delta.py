@@ -62,16 +62,25 @@ def case_changes_between_windows_are_seen_in_one_pass() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
 
-    def none(weights: torch.Tensor) -> None:
+    def none(weight: nn.Parameter, earlier: torch.Tensor) -> None:
         pass
 
-    def one_unit(weights: torch.Tensor) -> None:
-        weights[7, 3] = torch.nextafter(weights[7, 3], torch.tensor(9.0))
+    def moved(weight: nn.Parameter, earlier: torch.Tensor) -> None:
+        weight.data = weight.data.clone()
 
-    def exchanged(weights: torch.Tensor) -> None:
-        weights[5], weights[6] = weights[6].clone(), weights[5].clone()
+    def one_unit(weight: nn.Parameter, earlier: torch.Tensor) -> None:
+        old = weight.data[7, 3]
+        weight.data[7, 3] = torch.nextafter(old, torch.tensor(9.0))
 
-    for change in (none, one_unit, exchanged):
+    def exchanged(weight: nn.Parameter, earlier: torch.Tensor) -> None:
+        old = weight.data.clone()
+        weight.data[5], weight.data[6] = old[6], old[5]
+
+    def rolled_back(weight: nn.Parameter, earlier: torch.Tensor) -> None:
+        weight.data = earlier
+
+    for change in (none, moved, one_unit, exchanged, rolled_back):
+        earlier = {}
         seen, compared = [], []
 
         def spy(bucket, of=weight_change.ChangeInOpBucket.begin_window, seen=seen):
@@ -82,18 +91,37 @@ def case_changes_between_windows_are_seen_in_one_pass() -> None:
             to.append(bucket)
             return of(bucket)
 
-        def disturb(model: nn.Module, step: int, change=change) -> None:
+        def disturb(
+            model: nn.Module, step: int, change=change, earlier=earlier
+        ) -> None:
+            earlier[step] = model[0].weight.data.clone()
             if step == 1:
-                with torch.no_grad():
-                    change(model[0].weight.data)
+                change(model[0].weight, earlier[0])
 
         with (
             mock.patch.object(weight_change.ChangeInOpBucket, "begin_window", spy),
             mock.patch.object(weight_change.ChangeBucket, "begin_window", compare),
         ):
             trained(True, disturb)
-        assert seen == [True, False, change is not none, False], change
+        assert seen == [True, False, change not in (none, moved), False], change
         assert len(compared) == 1  # nothing to compare with before the first reduction
+
+
+def case_other_shapes_at_the_same_address_are_refused() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+
+    weight = nn.Parameter(torch.ones(3, 200))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], 0.1), op=hvd.AdasumDelta
+    )
+    for rows in (3, 2):
+        weight.data = weight.data[:rows]
+        weight.grad = torch.ones(rows, 200)
+        if rows == 3:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"of shape \(3, 200\), .* shape \(2, 200\)"):
+        optimizer.step()
 
 
 def case_who_forms_the_change() -> None:
