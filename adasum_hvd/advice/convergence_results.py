@@ -76,9 +76,9 @@ FIGURES = {
         "LeNet-5 on 1437 digits, 8 images per worker and step, SGD with momentum 0.9, 5 seeds, "
         "rates a factor of 1.73 apart",
         "steps to 97 %",
-        True,
-        True,
-        {
+        lower_is_better=True,
+        is_linear=True,
+        rows={
             ops.Average: (
                 _MOMENTUM_ONE,
                 Measured(2, 662, 133, 1, 662, 133),
@@ -109,9 +109,9 @@ FIGURES = {
         "LeNet-5 on 1437 digits, 30 epochs, 8 images per worker and step, Adam, 3 seeds, "
         "rates a factor of 3 apart",
         "%",
-        False,
-        False,
-        {
+        lower_is_better=False,
+        is_linear=False,
+        rows={
             ops.AdasumGrad: (_ADAM_ONE, Measured(32, 99.0, 0.2, 3, 98.8, 0.4)),
             ops.AdasumDelta: (_ADAM_ONE, Measured(32, 98.0, 0.6, 1, 98.0, 0.6)),
         },
@@ -121,9 +121,9 @@ FIGURES = {
         "seeds, rates a factor of 3 apart; AdasumGrad and Average were equal within one standard "
         "deviation at 8 and 64",
         "nats per byte",
-        True,
-        False,
-        {
+        lower_is_better=True,
+        is_linear=False,
+        rows={
             ops.Average: (
                 _ADAMW_ONE,
                 Measured(8, 2.396, 0.002, 3.333, 2.381, 0.030),
