@@ -34,7 +34,7 @@ CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 
 def main(files: str, folder: str, *chosen: str) -> None:
     """Run the chosen cases of some files, or all of them, and report to FOLDER/rank-R.jsonl."""
-    # torch makes 300,000 objects that stay; to walk them again and again took a tenth of its import.
+    # torch makes 300,000 objects that stay; walking them took a tenth of its import.
     gc.set_threshold(COLLECT_AFTER)
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     modules = {
