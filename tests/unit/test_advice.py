@@ -91,7 +91,17 @@ def test_average_is_named_if_it_is_as_good():
     assert "Up to about 1 worker is worth having" in str(found)
     for optimizer in ("adamw", torch.optim.AdamW([torch.ones(1)])):
         found = advice.advise([LONG], optimizer=optimizer)
-        assert found.use is ops.Average and "divides a gradient" in str(found)
+        assert found.use is ops.Average and "Use Average: it is as good" in str(found)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_adam_gains_a_tenth_where_the_steps_are_much_longer(optimizer: str):
+    longer = record(a=tensor(40.0, 1.0, 8.0, 8.0))  # 8 times the mean
+    found = advice.advise([longer], optimizer=optimizer)
+    assert found.lengthening == 8
+    assert found.use is ops.AdasumGrad
+    assert "most of that factor is lost" in str(found)
+    assert "about a tenth fewer steps" in str(found)
 
 
 def test_a_run_without_a_common_gradient():
