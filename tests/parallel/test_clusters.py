@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     REPOSITORY,
     TORCHRUN,
@@ -103,7 +104,8 @@ print("DONE", flush=True)
 def test_torchrun(tmp_path: Path) -> None:
     script = write(tmp_path, REDUCE + AGAIN.replace("HOSTS", '["a"] * 3'))
     words = [*TORCHRUN, "--nproc-per-node", "3", "--master-port", str(free_port())]
-    status, output = run_launcher([*words, script], environment(), SECONDS)
+    words += ["--no-python", *python(), script]
+    status, output = run_launcher(words, environment(), SECONDS)
     assert status == 0 and output.count("DONE") == 3, output[-3000:]
 
 
@@ -113,7 +115,7 @@ def test_uneven_hosts(tmp_path: Path) -> None:
     places = [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
     check_done(
         start_each(
-            [sys.executable, script],
+            [*python(), script],
             [
                 {
                     "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
@@ -214,7 +216,7 @@ print("DONE")
 
 
 def test_tensorflow(tmp_path: Path) -> None:
-    words = [sys.executable, write(tmp_path, TENSORFLOW)]
+    words = [*python("tensorflow"), write(tmp_path, TENSORFLOW)]
     check_done(start_each(words, [slurm(rank, 2) for rank in range(2)]))
 
 

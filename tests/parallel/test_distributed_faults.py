@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     REPOSITORY,
     TORCHRUN,
@@ -31,7 +31,7 @@ def test_the_others_end_within_the_groups_timeout(tmp_path: Path, fault: str) ->
     words = [str(RANKS), str(tmp_path / "store"), fault, str(TIMEOUT_SECONDS)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, str(rank), *words],
+            [*python(), "-m", PROGRAM, str(rank), *words],
             env=environment(),
             cwd=REPOSITORY,
             text=True,
@@ -65,6 +65,7 @@ def worker_of(torchrun: int, rank: int) -> int:
 
 def test_torchrun_restarts_a_job_and_the_result_is_the_same(tmp_path: Path) -> None:
     words = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1"]
+    words += ["--no-python", *python()]
     words += [str(REPOSITORY / "examples" / "torch_restarts.py"), "--checkpoint"]
     expected, actual = tmp_path / "expected.pt", tmp_path / "actual.pt"
     status, output = run_launcher([*words, str(expected)], environment(), 120)

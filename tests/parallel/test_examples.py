@@ -10,6 +10,7 @@ from jobs import REPOSITORY
 
 from adasum_hvd import cli
 from tests.parallel.harness import elastic_example
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import TORCHRUN, environment, run_launcher
 from tests.unit import pages
 
@@ -24,7 +25,7 @@ def test_torch_elastic(tmp_path: Path) -> None:
 
 def test_torch_fsdp_resumes_on_another_number_of_shards(tmp_path: Path) -> None:
     words = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
-    words.append(str(EXAMPLES / "torch_fsdp.py"))
+    words += ["--no-python", *python(), str(EXAMPLES / "torch_fsdp.py")]
     folder = str(tmp_path / "checkpoint")
     losses = []
     for arguments in (
@@ -46,7 +47,12 @@ def test_first_run_page(tmp_path: Path) -> None:
     _, adasum, plot, advise = map(str.split, blocks)
     shown = re.search(r"^    (adasum_hvd .*\n(?:    .*\n)*)", page.read_text(), re.M)[1]
     words = [*TORCHRUN, "--standalone", *adasum[1:], "--epochs", "1"]
-    words[words.index("examples/torch_ddp.py")] = str(EXAMPLES / "torch_ddp.py")
+    program = words.index("examples/torch_ddp.py")
+    words[program : program + 1] = [
+        "--no-python",
+        *python(),
+        str(EXAMPLES / "torch_ddp.py"),
+    ]
     words[words.index("run.jsonl")] = str(tmp_path / "run.jsonl")
     status, output = run_launcher(words, environment(), 200)
     assert status == 0, output[-3000:]

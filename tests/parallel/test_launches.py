@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import REPOSITORY, command, environment, run_launcher
 
 
@@ -18,7 +18,7 @@ def start(
     """Run `script` on real ranks and return (exit status, output)."""
     program = tmp_path / "script.py"
     program.write_text(script)
-    words = [*command(backend, ranks), sys.executable, str(program)]
+    words = [*command(backend, ranks), *python(), str(program)]
     return run_launcher(words, environment(tuple(variables.items())), timeout)
 
 
@@ -179,7 +179,7 @@ print("DONE")
 
 def test_example():
     program = str(REPOSITORY / "examples/torch_digits.py")
-    words = [*command("mpi", 3), sys.executable, program, "--epochs", "5"]
+    words = [*command("mpi", 3), *python(), program, "--epochs", "5"]
     status, output = run_launcher(words, environment(), 200)
     assert status == 0, output[-2000:]
     (accuracy,) = re.findall(r"test accuracy (\S+)", output)

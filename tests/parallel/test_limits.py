@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import command, environment, run_launcher
 
 
@@ -17,7 +17,7 @@ def start(
     """Run `script` on real ranks and return (exit status, output)."""
     program = folder / "script.py"
     program.write_text(script)
-    words = [*command(backend, ranks), sys.executable, str(program)]
+    words = [*command(backend, ranks), *python(), str(program)]
     return run_launcher(words, environment(tuple(variables.items())), 120)
 
 

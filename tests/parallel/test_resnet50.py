@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     REPOSITORY,
     command,
@@ -15,7 +14,7 @@ from tests.parallel.harness.launch import (
 def test_tutorial_command_line(tmp_path):
     program = str(REPOSITORY / "examples/resnet50_imagenet.py")
     log = tmp_path / "log.jsonl"
-    words = [*command("gloo", 2), sys.executable, program, "--data", "synthetic"]
+    words = [*command("gloo", 2), *python(), program, "--data", "synthetic"]
     words += ["--batch-size", "64", "--epochs", "2", "--epoch-log", str(log)]
     words += ["--checkpoint", str(tmp_path / "checkpoints")]
     # 2 ranks are one group of eight: no AdaSum, and a warning.
@@ -30,8 +29,6 @@ def test_tutorial_command_line(tmp_path):
 
 def test_tutorial_help():
     program = str(REPOSITORY / "examples/resnet50_imagenet.py")
-    status, output = run_launcher(
-        [sys.executable, program, "--help"], environment(), 60
-    )
+    status, output = run_launcher([*python(), program, "--help"], environment(), 60)
     assert status == 0
     assert "--boost-config JSON" in output

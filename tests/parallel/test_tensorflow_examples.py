@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     REPOSITORY,
     command,
@@ -15,7 +15,7 @@ from tests.parallel.harness.launch import (
 
 def test_keras_example(tmp_path) -> None:
     example = str(REPOSITORY / "examples/keras_digits.py")
-    words = [*command("gloo", 2), sys.executable, example]
+    words = [*command("gloo", 2), *python("tensorflow"), example]
     words += ["--op", "adasum-delta", "--epochs", "2", "--output", str(tmp_path)]
     status, output = run_launcher(words, environment(), 150)
     assert status == 0, output[-3000:]
@@ -26,7 +26,7 @@ def test_keras_example(tmp_path) -> None:
 
 def test_custom_loop_example() -> None:
     example = str(REPOSITORY / "examples/tensorflow2_custom_loop.py")
-    words = [*command("gloo", 2), sys.executable, example, "--steps", "60"]
+    words = [*command("gloo", 2), *python("tensorflow"), example, "--steps", "60"]
     status, output = run_launcher(
         [*words, "--op", "adasum-grad", "--tape"], environment(), 150
     )

@@ -43,6 +43,14 @@ class Configuration:
         return "-".join(filter(None, parts)).lower()
 
     @property
+    def framework(self) -> str:
+        """Return what every rank imports: "torch", "tensorflow" or "" (neither)."""
+        folders = {file.partition(".")[0] for file in self.files}
+        if folders & {"tensorflow", "keras"}:
+            return "tensorflow"
+        return "" if folders == {"device"} else "torch"
+
+    @property
     def cases(self) -> list[Case]:
         return [case for file in self.files for case in cases_in(file)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jobs import REPOSITORY, run_launcher
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import HOROVODRUN, environment
 
 
@@ -27,7 +28,8 @@ def run(folder: Path, name: str, *words: str) -> float:
     ]
     launcher += ["--network-interfaces", "lo", "--gloo"]
     launcher += ["--host-discovery-script", f"cat {hosts}"]
-    program = [sys.executable, str(REPOSITORY / "examples" / name), *words]
+    program = python("tensorflow" if "keras" in name else "torch")
+    program += [str(REPOSITORY / "examples" / name), *words]
     status, output = run_launcher([*launcher, *program], environment(), 300)
     assert status == 0, output[-3000:]
     (accuracy,) = re.findall(r"accuracy (\S+) %, replicas identical: True", output)

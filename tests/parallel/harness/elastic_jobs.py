@@ -12,6 +12,7 @@ from statistics import mean
 from jobs import search_path
 from namespaces import INTERFACE, Hosts
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     HOROVODRUN,
     PROGRAMS,
@@ -86,7 +87,9 @@ def run_job(
         "--host-discovery-script",
         str(discover),
     ]
-    words += [sys.executable, str(PROGRAMS / script), str(file)]
+    forks = python("tensorflow" if "keras" in script else "torch")
+    words += [sys.executable] if machines else forks  # which are not in its namespaces
+    words += [str(PROGRAMS / script), str(file)]
     variables = (("PATH", search_path(machines)), *variables)
     status, output = run_launcher(words, environment(variables), LIMIT_SECONDS)
     assert status == 0, output[-6000:]

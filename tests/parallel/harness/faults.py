@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import PROGRAMS, command, environment, run_launcher
 
 JOB = PROGRAMS / "faults_job.py"
@@ -125,7 +126,7 @@ def run(fault: Fault) -> Consequence:
     )
     with tempfile.TemporaryDirectory(prefix="adasum-fault-") as name:
         folder = Path(name)
-        words = [*command(backend, RANKS), sys.executable, str(JOB)]
+        words = [*command(backend, RANKS), *python(), str(JOB)]
         words += [fault.fault, fault.phase, "two" if fault.sets else "all", str(folder)]
         status, output = run_launcher(words, variables, 180)
         assert (folder / "fault").exists(), f"{fault}: not as far\n{output[-3000:]}"

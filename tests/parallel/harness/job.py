@@ -22,9 +22,10 @@ import pytest
 
 from tests.parallel.harness.cases import Case
 from tests.parallel.harness.configurations import SIMULATED, Configuration
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import REPOSITORY, command, environment
 
-WORKER = [sys.executable, "-m", "tests.parallel.harness.worker"]
+WORKER = ["-m", "tests.parallel.harness.worker"]
 TIMEOUT_SECONDS = 1500
 POLL_SECONDS = 0.05
 Verdicts = Mapping[int, Mapping[str, Any]]
@@ -85,6 +86,9 @@ class Job:
         words = list(launcher) or command(
             configuration.backend, configuration.ranks, configuration.hosts
         )
+        # Other launchers may start ranks where a fork would not be, in another network.
+        forks = configuration.framework and not launcher
+        words += python(configuration.framework) if forks else [sys.executable]
         words += [*WORKER, "+".join(configuration.files), str(self._folder)]
         self._began = time.monotonic()
         with (self._folder / "output").open("w") as output:

@@ -12,6 +12,8 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from jobs import REPOSITORY, run_launcher, search_path
 
+from tests.parallel.harness.imported import python
+
 __all__ = [
     "REPOSITORY",
     "command",
@@ -33,7 +35,8 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
         mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
         return [mpirun, "--oversubscribe", "-np", str(ranks)]
     if backend == "torchrun":
-        words = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
+        words = [*python(), *TORCHRUN[1:]]
+        words += ["--standalone", "--nproc-per-node", str(ranks)]
         return [*words, "--no-python"]
     where = ["-H", hosts] if hosts else []
     return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]

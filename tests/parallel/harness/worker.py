@@ -27,15 +27,12 @@ import pytest
 
 from tests.parallel.harness.cases import PACKAGE, Case, cases_in
 
-COLLECT_AFTER = 50_000  # objects; Python's default is 700
 # A rank that is stuck shows where it stands, and ends.
 CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 
 
 def main(files: str, folder: str, *chosen: str) -> None:
     """Run the chosen cases of some files, or all of them, and report to FOLDER/rank-R.jsonl."""
-    # torch makes 300,000 objects that stay; walking them took a tenth of its import.
-    gc.set_threshold(COLLECT_AFTER)
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     modules = {
         name: importlib.import_module(f"{PACKAGE}.{name}") for name in files.split("+")

@@ -1,0 +1,184 @@
+"""Processes that have imported a framework, and fork the ranks of tests.
+
+A rank's start is its imports: three or four seconds of processor time for torch, seven for
+TensorFlow, in some 300 ranks. A fork has them at once. What is tested is imported by each rank
+itself: neither Horovod nor this package is in a parent.
+
+Words of `python()` take the place of `python` in front of a program. `sys.executable` remains
+right where a test is about the start itself, or sets a variable that is read before the first
+line of a program (a parent refuses to run a program whose variables of that kind differ).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FRAMEWORKS = {
+    "torch": ("pytest", "cloudpickle", "psutil", "yaml", "torch", "torch._dynamo"),
+    "tensorflow": ("pytest", "cloudpickle", "psutil", "yaml", "tensorflow", "keras"),
+}
+PARENTS = 2  # forked.py says why
+FORKED = str(Path(__file__).with_name("forked.py"))
+# Read by libraries when they are loaded.
+READ_AT_START = (
+    "CUDA_", "GLIBC_", "KERAS_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
+    "PYTHON", "TF_", "TORCH_LOGS",
+)  # fmt: skip
+
+
+def python(framework: str = "torch") -> list[str]:
+    """Return the words that run a program in a fork of a process with this framework."""
+    return [sys.executable, "-IS", FORKED, ",".join(_parents(framework))]
+
+
+@functools.cache
+def _parents(framework: str) -> list[str]:
+    """Start parents, which end with this process; return their sockets' paths."""
+    from tests.parallel.harness.launch import REPOSITORY, environment
+
+    folder = tempfile.TemporaryDirectory(prefix="adasum-parents-")
+    paths = [str(Path(folder.name, str(number))) for number in range(PARENTS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.harness.imported", framework, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=environment(),
+            process_group=0,
+        )
+        for path in paths
+    ]
+
+    def end() -> None:
+        for process in processes:
+            process.stdin.close()
+            process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    for process in processes:
+        if not process.stdout.readline():  # it prints a line when it is ready
+            raise RuntimeError(f"{process.args}: expected a line, but it has ended")
+    return paths
+
+
+def main(framework: str, path: str) -> None:
+    """Import a framework, and fork ranks until stdin is closed."""
+    given = dict(os.environ)
+    gc.disable()  # imports make 300,000 objects that stay
+    for name in FRAMEWORKS[framework]:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    tasks = os.listdir("/proc/self/task")
+    assert len(tasks) == 1, f"expected one thread to fork, but got {len(tasks)}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    if job := serve(listener):
+        run(**job, given=given)
+
+
+def serve(listener: socket.socket) -> dict[str, Any]:
+    """Fork on request; return in a fork its job, and in the parent {} when stdin is closed."""
+    selector = selectors.PollSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        key, _ = selector.select()[0]
+        if key.fileobj is sys.stdin:
+            return {}
+        if key.fileobj is listener:
+            client, _ = listener.accept()
+            _, streams, _, _ = socket.recv_fds(client, 1, 3)
+            job = json.loads(client.makefile().readline())
+            process = os.fork()
+            if not process:
+                for known in (*selector.get_map(), client.fileno()):
+                    os.close(known)
+                return job | {"streams": streams}
+            for stream in streams:
+                os.close(stream)
+            client.sendall(f"{process}\n".encode())
+            for file in (client, os.pidfd_open(process)):
+                selector.register(file, selectors.EVENT_READ, (process, client))
+            continue
+        process, client = key.data
+        selector.unregister(key.fileobj)
+        if key.fileobj is client:  # that process has been killed
+            os.kill(process, signal.SIGKILL)
+            continue
+        os.close(key.fd)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if client in selector.get_map():
+            selector.unregister(client)
+        with suppress(OSError), client:
+            client.sendall(f"{status}\n".encode())
+
+
+def run(
+    words: list[str], folder: str, environment: dict[str, str], cores: list[int],
+    streams: list[int], given: dict[str, str],
+) -> None:  # fmt: skip
+    """Run a program as `python WORDS` would, with these standard streams.
+
+    Args:
+        words: of the program.
+        folder: to work in.
+        environment: the program's.
+        cores: to run on; `mpirun` binds ranks to them.
+        streams: file descriptors that become 0, 1 and 2.
+        given: the parent's environment before its imports, some of which add variables.
+    """
+    # No session of its own: where Linux schedules by session, a rank that waits in MPI's loop of
+    # sched_yield() would not yield to ranks of others.
+    os.setpgid(0, 0)
+    os.sched_setaffinity(0, cores)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(folder)
+    if differing := [
+        name
+        for name in given | environment
+        if name.startswith(READ_AT_START) and given.get(name) != environment.get(name)
+    ]:
+        sys.exit(
+            f"{words[:2]}: expected the tests' own {', '.join(differing)}, which libraries read "
+            "when they are loaded, but got others; start this program with sys.executable"
+        )
+    added = {name: v for name, v in os.environ.items() if name not in given}
+    os.environ.clear()
+    os.environ.update(added | environment)
+    sys.modules["numpy"].random.seed()  # else all forks have the parent's state
+    if torch := sys.modules.get("torch"):
+        torch.seed()
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = folder
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
