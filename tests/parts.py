@@ -9,10 +9,12 @@ of its tests are done, and in which file it is.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -75,8 +77,10 @@ class Part:
         words = [*command_of(name), "-p", "tests.parts"]
         words += ["--color=yes"] * sys.stdout.isatty()
         with self._log.open("w") as log:
+            # A session each: Linux divides the processors by session, and ranks that wait in
+            # MPI's loop of sched_yield() then yield to one another and not to all of a part.
             self.process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT,
+                words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {PROGRESS: str(self._progress)},
             )  # fmt: skip
 
@@ -110,12 +114,21 @@ def show(running: list[Part]) -> None:
             print(news, flush=True)
 
 
+def interrupt(running: list[Part]) -> None:
+    """End parts as Ctrl-C does, which does not reach their sessions."""
+    for part in running:
+        part.process.send_signal(signal.SIGINT)
+    for part in running:
+        part.process.wait()
+
+
 def main(names: list[str]) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
         return subprocess.call(command_of(names[0]))
     began, waiting, running, failed = time.monotonic(), list(names), [], []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as left:
+        left.callback(interrupt, running)
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(Part(waiting.pop(0), Path(folder)))
@@ -133,4 +146,7 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Also SIGINT, which a job in the background of a shell would ignore, and its children too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
     sys.exit(main(sys.argv[1:] or list(PARTS)))

@@ -144,7 +144,7 @@ def test_program(name: str, form: str) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    with ThreadPoolExecutor(4) as pool:  # many of them mostly wait
+    with ThreadPoolExecutor(8) as pool:  # many of them mostly wait
         output = "".join(pool.map(run, chosen))
     assert "FAILED" not in output
     ran = re.findall(r"^ok (.*) \(", output, re.MULTILINE)

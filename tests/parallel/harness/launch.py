@@ -59,6 +59,7 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         **dict(waits(120)),  # a busy machine is not a broken one
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # also where each rank might have a processor
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **dict(extra),
