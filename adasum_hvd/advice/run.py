@@ -29,7 +29,7 @@ class Advice(NamedTuple):
         use: the reduction for one worker's learning rate: `AdasumGrad`, or `Average` if it is as
             good.
         workers: N, the number of AdaSum's inputs in the run.
-        speedup: an upper bound of the factor by which N workers take fewer steps than one: the
+        speedup: a bound, in theory, of the factor by which N workers take fewer steps than one: the
             mean of AdaScale's gain over the records.
         noise_scale: of the run, in batches of one worker: the noise scale whose gain is
             `speedup`; infinite if no common gradient is visible in the noise.
