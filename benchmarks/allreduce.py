@@ -76,7 +76,7 @@ CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced to
 # ---- one rank of one job ----
 
 
-PHASES = ("exchange", "solve", "gather")
+PHASES = ("reduce_scatter", "coefficients", "allgather")
 BUCKET, COPY = "AdaSum, bucket", "memcpy"
 OURS = ("AdaSum", BUCKET)
 

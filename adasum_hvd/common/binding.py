@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,11 @@ from numpy.typing import NDArray
 
 _BUILD_COMMAND = "adasum-hvd build"
 _SEGMENTS = "adasum.segments="  # the same as in native/op/fused_tensors.cc
+_RENAMED = {
+    "exchange_nanoseconds": "reduce_scatter_nanoseconds",
+    "solve_nanoseconds": "coefficients_nanoseconds",
+    "gather_nanoseconds": "allgather_nanoseconds",
+}
 
 
 class Counters(NamedTuple):
@@ -32,9 +38,9 @@ class Counters(NamedTuple):
         bytes: reduced.
         explicit_tensors: tensors with an ill-conditioned node that this rank formed explicitly;
             on devices, of finished reductions only.
-        exchange_nanoseconds: time of the reduce-scatter and the Gram matrices.
-        solve_nanoseconds: time of the Gram matrices' allreduce and of the coefficients.
-        gather_nanoseconds: time to combine slices and allgather them.
+        reduce_scatter_nanoseconds: time of the reduce-scatter and the Gram matrices.
+        coefficients_nanoseconds: time of the Gram matrices' allreduce and of the coefficients.
+        allgather_nanoseconds: time to combine slices and allgather them.
     """
 
     calls: int
@@ -42,9 +48,19 @@ class Counters(NamedTuple):
     delta_tensors: int
     bytes: int
     explicit_tensors: int
-    exchange_nanoseconds: int
-    solve_nanoseconds: int
-    gather_nanoseconds: int
+    reduce_scatter_nanoseconds: int
+    coefficients_nanoseconds: int
+    allgather_nanoseconds: int
+
+    def __getattr__(self, name: str) -> int:
+        new = _RENAMED.get(name)
+        if new is None:
+            raise AttributeError(name)
+        message = (
+            f"counters().{name} is now {new}; its old name goes with the next release"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
 
 
 def has_op(library: ctypes.CDLL) -> bool:

@@ -32,19 +32,6 @@ inline std::vector<const Kernels*> AllKernels() {
 
 inline const Kernels& Portable() { return *ChooseKernels("portable"); }
 
-// Of a type of two bytes.
-inline double Widened(uint16_t bits, ElementType type) {
-  double value;
-  Portable().widen[type](&bits, 1, 1.0, &value);
-  return value;
-}
-
-inline uint16_t Narrowed(double value, ElementType type) {
-  uint16_t bits;
-  Portable().narrow[type](&value, 1, 1.0, &bits);
-  return bits;
-}
-
 // One rank's tensors, as doubles and in the element type.
 struct Tensors {
   std::vector<std::vector<double>> values;
@@ -66,28 +53,26 @@ inline std::vector<char> Encode(const std::vector<double>& values, ElementType t
   if (type == kFloat32) {
     return BytesOf(std::vector<float>(values.begin(), values.end()));
   }
-  std::vector<uint16_t> halves;
-  for (double value : values) {
-    halves.push_back(Narrowed(value, type));
-  }
+  std::vector<uint16_t> halves(values.size());
+  Portable().narrow[type](values.data(), values.size(), 1.0, halves.data());
   return BytesOf(halves);
 }
 
 inline std::vector<double> Decode(const std::vector<char>& bytes, ElementType type) {
   std::vector<double> values(bytes.size() / ElementBytes(type));
-  for (size_t k = 0; k < values.size(); ++k) {
-    const char* at = bytes.data() + k * ElementBytes(type);
-    if (type == kFloat64) {
-      std::memcpy(&values[k], at, 8);
-    } else if (type == kFloat32) {
-      float value;
-      std::memcpy(&value, at, 4);
-      values[k] = value;
-    } else {
-      uint16_t half;
-      std::memcpy(&half, at, 2);
-      values[k] = Widened(half, type);
-    }
+  if (bytes.empty()) {
+    return values;
+  }
+  if (type == kFloat64) {
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+  } else if (type == kFloat32) {
+    std::vector<float> floats(values.size());
+    std::memcpy(floats.data(), bytes.data(), bytes.size());
+    values.assign(floats.begin(), floats.end());
+  } else {
+    std::vector<uint16_t> halves(values.size());
+    std::memcpy(halves.data(), bytes.data(), bytes.size());
+    Portable().widen[type](halves.data(), halves.size(), 1.0, values.data());
   }
   return values;
 }

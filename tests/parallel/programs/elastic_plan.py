@@ -113,7 +113,7 @@ class Plan:
         if phase == "negotiation":
             os.kill(os.getpid(), signal.SIGKILL)
         # Calls are counted when data begins to move; times are, when a phase ends.
-        counter = {"exchange": "calls", "gather": "solve_nanoseconds"}[phase]
+        counter = {"exchange": "calls", "gather": "coefficients_nanoseconds"}[phase]
         before = getattr(self.hvd.counters(), counter)
 
         def wait_and_die() -> None:

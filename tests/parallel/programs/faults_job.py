@@ -62,7 +62,9 @@ def strike_in_phase(begun: threading.Event) -> None:
         counters = hvd.counters()
         inside = counters.calls > before.calls
         if PHASE == "gather":
-            inside = counters.exchange_nanoseconds > before.exchange_nanoseconds
+            inside = (
+                counters.reduce_scatter_nanoseconds > before.reduce_scatter_nanoseconds
+            )
         if inside:
             strike()
             return
