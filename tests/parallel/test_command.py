@@ -64,7 +64,7 @@ def test_demo(tmp_path: Path, engine: str) -> None:
         "--ranks",
         "2",
         "--epochs",
-        "3",
+        "2",
         "--output",
         str(tmp_path),
     ]

@@ -33,6 +33,7 @@ def test_random_reductions(backend: str, ranks: int, local: str) -> None:
         Configuration(on.OPS, "gloo", 4),
         Configuration(on.OPS, "gloo", 5, on.NETWORK),
         Configuration(on.OPS, "mpi", 8),
+        Configuration(on.DISTRIBUTED, "torchrun", 4),
         Configuration(on.SHARDED, "torchrun", 6),
         Configuration(
             on.LAYOUTS, "torchrun", 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -51,7 +52,7 @@ PROGRAMS = {
     "device_limits": Program("test_device.cc", on_device=True),
     "device_observation": Program("test_observation.cc", on_device=True),
 }
-TREES = ("cancelling pairs", "groups and placements", "levels walk the same tree")
+THREADED_TREES = ("cancelling pairs", "levels walk the same tree")
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,
     # ten times slower than plain, that ranks share nothing.
@@ -60,8 +61,8 @@ CHOSEN = {
         "wide range in one float64 tensor",
         "changes of weights",
     ),
-    ("test_trees", "tsan"): TREES,
-    ("test_trees", "asan-ubsan"): TREES,
+    ("test_trees", "tsan"): THREADED_TREES,
+    ("test_trees", "asan-ubsan"): (*THREADED_TREES, "groups and placements"),
     ("test_parts", "tsan"): ("workers do every job once",),
     # Kernels could access memory out of bounds here.
     ("device_reduce", "asan-ubsan"): (
@@ -77,6 +78,8 @@ CHOSEN = {
         "long tensors are folded in stretches",
     ),
 }
+# Of a process on several, every return of memory interrupts all others: a third of its time.
+ON_ONE_PROCESSOR = ("test_reduce", "test_trees")
 FORMS = {
     "plain": [],
     "asan-ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -141,9 +144,14 @@ def test_program(name: str, form: str) -> None:
         "MALLOC_TRIM_THRESHOLD_": "1000000000",
     }
 
+    processors = itertools.cycle(sorted(os.sched_getaffinity(0)))
+
     def run(test: str) -> str:
+        on = (
+            ["taskset", "-c", str(next(processors))] if name in ON_ONE_PROCESSOR else []
+        )
         result = subprocess.run(
-            [*command, test], capture_output=True, text=True, timeout=900, check=False,
+            [*on, *command, test], capture_output=True, text=True, timeout=900, check=False,
             env=os.environ | over,
         )  # fmt: skip
         assert result.returncode == 0, result.stdout + result.stderr

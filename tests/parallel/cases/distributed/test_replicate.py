@@ -53,7 +53,7 @@ def case_any_number_of_shards() -> None:
         model = copy.deepcopy(plain)
         shard(model, shards)
         replicas = adasum_replicate(model, mesh_of(shards)["replica"])
-        check(plain, model, replicas, shards, steps=20)
+        check(plain, model, replicas, shards, steps=8)
 
 
 @pytest.mark.parametrize(
