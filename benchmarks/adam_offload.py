@@ -183,13 +183,14 @@ def show(result: dict) -> None:
     """Print the table of one size."""
     print(
         f"{'optimizer':22s} {'elements':>11s} {'min':>8s} {'p50':>8s} {'p99':>8s} {'max ms':>8s}"
-        f" {'GB/s':>6s} {'/ fused':>8s} {'min / min':>9s} {'error':>8s}"
+        f" {'GB/s':>6s} {'/ fused':>9s} {'min / min':>9s} {'error':>8s}"
     )
     for row in result["rows"]:
         print(
             f"{row['optimizer']:22s} {row['elements']:11d} {row['min_ms']:8.2f}"
             f" {row['p50_ms']:8.2f} {row['p99_ms']:8.2f} {row['max_ms']:8.2f}"
-            f" {row['gb_per_s']:6.1f} {row['over_fused']:7.2f}x {row['min_over_fused']:8.2f}x"
+            f" {row['gb_per_s']:6.1f} {jobs.ratio(row['over_fused']):>9s}"
+            f" {jobs.ratio(row['min_over_fused']):>9s}"
             f" {row['relative_error']:8.0e}"
         )
     print(f"copy bandwidth of this machine: {result['copy_gb_per_s']:.1f} GB/s")

@@ -239,7 +239,7 @@ def show(row: dict) -> None:
     for name, values in row["times"].items():
         middle = statistics.median(values)
         algbw = total / middle / 1e9
-        ratio = f"{ours / middle:5.2f}x" if name not in (*OURS, COPY) else " " * 6
+        ratio = "" if name in (*OURS, COPY) else jobs.ratio(ours / middle)
         over_copy = middle / statistics.median(row["times"][COPY])
         wrong = str(row["wrong"]) if name == "AdaSum" else ""
         print(

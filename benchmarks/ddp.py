@@ -203,7 +203,7 @@ def show(row: dict[str, Any]) -> None:
     for name, median in medians.items():
         print(
             f"{row['model']:6s} {row['ranks']:5d} {name:24s} {median * 1e3:8.2f}"
-            f" {median / medians[AVERAGE]:7.2f}x",
+            f" {jobs.ratio(median / medians[AVERAGE]):>9s}",
             flush=True,
         )
         if name in row["parts"]:

@@ -161,7 +161,7 @@ def print_op(ranks: int, ours: dict, horovod: dict | None) -> None:
         line = (
             f"{row['bytes'] / MB:8.3f} {1e3 * row['copy']:8.2f} {1e3 * average:9.2f} "
         )
-        line += f"{1e3 * adasum:8.2f} {adasum / average:6.2f}x"
+        line += f"{1e3 * adasum:8.2f} {jobs.ratio(adasum / average):>9s}"
         if horovod:
             other = horovod["rows"][k]["horovod_adasum"]
             line += (

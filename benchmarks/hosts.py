@@ -141,12 +141,12 @@ def show(row: dict) -> None:
         middle = statistics.median(operation["seconds"])
         counter = operation["bytes"] / total
         data = operation["payload"] / total
-        ratio = f"{ours / middle:5.2f}x" if name != "AdaSum" else ""
+        ratio = "" if name == "AdaSum" else jobs.ratio(ours / middle)
         print(
             f"{row['backend']:5s}{row['hosts']:2d} x {row['ranks'] // row['hosts']} "
             f"{name:15s}{total:11d} |{min(operation['seconds']) * 1e3:9.1f}{middle * 1e3:9.1f}"
             f"{max(operation['seconds']) * 1e3:9.1f} |{counter:8.3f}{data:8.3f}{limit:7.2f}"
-            f" | {ratio:6s} "
+            f" | {ratio:9s} "
             f"{operation['path'] if name in ('AdaSum', 'flat') else ''}",
             flush=True,
         )

@@ -117,6 +117,12 @@ def slowest(times: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
     }
 
 
+def ratio(value: float) -> str:
+    """Return a time over a peer's, as in "0.95x", or in bold if it loses."""
+    shown = f"{value:.2f}x"
+    return f"**{shown}**" if round(value, 2) > 1 else shown
+
+
 def save(rows: Sequence[Any], output: Path) -> None:
     """Write what was measured, and on which machine, as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -150,7 +150,8 @@ def main() -> None:
             for name, of in medians.items():
                 print(
                     f"{model_name:12s} {ranks:5d} {name:16s} {of['total'] * 1e3:9.2f}"
-                    f" {of['total'] / plain['total']:7.2f}x {of['total'] / horovod['total']:8.2f}x"
+                    f" {of['total'] / plain['total']:7.2f}x"
+                    f" {jobs.ratio(of['total'] / horovod['total']):>9s}"
                     f" {of['step'] * 1e3:9.2f} {of['step'] / plain['step']:7.2f}x",
                     flush=True,
                 )

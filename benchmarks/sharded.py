@@ -160,9 +160,9 @@ def show(row: dict[str, Any]) -> None:
         replicas, shards = (
             row["bytes"][name][part] / 1e6 for part in ("replica", "shard")
         )
-        ratio = median / medians[HSDP]
+        ratio = jobs.ratio(median / medians[HSDP])
         print(
-            f"{name:22s} {median * 1e3:8.1f} {ratio:6.2f}x {replicas:11.3f} {shards:9.3f}"
+            f"{name:22s} {median * 1e3:8.1f} {ratio:>9s} {replicas:11.3f} {shards:9.3f}"
         )
 
 

@@ -108,9 +108,8 @@ def show(ranks: int, times: dict[str, list[float]]) -> None:
     """Print a line for every contender."""
     medians = {name: statistics.median(of) for name, of in times.items()}
     for name, median in medians.items():
-        ratio = median / medians[PEERS[name]]
-        mark = "**" if ratio > 1 else ""
-        print(f"{ranks:5d} {name:24s} {median * 1e3:8.1f}  {mark}{ratio:.2f}{mark}")
+        ratio = jobs.ratio(median / medians[PEERS[name]])
+        print(f"{ranks:5d} {name:24s} {median * 1e3:8.1f}  {ratio}")
 
 
 def main() -> None:

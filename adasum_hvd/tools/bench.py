@@ -118,7 +118,7 @@ def medians(measured: dict[str, Any]) -> dict[tuple[str, str, str], float]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Return a table: case, backend, operation, times, bytes per second, AdaSum's ratio to it."""
+    """Return a table of times and rates; AdaSum's ratio to an operation is bold if it loses."""
     middle = medians(measured)
     lines = [
         f"{measured['ranks']} ranks on {measured['machine']}",
@@ -129,7 +129,7 @@ def table(measured: dict[str, Any]) -> str:
         times = row["seconds"]
         p50, total = statistics.median(times), 4 * sum(CASES[row["case"]])
         ours = middle.get((row["case"], row["backend"], OURS))
-        ratio = f"{ours / p50:.2f}x" if ours and row["operation"] != OURS else ""
+        ratio = _ratio(ours / p50) if ours and row["operation"] != OURS else ""
         wrong = str(row["wrong"]) if row["operation"] == OURS else ""
         lines.append(
             f"{row['case']:14s} {row['backend']:5s} {row['operation']:18s} "
@@ -137,6 +137,11 @@ def table(measured: dict[str, Any]) -> str:
             f"{total / p50 / 1e9:7.2f} {wrong:>7s}  {ratio}"
         )
     return "\n".join(lines)
+
+
+def _ratio(value: float) -> str:
+    shown = f"{value:.2f}x"
+    return f"**{shown}**" if round(value, 2) > 1 else shown
 
 
 def _order(row: dict[str, Any]) -> tuple[int, str]:

@@ -30,6 +30,14 @@ int main(int count, char** words) {
 """
 
 
+def test_ratios_that_lose_are_bold():
+    assert [jobs.ratio(x) for x in (0.951, 1.004, 1.006)] == [
+        "0.95x",
+        "1.00x",
+        "**1.01x**",
+    ]
+
+
 def test_figures_come_with_versions_and_hardware():
     machine = jobs.machine()
     assert machine["processor"]

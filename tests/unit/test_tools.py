@@ -182,7 +182,10 @@ def measured(seconds: float) -> dict:
 
 
 def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
-    assert re.search(r"1 MB +gloo +copy .* 2\.00x", bench.table(measured(0.002)))
+    assert re.search(
+        r"1 MB +gloo +copy .* \*\*2\.00x\*\*", bench.table(measured(0.002))
+    )
+    assert re.search(r"1 MB +gloo +copy .* 1\.00x$", bench.table(measured(0.001)), re.M)
     for name, seconds in (("a", 0.002), ("b", 0.004)):
         (tmp_path / name).write_text(json.dumps(measured(seconds)))
     words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
