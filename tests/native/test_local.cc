@@ -17,6 +17,20 @@ using namespace adasum_hvd;
 
 namespace {
 
+// Its end waits for the other ranks' ends, also when a check has failed: until then they see this rank alive.
+class EndTogether {
+public:
+  explicit EndTogether(std::atomic<int>& left) : left_(left) {}
+  ~EndTogether() {
+    for (--left_; left_ > 0;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
+private:
+  std::atomic<int>& left_;
+};
+
 char ByteOf(int from, int to, int exchange, size_t position) {
   return static_cast<char>(31 * from + 17 * to + 7 * exchange + position + position / 251);
 }
@@ -112,17 +126,14 @@ void EndedPeerIsNamed() {
 
 void UnresponsivePeerIsNamed() {
   Board board(2);
-  std::atomic<bool> done{false};
+  std::atomic<int> left{2};
   InThreads(2, [&](int rank) {
     LocalSettings settings;
     settings.timeout_seconds = 1;
     auto transport = Connect(board, rank, 2, settings);
+    const EndTogether end(left);
     if (rank == 0) {
       CheckNames(ErrorOf(*transport, 100), "did not respond for 1 s");
-      done = true;
-    }
-    while (!done) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
 }
@@ -130,17 +141,14 @@ void UnresponsivePeerIsNamed() {
 // One rank's own error ends the transport for the others too.
 void FailedPeerIsNamed() {
   Board board(2);
-  std::atomic<bool> done{false};
+  std::atomic<int> left{2};
   InThreads(2, [&](int rank) {
     auto transport = Connect(board, rank, 2, LocalSettings());
+    const EndTogether end(left);
     if (rank == 0) {
       CheckNames(ErrorOf(*transport, 100), "failed: out of memory (rank 1 reported it)");
-      done = true;
     } else {
       transport->Abort({rank, rank, "rank 1 failed: out of memory"});
-    }
-    while (!done) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
 }
@@ -169,7 +177,7 @@ void NonsenseInPositionsIsRefused() {
 // Being woken is no progress: what counts is the time.
 void UnresponsivePeerThatWakesOthersIsNamed() {
   Board board(2);
-  std::atomic<bool> done{false};
+  std::atomic<int> left{2};
   InThreads(2, [&](int rank) {
     LocalSettings settings;
     settings.timeout_seconds = 1;
@@ -178,28 +186,30 @@ void UnresponsivePeerThatWakesOthersIsNamed() {
     Check(group != nullptr, why_not);
     SegmentHeader& header = group->header(0);
     if (rank == 1) {
-      while (!done) {
+      const EndTogether end(left);
+      while (left == 2) {
         header.bell.Wake();
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
       return;
     }
     LocalTransport transport(std::move(group));
+    const EndTogether end(left);
     const auto started = std::chrono::steady_clock::now();
     CheckNames(ErrorOf(transport, 100), "did not respond for 1 s");
     Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(3), "it took too long");
-    done = true;
   });
 }
 
 // Rank 2 waits for rank 0, which waits for rank 1.
 void EndOfAChainIsNamed() {
   Board board(3);
-  std::atomic<int> done{0};
+  std::atomic<int> left{3};
   InThreads(3, [&](int rank) {
     LocalSettings settings;
     settings.timeout_seconds = rank == 0 ? 3 : 1; // so that rank 0 does not notify rank 2
     auto transport = Connect(board, rank, 3, settings);
+    const EndTogether end(left);
     std::vector<char> buffer(100);
     std::vector<Message> messages(3);
     messages[rank == 0 ? 1 : 0] = {nullptr, 0, buffer.data(), 100};
@@ -216,10 +226,6 @@ void EndOfAChainIsNamed() {
       CheckNames(error, rank == 0 ? "did not respond for 3 s" : "did not respond for 1 s");
       Check(error.find("(rank 0 reported it)") != std::string::npos, error);
     }
-    ++done;
-    while (done < 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
   });
 }
 
@@ -227,9 +233,10 @@ void EndOfAChainIsNamed() {
 void OtherReductionsAreNoticed() {
   for (bool other_size : {false, true}) {
     Board board(2);
-    std::atomic<int> done{0};
+    std::atomic<int> left{2};
     InThreads(2, [&](int rank) {
       auto transport = Connect(board, rank, 2, LocalSettings());
+      const EndTogether end(left);
       transport->BeginOperation();
       if (rank == 1 && !other_size) {
         transport->BeginOperation();
@@ -245,10 +252,6 @@ void OtherReductionsAreNoticed() {
         error = thrown.what();
       }
       Check(error.find("is in another reduction") != std::string::npos, "the error is \"" + error + "\"");
-      ++done;
-      while (done < 2) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      }
     });
   }
 }
@@ -394,13 +397,14 @@ void AMonitorEndsAStuckLoopWithoutAReason() {
 void ThreeMonitorsWithoutOne(bool leaves) {
   Board board(3);
   std::vector<Loop> loops(3);
-  std::atomic<int> done{0};
+  std::atomic<int> left{3};
   InThreads(3, [&](int rank) {
     std::string why_not;
     std::shared_ptr<LocalGroup> group = Join(board, rank, 3, LocalSettings(), why_not);
     Check(group != nullptr, why_not);
     auto monitor = std::make_unique<HeartbeatMonitor>(loops[rank].Monitored(), std::chrono::seconds(1),
                                                       std::chrono::seconds(0), kCheckpoint);
+    const EndTogether end(left);
     if (rank != 1 || leaves) {
       monitor->MonitorHost(group);
     }
@@ -413,12 +417,8 @@ void ThreeMonitorsWithoutOne(bool leaves) {
     } else {
       WaitUntil([&] { return loops[rank].ended.load(); }, "nothing was noticed");
       const std::string reported = loops[rank].Reported();
-      CheckNames(reported, "did not respond for 1 s");
+      CheckNames(reported, "did not respond for "); // 1 s, or longer on a busy machine
       Check(reported.find("(rank " + std::to_string(rank) + " reported it") != std::string::npos, reported);
-    }
-    ++done;
-    while (done < 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   });
 }
