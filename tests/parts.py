@@ -22,20 +22,20 @@ import pytest
 CASES = "tests/parallel/cases"
 SHARING = [f"tests/parallel/test_{name}.py" for name in ("bits", "device")]
 FAULTS = "tests/parallel/test_faults.py"
-# The longest first. Hosts and faults mostly wait, so they run next to what computes.
+# Hosts, faults and jobs often wait, so they run next to what computes.
 PARTS = {
     "cases": [
         *(f"{CASES}/{name}" for name in ("torch", "distributed", "device")),
         *SHARING,
     ],
     "unit": ["tests/unit"],
-    "tensorflow": [f"{CASES}/tensorflow", f"{CASES}/keras"],  # they share jobs
-    "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
-    "faults": [FAULTS],
     "jobs": [
         "tests/parallel",
         *(f"--ignore={path}" for path in (CASES, *SHARING, FAULTS)),
     ],
+    "tensorflow": [f"{CASES}/tensorflow", f"{CASES}/keras"],  # they share jobs
+    "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
+    "faults": [FAULTS],
 }
 AT_ONCE = 3  # two leave a sixth of two processors idle
 PLAIN_SECONDS = 20  # between two lines about a part, without a terminal
