@@ -14,7 +14,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site test unit parallel cases tensorflow jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
+.PHONY: help setup demo site test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -53,9 +53,9 @@ demo: setup
 test: lint setup
 	$(BIN)/python -m tests.parts
 
-parallel: cases tensorflow jobs faults
+parallel: cases jobs faults
 
-cases tensorflow unit jobs faults hosts: setup
+cases unit jobs faults hosts: setup
 	$(BIN)/python -m tests.parts $@
 
 # Horovod's own tests, from the checkout that HOROVOD_SOURCE names: docs/compatibility.md.

@@ -1,4 +1,4 @@
-"""Runs the parts of `make test`, three at a time, and shows how far each one is.
+"""Runs the parts of `make test`, two at a time, and shows how far each one is.
 
     python -m tests.parts [PART ...]   # all of them unless some are named
 
@@ -19,25 +19,19 @@ from pathlib import Path
 
 import pytest
 
-CASES = "tests/parallel/cases"
-SHARING = [f"tests/parallel/test_{name}.py" for name in ("bits", "device")]
+SHARING = [
+    f"tests/parallel/{name}" for name in ("cases", "test_bits.py", "test_device.py")
+]
 FAULTS = "tests/parallel/test_faults.py"
-# Hosts, faults and jobs often wait, so they run next to what computes.
+# The longest part first, and a short one last: then both places are busy until the end.
 PARTS = {
-    "cases": [
-        *(f"{CASES}/{name}" for name in ("torch", "distributed", "device")),
-        *SHARING,
-    ],
+    "cases": SHARING,
     "unit": ["tests/unit"],
-    "jobs": [
-        "tests/parallel",
-        *(f"--ignore={path}" for path in (CASES, *SHARING, FAULTS)),
-    ],
-    "tensorflow": [f"{CASES}/tensorflow", f"{CASES}/keras"],  # they share jobs
-    "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
+    "jobs": ["tests/parallel", *(f"--ignore={path}" for path in (*SHARING, FAULTS))],
     "faults": [FAULTS],
+    "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
 }
-AT_ONCE = 3  # two leave a sixth of two processors idle
+AT_ONCE = 2
 PLAIN_SECONDS = 20  # between two lines about a part, without a terminal
 NO_TESTS = 5  # pytest's exit status
 PROGRESS = "ADASUM_TESTS_PROGRESS"  # the file in which a part writes how far it is
