@@ -155,7 +155,7 @@ def print_op(ranks: int, ours: dict, horovod: dict | None) -> None:
     print(
         f"\nop, {ranks} ranks, {ours['device']}, milliseconds (median of {REPETITIONS})"
     )
-    print(f"{'MB':>8} {'copy':>8} {'average':>9} {'AdaSum':>16} {'Horovod AdaSum':>20}")
+    print(f"{'MB':>8} {'copy':>8} {'average':>9} {'AdaSum':>18} {'Horovod AdaSum':>20}")
     for k, row in enumerate(ours["rows"]):
         average, adasum = row["average"], row["adasum"]
         line = (

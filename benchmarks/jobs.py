@@ -17,6 +17,8 @@ from typing import Any
 
 from namespaces import INTERFACE, Hosts
 
+from adasum_hvd.tools.bench import ratio as ratio
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 HOROVODRUN = [str(BIN / "horovodrun")]
@@ -115,12 +117,6 @@ def slowest(times: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
         name: [max(of) for of in zip(*(rank[name] for rank in times), strict=True)]
         for name in times[0]
     }
-
-
-def ratio(value: float) -> str:
-    """Return a time over a peer's, as in "0.95x", or in bold if it loses."""
-    shown = f"{value:.2f}x"
-    return f"**{shown}**" if round(value, 2) > 1 else shown
 
 
 def save(rows: Sequence[Any], output: Path) -> None:

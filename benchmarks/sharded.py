@@ -154,7 +154,7 @@ def show(row: dict[str, Any]) -> None:
     """Print a line for each contender."""
     medians = {name: statistics.median(of) for name, of in row["times"].items()}
     print(
-        f"{'{} x {}'.format(*row['mesh']):22s}       ms  / HSDP  MB replicas    shards"
+        f"{'{} x {}'.format(*row['mesh']):22s}       ms    / HSDP  MB replicas    shards"
     )
     for name, median in medians.items():
         replicas, shards = (

@@ -129,17 +129,18 @@ def table(measured: dict[str, Any]) -> str:
         times = row["seconds"]
         p50, total = statistics.median(times), 4 * sum(CASES[row["case"]])
         ours = middle.get((row["case"], row["backend"], OURS))
-        ratio = _ratio(ours / p50) if ours and row["operation"] != OURS else ""
+        compared = ratio(ours / p50) if ours and row["operation"] != OURS else ""
         wrong = str(row["wrong"]) if row["operation"] == OURS else ""
         lines.append(
             f"{row['case']:14s} {row['backend']:5s} {row['operation']:18s} "
             f"{min(times) * 1e3:9.3f} {p50 * 1e3:9.3f} {max(times) * 1e3:9.3f} "
-            f"{total / p50 / 1e9:7.2f} {wrong:>7s}  {ratio}"
+            f"{total / p50 / 1e9:7.2f} {wrong:>7s}  {compared}"
         )
     return "\n".join(lines)
 
 
-def _ratio(value: float) -> str:
+def ratio(value: float) -> str:
+    """Return a time over a peer's, as in "0.95x", or in bold if it loses."""
     shown = f"{value:.2f}x"
     return f"**{shown}**" if round(value, 2) > 1 else shown
 

@@ -417,7 +417,9 @@ void ThreeMonitorsWithoutOne(bool leaves) {
     } else {
       WaitUntil([&] { return loops[rank].ended.load(); }, "nothing was noticed");
       const std::string reported = loops[rank].Reported();
-      CheckNames(reported, "did not respond for "); // 1 s, or longer on a busy machine
+      const std::string problem = "did not respond for "; // 1 s, or longer on a busy machine
+      CheckNames(reported, problem);
+      Check(std::stoi(reported.substr(reported.find(problem) + problem.size())) >= 1, reported);
       Check(reported.find("(rank " + std::to_string(rank) + " reported it") != std::string::npos, reported);
     }
   });
