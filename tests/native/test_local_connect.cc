@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -149,6 +150,47 @@ void ManySilentCallersAreNotWaitedFor() {
   });
 }
 #endif
+
+// The listening socket of a rank of this process.
+int ListenerCalled(int name) {
+  char digits[6];
+  std::snprintf(digits, sizeof digits, "%05x", name);
+  for (int descriptor = 0; descriptor < 1024; ++descriptor) {
+    sockaddr_un address = {};
+    socklen_t length = sizeof address;
+    if (getsockname(descriptor, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+        address.sun_family == AF_UNIX && length == offsetof(sockaddr_un, sun_path) + 6 &&
+        std::equal(digits, digits + 5, address.sun_path + 1)) {
+      return descriptor;
+    }
+  }
+  throw std::runtime_error("nobody listens");
+}
+
+// As happens to a rank that is stopped between its call and its hello while many others call.
+void DroppedRanksCallAgain() {
+  constexpr int kRanks = 3, kDropped = 20;
+  Board board(kRanks);
+  InThreads(kRanks, [&](int rank) {
+    const AllgatherTwo plain = board.For(rank);
+    int calls = 0;
+    const AllgatherTwo dropping = [&](int first, int second) {
+      std::vector<int> all = plain(first, second);
+      if (rank == 0 && ++calls == 1) {
+        pollfd listening = {ListenerCalled(first), POLLIN, 0};
+        for (int dropped = 0; dropped < kDropped; ++dropped) {
+          Check(poll(&listening, 1, 10000) == 1, "ranks do not call again");
+          close(accept(listening.fd, nullptr, nullptr));
+        }
+      }
+      return all;
+    };
+    std::string why_not;
+    const auto group =
+        ConnectLocalRanks(Ranks(kRanks), rank, Ranks(kRanks), LocalSettings(), dropping, why_not);
+    Check(group != nullptr, why_not);
+  });
+}
 
 size_t CountIn(const char* folder) {
   size_t count = 0;
@@ -342,6 +384,7 @@ int main(int argc, char** argv) {
 #if !defined(__SANITIZE_THREAD__)
                       {"many silent callers are not waited for", ManySilentCallersAreNotWaitedFor},
 #endif
+                      {"ranks that are dropped call again", DroppedRanksCallAgain},
                       {"nothing stays behind", NothingStaysBehind},
                       {"memory keeps its size", MemoryKeepsItsSize},
                       {"regions are mapped", RegionsAreMapped},

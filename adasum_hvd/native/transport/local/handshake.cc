@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -20,6 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int kCallsAtOnce = 2;
 constexpr size_t kMostUnidentified = 128; // callers that have not sent a hello, in addition to ranks
+constexpr size_t kAcceptedAtOnce = kMostUnidentified; // so that no caller is dropped before it was read once
 constexpr std::chrono::milliseconds kAgain{1};
 
 // The first message on a socket, with the descriptors of the sender's shared memory. The nonce was sent over
@@ -31,6 +33,11 @@ struct Hello {
 
 struct UnknownPeer : std::runtime_error {
   UnknownPeer() : std::runtime_error("a process that is not a rank of this job called") {}
+};
+
+// Before it sent a hello: a rank drops callers if it has too many.
+struct Dropped : std::runtime_error {
+  Dropped() : std::runtime_error("a rank of this host closed the connection") {}
 };
 
 ucred PeerOf(int socket_) {
@@ -101,8 +108,10 @@ Descriptor Listen(int backlog, int& name) {
 Handshake::Handshake(LocalGroup& group, int listening, const std::vector<int>& names,
                      const std::vector<int>& nonces)
     : group_(group), listening_(listening), names_(names), nonces_(nonces),
-      until_(Clock::now() + std::chrono::seconds(group.settings.handshake_seconds)), next_(group.rank - 1),
-      left_(static_cast<int>(names.size()) - 1) {}
+      until_(Clock::now() + std::chrono::seconds(group.settings.handshake_seconds)), to_call_(group.rank),
+      left_(static_cast<int>(names.size()) - 1) {
+  std::iota(to_call_.begin(), to_call_.end(), 0);
+}
 
 // Each rank calls the ranks before it, the nearest first, so that not all call the same one.
 void Handshake::Run() {
@@ -118,23 +127,23 @@ void Handshake::Run() {
 
 // Returns whether any call has completed, so that the next one can be made.
 bool Handshake::AdvanceAll() {
-  const size_t before = calls_.size();
+  const int before = left_;
   for (size_t k = calls_.size(); k-- > 0;) {
     if (IsOver(calls_[k])) {
       calls_.erase(calls_.begin() + static_cast<std::ptrdiff_t>(k));
     }
   }
-  return calls_.size() < before;
+  return left_ < before;
 }
 
 void Handshake::CallMore() {
-  for (; next_ >= 0 && outgoing_ < kCallsAtOnce; --next_, ++outgoing_) {
-    Descriptor socket_ = ConnectTo(names_[next_]);
+  for (; !to_call_.empty() && outgoing_ < kCallsAtOnce; to_call_.pop_back(), ++outgoing_) {
+    Descriptor socket_ = ConnectTo(names_[to_call_.back()]);
     if (socket_.value() < 0) {
       refused_ = true;
       return;
     }
-    calls_.emplace_back(next_, std::move(socket_));
+    calls_.emplace_back(to_call_.back(), std::move(socket_));
   }
 }
 
@@ -161,7 +170,7 @@ void Handshake::WaitForMore() {
 
 // Accepts all callers but other users' processes. Callers that never send a hello do not keep ranks out.
 void Handshake::Accept() {
-  for (;;) {
+  for (size_t accepted = 0; accepted < kAcceptedAtOnce; ++accepted) {
     Descriptor socket_(accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC));
     if (socket_.value() < 0 && (errno == EINTR || errno == ECONNABORTED)) {
       continue;
@@ -179,7 +188,7 @@ void Handshake::Accept() {
   }
 }
 
-// Drops the oldest one if there are too many.
+// Drops the oldest one if there are too many. A rank that is dropped calls again.
 void Handshake::DropUnidentifiedCaller() {
   const auto unidentified = [](const Call& call) { return call.peer < 0; };
   if (std::count_if(calls_.begin(), calls_.end(), unidentified) >
@@ -199,6 +208,13 @@ bool Handshake::IsOver(Call& call) {
       throw;
     }
     return true;
+  } catch (const Dropped&) {
+    if (call.peer >= 0) {
+      to_call_.push_back(call.peer);
+      --outgoing_;
+      refused_ = true;
+    }
+    return true;
   }
   Keep(call);
   return true;
@@ -214,14 +230,18 @@ bool Handshake::SendHello(Call& call) {
     }
   } catch (const std::system_error& error) {
     if (!IsForLater(error)) {
-      throw;
+      if (call.received) {
+        throw;
+      }
+      throw Dropped();
     }
     refused_ = true;
   }
   return call.sent;
 }
 
-// Returns false if there is none yet. Throws UnknownPeer if it is not of this job.
+// Returns false if there is none yet. Throws Dropped if there will be none, UnknownPeer if it is not of this
+// job.
 bool Handshake::ReceiveHello(Call& call) {
   if (call.received) {
     return true;
@@ -233,7 +253,7 @@ bool Handshake::ReceiveHello(Call& call) {
     if (IsForLater(error)) {
       return false;
     }
-    throw UnknownPeer();
+    throw Dropped();
   }
   if (hello.nonce_of_receiver != nonces_[group_.rank]) {
     throw UnknownPeer();

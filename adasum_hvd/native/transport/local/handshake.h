@@ -55,10 +55,10 @@ private:
   const std::vector<int>& names_;
   const std::vector<int>& nonces_;
   const std::chrono::steady_clock::time_point until_;
-  int next_;             // peer to call, in descending order
-  int left_;             // peers not connected yet
-  int outgoing_ = 0;     // calls of this rank that have not completed
-  bool refused_ = false; // temporarily, by the kernel
+  std::vector<int> to_call_; // the next one is the last
+  int left_;                 // peers not connected yet
+  int outgoing_ = 0;         // calls of this rank that have not completed
+  bool refused_ = false;     // temporarily, by the kernel or a peer
   std::vector<Call> calls_;
 };
 
