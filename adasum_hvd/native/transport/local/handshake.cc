@@ -35,10 +35,8 @@ struct UnknownPeer : std::runtime_error {
   UnknownPeer() : std::runtime_error("a process that is not a rank of this job called") {}
 };
 
-// Before it sent a hello: a rank drops callers if it has too many.
-struct Dropped : std::runtime_error {
-  Dropped() : std::runtime_error("a rank of this host closed the connection") {}
-};
+// The peer closed the connection before it sent a hello: a rank drops callers if it has too many.
+struct Dropped {};
 
 ucred PeerOf(int socket_) {
   ucred peer = {};
