@@ -105,10 +105,12 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=12)
     parser.add_argument("--folder", type=Path, default=Path("build/commits"))
     arguments = parser.parse_args()
-    named = ["git", "rev-parse", "--short", *arguments.commits]
-    hashes = subprocess.check_output(named, cwd=REPOSITORY, text=True).split()
-    pythons = {one: install(one, arguments.folder.resolve()) for one in hashes}
-    rows: dict[str, list[dict[str, float]]] = {one: [] for one in hashes}
+    pythons = {}
+    for commit in arguments.commits:
+        words = ["git", "rev-parse", "--short", commit]
+        name = subprocess.check_output(words, cwd=REPOSITORY, text=True).strip()
+        pythons[name] = install(name, arguments.folder.resolve())
+    rows: dict[str, list[dict[str, float]]] = {commit: [] for commit in pythons}
     for start in range(arguments.starts):
         print(f"start {start + 1} of {arguments.starts}", file=sys.stderr)
         for commit, python in pythons.items():
