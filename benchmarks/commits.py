@@ -39,7 +39,10 @@ def install(commit: str, folder: Path) -> Path:
     paths = {"base": str(clone / ".venv"), "platbase": str(clone / ".venv")}
     packages = Path(sysconfig.get_path("purelib", vars=paths))
     (packages / "these.pth").write_text(f"{clone}\n{sysconfig.get_path('purelib')}\n")
-    subprocess.run([python, "-m", "adasum_hvd", "build"], cwd=clone, check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path}  # which has MPI's compiler
+    words = [python, "-m", "adasum_hvd", "build"]
+    subprocess.run(words, cwd=clone, env=environment, check=True)
     return python
 
 

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 ALONE = {
     "adam_offload": "--millions 1 --repetitions 2 --slow-repetitions 1",
     "allreduce": "--ranks 2 --rounds 1 --repetitions 2 --cases '1 KB' '161 x 1 KB' ResNet-50",
+    "commits": "HEAD --starts 1 --elements 100000",
     "cost_model": "",
     "ddp": "--ranks 2 --models small --repetitions 2",
     "ddp-alone": "--ranks 2 --models small --repetitions 2 --alone --launcher mpi",
@@ -33,7 +34,7 @@ TORCHRUN = {
 def _check(words: list[str], folder: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1000
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert re.search(r"\d\.\d", done.stdout), done.stdout
