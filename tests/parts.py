@@ -1,4 +1,4 @@
-"""Runs the parts of `make test` side by side, and shows how far each one is.
+"""Runs the parts of `make test`, two at a time, and shows how far each one is.
 
     python -m tests.parts [PART ...]   # all of them unless some are named
 
@@ -23,7 +23,7 @@ SHARING = [
     f"tests/parallel/{name}" for name in ("cases", "test_bits.py", "test_device.py")
 ]
 FAULTS = "tests/parallel/test_faults.py"
-# The longest part first.
+# The longest part first, and a short one last: then both places are busy until the end.
 PARTS = {
     "cases": SHARING,
     "unit": ["tests/unit"],
@@ -31,7 +31,6 @@ PARTS = {
     "faults": [FAULTS],
     "hosts": ["tests/hosts"],  # network namespaces: skipped without root and iproute2
 }
-MOSTLY_WAIT = ("faults", "hosts")  # one of them runs next to two others
 AT_ONCE = 2
 PLAIN_SECONDS = 20  # between two lines about a part, without a terminal
 NO_TESTS = 5  # pytest's exit status
@@ -115,13 +114,6 @@ def show(running: list[Part]) -> None:
             print(news, flush=True)
 
 
-def has_a_place(name: str, running: list[Part]) -> bool:
-    """Return whether a part can start next to those that are running."""
-    waits = name in MOSTLY_WAIT
-    alike = [part for part in running if (part.name in MOSTLY_WAIT) == waits]
-    return len(alike) < (1 if waits else AT_ONCE)
-
-
 def interrupt(running: list[Part]) -> None:
     """End parts as Ctrl-C does, which does not reach their sessions."""
     for part in running:
@@ -138,10 +130,8 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as left:
         left.callback(interrupt, running)
         while waiting or running:
-            for name in list(waiting):
-                if has_a_place(name, running):
-                    waiting.remove(name)
-                    running.append(Part(name, Path(folder)))
+            while waiting and len(running) < AT_ONCE:
+                running.append(Part(waiting.pop(0), Path(folder)))
             for part in [p for p in running if p.process.poll() is not None]:
                 running.remove(part)
                 print(part.report(), flush=True)

@@ -10,7 +10,7 @@ One process computes all workers' steps; tests/parallel compares it with real jo
 raw files is not run again, so an interrupted study continues. Two may run at once.
 
     python benchmarks/convergence steps_to_target --estimate      # of its core-hours
-    nice -n 19 python benchmarks/convergence steps_to_target --max-hours 8
+    nice -n 19 python benchmarks/convergence steps_to_target --max-hours 8 --jobs 2
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--max-hours", type=float, default=1e9, help="start no run after"
     )
+    target.add_argument("--jobs", type=int, default=1, help="runs side by side")
     target.add_argument("--estimate", action="store_true", help="print core-hours")
     target.add_argument(
         "--part",
@@ -71,7 +72,9 @@ def steps_to_target(arguments: argparse.Namespace, output: Path) -> None:
             "benchmarks/convergence has changes; commit them, or use --scale tiny"
         )
     runs = Runs(output / "raw", plan.NAME)
-    program.run(arguments.scale, arguments.part, runs, arguments.max_hours)
+    program.run(
+        arguments.scale, arguments.part, runs, arguments.max_hours, arguments.jobs
+    )
 
 
 def main() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from convergence import local_outer, schedule
+from convergence import runs as raw
 from convergence.plan import (
     SEEDS,
     TASKS,
@@ -19,10 +21,11 @@ from convergence.plan import (
 )
 from convergence.runs import Runs
 from convergence.training import Setting
-from convergence.tuning import Find, Seeds, rate
+from convergence.tuning import Find, Seeds, independent, rate
 
 Part = Callable[[Seeds, Find], Iterator[Setting]]
 PHASES = "32-8-32-16"  # workers, each for the same number of examples
+ROUNDS = 5  # runs of each job between two looks at the clock
 ROWS = (  # reductions, and the factor on one worker's rate
     ("average", ""),
     ("average", "linear"),
@@ -71,12 +74,26 @@ def parts(scale: str) -> dict[str, Part]:
     return found
 
 
-def run(scale: str, chosen: list[str] | None, runs: Runs, hours: float) -> bool:
-    """Run the parts' missing runs until the time is up; return whether none is missing."""
+def run(
+    scale: str, chosen: list[str] | None, runs: Runs, hours: float, jobs: int = 1
+) -> bool:
+    """Run the parts' missing runs until the time is up; return whether none is missing.
+
+    Args:
+        scale: the name of one of the scales.
+        chosen: parts to run; None: all.
+        runs: where records go, in the same order for any number of jobs.
+        hours: after which no run is started.
+        jobs: processes; each runs one run at a time.
+    """
     end, known = time.monotonic() + 3600 * hours, parts(scale)
-    for name in chosen or known:
-        for setting in known[name](SEEDS[scale], runs.find):
-            if runs.find(setting) is None and time.monotonic() > end:
-                return False
-            runs.get(setting)
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for name in chosen or known:
+            part = partial(known[name], SEEDS[scale], runs.find)
+            while settings := independent(part(), runs.find):
+                if time.monotonic() > end:
+                    return False
+                now = settings[: ROUNDS * jobs]
+                for setting, record in zip(now, pool.imap(raw.make, now), strict=True):
+                    runs.add(setting, record)
     return True

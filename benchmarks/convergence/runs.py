@@ -62,16 +62,18 @@ class Runs:
         """Return the record of a run, which is run now if it has none."""
         self._read()
         if setting.key not in self._kept and not self._only_kept:
-            record = make(setting)
-            record["machine"] = self._machine()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            append(self._path, record)
-            self._kept[setting.key] = record
-            print(
-                f"{record['seconds']:6.1f} s {setting.key}: {_outcome(record)}",
-                flush=True,
-            )
+            self.add(setting, make(setting))
         return self._kept.get(setting.key)
+
+    def add(self, setting: Setting, record: dict[str, Any]) -> None:
+        """Keep the record of a new run."""
+        record["machine"] = self._machine()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        append(self._path, record)
+        self._kept[setting.key] = record
+        print(
+            f"{record['seconds']:6.1f} s {setting.key}: {_outcome(record)}", flush=True
+        )
 
     def find(self, setting: Setting) -> dict[str, Any] | None:
         """Return the record of a run; None if it was not run."""

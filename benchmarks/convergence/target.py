@@ -18,6 +18,7 @@ from convergence.reductions import gram
 from convergence.training import Job, Setting, noise
 
 SPACING = 1.08  # from one judged step to the next, so that a figure is right to 8 %
+FAR = 0.1  # below a target: so far down, few images tell that it is not reached
 KEPT = 12  # points of a run's curve, and of its gradients' noise
 
 
@@ -45,12 +46,13 @@ def train_to_target(setting: Setting) -> dict[str, Any]:
             record["noise"].append([step, *_noise(job, examples)])
         rate = setting.lr * min(1.0, step / max(1, round(setting.warm_up * horizon)))
         job.step(examples, rate, look=False)
-        if look:
-            level = job.work.level(job.model)
+        keep = judged.get(step, False)
+        if keep or (look and record["steps_to_target"] is None):
+            level = job.work.level(job.model, 0.0 if keep else setting.target - FAR)
             if not is_finite(job, level):
                 record["diverged"] = step
                 break
-            _note(record, setting, step, level, keep=judged[step])
+            _note(record, setting, step, level, keep)
         if step >= most or (step >= horizon and record["steps_to_target"]):
             break
     record |= {"steps": step, "seconds": round(time.process_time() - began, 2)}

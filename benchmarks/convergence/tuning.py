@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,10 @@ REACH = 12  # neighbours in one direction, after which an extension ends
 Record = dict[str, Any]
 Find = Callable[[Setting], Record | None]
 Search = Generator[Setting, None, int]
+
+
+class MissingRun(RuntimeError):
+    """A search went on without the record of a run that it has yielded."""
 
 
 class Cost(NamedTuple):
@@ -88,11 +92,11 @@ def tune(
     low, high = start - 1, start + 1
     costs: dict[int, Cost] = {}
     while True:
-        for index in range(low, high + 1):
-            if index not in costs:
-                runs = candidates(index)
-                yield from runs
-                costs[index] = cost([_kept(find, run) for run in runs])
+        new = {k: candidates(k) for k in range(low, high + 1) if k not in costs}
+        for runs in new.values():
+            yield from runs
+        for index, runs in new.items():
+            costs[index] = cost([_kept(find, run) for run in runs])
         best = min(costs, key=lambda index: costs[index])
         if costs[best].hopeless and start - low <= WIDE:
             low, high = low - 1, high + 1
@@ -107,8 +111,20 @@ def tune(
 def _kept(find: Find, setting: Setting) -> Record:
     record = find(setting)
     if record is None:
-        raise RuntimeError(f"tuning: expected a run of {setting.key}, but got none")
+        raise MissingRun(f"tuning: expected a run of {setting.key}, but got none")
     return record
+
+
+def independent(runs: Iterator[Setting], find: Find) -> list[Setting]:
+    """Return the missing ones of `runs` up to the first that depends on one of these."""
+    missing: dict[str, Setting] = {}
+    try:
+        for setting in runs:
+            if find(setting) is None:
+                missing[setting.key] = setting
+    except MissingRun:
+        pass
+    return list(missing.values())
 
 
 def followed(search: Search, find: Find) -> int | None:

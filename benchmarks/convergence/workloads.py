@@ -44,8 +44,11 @@ class Workload(Protocol):
     def judge(self, model: nn.Module, last: bool) -> dict[str, float]:
         """Return the measurements of a judged step, or of the `last` one."""
 
-    def level(self, model: nn.Module) -> float:
-        """Return the level to compare with a target: the split's accuracy, or minus its loss."""
+    def level(self, model: nn.Module, far_below: float = 0.0) -> float:
+        """Return the level to compare with a target: the split's accuracy, or minus its loss.
+
+        An accuracy is that of the first 1000 images, where it is less than `far_below` on these.
+        """
 
     def score(self, record: dict[str, Any]) -> float:
         """Return the cost by which learning rates are chosen; smaller is better."""
@@ -91,7 +94,7 @@ class Text:
         context = self._shape.context
         return {split: round(loss_on(model, split, context), 5) for split in splits}
 
-    def level(self, model: nn.Module) -> float:
+    def level(self, model: nn.Module, far_below: float = 0.0) -> float:
         """As the protocol's: minus the loss in nats per byte."""
         return -loss_on(model, self._split, self._shape.context)
 

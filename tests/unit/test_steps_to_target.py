@@ -28,6 +28,7 @@ from convergence import (
     target_report,
     training,
     tuning,
+    workloads,
 )
 from convergence.lars import LARS
 from convergence.reductions import gram, reduce_workers
@@ -309,7 +310,7 @@ def pretend(setting: Setting) -> dict[str, object]:
 
 
 def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Whatever number of runs it is stopped after, the same runs follow in the same order."""
+    """Whatever it is stopped after, on any number of cores, the same runs follow in one order."""
     monkeypatch.setattr(runs, "make", pretend)
     monkeypatch.setitem(plan.TASKS, "tiny", (TASK,))
     seeds = tuning.Seeds((101,), (1,))
@@ -321,7 +322,7 @@ def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
         folder.mkdir()
         lines = expected.splitlines(keepends=True)[:count]
         (folder / "steps.jsonl").write_text("".join(lines))
-        assert program.run("tiny", None, runs.Runs(folder, "steps"), hours=1)
+        assert program.run("tiny", None, runs.Runs(folder, "steps"), 1, jobs=count)
         assert (folder / "steps.jsonl").read_text() == expected
     point = plan.Point(TASK, "adasum-grad", 4)
     assert plan.best_of(point, seeds, whole.find) == -6
@@ -332,6 +333,47 @@ def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
     rates = {s.lr for s in plan.valley(point, seeds, whole.find)}
     assert rates == {tuning.rate(index) for index in range(-11, -2)}
     assert all(whole.find(s) for s in plan.valley(point, seeds, whole.find))
+
+
+def test_runs_that_need_no_other_are_found_together():
+    """Three rates with three seeds first; then the best is known, and its test runs are."""
+    seeds, point = tuning.Seeds(), plan.Point(TASK, "average", 1)
+    done: dict[str, dict[str, object]] = {}
+
+    def find(setting: Setting) -> tuning.Record | None:
+        return done.get(setting.key)
+
+    def missing() -> list[Setting]:
+        return tuning.independent(plan.main_runs(TASK, seeds, find), find)
+
+    first = missing()
+    assert [(s.lr, s.seed) for s in first] == [
+        (tuning.rate(k), seed) for k in (-9, -8, -7) for seed in seeds.tuning
+    ]
+    done.update({s.key: pretend(s) for s in first})
+    assert missing()[:5] == tuning.tested(point.setting, -8, seeds)
+
+
+def test_far_below_its_target_a_model_is_judged_by_a_part(monkeypatch):
+    small = tuple(each[:1500] for each in glyphs.images("validation"))
+    monkeypatch.setattr(glyphs, "images", lambda split: small)
+    work, seen = workloads.workload("glyphs", "validation"), []
+
+    class Knows(torch.nn.Module):
+        """Right about the second half of 1500 images, and none of the first."""
+
+        def forward(self, x):
+            seen.append(len(x))
+            begin = sum(seen) - len(x)
+            labels = small[1][begin : begin + len(x)]
+            wrong = torch.arange(begin, begin + len(x)) < 750
+            return torch.nn.functional.one_hot((labels + wrong) % 62, 62).float()
+
+    assert work.level(Knows()) == 0.5 and seen == [1000, 500]
+    seen.clear()
+    assert work.level(Knows(), far_below=0.3) == 0.25 and seen == [1000]
+    seen.clear()
+    assert work.level(Knows(), far_below=0.2) == 0.5
 
 
 def test_no_time_is_no_run(tmp_path):
