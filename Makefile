@@ -14,7 +14,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
+.PHONY: help setup demo site programs test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
 
 help:
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
@@ -49,8 +49,12 @@ setup: $(VENV)/ready
 demo: setup
 	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
 
+# Of the tests in C++, which are compiled once for each state of their sources.
+programs: setup
+	@$(BIN)/python -m tests.native.programs
+
 # Parts side by side, because some of their tests wait; tests/parts.py says what is in each.
-test: lint setup
+test: lint programs
 	$(BIN)/python -m tests.parts
 
 parallel: cases jobs faults

@@ -9,49 +9,15 @@ import re
 import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from adasum_hvd.install import nccl
 from adasum_hvd.install.sources import NATIVE
-from tests.native import compiling, rooms
-from tests.native.rooms import SIMULATED, X86
+from tests.native.programs import COMBINATIONS, FORMS, TESTS, build, runs_here
+from tests.native.rooms import X86
 
-TESTS = Path(__file__).parents[1] / "native"
-
-
-@dataclass(frozen=True)
-class Program:
-    """A test program, for ranks on hosts or on simulated devices."""
-
-    source: str
-    on_device: bool = False
-
-    def sources(self) -> dict[Path, tuple[str, ...]]:
-        """Return what to compile, each file with flags of its own."""
-        found = dict(rooms.ARITHMETIC)
-        if self.on_device:
-            found |= rooms.KERNELS | rooms.sources("transport/nccl.cc")
-            found |= rooms.SIMULATED_DEVICE
-        # A test that is on no list is a function that nothing uses.
-        own = (*(_ON_DEVICE if self.on_device else ()), "-Werror=unused-function")
-        return found | {TESTS / self.source: own}
-
-
-_ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
-PROGRAMS = {
-    path.stem: Program(path.name)
-    for path in sorted(TESTS.glob("test_*.cc"))
-    if path.stem != "test_device"
-} | {
-    # The same tests on devices, which here are simulated; tests/gpu has the real ones.
-    "device_reduce": Program("test_reduce.cc", on_device=True),
-    "device_trees": Program("test_trees.cc", on_device=True),
-    "device_limits": Program("test_device.cc", on_device=True),
-    "device_observation": Program("test_observation.cc", on_device=True),
-}
 THREADED_TREES = ("cancelling pairs", "levels walk the same tree")
 CHOSEN = {
     # Where several threads share one reduction, and walk trees; the others would only show,
@@ -80,41 +46,15 @@ CHOSEN = {
 }
 # Of a process on several, every return of memory interrupts all others: a third of its time.
 ON_ONE_PROCESSOR = ("test_reduce", "test_trees")
-FORMS = {
-    "plain": [],
-    "asan-ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "tsan": ["-fsanitize=thread"],
-}
-
-
-def build(name: str, form: str) -> Path:
-    """Return a program in a form, compiled with the injected CMake's flags.
-
-    Under sanitizers less optimized: that compiles in half the time and runs no slower.
-    Programs share what they have in common, and a second call compiles nothing.
-    """
-    flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2"]
-    flags += ["-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas", *FORMS[form]]
-    flags += [f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED)]
-    room = f"tests/{form}"
-    compiled = compiling.objects(PROGRAMS[name].sources(), flags, room)
-    return compiling.linked(compiled, flags, [], room, name)
-
-
 CASES = [
     pytest.param(
         name,
         form,
         marks=pytest.mark.skipif(
-            name.startswith("device") and not X86,
-            reason="the simulated device is for x86-64",
+            not runs_here(name), reason="the simulated device is for x86-64"
         ),
     )
-    for name in PROGRAMS
-    for form in FORMS
-    # A kernel's threads are fibers, which the thread sanitizer does not know; and what is
-    # observed is no thread's business but one's.
-    if form != "tsan" or not (name.startswith("device") or name == "test_observation")
+    for name, form in COMBINATIONS
 ]
 
 

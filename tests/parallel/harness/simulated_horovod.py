@@ -98,7 +98,16 @@ def make() -> Path:
     ]
     includes += [third_party / "boost" / name / "include" for name in _BOOST]
     includes.append(third_party / "flatbuffers" / "include")
-    flags = ["-std=c++17", "-O1", "-g1", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-fPIC",
+        "-pthread",
+        "-w",
+        "-ffp-contract=off",
+        "-Wno-psabi",
+    ]
     flags += [f"-D{name}" for name in _DEFINES] + [f"-I{path}" for path in includes]
     # Without NVTX one of its headers lacks an include.
     sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}

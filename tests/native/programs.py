@@ -1,0 +1,120 @@
+"""The test programs in C++, and what compiles all of them before the tests run.
+
+    python -m tests.native.programs
+
+They take minutes of both processors, once for each state of the sources: `compiling.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from adasum_hvd.install.sources import NATIVE
+from tests.native import compiling, rooms
+from tests.native.rooms import SIMULATED, X86
+
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Program:
+    """A test program, for ranks on hosts or on simulated devices."""
+
+    source: str
+    on_device: bool = False
+
+    def sources(self) -> dict[Path, tuple[str, ...]]:
+        """Return what to compile, each file with flags of its own."""
+        found = dict(rooms.ARITHMETIC)
+        if self.on_device:
+            found |= rooms.KERNELS | rooms.sources("transport/nccl.cc")
+            found |= rooms.SIMULATED_DEVICE
+        # A test that is on no list is a function that nothing uses.
+        own = (*(_ON_DEVICE if self.on_device else ()), "-Werror=unused-function")
+        return found | {TESTS / self.source: own}
+
+
+_ON_DEVICE = ("-DADASUM_ON_DEVICE", "-DADASUM_SIMULATED", "-DADASUM_WITH_NCCL")
+PROGRAMS = {
+    path.stem: Program(path.name)
+    for path in sorted(TESTS.glob("test_*.cc"))
+    if path.stem != "test_device"
+} | {
+    # The same tests on devices, which here are simulated; tests/gpu has the real ones.
+    "device_reduce": Program("test_reduce.cc", on_device=True),
+    "device_trees": Program("test_trees.cc", on_device=True),
+    "device_limits": Program("test_device.cc", on_device=True),
+    "device_observation": Program("test_observation.cc", on_device=True),
+}
+FORMS = {
+    "plain": [],
+    "asan-ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-fsanitize=thread"],
+}
+
+
+def build(name: str, form: str) -> Path:
+    """Return a program in a form, compiled with the injected CMake's flags.
+
+    Under sanitizers less optimized: that compiles in half the time and runs no slower.
+    Programs share what they have in common, and a second call compiles nothing.
+    """
+    flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2"]
+    flags += ["-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas", *FORMS[form]]
+    flags += [f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED)]
+    room = f"tests/{form}"
+    compiled = compiling.objects(PROGRAMS[name].sources(), flags, room)
+    return compiling.linked(compiled, flags, [], room, name)
+
+
+# A kernel's threads are fibers, which the thread sanitizer does not know; and what is observed
+# is no thread's business but one's.
+COMBINATIONS = [
+    (name, form)
+    for name in PROGRAMS
+    for form in FORMS
+    if form != "tsan" or not (name.startswith("device") or name == "test_observation")
+]
+
+
+def runs_here(name: str) -> bool:
+    """Return whether a program is for this processor: the simulated device is for x86-64."""
+    return X86 or not name.startswith("device")
+
+
+def main() -> None:
+    """Build every program and the simulated Horovod, with a line about each.
+
+    Those of one form share objects, so they are made one after the other.
+    """
+    from tests.parallel.harness import simulated_horovod
+
+    rooms_of: dict[str, dict[str, Callable[[], Path]]] = {form: {} for form in FORMS}
+    for name, form in filter(lambda pair: runs_here(pair[0]), COMBINATIONS):
+        rooms_of[form][f"{name}, {form}"] = partial(build, name, form)
+    if X86:
+        rooms_of["horovod"] = {"simulated Horovod": simulated_horovod.make}
+    total, done = sum(map(len, rooms_of.values())), itertools.count(1)
+    begin, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")
+
+    def make_all(makes: dict[str, Callable[[], Path]]) -> None:
+        for name, make in makes.items():
+            make()
+            line = f"test programs {next(done)}/{total} {name}"
+            print(f"{begin}{line}", end=end, flush=True)
+
+    # The longest of them first.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(make_all, reversed(rooms_of.values())))
+    print(end="\n" * sys.stdout.isatty())
+
+
+if __name__ == "__main__":
+    main()
