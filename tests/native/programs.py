@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -60,18 +60,25 @@ FORMS = {
 }
 
 
-def build(name: str, form: str) -> Path:
-    """Return a program in a form, compiled with the injected CMake's flags.
+def _flags(form: str) -> list[str]:
+    """Return the injected CMake's flags, and a form's.
 
     Under sanitizers less optimized: that compiles in half the time and runs no slower.
-    Programs share what they have in common, and a second call compiles nothing.
     """
-    flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2"]
+    flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2", "-fPIC"]
     flags += ["-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas", *FORMS[form]]
-    flags += [f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED)]
-    room = f"tests/{form}"
-    compiled = compiling.objects(PROGRAMS[name].sources(), flags, room)
-    return compiling.linked(compiled, flags, [], room, name)
+    return [*flags, *(f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED))]
+
+
+def objects(sources: Mapping[Path, Sequence[str]], form: str) -> list[Path]:
+    """Compile sources that need nothing of Horovod; all programs of a form share the objects."""
+    return compiling.objects(sources, _flags(form), f"tests/{form}")
+
+
+def build(name: str, form: str) -> Path:
+    """Return a program in a form. A second call compiles nothing."""
+    compiled = objects(PROGRAMS[name].sources(), form)
+    return compiling.linked(compiled, _flags(form), [], f"tests/{form}", name)
 
 
 # A kernel's threads are fibers, which the thread sanitizer does not know; and what is observed
@@ -96,12 +103,12 @@ def main() -> None:
     """
     from tests.parallel.harness import simulated_horovod
 
-    rooms_of: dict[str, dict[str, Callable[[], Path]]] = {form: {} for form in FORMS}
+    forms: dict[str, dict[str, Callable[[], Path]]] = {form: {} for form in FORMS}
     for name, form in filter(lambda pair: runs_here(pair[0]), COMBINATIONS):
-        rooms_of[form][f"{name}, {form}"] = partial(build, name, form)
+        forms[form][f"{name}, {form}"] = partial(build, name, form)
     if X86:
-        rooms_of["horovod"] = {"simulated Horovod": simulated_horovod.make}
-    total, done = sum(map(len, rooms_of.values())), itertools.count(1)
+        forms["plain"]["simulated Horovod"] = simulated_horovod.make
+    total, done = sum(map(len, forms.values())), itertools.count(1)
     begin, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")
 
     def make_all(makes: dict[str, Callable[[], Path]]) -> None:
@@ -110,9 +117,8 @@ def main() -> None:
             line = f"test programs {next(done)}/{total} {name}"
             print(f"{begin}{line}", end=end, flush=True)
 
-    # The longest of them first.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(make_all, reversed(rooms_of.values())))
+        list(pool.map(make_all, forms.values()))
     print(end="\n" * sys.stdout.isatty())
 
 

@@ -50,4 +50,9 @@ OP = sources(
     "op", "reduce", "kernels", "transport", "failure", "cuda",
     without=["op/tensorflow_stream.cc", "transport/mpi.cc"],
 )  # fmt: skip
+WITHOUT_HOROVOD = {  # settings.cc knows which of Horovod's backends there are
+    path: own
+    for path, own in (ARITHMETIC | KERNELS | sources("transport/nccl.cc")).items()
+    if path.name != "settings.cc"
+}
 SIMULATED_DEVICE = dict.fromkeys(sorted(SIMULATED.glob("*.cc")), ())

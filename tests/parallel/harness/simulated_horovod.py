@@ -16,7 +16,7 @@ import numpy as np
 
 from adasum_hvd.common import binding
 from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
-from tests.native import compiling, rooms
+from tests.native import compiling, programs, rooms
 
 REPOSITORY = Path(__file__).parents[3]
 NATIVE_TESTS = REPOSITORY / "tests" / "native"
@@ -115,9 +115,11 @@ def make() -> Path:
     for name, macro in _CHANGED.items():
         sources[common / f"{name}.cc"] = (f"-D{macro}", "-include", internals)
     sources |= dict.fromkeys(_gloo_sources(gloo), ())
-    sources |= rooms.OP | rooms.SIMULATED_DEVICE
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
+    alone = rooms.WITHOUT_HOROVOD | rooms.SIMULATED_DEVICE
+    sources |= {path: own for path, own in rooms.OP.items() if path not in alone}
     compiled = compiling.objects(sources, flags, ROOM)
+    compiled += programs.objects(alone, "plain")
     link = ["-shared", "-pthread", "-Wl,-z,defs"]
     return compiling.linked(compiled, link, ["-ldl"], ROOM, "simulated.so")
 
