@@ -49,7 +49,7 @@ setup: $(VENV)/ready
 demo: setup
 	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
 
-# Of the tests in C++, which are compiled once for each state of their sources.
+# Compiles the tests in C++, once for each state of their sources.
 programs: setup
 	@$(BIN)/python -m tests.native.programs
 

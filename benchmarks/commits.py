@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -116,7 +117,10 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {commit: [] for commit in pythons}
     for start in range(arguments.starts):
         print(f"start {start + 1} of {arguments.starts}", file=sys.stderr)
-        for commit, python in pythons.items():
+        order = deque(pythons)
+        order.rotate(-start)  # so that no commit always comes first
+        for commit in order:
+            python = pythons[commit]
             job = (python, arguments.backend, arguments.ranks, arguments.elements)
             rows[commit].append(milliseconds(*job))
     for name in ("adasum", "average"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 
 from convergence import local_outer, schedule
@@ -21,11 +22,10 @@ from convergence.plan import (
 )
 from convergence.runs import Runs
 from convergence.training import Setting
-from convergence.tuning import Find, Seeds, independent, rate
+from convergence.tuning import Find, Record, Seeds, independent, rate
 
 Part = Callable[[Seeds, Find], Iterator[Setting]]
 PHASES = "32-8-32-16"  # workers, each for the same number of examples
-ROUNDS = 5  # runs of each job between two looks at the clock
 ROWS = (  # reductions, and the factor on one worker's rate
     ("average", ""),
     ("average", "linear"),
@@ -82,18 +82,23 @@ def run(
     Args:
         scale: the name of one of the scales.
         chosen: parts to run; None: all.
-        runs: where records go, in the same order for any number of jobs.
+        runs: where a record goes as soon as its run has ended.
         hours: after which no run is started.
         jobs: processes; each runs one run at a time.
     """
     end, known = time.monotonic() + 3600 * hours, parts(scale)
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         for name in chosen or known:
             part = partial(known[name], SEEDS[scale], runs.find)
             while settings := independent(part(), runs.find):
-                if time.monotonic() > end:
-                    return False
-                now = settings[: ROUNDS * jobs]
-                for setting, record in zip(now, pool.imap(raw.make, now), strict=True):
-                    runs.add(setting, record)
+                running: dict[Future[Record], Setting] = {}
+                while settings or running:
+                    while settings and len(running) < jobs and time.monotonic() < end:
+                        setting = settings.pop(0)
+                        running[pool.submit(raw.make, setting)] = setting
+                    if not running:
+                        return False
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        runs.add(running.pop(done), done.result())
+                runs.refresh()
     return True

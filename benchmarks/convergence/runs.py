@@ -56,11 +56,11 @@ class Runs:
         self._only_kept = only_kept
         self._kept: dict[str, dict[str, Any]] = {}
         self._sizes: dict[Path, int] = {}
-        self._read()
+        self.refresh()
 
     def get(self, setting: Setting) -> dict[str, Any] | None:
         """Return the record of a run, which is run now if it has none."""
-        self._read()
+        self.refresh()
         if setting.key not in self._kept and not self._only_kept:
             self.add(setting, make(setting))
         return self._kept.get(setting.key)
@@ -87,7 +87,7 @@ class Runs:
         """
         work = workload(setting.work, setting.split)
         split = "validation" if work.separate_validation else setting.split
-        self._read()
+        self.refresh()
         choice = replace(setting, lr=0.0, seed=1, split=split).key
         if choice in self._kept:
             return self._kept[choice]["chosen"]
@@ -102,10 +102,10 @@ class Runs:
 
     def all(self) -> list[dict[str, Any]]:
         """Return every run in the folder."""
-        self._read()
+        self.refresh()
         return list(self._kept.values())
 
-    def _read(self) -> None:
+    def refresh(self) -> None:
         """Read the lines that another process may have added."""
         for path in sorted(self._folder.glob("*.jsonl")):
             if path.stat().st_size == self._sizes.get(path):

@@ -18,7 +18,7 @@ from convergence.reductions import gram
 from convergence.training import Job, Setting, noise
 
 SPACING = 1.08  # from one judged step to the next, so that a figure is right to 8 %
-FAR = 0.1  # below a target: so far down, few images tell that it is not reached
+FAR = 0.1  # if the first images are so far below the target, the others are not judged
 KEPT = 12  # points of a run's curve, and of its gradients' noise
 
 
@@ -47,11 +47,14 @@ def train_to_target(setting: Setting) -> dict[str, Any]:
         rate = setting.lr * min(1.0, step / max(1, round(setting.warm_up * horizon)))
         job.step(examples, rate, look=False)
         keep = judged.get(step, False)
-        if keep or (look and record["steps_to_target"] is None):
+        unknown = look and record["steps_to_target"] is None
+        level = 0.0
+        if keep or unknown:
             level = job.work.level(job.model, 0.0 if keep else setting.target - FAR)
-            if not is_finite(job, level):
-                record["diverged"] = step
-                break
+        if look and not is_finite(job, level):
+            record["diverged"] = step
+            break
+        if keep or unknown:
             _note(record, setting, step, level, keep)
         if step >= most or (step >= horizon and record["steps_to_target"]):
             break
@@ -125,7 +128,7 @@ def _noise(job: Job, examples: Sequence[torch.Tensor]) -> list[float]:
     return [float(f"{each:.5g}") for each in (*noise(gradients), combined)]
 
 
-def is_finite(job: Job, level: float) -> bool:
+def is_finite(job: Job, level: float = 0.0) -> bool:
     """Return whether a level and all weights are finite."""
     return math.isfinite(level) and all(
         bool(torch.isfinite(tensor).all()) for tensor in job.agreed

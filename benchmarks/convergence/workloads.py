@@ -47,7 +47,7 @@ class Workload(Protocol):
     def level(self, model: nn.Module, far_below: float = 0.0) -> float:
         """Return the level to compare with a target: the split's accuracy, or minus its loss.
 
-        An accuracy is that of the first 1000 images, where it is less than `far_below` on these.
+        If the accuracy on the first 1000 images is below `far_below`, it is returned.
         """
 
     def score(self, record: dict[str, Any]) -> float:

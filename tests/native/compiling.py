@@ -6,6 +6,8 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,9 @@ _REPOSITORY = Path(__file__).parents[2]
 _TESTS = _REPOSITORY / "tests" / "native"
 _FOLDERS = (NATIVE, _TESTS, _TESTS / "simulated_cuda")  # of headers
 _INCLUDE = re.compile(r"""^#include ["<]([^">]+)[">]""", re.MULTILINE)
+_AT_ONCE = threading.Semaphore(
+    len(os.sched_getaffinity(0))
+)  # compilers, of all callers
 _KEPT_SECONDS = 14 * 24 * 3600  # since it was last used
 
 
@@ -87,9 +92,10 @@ def _made(
         os.utime(target)
     else:
         _forget_unused(directory)
-        partial = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", str(partial)], check=True)
-        partial.rename(target)
+        with _AT_ONCE, tempfile.TemporaryDirectory(dir=directory) as folder:
+            made = Path(folder, target.name)
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.rename(target)
     return target
 
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -167,7 +168,7 @@ int ListenerCalled(int name) {
   throw std::runtime_error("nobody listens");
 }
 
-// As happens to a rank that is stopped between its call and its hello while many others call.
+// Ranks whose calls another one has dropped, as if too many had called.
 void DroppedRanksCallAgain() {
   constexpr int kRanks = 3, kDropped = 20;
   Board board(kRanks);
@@ -180,7 +181,9 @@ void DroppedRanksCallAgain() {
         pollfd listening = {ListenerCalled(first), POLLIN, 0};
         for (int dropped = 0; dropped < kDropped; ++dropped) {
           Check(poll(&listening, 1, 10000) == 1, "ranks do not call again");
-          close(accept(listening.fd, nullptr, nullptr));
+          const int caller = accept(listening.fd, nullptr, nullptr);
+          Check(caller >= 0, "no rank called");
+          close(caller);
         }
       }
       return all;
@@ -190,6 +193,29 @@ void DroppedRanksCallAgain() {
         ConnectLocalRanks(Ranks(kRanks), rank, Ranks(kRanks), LocalSettings(), dropping, why_not);
     Check(group != nullptr, why_not);
   });
+}
+
+// Rank 0 gives up at once, and rank 1 calls it after that.
+void NobodyWaitsForARankThatHasFailed() {
+  Board board(2);
+  const auto started = std::chrono::steady_clock::now();
+  InThreads(2, [&](int rank) {
+    const AllgatherTwo plain = board.For(rank);
+    int calls = 0;
+    const AllgatherTwo late = [&](int first, int second) {
+      std::vector<int> all = plain(first, second);
+      if (rank == 1 && ++calls == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      }
+      return all;
+    };
+    LocalSettings settings;
+    settings.handshake_seconds = rank == 0 ? 0 : 10;
+    std::string why_not;
+    Check(ConnectLocalRanks(Ranks(2), rank, Ranks(2), settings, late, why_not) == nullptr, "connected");
+    Check(!why_not.empty(), "no reason");
+  });
+  Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(5), "it took too long");
 }
 
 size_t CountIn(const char* folder) {
@@ -385,6 +411,7 @@ int main(int argc, char** argv) {
                       {"many silent callers are not waited for", ManySilentCallersAreNotWaitedFor},
 #endif
                       {"ranks that are dropped call again", DroppedRanksCallAgain},
+                      {"nobody waits for a rank that has failed", NobodyWaitsForARankThatHasFailed},
                       {"nothing stays behind", NothingStaysBehind},
                       {"memory keeps its size", MemoryKeepsItsSize},
                       {"regions are mapped", RegionsAreMapped},

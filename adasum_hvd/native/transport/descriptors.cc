@@ -75,7 +75,7 @@ std::array<Descriptor, kAttached> ReceiveBytes(int socket, void* bytes, size_t c
     }
   }
   if (received != static_cast<ssize_t>(count)) {
-    errno = received < 0 ? errno : EPROTO;
+    errno = received < 0 ? errno : received == 0 ? ECONNRESET : EPROTO;
     ThrowErrno("message of a rank of this host");
   }
   return attached;

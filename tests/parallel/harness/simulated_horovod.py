@@ -8,6 +8,7 @@ stand-ins; see `tests/native/simulated_horovod.cc` and `simulated_cuda`.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +76,12 @@ def _configure_gloo(gloo: Path, target: Path) -> Path:
         ),
         text,
     )
-    (target / "gloo").mkdir(parents=True, exist_ok=True)
-    (target / "gloo" / "config.h").write_text(text)
+    header = target / "gloo" / "config.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    if not header.exists() or header.read_text() != text:
+        partial = header.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.rename(header)  # at once, because another process may be compiling
     return target
 
 

@@ -73,6 +73,7 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
     joined = false;
     why_not = error.what();
   }
+  listening = Descriptor(); // ranks that this one has dropped need not wait for it
   const std::vector<int> outcomes = allgather(joined, 0);
   bool all_joined = true;
   for (size_t k = 0; k < outcomes.size(); k += 2) {

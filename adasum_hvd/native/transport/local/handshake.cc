@@ -75,6 +75,11 @@ bool IsForLater(const std::system_error& error) {
   return code == EAGAIN || code == EWOULDBLOCK || code == ETOOMANYREFS || code == ENOBUFS;
 }
 
+bool IsClosed(const std::system_error& error) {
+  const int code = error.code().value();
+  return code == EPIPE || code == ECONNRESET;
+}
+
 Descriptor WatchProcess(int process_id) {
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434 // the same on x86-64 and arm64; older headers lack it
@@ -145,7 +150,8 @@ void Handshake::CallMore() {
   }
 }
 
-// Blocks until a socket is readable, or for kAgain if the kernel has refused a message.
+// Blocks until a socket is readable; for kAgain if the kernel has refused a message, or a rank has dropped
+// this one.
 void Handshake::WaitForMore() {
   std::vector<pollfd> watched = {{listening_, POLLIN, 0}};
   for (const Call& call : calls_) {
@@ -227,11 +233,11 @@ bool Handshake::SendHello(Call& call) {
       call.sent = true;
     }
   } catch (const std::system_error& error) {
-    if (!IsForLater(error)) {
-      if (call.received) {
-        throw;
-      }
+    if (IsClosed(error) && !call.received) {
       throw Dropped();
+    }
+    if (!IsForLater(error)) {
+      throw;
     }
     refused_ = true;
   }
@@ -250,6 +256,9 @@ bool Handshake::ReceiveHello(Call& call) {
   } catch (const std::system_error& error) {
     if (IsForLater(error)) {
       return false;
+    }
+    if (call.peer >= 0 && !IsClosed(error)) {
+      throw;
     }
     throw Dropped();
   }
