@@ -127,9 +127,9 @@ class Block(nn.Module):
 
 
 class Glyphs(Images):
-    """The workload: ResNet8, 16 images per worker and step, moved by up to a pixel."""
+    """The workload: ResNet8, 4 images per worker and step, moved by up to a pixel."""
 
-    batch = 16
+    batch = 4
 
     def __init__(self, name: str, split: str) -> None:
         super().__init__(*images("train"), images(split))

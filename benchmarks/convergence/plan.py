@@ -92,11 +92,11 @@ GLYPHS = Task(
     optimizer="momentum-decay",
     layerwise="lars-decay",
     counts=(1, 32, 8, 128),
-    budget=2,
-    target=0.7,
-    most_steps=128,
-    start=-6,
-    layerwise_start=-8,
+    budget=1,
+    target=0.5,
+    most_steps=1600,
+    start=-8,
+    layerwise_start=-10,
 )
 GPT_SMALL = Task(
     work="gpt-small",
