@@ -93,9 +93,9 @@ GLYPHS = Task(
     layerwise="lars-decay",
     counts=(1, 32, 8, 128),
     budget=1,
-    target=0.5,
+    target=0.7,
     most_steps=1600,
-    start=-8,
+    start=-10,
     layerwise_start=-10,
 )
 GPT_SMALL = Task(
