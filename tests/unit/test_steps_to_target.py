@@ -193,15 +193,15 @@ def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = runs.Runs(tmp_path / "whole", "steps")
     assert program.run("tiny", None, whole, hours=1)
     expected = (tmp_path / "whole/steps.jsonl").read_text()
-    for count in (1, 5):
-        folder = tmp_path / f"{count}"
+    for count, jobs in ((1, 1), (5, 1), (5, 2)):
+        folder = tmp_path / f"{count}-{jobs}"
         folder.mkdir()
         lines = expected.splitlines(keepends=True)[:count]
         (folder / "steps.jsonl").write_text("".join(lines))
-        assert program.run("tiny", None, runs.Runs(folder, "steps"), 1, jobs=count)
+        assert program.run("tiny", None, runs.Runs(folder, "steps"), 1, jobs=jobs)
         found = (folder / "steps.jsonl").read_text().splitlines(keepends=True)
         assert sorted(found) == sorted(expected.splitlines(keepends=True))
-        assert count > 1 or "".join(found) == expected
+        assert jobs > 1 or "".join(found) == expected
     point = plan.Point(TASK, "adasum-grad", 4)
     assert plan.best_of(point, seeds, whole.find) == -6
     assert plan.transferred(point, seeds, whole.find) == -8
