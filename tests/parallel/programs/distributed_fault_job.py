@@ -19,11 +19,24 @@ from adasum_hvd.distributed import AdasumState, adasum_hook
 from tests.parallel.harness.models import loss_of, model_of, sgd
 
 
-def main(rank: int, ranks: int, store: str, fault: int, seconds: float) -> None:
+def store_of_all(path: str, ranks: int) -> dist.FileStore:
+    """Return the group's store when all ranks have imported everything.
+
+    The start has the short time limit of the later waits.
+    """
+    store = dist.FileStore(path, ranks)
+    imported = store.add("imported", 1)
+    while imported < ranks:
+        time.sleep(0.02)
+        imported = store.add("imported", 0)
+    return store
+
+
+def main(rank: int, ranks: int, path: str, fault: int, seconds: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        store=store_of_all(path, ranks),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=seconds),
