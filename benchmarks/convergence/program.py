@@ -91,14 +91,35 @@ def run(
         for name in chosen or known:
             part = partial(known[name], SEEDS[scale], runs.find)
             while settings := independent(part(), runs.find):
-                running: dict[Future[Record], Setting] = {}
-                while settings or running:
-                    while settings and len(running) < jobs and time.monotonic() < end:
-                        setting = settings.pop(0)
-                        running[pool.submit(raw.make, setting)] = setting
-                    if not running:
-                        return False
-                    for done in wait(running, return_when=FIRST_COMPLETED).done:
-                        runs.add(running.pop(done), done.result())
+                if not run_side_by_side(settings, runs, pool, jobs, end):
+                    return False
                 runs.refresh()
+    return True
+
+
+def run_side_by_side(
+    settings: list[Setting],
+    runs: Runs,
+    pool: ProcessPoolExecutor,
+    jobs: int,
+    end: float,
+) -> bool:
+    """Run settings that do not depend on each other; return whether there was time for all.
+
+    Args:
+        settings: in the order in which they start; started ones are removed.
+        runs: where a record goes as soon as its run has ended.
+        pool: of the processes that run them.
+        jobs: how many run at once.
+        end: the value of time.monotonic() after which no run is started.
+    """
+    running: dict[Future[Record], Setting] = {}
+    while settings or running:
+        while settings and len(running) < jobs and time.monotonic() < end:
+            setting = settings.pop(0)
+            running[pool.submit(raw.make, setting)] = setting
+        if not running:
+            return False
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            runs.add(running.pop(done), done.result())
     return True
