@@ -41,7 +41,7 @@ class Compared(NamedTuple):
         """Return the reduction with fewer steps to the target; "equal" within a deviation."""
         counts = [_counted(outcome) for outcome in (self.average, self.adasum)]
         means = [statistics.mean(each) for each in counts]
-        if abs(means[0] - means[1]) <= max(map(statistics.pstdev, counts)):
+        if abs(means[0] - means[1]) <= max(map(statistics.stdev, counts)):
             return "equal"
         return "Average" if means[0] < means[1] else "AdasumGrad"
 

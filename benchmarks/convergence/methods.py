@@ -108,11 +108,13 @@ def moments(squares: float, squared_mean: float, workers: int) -> Moments:
     return Moments(variance, max(squared_mean - variance / workers, 0.0))
 
 
-def smooth(last: Moments | None, new: Moments, workers: int) -> Moments:
-    """Return AdaScale's moving average, which keeps `max(0, 1 - N / 1000)` of the last."""
-    if last is None:
-        return new
-    kept = max(0.0, 1.0 - workers / 1000)
+def smooth(last: Moments, new: Moments, workers: int, count: int) -> Moments:
+    """Return AdaScale's moving average of `count` estimates, the new one included.
+
+    It keeps `max(0, 1 - N / 1000)` of the last; of few estimates it is the plain mean (appendix
+    B.3 of the paper).
+    """
+    kept = min(max(0.0, 1.0 - workers / 1000), 1.0 - 1.0 / count)
     pairs = zip(last, new, strict=True)
     return Moments(*(kept * old + (1 - kept) * fresh for old, fresh in pairs))
 

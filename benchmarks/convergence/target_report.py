@@ -76,10 +76,10 @@ class Results:
     def over_rates(self, point: Point) -> dict[float, list[float]]:
         """Return the levels of the tuning runs at each rate that was tried."""
         setting = point.setting
-        point_of = (setting.work, setting.optimizer, setting.op, setting.workers)
+        names = "work", "optimizer", "op", "workers", "warm_up"
         found: dict[float, list[float]] = {}
         for r in self.runs.all():
-            same = (r["work"], r["optimizer"], r["op"], r["workers"]) == point_of
+            same = all(r.get(name) == getattr(setting, name) for name in names)
             if same and r.get("target") and r.get("split") == "validation":
                 level = r["level"]
                 found.setdefault(r["lr"], []).append(

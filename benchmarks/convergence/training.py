@@ -182,7 +182,7 @@ class Job:
         )
         self._repair = REPAIRS[setting.repair]() if setting.repair else None
         self._since = 0  # steps since the workers last had the same weights
-        self._moments: Moments | None = None  # AdaScale's
+        self._moments, self._estimates = Moments(0.0, 0.0), 0  # AdaScale's
 
     def step(
         self, examples: Sequence[torch.Tensor], rate: float, look: bool
@@ -211,7 +211,8 @@ class Job:
             return 1.0
         squares, squared_mean = noise(gradients)
         new = moments(squares, squared_mean, workers)
-        self._moments = smooth(self._moments, new, workers)
+        self._estimates += 1
+        self._moments = smooth(self._moments, new, workers, self._estimates)
         return gain(self._moments, workers)
 
     def _step_apart(

@@ -110,9 +110,17 @@ def test_moments_are_unbiased():
 
 def test_the_average_of_moments_keeps_little_of_the_past_with_many_workers():
     old, new = methods.Moments(4.0, 2.0), methods.Moments(0.0, 1.0)
-    assert methods.smooth(None, new, 8) == new
-    assert methods.smooth(old, new, 1000) == new
-    assert methods.smooth(old, new, 100) == pytest.approx((3.6, 1.9))
+    assert methods.smooth(old, new, 1000, count=100) == new
+    assert methods.smooth(old, new, 100, count=100) == pytest.approx((3.6, 1.9))
+
+
+def test_the_average_of_few_moments_is_their_mean():
+    first, second, third = (methods.Moments(x, 2 * x) for x in (3.0, 1.0, 8.0))
+    average = methods.smooth(methods.Moments(0.0, 0.0), first, 8, count=1)
+    assert average == first
+    average = methods.smooth(average, second, 8, count=2)
+    average = methods.smooth(average, third, 8, count=3)
+    assert average == pytest.approx((4.0, 8.0))
 
 
 def test_adascale_multiplies_the_rate():

@@ -89,13 +89,14 @@ void RemoveProcessSets(hvd::ProcessSetTable& table, const hvd::Status& status, b
 // Sets the limit that BeginLoop describes; only the first call for a controller has an effect.
 void LimitStalls(hvd::StallInspector& inspector, int seconds) {
   if (seconds == 0 || StallTables::LimitSeconds(inspector) != 0 ||
-      std::getenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") != nullptr ||
-      std::getenv("HOROVOD_STALL_CHECK_TIME_SECONDS") != nullptr) {
+      std::getenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") != nullptr) {
     return;
   }
   // Horovod needs up to two checks to see that a cached tensor waits, and one more to find it too late.
-  const int period = std::max(1, std::min(kUsualStallCheckSeconds, seconds / 6));
-  inspector.SetStallWarningTimeSeconds(period);
+  if (std::getenv("HOROVOD_STALL_CHECK_TIME_SECONDS") == nullptr) {
+    inspector.SetStallWarningTimeSeconds(std::clamp(seconds / 6, 1, kUsualStallCheckSeconds));
+  }
+  const int period = StallTables::CheckSeconds(inspector);
   inspector.SetStallShutdownTimeSeconds(std::max(period, seconds - 3 * period));
 }
 

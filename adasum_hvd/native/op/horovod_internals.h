@@ -22,13 +22,16 @@ namespace adasum_hvd {
 // object of the base.
 
 // Horovod: the inspector logs the names of stalled tensors, but no error of any rank has them.
-// We need: the tensors and the ranks that have submitted them, for the errors of all ranks.
+// We need: the tensors and the ranks that have submitted them, for the errors of all ranks; the limits.
 struct StallTables : horovod::common::StallInspector {
   static const auto& Waiting(const horovod::common::StallInspector& inspector) {
     return inspector.*(&StallTables::uncached_tensor_table);
   }
   static int LimitSeconds(const horovod::common::StallInspector& inspector) {
     return inspector.*(&StallTables::stall_shutdown_time_seconds);
+  }
+  static int CheckSeconds(const horovod::common::StallInspector& inspector) {
+    return inspector.*(&StallTables::stall_warning_time_seconds);
   }
 };
 
