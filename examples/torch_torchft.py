@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -29,6 +30,21 @@ def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(32, 16, generator=generator)
     teacher = torch.randn(16, 4, generator=torch.Generator().manual_seed(9))
     return inputs, (inputs @ teacher).argmax(1)
+
+
+def local_steps(
+    algorithm: str,
+    adasum: ManagedAdasum,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+) -> AbstractContextManager:
+    """Return a context in which every fifth step of `inner` ends with a reduction, if any does."""
+    if algorithm == "diloco":
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.5, nesterov=True)
+        return diloco(adasum, [model], inner, outer, 5)
+    if algorithm == "local-sgd":
+        return local_sgd(adasum, model, inner, 5)
+    return nullcontext()
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -56,26 +72,22 @@ def train(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     adasum = ManagedAdasum(manager, group)
     optimizer = torchft.Optimizer(manager, plain) if gradients else plain
-    if arguments.algorithm == "diloco":
-        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.5, nesterov=True)
-        diloco(adasum, [model], plain, outer, 5).__enter__()
-    elif arguments.algorithm == "local-sgd":
-        local_sgd(adasum, model, plain, 5).__enter__()
     generator = torch.Generator().manual_seed(arguments.replica)
     step, count, before = 0, 0, 0
-    while progress["complete"] < arguments.steps:
-        inputs, targets = batch(generator)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), targets).backward()
-        if gradients:
-            adasum.reduce_gradients(model)
-        optimizer.step()
-        if manager.current_step() > step:
-            step, count = manager.current_step(), manager.num_participants()
-            progress["complete"] += count == arguments.replicas
-        if count != before:
-            print(f"{name}: step {step}, {count} replicas", flush=True)
-            before = count
+    with local_steps(arguments.algorithm, adasum, model, plain):
+        while progress["complete"] < arguments.steps:
+            inputs, targets = batch(generator)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+            if gradients:
+                adasum.reduce_gradients(model)
+            optimizer.step()
+            if manager.current_step() > step:
+                step, count = manager.current_step(), manager.num_participants()
+                progress["complete"] += count == arguments.replicas
+            if count != before:
+                print(f"{name}: step {step}, {count} replicas", flush=True)
+                before = count
     inputs, targets = batch(torch.Generator().manual_seed(99))
     accuracy = (model(inputs).argmax(1) == targets).float().mean()
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

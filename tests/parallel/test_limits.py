@@ -154,6 +154,34 @@ def test_one_long_operation_ends_no_process(tmp_path: Path) -> None:
     assert output.count("DONE") == 3
 
 
+MISSING = """
+import torch
+from horovod.common.exceptions import HorovodInternalError
+import adasum_hvd.torch as hvd
+hvd.init()
+try:
+    if hvd.rank() == 0:
+        hvd.allreduce(torch.ones(10), name="alone", op=hvd.Adasum)
+    hvd.barrier()
+except HorovodInternalError as error:
+    print(f"ENDED {hvd.rank()}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("warnings_after", ["1", None])
+def test_the_limit_of_a_missing_tensor_does_not_depend_on_warnings(
+    tmp_path: Path, warnings_after: str | None
+) -> None:
+    variables = {"ADASUM_HVD_STALL_SECONDS": "6"}
+    if warnings_after:
+        variables["HOROVOD_STALL_CHECK_TIME_SECONDS"] = warnings_after
+    _, output = start(tmp_path, "gloo", 2, MISSING, **variables)
+    assert output.count("ENDED") == 2, output[-3000:]
+    assert re.search(r'tensor "\S*alone" from rank 0 and not from rank 1', output), (
+        output
+    )
+
+
 # Over MPI: what a failed reduction leaves, and how long the script goes on.
 AFTER_A_FAILURE = """
 import gc, os, signal, threading, time, weakref
