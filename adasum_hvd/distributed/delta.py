@@ -6,13 +6,15 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import adasum_all_reduce
+from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients
 
 __all__ = ["reduce_changes"]
@@ -40,6 +42,31 @@ def apply_changes(
         torch.add(old, change, out=new)
 
 
+def warn_if_equal(
+    who: str,
+    communicator: Communicator,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Warn if AdaSum of the changes is this rank's change: then all ranks have the same.
+
+    Args:
+        who: the name in the warning.
+        communicator: of the ranks that reduced; nothing is sent.
+        pairs: this rank's change of a weight, and AdaSum of all ranks'.
+    """
+    if communicator.size == 1:
+        return
+    changed = [(mine, reduced) for mine, reduced in pairs if mine.any()]
+    if changed and all(torch.allclose(*pair, rtol=1e-6, atol=0.0) for pair in changed):
+        warnings.warn(
+            f"{who}: expected each rank to change the weights by gradients of its own, but the "
+            f"first reduction got the same change from all {communicator.size} ranks; run the "
+            "backward passes of a DDP model inside no_sync(), and give each rank its own data "
+            f"(rank {communicator.rank} of {communicator.size})",
+            stacklevel=2,
+        )
+
+
 def reduce_changes(
     optimizer: torch.optim.Optimizer,
     group: Any = None,
@@ -50,7 +77,8 @@ def reduce_changes(
 ) -> Callable[[], None]:
     """Make each step of an optimizer end with `w_old + AdaSum(w_new - w_old)`, from now on.
 
-    Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. Every rank
+    Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. The first
+    step warns if all ranks change the weights equally. Weights are not broadcast. Every rank
     takes every step, so that a `GradScaler`, which may skip one on some ranks, does not fit.
     Parameters that are frozen, or marked with `mark_worker_local`, are left out. Sharded models,
     and several steps before a reduction: :class:`LocalSGD`.
@@ -74,6 +102,7 @@ def reduce_changes(
         >>> reduce_changes(optimizer)  # doctest: +SKIP
     """
     starts: list[torch.Tensor] = []
+    communicator: Communicator | None = Communicator(group)  # None after the first step
 
     def weights() -> list[torch.Tensor]:
         parameters = [p for one in optimizer.param_groups for p in one["params"]]
@@ -89,6 +118,13 @@ def reduce_changes(
         adasum_all_reduce(
             changes, group, rule=rule, group_op=group_op, group_size=group_size
         )
+        nonlocal communicator
+        if communicator is not None:
+            mine = changes_since(starts, weights())
+            warn_if_equal(
+                "reduce_changes", communicator, zip(mine, changes, strict=True)
+            )
+            communicator = None
         apply_changes(starts, changes, weights())
         starts.clear()
 

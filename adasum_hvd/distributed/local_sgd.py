@@ -18,7 +18,12 @@ import torch
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import agree, call_of
-from adasum_hvd.distributed.delta import apply_changes, changes_since, copies_of
+from adasum_hvd.distributed.delta import (
+    apply_changes,
+    changes_since,
+    copies_of,
+    warn_if_equal,
+)
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of
@@ -35,6 +40,7 @@ class LocalSGD:
     from `w_0` instead, with the negative of that AdaSum as the gradient.
 
     Parameters and buffers are broadcast from the first replica now. Buffers stay local afterwards.
+    Gradients must stay local: the first reduction warns if all replicas have the same changes.
 
     Args:
         optimizer: a plain one, over the model's parameters; its state stays local. Every replica
@@ -143,6 +149,8 @@ class LocalSGD:
             changes = changes_since(starts, unit.locals())
             unit.reduce(changes, self._communicator, self._rule)
             reduced.append(changes)
+        if self._windows == 0:
+            self._warn_if_equal(reduced)
         if self._outer is not None:
             self._outer_step(self._outer, reduced)
         elif self._communicator.size > 1:
@@ -151,6 +159,16 @@ class LocalSGD:
             ):
                 apply_changes(starts, changes, unit.locals())
         self._windows += 1
+
+    def _warn_if_equal(self, reduced: Sequence[Sequence[torch.Tensor]]) -> None:
+        pairs = [
+            pair
+            for unit, starts, changes in zip(
+                self._units, self._starts, reduced, strict=True
+            )
+            for pair in zip(changes_since(starts, unit.locals()), changes, strict=True)
+        ]
+        warn_if_equal("LocalSGD", self._communicator, pairs)
 
     def _outer_step(
         self,

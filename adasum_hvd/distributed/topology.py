@@ -28,8 +28,7 @@ def hosts_of(communicator: Communicator) -> tuple[int, ...]:
 
 def _host() -> tuple[str, str]:
     """Return what no other host has: names repeat where nobody set them, boots do not."""
-    name = os.environ.get("ADASUM_HVD_HOSTNAME")
-    if name is not None:
+    if name := os.environ.get("ADASUM_HVD_HOSTNAME"):
         return name, ""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text() if boot.exists() else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -142,6 +143,24 @@ def case_the_delta_variant_of_an_unsharded_model() -> None:
     local_sgd.remove()
     train(models[1], optimizers[1], range(4, 5))
     assert len(set(everyone(digest(models[1])))) == dist.get_world_size()
+
+
+def case_equal_changes_of_all_ranks_are_a_warning() -> None:
+    """As under DDP, which has averaged their gradients; only in the first reduction."""
+    for source, expected in ((0, [True, False]), (None, [False, False])):
+        models = Model(), Model()
+        optimizers = [sgd(model) for model in models]
+        reduce_changes(optimizers[0])
+        LocalSGD(optimizers[1], models[1], mesh_of(1)["replica"], 1)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for step, warns in enumerate(expected):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    train(model, optimizer, range(step, step + 1), source)
+                messages = [str(one.message) for one in caught]
+                assert any("the same change" in text for text in messages) == warns, (
+                    messages
+                )
 
 
 def case_an_outer_optimizer_that_only_adds() -> None:
