@@ -1,11 +1,11 @@
-"""Train a Keras network on handwritten digits in a job whose ranks may come, go and die.
+"""Train a Keras network on handwritten digits in an elastic job: ranks join, leave and fail.
 
     echo localhost:2 > hosts
     horovodrun -np 2 --min-np 1 --max-np 4 --network-interfaces lo --gloo \\
         --host-discovery-script "cat hosts" python examples/keras_elastic.py
 
-Write `localhost:4` into the file `hosts` while it trains, or kill a rank: training goes on
-with the ranks there are, from the same weights. docs/elastic.md says what is lost, and when.
+Write `localhost:4` into the file `hosts` while it trains, or kill a rank: training continues
+with the remaining ranks from the same weights. docs/elastic.md lists the steps that are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     def train(state: hvd.elastic.KerasState) -> None:
         while state.epoch < arguments.epochs:
             order = np.random.RandomState(state.epoch).permutation(len(images))
-            rest = order[state.done :]  # what nobody has trained on in this epoch
+            rest = order[state.done :]  # images of this epoch that no rank has processed
             mine = rest[hvd.rank() : len(rest) - len(rest) % hvd.size() : hvd.size()]
             if hvd.rank() == 0:
                 print(f"{hvd.size()} ranks, epoch {state.epoch}", flush=True)

@@ -1,4 +1,4 @@
-"""Train LeNet-5 on handwritten digits with a loop of one's own in Lightning's Fabric.
+"""Train LeNet-5 on handwritten digits with your own loop in Lightning's Fabric.
 
 torchrun --nproc-per-node 2 examples/lightning_fabric.py --devices 2    # --engine horovod: its op
 """

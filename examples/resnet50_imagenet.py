@@ -16,7 +16,7 @@ from resnet50.training import AMP, Training
 import adasum_hvd.torch as hvd
 from adasum_hvd import boost
 
-# The tutorial's second listing: nothing but AdaSum of what the level would turn on.
+# The tutorial's second listing: of the level's features, only AdaSum is on.
 BOOST_CONFIG = {
     "boost": {
         "mode": "manual",
@@ -27,7 +27,7 @@ BOOST_CONFIG = {
         "dim_reduce": False,
     }
 }
-# What makes `--data digits` and `--data synthetic` a matter of seconds on a few cores.
+# Defaults for `--data digits` and `--data synthetic`, which then take seconds on a few cores.
 SMALL = {
     "epochs": 6,
     "warmup_epochs": 1,

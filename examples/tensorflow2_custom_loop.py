@@ -1,4 +1,4 @@
-"""A TensorFlow 2 training loop of one's own with Horovod, one process per rank.
+"""Your own TensorFlow 2 training loop with Horovod, one process per rank.
 
     horovodrun -np 4 --gloo python examples/tensorflow2_custom_loop.py --op adasum-grad
     horovodrun -np 4 --gloo python examples/tensorflow2_custom_loop.py --op adasum-grad --tape

@@ -1,11 +1,11 @@
-"""Train LeNet-5 on handwritten digits in a job whose ranks may come, go and die.
+"""Train LeNet-5 on handwritten digits in an elastic job: ranks join, leave and fail.
 
     echo localhost:2 > hosts
     horovodrun -np 2 --min-np 1 --max-np 4 --network-interfaces lo --gloo \\
         --host-discovery-script "cat hosts" python examples/torch_elastic.py
 
-Write `localhost:4` into the file `hosts` while it trains, or kill a rank: training goes on
-with the ranks there are, from the same weights. docs/elastic.md says what is lost, and when.
+Write `localhost:4` into the file `hosts` while it trains, or kill a rank: training continues
+with the remaining ranks from the same weights. docs/elastic.md lists the steps that are lost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         if hvd.rank() == 0:
             print(f"{hvd.size()} ranks, step {state.step}", flush=True)
         while state.epoch < arguments.epochs:
-            order = list(state.sampler)  # what nobody has trained on in this epoch
+            order = list(state.sampler)  # images of this epoch that no rank has processed
             for start in range(0, len(order), arguments.batch):
                 chosen = order[start : start + arguments.batch]
                 optimizer.zero_grad()

@@ -1,11 +1,11 @@
-"""Train with DDP and AdaSum in a job that goes on after a rank has died.
+"""Train with DDP and AdaSum in a job that continues after a rank has died.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # docs/distributed.md: else torchrun may hang
     torchrun --nproc-per-node 4 --max-restarts 3 examples/torch_restarts.py --checkpoint digits.pt
 
 When a rank dies, torchrun ends the others and starts all of them again. They resume after the last
-whole epoch, and end with the weights of a job without the fault, bit for bit. The hook keeps
-nothing from step to step: a checkpoint holds what it would hold without AdaSum.
+whole epoch, and end with the weights of a job without the fault, bit for bit. The hook has no
+state, so the checkpoint is that of a program without AdaSum.
 """
 
 from __future__ import annotations
