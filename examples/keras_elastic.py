@@ -58,7 +58,9 @@ def main() -> None:
     def train(state: hvd.elastic.KerasState) -> None:
         while state.epoch < arguments.epochs:
             order = np.random.RandomState(state.epoch).permutation(len(images))
-            rest = order[state.done :]  # images of this epoch that no rank has processed
+            rest = order[
+                state.done :
+            ]  # images of this epoch that no rank has processed
             mine = rest[hvd.rank() : len(rest) - len(rest) % hvd.size() : hvd.size()]
             if hvd.rank() == 0:
                 print(f"{hvd.size()} ranks, epoch {state.epoch}", flush=True)

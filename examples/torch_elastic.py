@@ -49,7 +49,9 @@ def main() -> None:
         if hvd.rank() == 0:
             print(f"{hvd.size()} ranks, step {state.step}", flush=True)
         while state.epoch < arguments.epochs:
-            order = list(state.sampler)  # images of this epoch that no rank has processed
+            order = list(
+                state.sampler
+            )  # images of this epoch that no rank has processed
             for start in range(0, len(order), arguments.batch):
                 chosen = order[start : start + arguments.batch]
                 optimizer.zero_grad()

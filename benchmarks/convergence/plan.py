@@ -25,6 +25,7 @@ WARM_UP = 0.05  # of the steps in which one pass over the budget ends
 RULES = ("average", "adasum-grad", "adascale", "mean-direction", "rda", "adasum-delta")
 MAIN = RULES[:4]  # run first
 LAYERWISE = "layerwise"  # LARS or LAMB, with Average
+LONGER = 4  # times the most steps, for runs of Average that end before their target
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,28 @@ def _runs(point: Point, seeds: Seeds, find: Find) -> Iterator[Setting]:
     alone = transferred(point, seeds, find)
     if alone is not None:
         yield from tested(point.setting, alone, seeds)
+
+
+def longer(task: Task, workers: int, seeds: Seeds, find: Find) -> list[Setting]:
+    """Return runs of Average at one worker's rate with LONGER times the steps.
+
+    There are none if all runs with the usual steps reach the target, or if one is missing.
+    """
+    point = Point(task, "average", workers)
+    alone = transferred(point, seeds, find)
+    if workers == 1 or alone is None:
+        return []
+    usual = [find(setting) for setting in tested(point.setting, alone, seeds)]
+    if not all(usual) or all(record["steps_to_target"] for record in usual if record):
+        return []
+    setting = replace(point.setting, most_steps=LONGER * task.most_steps)
+    return tested(setting, alone, seeds)
+
+
+def longer_runs(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:
+    """Yield the runs of `longer` for all numbers of workers."""
+    for workers in task.counts:
+        yield from longer(task, workers, seeds, find)
 
 
 def valley(point: Point, seeds: Seeds, find: Find) -> Iterator[Setting]:

@@ -16,6 +16,7 @@ from convergence.plan import (
     WARM_UP,
     Point,
     Task,
+    longer_runs,
     main_runs,
     other_runs,
     transferred,
@@ -61,12 +62,14 @@ def parts(scale: str) -> dict[str, Part]:
     first, *rest = TASKS[scale]
     found: dict[str, Part] = {
         first.work: partial(main_runs, first),
+        f"{first.work}-longer": partial(longer_runs, first),
         f"{first.work}-changing": partial(changing, first),
         schedule.NAME: partial(schedule.settings, first),
         f"{first.work}-others": partial(other_runs, first),
     }
     for place, task in enumerate(rest):
         found[task.work] = partial(main_runs, task)
+        found[f"{task.work}-longer"] = partial(longer_runs, task)
         found[f"{task.work}-changing"] = partial(changing, task)
         found[f"{task.work}-others"] = partial(other_runs, task)
         if place == 0:  # cheaper than the tasks after it

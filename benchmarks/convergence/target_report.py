@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convergence.plan import LAYERWISE, Point, Task, best_of, points, transferred
+from convergence.plan import (
+    LAYERWISE,
+    Point,
+    Task,
+    best_of,
+    longer,
+    points,
+    transferred,
+)
 from convergence.runs import Runs
 from convergence.tuning import Record, Seeds, rate, tested
 
@@ -160,7 +168,25 @@ def table(task: Task, results: Results) -> str:
         return f"{title}\nNot run yet.\n"
     head = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     lines = ["| " + " | ".join(cells) + " |" for cells in found]
-    return "\n".join([title, *head, *lines, "", missing(task, results)])
+    parts = [title, *head, *lines, "", longer_table(task, results)]
+    return "\n".join([*parts, missing(task, results)])
+
+
+def longer_table(task: Task, results: Results) -> str:
+    """Return the table of the runs with more steps; "" if there are none."""
+    lines = []
+    for workers in sorted(task.counts):
+        settings = longer(task, workers, results.seeds, results.runs.find)
+        found = [results.runs.find(setting) for setting in settings]
+        records = [record for record in found if record]
+        if settings and len(records) == len(settings):
+            most = settings[0].most_steps
+            lines.append(f"| {workers} | {most} | {steps_of(Outcome(0, records))} |")
+    if not lines:
+        return ""
+    head = ["| workers | most steps | steps to target |", "|---|---|---|"]
+    title = "Average at one worker's rate, in runs that may take more steps:\n"
+    return "\n".join([title, *head, *lines, ""])
 
 
 def section(tasks: tuple[Task, ...], results: Results) -> str:
