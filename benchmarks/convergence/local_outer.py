@@ -12,7 +12,7 @@ from convergence.tuning import Cost, Find, Record, Search, Seeds, followed, rate
 
 NAME = "local_outer"
 METHODS = ("average", "rda", "adasum")
-MOMENTA = (0.9, 0.5, 0.0)  # the outer optimizer's; 0.9 is DiLoCo's
+MOMENTA = (0.9, 0.0, 0.5)  # the outer optimizer's; 0.9 is DiLoCo's, 0.0 has no state
 INNER = 0.003  # study 1's rate for one worker
 
 
