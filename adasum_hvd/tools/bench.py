@@ -50,7 +50,10 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write JSON, and FILE.png"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write JSON, and a picture with the suffix .png",
     )
     parser.set_defaults(run=run)
 
