@@ -73,6 +73,22 @@ class Results:
         """Return the outcome at one worker's best rate for the method."""
         return self._at(point, transferred(point, self.seeds, self.runs.find))
 
+    def longer(self, task: Task, workers: int) -> Outcome | None:
+        """Return Average's outcome at one worker's rate in the runs that may take more steps."""
+        settings = longer(task, workers, self.seeds, self.runs.find)
+        records = [record for each in settings if (record := self.runs.find(each))]
+        if not settings or len(records) < len(settings):
+            return None
+        alone = transferred(Point(task, "average", workers), self.seeds, self.runs.find)
+        return None if alone is None else Outcome(alone, records)
+
+    def carried_longer(self, point: Point) -> Outcome | None:
+        """Return `longer`'s outcome for Average if there is one, else `carried`'s."""
+        found = None
+        if point.method == "average":
+            found = self.longer(point.task, point.workers)
+        return found or self.carried(point)
+
     def _at(self, point: Point, index: int | None) -> Outcome | None:
         if index is None:
             return None
@@ -176,12 +192,9 @@ def longer_table(task: Task, results: Results) -> str:
     """Return the table of the runs with more steps; "" if there are none."""
     lines = []
     for workers in sorted(task.counts):
-        settings = longer(task, workers, results.seeds, results.runs.find)
-        found = [results.runs.find(setting) for setting in settings]
-        records = [record for record in found if record]
-        if settings and len(records) == len(settings):
-            most = settings[0].most_steps
-            lines.append(f"| {workers} | {most} | {steps_of(Outcome(0, records))} |")
+        if (found := results.longer(task, workers)) is not None:
+            most = found.records[0]["most_steps"]
+            lines.append(f"| {workers} | {most} | {steps_of(found)} |")
     if not lines:
         return ""
     head = ["| workers | most steps | steps to target |", "|---|---|---|"]
@@ -222,7 +235,7 @@ def draw(tasks: tuple[Task, ...], results: Results, output: Path) -> None:
         figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
         for axis, title, of in (
             (axes[0], "rate tuned at every point", results.tuned),
-            (axes[1], "at one worker's rate", results.carried),
+            (axes[1], "at one worker's rate", results.carried_longer),
         ):
             _draw_steps(axis, task, of)
             axis.set_title(f"{task.work}: {title}")

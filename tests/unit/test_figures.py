@@ -46,7 +46,7 @@ def test_tables_are_the_measured_ones(page: Path) -> None:
 
 
 def test_the_claim_is_measured() -> None:
-    """README's table has the rows of study 7's table, and its text the figure of one worker."""
+    """README's table has the rows of study 7's tables, and its text the figure of one worker."""
     tables = REPOSITORY / "docs/convergence/tables.md"
     digits, *_ = (
         rows
@@ -58,6 +58,11 @@ def test_the_claim_is_measured() -> None:
         for row in digits
         if len(row) == 7 and row[2].startswith(tuple("0123456789"))
     }
+    longer, *_ = (  # Average's runs that may take more steps
+        {row[0]: row[2] for row in rows}
+        for head, *rows in pages.tables(tables)
+        if head == ["workers", "most steps", "steps to target"]
+    )
     readme = REPOSITORY / "README.md"
     (shown,) = (rows for rows in pages.tables(readme) if rows[0][0] == "32 workers")
     names = {
@@ -68,7 +73,7 @@ def test_the_claim_is_measured() -> None:
     assert {row[0] for row in shown[1:]} == names.keys()
     for name, unscaled, tuned in shown[1:]:
         row = measured["32", names[name]]
-        assert unscaled == row[5]
+        assert unscaled == (longer["32"] if name == "Average" else row[5])
         assert tuned == f"{row[3]} ({row[2].split()[0]})"
     assert f"One worker takes {measured['1', 'all'][3]} steps" in readme.read_text()
 
