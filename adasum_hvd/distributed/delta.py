@@ -45,19 +45,30 @@ def apply_changes(
 def warn_if_equal(
     who: str,
     communicator: Communicator,
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    starts: Iterable[torch.Tensor],
+    weights: Iterable[torch.Tensor],
+    reduced: Iterable[torch.Tensor],
 ) -> None:
     """Warn if AdaSum of the changes is this rank's change: then all ranks have the same.
 
     Args:
         who: the name in the warning.
         communicator: of the ranks that reduced; nothing is sent.
-        pairs: this rank's change of a weight, and AdaSum of all ranks'.
+        starts: of the weights, before this rank changed them.
+        weights: as this rank has changed them.
+        reduced: AdaSum of all ranks' changes of each weight.
     """
     if communicator.size == 1:
         return
-    changed = [(mine, reduced) for mine, reduced in pairs if mine.any()]
-    if changed and all(torch.allclose(*pair, rtol=1e-6, atol=0.0) for pair in changed):
+    changed = False
+    for old, new, result in zip(starts, weights, reduced, strict=True):
+        mine = new - old
+        if not mine.any():
+            continue
+        if not torch.allclose(mine, result, rtol=1e-6, atol=0.0):
+            return
+        changed = True
+    if changed:
         warnings.warn(
             f"{who}: expected each rank to change the weights by gradients of its own, but the "
             f"first reduction got the same change from all {communicator.size} ranks; run the "
@@ -120,10 +131,7 @@ def reduce_changes(
         )
         nonlocal communicator
         if communicator is not None:
-            mine = changes_since(starts, weights())
-            warn_if_equal(
-                "reduce_changes", communicator, zip(mine, changes, strict=True)
-            )
+            warn_if_equal("reduce_changes", communicator, starts, weights(), changes)
             communicator = None
         apply_changes(starts, changes, weights())
         starts.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -161,14 +162,11 @@ class LocalSGD:
         self._windows += 1
 
     def _warn_if_equal(self, reduced: Sequence[Sequence[torch.Tensor]]) -> None:
-        pairs = [
-            pair
-            for unit, starts, changes in zip(
-                self._units, self._starts, reduced, strict=True
-            )
-            for pair in zip(changes_since(starts, unit.locals()), changes, strict=True)
-        ]
-        warn_if_equal("LocalSGD", self._communicator, pairs)
+        flat = chain.from_iterable
+        weights = flat(unit.locals() for unit in self._units)
+        warn_if_equal(
+            "LocalSGD", self._communicator, flat(self._starts), weights, flat(reduced)
+        )
 
     def _outer_step(
         self,

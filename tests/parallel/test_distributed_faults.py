@@ -47,7 +47,7 @@ def test_the_others_end_within_the_groups_timeout(tmp_path: Path, fault: str) ->
             assert rank.returncode == 1, (rank.returncode, output)
             assert "step 3 after" in output, output
             waited = float(output.split("step 3 after ")[1].split(" s")[0])
-            assert waited <= TIMEOUT_SECONDS + 10, output  # a busy machine is slow
+            assert waited <= TIMEOUT_SECONDS + 3, output
         print(f"{fault}: all ended after {time.monotonic() - began:.1f} s")
     finally:
         for rank in ranks:
