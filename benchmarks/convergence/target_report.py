@@ -17,6 +17,7 @@ from convergence.plan import (
     transferred,
 )
 from convergence.runs import Runs
+from convergence.training import Setting
 from convergence.tuning import Record, Seeds, rate, tested
 
 COLOURS = {
@@ -75,12 +76,8 @@ class Results:
 
     def longer(self, task: Task, workers: int) -> Outcome | None:
         """Return Average's outcome at one worker's rate in the runs that may take more steps."""
-        settings = longer(task, workers, self.seeds, self.runs.find)
-        records = [record for each in settings if (record := self.runs.find(each))]
-        if not settings or len(records) < len(settings):
-            return None
         alone = transferred(Point(task, "average", workers), self.seeds, self.runs.find)
-        return None if alone is None else Outcome(alone, records)
+        return self._of(alone, longer(task, workers, self.seeds, self.runs.find))
 
     def carried_longer(self, point: Point) -> Outcome | None:
         """Return `longer`'s outcome for Average if there is one, else `carried`'s."""
@@ -92,10 +89,14 @@ class Results:
     def _at(self, point: Point, index: int | None) -> Outcome | None:
         if index is None:
             return None
-        settings = tested(point.setting, index, self.seeds)
-        found = [self.runs.find(setting) for setting in settings]
-        records = [record for record in found if record]
-        return Outcome(index, records) if len(records) == len(settings) else None
+        return self._of(index, tested(point.setting, index, self.seeds))
+
+    def _of(self, index: int | None, settings: list[Setting]) -> Outcome | None:
+        """Return the outcome of runs at a rate; None if one is missing, or if there are none."""
+        records = [record for each in settings if (record := self.runs.find(each))]
+        if index is None or not records or len(records) < len(settings):
+            return None
+        return Outcome(index, records)
 
     def over_rates(self, point: Point) -> dict[float, list[float]]:
         """Return the levels of the tuning runs at each rate that was tried."""
