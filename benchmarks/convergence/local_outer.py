@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from convergence.training import Setting
-from convergence.tuning import Cost, Find, Record, Search, Seeds, followed, rate, tune
+from convergence.tuning import (
+    Cost,
+    Find,
+    Record,
+    Search,
+    Seeds,
+    around,
+    followed,
+    rate,
+    tune,
+)
 
 NAME = "local_outer"
 METHODS = ("average", "rda", "adasum")
@@ -67,7 +77,9 @@ def cost(records: list[Record]) -> Cost:
 def search(cell: Outer, seeds: Seeds, find: Find) -> Search:
     """Return the search for a cell's outer rate; it begins at 1, and at 0.58."""
     start = 0 if not cell.momentum else -1
-    return tune(lambda index: tried(cell, index, seeds.tuning), cost, start, find)
+    return tune(
+        lambda index: tried(cell, index, seeds.tuning), cost, around(start), find
+    )
 
 
 def settings(scale: str, seeds: Seeds, find: Find) -> Iterator[Setting]:

@@ -15,16 +15,20 @@ _SCALINGS = {"": "fixed", "linear": "times N", "root": "times the root of N"}
 def changing(task: Task, results: Results) -> str:
     """Return a workload's table of study 8; nothing if it was not run."""
     kept: dict[tuple[str, str], list[list[float]]] = {}
-    for setting in program.changing(task, results.seeds, results.runs.find):
+    settings = list(program.changing(task, results.seeds, results.runs.find))
+    for setting in settings:
         if record := results.runs.find(setting):
-            kept.setdefault((setting.op, setting.scaling), []).append(record["levels"])
+            times = setting.lr / settings[0].lr
+            of_rate = _SCALINGS[setting.scaling]
+            of_rate += f", {times:.3g}x" if times > 1 else ""
+            kept.setdefault((setting.op, of_rate), []).append(record["levels"])
     if not kept:
         return ""
     phases = program.PHASES.split("-")
     head = ["method", "one worker's rate", *(f"after {n} workers" for n in phases)]
     lines = [
-        "| " + " | ".join([op, _SCALINGS[scaling], *_cells(levels, len(phases))]) + " |"
-        for (op, scaling), levels in kept.items()
+        "| " + " | ".join([*row, *_cells(levels, len(phases))]) + " |"
+        for row, levels in kept.items()
     ]
     title = f"### {task.work}: {unit(task)} when workers change\n"
     return "\n".join(

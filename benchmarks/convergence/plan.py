@@ -12,6 +12,7 @@ from convergence.tuning import (
     Find,
     Search,
     Seeds,
+    around,
     cost,
     followed,
     tested,
@@ -144,7 +145,7 @@ def start_of(point: Point, seeds: Seeds, find: Find) -> int:
     nearest = min(
         before, key=lambda n: abs(n.bit_length() - point.workers.bit_length())
     )
-    best = best_of(_at(point, nearest), seeds, find)
+    best = followed(first_search(_at(point, nearest), seeds, find), find)
     return task.start if best is None else best
 
 
@@ -153,10 +154,43 @@ def _at(point: Point, workers: int) -> Point:
     return Point(point.task, "average" if shared else point.method, workers)
 
 
+def first_search(point: Point, seeds: Seeds, find: Find) -> Search:
+    """Return the search that begins at the best rate of a number of workers before."""
+    return _tune(point, around(start_of(point, seeds, find)), seeds, find)
+
+
 def search(point: Point, seeds: Seeds, find: Find) -> Search:
-    """Return the search for a point's best rate."""
-    start = start_of(point, seeds, find)
-    return tune(lambda index: tried(point.setting, index, seeds), cost, start, find)
+    """Yield the runs that find a point's best rate, and return its index.
+
+    A seed that misses its target can end a search early. So all rates from the best one to those
+    of the next smaller and larger number of workers are tried, as far as these have one.
+    """
+    best = yield from first_search(point, seeds, find)
+    others = [
+        other
+        for each in _next_to(point)
+        if (other := followed(first_search(each, seeds, find), find)) is not None
+    ]
+    known = (*around(best), *others)
+    wider = range(min(known), max(known) + 1)
+    return (yield from _tune(point, wider, seeds, find))
+
+
+def _tune(point: Point, first: range, seeds: Seeds, find: Find) -> Search:
+    return tune(lambda index: tried(point.setting, index, seeds), cost, first, find)
+
+
+def _next_to(point: Point) -> list[Point]:
+    """Return the same method's points at the next smaller and larger number of workers, above 1."""
+    if point.workers == 1:
+        return []
+    counts = sorted(n for n in point.task.counts if n > 1)
+    place = counts.index(point.workers)
+    return [
+        _at(point, n)
+        for n in counts[max(0, place - 1) : place + 2]
+        if n != point.workers
+    ]
 
 
 def best_of(point: Point, seeds: Seeds, find: Find) -> int | None:
@@ -171,23 +205,29 @@ def transferred(point: Point, seeds: Seeds, find: Find) -> int | None:
 
 def main_runs(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:
     """Yield the runs of the task's MAIN methods: tune, test, test at one worker's rate."""
-    for point in points(task):
-        if point.method in MAIN:
-            yield from _runs(point, seeds, find)
+    yield from _runs_of([p for p in points(task) if p.method in MAIN], seeds, find)
 
 
 def other_runs(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:
     """Yield the runs of the other methods, then the valleys of all."""
-    for point in points(task):
-        if point.method not in MAIN:
-            yield from _runs(point, seeds, find)
+    yield from _runs_of([p for p in points(task) if p.method not in MAIN], seeds, find)
     for point in points(task):
         if point.workers in task.valleys:
             yield from valley(point, seeds, find)
 
 
-def _runs(point: Point, seeds: Seeds, find: Find) -> Iterator[Setting]:
-    best = yield from search(point, seeds, find)
+def _runs_of(chosen: list[Point], seeds: Seeds, find: Find) -> Iterator[Setting]:
+    """Yield each point's runs; after a number of workers, those that it adds to the ones before."""
+    for place, point in enumerate(chosen):
+        yield from _runs(point, first_search(point, seeds, find), seeds, find)
+        after = chosen[place + 1 : place + 2]
+        if not after or after[0].workers != point.workers:
+            for known in chosen[: place + 1]:
+                yield from _runs(known, search(known, seeds, find), seeds, find)
+
+
+def _runs(point: Point, found: Search, seeds: Seeds, find: Find) -> Iterator[Setting]:
+    best = yield from found
     yield from tested(point.setting, best, seeds)
     alone = transferred(point, seeds, find)
     if alone is not None:

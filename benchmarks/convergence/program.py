@@ -27,12 +27,14 @@ from convergence.tuning import Find, Record, Seeds, independent, rate
 
 Part = Callable[[Seeds, Find], Iterator[Setting]]
 PHASES = "32-8-32-16"  # workers, each for the same number of examples
-ROWS = (  # reductions, and the factor on one worker's rate
-    ("average", ""),
-    ("average", "linear"),
-    ("average", "root"),
-    ("adasum-grad", ""),
-    ("adascale", ""),
+ROWS = (  # reductions, the factor on the rate, and neighbours from one worker's rate
+    ("average", "", 0),
+    ("average", "linear", 0),
+    ("average", "root", 0),
+    ("adasum-grad", "", 0),
+    ("adascale", "", 0),
+    ("average", "", 3),  # 5.2 and 9 times: its own rates with 4 to 64 workers
+    ("average", "", 4),
 )
 
 
@@ -42,13 +44,13 @@ def changing(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:
     if index is None:
         return
     for seed in seeds.test:
-        for op, scaling in ROWS:
+        for op, scaling, offset in ROWS:
             yield Setting(
                 task.work,
                 task.optimizer,
                 op,
                 max(int(each) for each in PHASES.split("-")),
-                rate(index),
+                rate(index + offset),
                 task.budget,
                 seed,
                 warm_up=WARM_UP,

@@ -20,6 +20,7 @@ from convergence.tuning import (
     Record,
     Search,
     Seeds,
+    around,
     cost,
     followed,
     tested,
@@ -90,7 +91,9 @@ def search(cell: Cell, seeds: Seeds, find: Find) -> Search | None:
         return None
     ratio = (1 - cell.variant.momentum) / (1 - MOMENTUM)
     start = best + round(math.log(ratio) / math.log(FACTOR))
-    return tune(lambda index: tried(cell.setting, index, seeds), cost, start, find)
+    return tune(
+        lambda index: tried(cell.setting, index, seeds), cost, around(start), find
+    )
 
 
 def settings(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:

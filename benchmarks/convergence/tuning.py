@@ -13,7 +13,9 @@ TUNING_SEEDS = (101, 102, 103)
 TEST_SEEDS = (1, 2, 3, 4, 5)  # no tuning run has one of these
 CENSORED = 2  # a run that misses the target counts as so many times its steps
 WIDE = 5
-REACH = 12  # neighbours in one direction, after which an extension ends
+REACH = (
+    11  # neighbours of the first rates in one direction, after which an extension ends
+)
 
 Record = dict[str, Any]
 Find = Callable[[Setting], Record | None]
@@ -72,24 +74,29 @@ def cost(records: list[Record]) -> Cost:
     return Cost(hopeless, sum(steps) / len(steps), -sum(levels) / len(levels))
 
 
+def around(start: int) -> range:
+    """Return an index and its two neighbours."""
+    return range(start - 1, start + 2)
+
+
 def tune(
     candidates: Callable[[int], list[Setting]],
     cost: Callable[[list[Record]], Cost],
-    start: int,
+    first: range,
     find: Find,
 ) -> Search:
     """Yield the runs that find the rate of least cost, and return its index in the lattice.
 
-    Three neighbours first, then one more at an end for as long as the best is there. While all
+    The first rates, then one more at an end for as long as the best is there. While all
     are hopeless, one more at both ends, at most WIDE times.
 
     Args:
         candidates: returns the runs that judge the rate of an index.
         cost: returns the cost of their records.
-        start: the first search's middle.
+        first: the indices of the first rates; `around` has the three next to a start.
         find: has the record of each yielded setting when the iteration goes on.
     """
-    low, high = start - 1, start + 1
+    low, high = first[0], first[-1]
     costs: dict[int, Cost] = {}
     while True:
         new = {k: candidates(k) for k in range(low, high + 1) if k not in costs}
@@ -98,11 +105,11 @@ def tune(
         for index, runs in new.items():
             costs[index] = cost([_kept(find, run) for run in runs])
         best = min(costs, key=lambda index: costs[index])
-        if costs[best].hopeless and start - low <= WIDE:
+        if costs[best].hopeless and first[0] - low < WIDE:
             low, high = low - 1, high + 1
-        elif best == low and start - low < REACH:
+        elif best == low and first[0] - low < REACH:
             low -= 1
-        elif best == high and high - start < REACH:
+        elif best == high and high - first[-1] < REACH:
             high += 1
         else:
             return best

@@ -60,7 +60,9 @@ def searched(start: int, seeds: tuning.Seeds, find: tuning.Find) -> int | None:
     def candidates(index: int) -> list[Setting]:
         return tuning.tried(POINT, index, seeds)
 
-    return tuning.followed(tuning.tune(candidates, tuning.cost, start, find), find)
+    return tuning.followed(
+        tuning.tune(candidates, tuning.cost, tuning.around(start), find), find
+    )
 
 
 def test_a_grid_is_extended_until_its_best_is_not_at_an_end():
@@ -212,6 +214,28 @@ def test_the_plan_goes_on_where_it_was(tmp_path, monkeypatch):
     assert all(whole.find(s) for s in plan.valley(point, seeds, whole.find))
 
 
+def test_a_search_goes_on_to_the_rates_of_the_next_numbers_of_workers(monkeypatch):
+    """Two workers' search ends below a rate at which a seed misses; four's best is above it."""
+    task = replace(TASK, counts=(1, 4, 2), methods=("average",))
+    seeds = tuning.Seeds((101,), (1,))
+    steps = {
+        1: {-8: 80}, 2: {-8: 50, -7: None, -6: 30}, 4: {-7: 25, -6: 20}
+    }  # fmt: skip
+
+    def find(setting: Setting) -> tuning.Record:
+        at = {tuning.rate(k): n for k, n in steps.get(setting.workers, {}).items()}
+        count = at.get(setting.lr, 90)
+        return {"steps_to_target": count, "steps": 100, "level": 0.9}
+
+    two, four = plan.Point(task, "average", 2), plan.Point(task, "average", 4)
+    assert tuning.followed(plan.first_search(two, seeds, find), find) == -8
+    assert plan.best_of(four, seeds, find) == plan.best_of(two, seeds, find) == -6
+    rates = {s.lr for s in plan.main_runs(task, seeds, find) if s.workers == 2}
+    assert rates >= {tuning.rate(k) for k in (-9, -8, -7, -6, -5)}
+    monkeypatch.setitem(steps, 4, {-8: 20})
+    assert plan.best_of(two, seeds, find) == -8
+
+
 def test_runs_that_need_no_other_are_found_together():
     """Three rates with three seeds first; then the best is known, and its test runs are."""
     seeds, point = tuning.Seeds(), plan.Point(TASK, "average", 1)
@@ -288,13 +312,16 @@ def test_workers_that_change_take_the_same_examples_in_each_phase():
     assert runs.make(setting)["levels"] == fixed["levels"]
 
 
-def test_changing_workers_have_one_workers_rate():
+def test_only_the_average_has_another_rate_than_one_workers_when_workers_change():
     task, seeds = TASK, tuning.Seeds((101,), (1, 2))
     assert not list(program.changing(task, seeds, lambda setting: None))
     found = list(program.changing(task, seeds, pretend))
-    assert {setting.lr for setting in found} == {tuning.rate(-8)}
+    assert {s.lr for s in found if s.op != "average"} == {tuning.rate(-8)}
+    assert {s.lr for s in found if s.scaling} == {tuning.rate(-8)}
+    fixed = {s.lr for s in found if s.op == "average" and not s.scaling}
+    assert fixed == {tuning.rate(index) for index in (-8, -5, -4)}
     assert {setting.seed for setting in found} == {1, 2}
-    assert len({setting.key for setting in found}) == len(found) == 10
+    assert len({setting.key for setting in found}) == len(found) == 14
 
 
 def test_outer_rates_are_tuned_by_other_seeds():
