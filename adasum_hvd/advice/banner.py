@@ -17,7 +17,7 @@ def banner(
     path: str,
     wire: Sequence[str],
     extra: dict[str, int],
-    study: str = "momentum",
+    study: str | None = "momentum",
 ) -> str:
     """Return one line: variant, ranks, backend, transport, groups, learning rate, wire, memory.
 
@@ -28,7 +28,8 @@ def banner(
         path: the transport, from `binding.transport_description`.
         wire: the dtypes on the wire.
         extra: bytes in addition to the optimizer's own, by "device" and "host".
-        study: the key in `learning_rate.FIGURES` of the study that fits the optimizer.
+        study: the key in `learning_rate.FIGURES` of the study that fits the optimizer; None: no
+            study does, and there is no advice.
     """
     parts = [
         f"adasum_hvd: {options.op.name} "
@@ -113,11 +114,11 @@ def startup_line(
 
 
 def _advice(
-    op: ops.ReduceOp, ranks: int, settings: Mapping[str, object], study: str
+    op: ops.ReduceOp, ranks: int, settings: Mapping[str, object], study: str | None
 ) -> list[str]:
     """Return advice on the learning rate and the variant, if a study covers them."""
     group_op, group_size = str(settings["group_op"]), int(str(settings["group_size"]))
-    if group_op != "adasum" and group_size == 0:
+    if study is None or (group_op != "adasum" and group_size == 0):
         return []
     needed = {op} if group_op == "adasum" else {op, ops.parse(group_op)}
     if not all(map(learning_rate.FIGURES[study].covers, needed)):

@@ -81,12 +81,12 @@ FIGURES = {
         rows={
             ops.Average: (
                 _MOMENTUM_ONE,
-                Measured(2, 662, 133, 1, 662, 133),
+                Measured(2, 662, 133, 3, 551, 107),
                 Measured(4, 552, 121, 5.2, 217, 33),
-                Measured(8, None, None, 9, 167, 52),
-                Measured(16, None, None, 5.2, 146, 13),
-                Measured(32, None, None, 9, 142, 44),
-                Measured(64, None, None, 5.2, 156, 57),
+                Measured(8, 526, 97, 9, 167, 52),
+                Measured(16, 469, 58, 5.2, 146, 13),
+                Measured(32, 490, 50, 9, 142, 44),
+                Measured(64, 478, 76, 5.2, 156, 57),
             ),
             ops.AdasumGrad: (
                 _MOMENTUM_ONE,

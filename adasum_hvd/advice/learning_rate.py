@@ -7,6 +7,8 @@ target than the delta variant from 8 workers on. With Adam and AdamW it is equal
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import warnings
 from typing import NamedTuple
 
@@ -23,17 +25,26 @@ __all__ = [
     "LearningRate",
     "Measured",
     "adasum_lr",
+    "find_study",
     "study_of",
     "variant_advice",
 ]
+
+
+_NAMES = {  # parts of the names of optimizers, in this order, and their studies
+    "adamw": "adamw",
+    "adam": "adam",
+    "sgd": "momentum",
+    "momentum": "momentum",
+    "gradientdescent": "momentum",
+}
 
 
 class LearningRate(NamedTuple):
     """A learning rate, its factor over the single worker's, the reason and the certainty.
 
     `certainty` is "measured" (at this number of workers), "interpolated" (between two), or
-    "extrapolated" (more workers than any study trained, or groups, whose factor is the
-    product of two reductions' factors). `figures` are the rows used.
+    "extrapolated" (more workers than any study trained, or groups). `figures` are the rows used.
     """
 
     lr: float
@@ -64,7 +75,9 @@ def adasum_lr(
         size: number of ranks.
         group_op: the reduction inside a group ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": the argument of `init`, or the
-            number of ranks per host if `init` got none. The default here is 1.
+            number of ranks per host if `init` got none. The default here is 1. The factor is then
+            Average's inside a group times AdaSum's over the groups, and at most the larger of both
+            reductions' with `size` ranks.
         optimizer: an optimizer or its class, or the name of the study that fits it: "momentum"
             (SGD), "adam" or "adamw". The next release requires it: without it the figures are
             momentum's, and there is a DeprecationWarning.
@@ -73,8 +86,8 @@ def adasum_lr(
         The rate, its factor over `base_lr`, the reason, the certainty, and the rows used.
 
     Raises:
-        ValueError: an `op`, `group_op` or `optimizer` is unknown or was not studied, or a rate
-            or size is not positive.
+        ValueError: an `op`, `group_op` or `optimizer` is unknown or was not studied, a rate
+            or size is not positive, or a size is not an integer.
 
     Example:
         >>> adasum_lr(0.1, "adasum-grad", size=4, optimizer="momentum").factor
@@ -90,9 +103,9 @@ def adasum_lr(
         recommends 2 to 2.5 times the single worker's rate, and local_size times it if
         nodes are averaged first; the studies here confirm neither.
     """
-    if not (base_lr > 0 and math.isfinite(base_lr)) or size < 1 or group_size < 1:
+    if not (_is_positive(base_lr) and _is_count(size) and _is_count(group_size)):
         raise ValueError(
-            "adasum_lr: expected base_lr > 0, size >= 1 and group_size >= 1, but got "
+            "adasum_lr: expected base_lr > 0 and integers size >= 1 and group_size >= 1, but got "
             f"{base_lr!r}, {size!r} and {group_size!r}"
         )
     if group_op not in ops.GROUP_OPS:
@@ -132,19 +145,30 @@ def adasum_lr(
     return LearningRate(base_lr * factor, factor, reason, certainty, rows)
 
 
-def study_of(optimizer: object) -> str:
-    """Return the key in `FIGURES` of the study that fits an optimizer best.
+def _is_positive(value: object) -> bool:
+    return isinstance(value, numbers.Real) and value > 0 and math.isfinite(value)
 
-    The names of its classes decide: "adamw", or "adam", or else "momentum".
+
+def _is_count(value: object) -> bool:
+    try:
+        return operator.index(value) >= 1  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def study_of(optimizer: object) -> str:
+    """Return the key in `FIGURES` of the study that fits an optimizer.
+
+    The names of its classes decide: "adamw", "adam", and "momentum" for SGD.
 
     Args:
         optimizer: an optimizer, its class, or a key in `FIGURES`.
 
     Raises:
-        ValueError: another string.
+        ValueError: another string, or an optimizer that no study has.
 
     Example:
-        >>> study_of(object())
+        >>> study_of(type("SGD", (), {}))
         'momentum'
     """
     if isinstance(optimizer, str):
@@ -154,10 +178,22 @@ def study_of(optimizer: object) -> str:
                 f"{optimizer!r}"
             )
         return optimizer
+    study = find_study(optimizer)
+    if study is None:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ValueError(
+            f"optimizer: expected SGD, Adam or AdamW, but got {kind.__name__}, which no study has; "
+            'pass optimizer="momentum", "adam" or "adamw" to take that one\'s figures'
+        )
+    return study
+
+
+def find_study(optimizer: object) -> str | None:
+    """As `study_of` of an optimizer or its class; None if no study has it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # Keras's loss scaling
     kind = inner if isinstance(inner, type) else type(inner)
     names = " ".join(each.__name__.lower() for each in kind.__mro__)
-    return next((name for name in ("adamw", "adam") if name in names), "momentum")
+    return next((study for name, study in _NAMES.items() if name in names), None)
 
 
 def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:
@@ -270,13 +306,22 @@ def _grouped(
     group_op: str,
     group_size: int,
 ) -> LearningRate:
-    """Return the group's factor times that of AdaSum over the groups."""
-    inside, _, rows = _factor(figures, ops.parse(group_op), group_size)
-    across, _, more = _factor(figures, op, max(1.0, size / group_size))
+    """Return Average's factor for a group times AdaSum's over the groups, within a bound.
+
+    AdaSum of sums is the group's size times AdaSum of means.
+    """
+    group = min(group_size, size)
+    groups = math.ceil(size / group)
+    inside, _, rows = _factor(figures, ops.Average, group)
+    across, _, more = _factor(figures, op, groups)
+    most = max(_factor(figures, each, size)[0] for each in (ops.Average, op))
+    factor = min(inside * across, most)
     reason = (
-        f"extrapolated: {inside:.3g} times for groups of {group_size} reduced by {group_op}, "
-        f"and {across:.3g} times for {op.name} over {size / group_size:g} groups; the two were "
-        "measured separately (docs/convergence.md)"
+        f"extrapolated: {inside:.3g} times for Average of {group} ranks and {across:.3g} times for "
+        f"{op.name} over {size / group:.3g} groups, at most {most:.3g} times, the larger of both "
+        f"for {size} ranks; they were measured separately (docs/convergence.md)"
     )
-    factor = inside * across
+    if group_op == "sum":
+        factor /= group
+        reason += f"; a sum of {group} ranks is {group} times their mean"
     return LearningRate(base_lr * factor, factor, reason, "extrapolated", rows + more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 
 from adasum_hvd.advice.learning_rate import study_of
 from adasum_hvd.common import ops
+from adasum_hvd.monitor.files import check
 from adasum_hvd.monitor.files import records as records_of
-from adasum_hvd.monitor.noise import has_noise, noise_of
+from adasum_hvd.monitor.noise import Noise, has_noise, noise_of
 
 __all__ = ["Advice", "advise"]
 
@@ -20,6 +22,8 @@ __all__ = ["Advice", "advise"]
 # divides a gradient by its size: a lengthening of 8 and more saves a tenth of the steps, and one
 # of 5 none.
 CLEARLY_LONGER = {"momentum": 1.5, "adam": 7.0, "adamw": 7.0}
+PARTS = 3  # of a run: the noise scale changes during a run, and few records estimate it poorly
+FEW = 10  # records
 
 
 class Advice(NamedTuple):
@@ -28,12 +32,12 @@ class Advice(NamedTuple):
     Attributes:
         use: the reduction for one worker's learning rate: `AdasumGrad`, or `Average` if it is as
             good.
-        workers: N, the number of AdaSum's inputs in the run.
-        speedup: a bound, in theory, of the factor by which N workers take fewer steps than one: the
-            mean of AdaScale's gain over the records.
+        workers: N, the number of AdaSum's inputs in the run: ranks, or groups of ranks.
+        speedup: an estimate of the factor by which N workers take fewer steps than one: the mean of
+            AdaScale's gain over three parts of the run.
         noise_scale: of the run, in batches of one worker: the noise scale whose gain is
             `speedup`; infinite if no common gradient is visible in the noise.
-        lengthening: `|AdaSum| / |mean|` over all tensors, the mean over the records.
+        lengthening: `|AdaSum| / |mean|` over all tensors, the mean over the three parts.
         answer: sentences.
     """
 
@@ -54,19 +58,22 @@ def advise(
     """Return what the records of a run say about workers, rates and AdaSum.
 
     AdaScale's gain is the number of one worker's steps that a step of N workers replaces, so its
-    mean over a run predicts the steps. AdaSum's lengthening is the multiple of the rate at which
-    an average takes steps of the same length. docs/convergence.md compares both with runs, and
-    has the reasons for the choice of a reduction.
+    mean over a run predicts the steps. It comes from a noise scale for each third of the run: that
+    of one step is biased (McCandlish et al., appendix A), and that of a whole run is mostly that
+    of the steps with large gradients. AdaSum's lengthening is the multiple of the rate at
+    which an average takes steps of the same length. docs/convergence.md compares both with runs,
+    and has the reasons for the choice of a reduction.
 
     Args:
         run: a file that `AdasumMonitor` has written, of which the latest run counts; or its
-            records.
+            records. Values that are not finite are left out.
         optimizer: the run's optimizer or its class, or the study that fits it: "momentum" (SGD),
             "adam" or "adamw".
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it has no records, or records without noise; the study is unknown.
+        ValueError: it has no records, or records without noise, of one worker or of several numbers
+            of workers; no study fits the optimizer.
 
     Example:
         >>> tensor = {"variance": 40.0, "squared_mean": 1.0, "length": 8.0, "gain": 5.0}
@@ -80,22 +87,32 @@ def advise(
     """
     if isinstance(run, str | os.PathLike):
         run = records_of(Path(run))
+    for number, record in enumerate(run, 1):
+        check(record, f"record {number}")
     study = study_of(optimizer)
     run = [record for record in run if has_noise(record)]
-    each = [noise_of([record]) for record in run] or [noise_of(run)]
-    workers = each[-1].joined
-    speedup = statistics.mean(noise.speedup(workers) for noise in each)
-    lengthening = statistics.mean(
-        noise.lengthening for noise in each if not math.isnan(noise.lengthening)
-    )
+    parts = [noise for noise in map(noise_of, _parts(run)) if noise.has_gradients]
+    if not parts:
+        raise ValueError(
+            "advise: expected records of gradients, but got zeros in all of them; record steps in "
+            "which the model learns"
+        )
+    workers = _workers(run)
+    speedup = statistics.mean(noise.speedup(workers) for noise in parts)
+    lengthening = statistics.mean(noise.lengthening for noise in parts)
     longer = lengthening >= CLEARLY_LONGER[study]
     scale = scale_of(speedup, workers)
     answer = [
-        _steps_sentence(speedup, workers, scale),
-        _noise_sentence(run),
+        _steps_sentence(speedup, _named(run[-1], workers), workers, scale),
+        _noise_sentence(parts),
         _length_sentence(lengthening, speedup, study),
         _choice(study, longer),
     ]
+    if len(run) < FEW:
+        answer.append(
+            f"This rests on {len(run)} {'record' if len(run) == 1 else 'records'}, and may be far "
+            f"off: record {FEW} and more."
+        )
     if any(record.get("inputs") == "changes" for record in run):
         answer.append(
             "The records are of weight changes, which an optimizer has smoothed: their noise is "
@@ -110,34 +127,58 @@ def scale_of(speedup: float, workers: int) -> float:
     return math.inf if speedup >= workers else (speedup - 1) / (1 - speedup / workers)
 
 
+def _parts(
+    run: Sequence[Mapping[str, Any]],
+) -> list[Sequence[Mapping[str, Any]]]:
+    """Return the run in PARTS of consecutive records, or fewer if there are fewer records."""
+    count = max(1, min(PARTS, len(run)))
+    ends = [len(run) * part // count for part in range(count + 1)]
+    return [run[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def _workers(run: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of inputs, which is the same in all records."""
+    counts = sorted({int(record["joined"]) for record in run})
+    if len(counts) > 1 or counts[0] < 2:
+        raise ValueError(
+            "advise: expected records of one number of workers, 2 or more, but got "
+            f"{', '.join(map(str, counts))}; pass the records of one run of several workers"
+        )
+    return counts[0]
+
+
+def _named(record: Mapping[str, Any], workers: int) -> str:
+    size = int(record.get("ranks") or workers) // workers
+    return f"{workers} groups of {size} ranks" if size > 1 else f"{workers} workers"
+
+
 def _number(value: float) -> str:
-    return "more than can be measured" if math.isinf(value) else f"{value:.3g}"
+    return "too large to measure" if math.isinf(value) else f"{value:.3g} batches"
 
 
-def _steps_sentence(speedup: float, workers: int, scale: float) -> str:
+def _steps_sentence(speedup: float, named: str, workers: int, scale: float) -> str:
+    one = "group" if "groups" in named else "worker"
     text = (
-        f"With {workers} workers, expect up to {speedup:.3g} times fewer steps than with one "
+        f"With {named}, expect about {speedup:.3g} times fewer steps than with one {one} "
         f"({speedup / workers:.0%} of perfect scaling)"
     )
-    if math.isinf(scale):
-        return f"{text}. More workers are worth adding."
+    if scale >= 4 * workers:
+        more = f"More {one}s are worth adding: twice as many save at least 40% of the steps"
+        return f"{text}. {more}."
     useful = max(1, round(scale))
     return (
-        f"{text}. Up to about {useful} {'worker is' if useful == 1 else 'workers are'} worth "
-        "having: beyond it, twice the workers save less than a quarter of the steps."
+        f"{text}. Up to about {useful} {one}{' is' if useful == 1 else 's are'} worth "
+        f"having: beyond it, twice the {one}s save less than a quarter of the steps."
     )
 
 
-def _noise_sentence(run: Sequence[Mapping[str, Any]]) -> str:
-    third = len(run) // 3
-    if not third:
-        return (
-            f"The noise scale is {_number(noise_of(run).scale)} batches of one worker."
-        )
-    early, late = noise_of(run[:third]), noise_of(run[-third:])
+def _noise_sentence(parts: Sequence[Noise]) -> str:
+    scales = [_number(noise.scale) for noise in parts]
+    if len(scales) < PARTS:
+        return f"The noise scale is {scales[0]} of one worker."
     return (
-        f"The noise scale is {_number(early.scale)} batches of one worker in the first third of "
-        f"the run, and {_number(late.scale)} in the last."
+        f"The noise scale is {scales[0]} of one worker in the first third of the run, and "
+        f"{scales[-1]} in the last."
     )
 
 
@@ -155,24 +196,23 @@ def _length_sentence(lengthening: float, speedup: float, study: str) -> str:
 
 
 def _choice(study: str, longer: bool) -> str:
-    adam = study != "momentum"
-    if longer and adam:
-        return (
-            "At one worker's learning rate use AdasumGrad: in docs/convergence.md it takes about "
-            "a tenth fewer steps than Average. A rate that is tuned again gains more, with both."
-        )
+    runs = "the runs of docs/convergence.md"
+    if study == "adam":
+        runs += " with AdamW (none compares the two with Adam)"
+    if study != "momentum":
+        if longer:
+            return (
+                "At one worker's learning rate use AdasumGrad: it takes about a tenth fewer steps "
+                f"than Average in {runs}. A rate that is tuned again gains more, with both."
+            )
+        return f"Use Average: it is as good in {runs}, where AdaSum is not longer than here."
     if longer:
         return (
             "At one worker's learning rate use AdasumGrad: Average's steps would be too short. "
             "AdaScale keeps that rate, too. An Average or LARS whose rate is tuned again may be "
             "as good or better: docs/convergence.md."
         )
-    if adam:
-        return (
-            "Use Average: it is as good in the runs of docs/convergence.md, where AdaSum is not "
-            "longer than here."
-        )
     return (
         "Use Average: AdaSum's steps are hardly longer with this number of workers, and the two "
-        "are equal in the runs of docs/convergence.md."
+        f"are equal in {runs}."
     )

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
+def check(record: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if this is no record of a monitor.
+
+    Args:
+        record: with `joined`, and `tensors`, whose values have names.
+        where: the record's place, for the message.
+    """
+    try:
+        int(record["joined"])
+        for values in record["tensors"].values():
+            values.items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _is_none(where, error) from error
+
+
 def records(file: Path) -> list[dict[str, Any]]:
     """Return the records of the latest run in a file, to which every run appends.
+
+    A run ends where the step does not rise, or where the number of inputs or ranks changes. A last
+    line without its end, which a run may be writing, is no record yet.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it has no records, or a line is not a record.
     """
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
+        where = f"line {number} of {file}"
         try:
             record = json.loads(line)
-            step, _ = int(record["step"]), int(record["joined"])
-            {
-                name: tensor["orthogonality"]
-                for name, tensor in record["tensors"].items()
-            }
+            step = int(record["step"])
+            {each["orthogonality"] for each in record["tensors"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"expected a record of hvd.AdasumMonitor in line {number} of {file}, but got "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if found and step <= found[-1]["step"]:
+            if not line.endswith("\n"):
+                break
+            raise _is_none(where, error) from error
+        check(record, where)
+        if found and (step <= found[-1]["step"] or _job(record) != _job(found[-1])):
             found = []
         found.append(record)
     if not any(record["tensors"] for record in found):
@@ -37,3 +54,15 @@ def records(file: Path) -> list[dict[str, Any]]:
             "records nothing"
         )
     return found
+
+
+def _is_none(where: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"expected a record of hvd.AdasumMonitor in {where}, but got "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _job(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what is the same in all records of a run."""
+    return tuple(record.get(name) for name in ("joined", "ranks", "inputs"))

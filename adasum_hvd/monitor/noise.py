@@ -48,6 +48,11 @@ class Noise(NamedTuple):
         return workers if math.isinf(scale) else (1 + scale) / (1 + scale / workers)
 
     @property
+    def has_gradients(self) -> bool:
+        """Return whether there is noise or a mean, and AdaSum and the mean are not 0."""
+        return not (math.isnan(self.scale) or math.isnan(self.lengthening))
+
+    @property
     def lengthening(self) -> float:
         """Return `|AdaSum| / |mean|` over all tensors together."""
         if self.squared_average > 0:
@@ -73,7 +78,7 @@ def noise_of(records: Iterable[Mapping[str, Any]]) -> Noise:
 
     Args:
         records: with `joined`, and `tensors` with `variance`, `squared_mean`, `length` and
-            `gain`. A tensor that lacks one of these is left out.
+            `gain`. A tensor without one of these, or with one that is not finite, is left out.
 
     Raises:
         ValueError: no tensor of any record has all of them.
@@ -94,9 +99,9 @@ def noise_of(records: Iterable[Mapping[str, Any]]) -> Noise:
 
 
 def _part(tensor: Mapping[str, float | None]) -> tuple[float, ...] | None:
-    """Return what a tensor adds to the sums; None if a value is missing."""
+    """Return what a tensor adds to the sums; None if a value is missing or not finite."""
     values = [tensor.get(name) for name in _NEEDED]
-    if None in values:
+    if not all(value is not None and math.isfinite(value) for value in values):
         return None
     variance, squared_mean, length, gain = (float(value or 0.0) for value in values)
     average = (length / gain) ** 2 if gain > 0 else 0.0

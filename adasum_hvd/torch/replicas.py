@@ -102,5 +102,5 @@ def banner(optimizer: Any) -> str:
         path,
         sorted(wire),
         optimizer.extra_bytes(),
-        learning_rate.study_of(optimizer),
+        learning_rate.find_study(optimizer),
     )

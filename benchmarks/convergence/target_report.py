@@ -55,6 +55,11 @@ class Outcome(NamedTuple):
         return [each for each in found if each]
 
     @property
+    def counted(self) -> list[int]:
+        """Return each seed's steps; all that it took if it missed the target."""
+        return [r["steps_to_target"] or r["steps"] for r in self.records]
+
+    @property
     def levels(self) -> list[float]:
         """Return accuracies or losses when the budget was used up; a diverged run has none."""
         return [abs(r["level"]) for r in self.records if r["level"] is not None]
@@ -138,10 +143,14 @@ def _mean(values: list[Any], digits: int) -> str:
 
 
 def steps_of(outcome: Outcome) -> str:
-    """Return mean and deviation of the steps, and how many seeds missed the target."""
-    reached, count = outcome.steps, len(outcome.records)
-    missed = "" if len(reached) == count else f" ({len(reached)} of {count} seeds)"
-    return _mean(reached, 0) + missed if reached else f"missed by all {count} seeds"
+    """Return mean and deviation of the steps; a bound of the mean if a seed missed the target."""
+    reached, count = len(outcome.steps), len(outcome.records)
+    if reached == count:
+        return _mean(outcome.steps, 0)
+    if not reached:
+        return f"missed by all {count} seeds"
+    least = statistics.mean(outcome.counted)
+    return f"at least {least:.0f} ({reached} of {count} seeds)"
 
 
 def rows(task: Task, results: Results) -> Iterator[list[str]]:

@@ -53,15 +53,17 @@ def at_the_end(
     return factor, round(statistics.mean(values), places), round(deviation, places)
 
 
-def steps_to_target(op: ops.ReduceOp, workers: int) -> tuple[float | None, ...]:
+def steps_to_target(
+    task: plan.Task, op: ops.ReduceOp, workers: int
+) -> tuple[float | None, ...]:
     """Return study 7's mean and deviation at one worker's rate, and the factor, mean and deviation.
 
-    The last three are at the reduction's own rate. An empty tuple: not run for `digits`.
+    The last three are at the reduction's own rate. An empty tuple: not run for the task.
     """
     results = Results(RUNS, plan.SEEDS["small"])
     method = "average" if workers == 1 else METHODS[op]
-    point = plan.Point(plan.DIGITS, method, workers)
-    own, alone = results.tuned(point), results.carried(point)
+    point = plan.Point(task, method, workers)
+    own, alone = results.tuned(point), results.carried_longer(point)
     if own is None or alone is None:
         return ()
     factor = float(f"{rate(own.index - alone.index):.3g}")

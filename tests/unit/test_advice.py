@@ -14,6 +14,7 @@ import torch
 from adasum_hvd import cli
 from adasum_hvd.advice import run as advice
 from adasum_hvd.common import ops
+from adasum_hvd.monitor.files import records
 from adasum_hvd.monitor.noise import Noise, noise_of
 from adasum_hvd.monitor.statistics import statistics
 
@@ -73,16 +74,78 @@ def test_the_answer_has_the_figures():
     text = str(found)
     assert "noise scale is 40 batches of one worker in the first third" in text
     assert "acts like Average at 2.43 times the learning rate" in text
-    assert "up to 18.2 times fewer steps" in text and "about 40 workers" in text
+    assert "about 18.2 times fewer steps" in text and "about 40 workers" in text
+    assert "rests on 6 records" in text
+    assert "rests on" not in str(advice.advise([LONG] * 10, optimizer="momentum"))
     assert "use AdasumGrad" in text and "changes" not in text
 
 
-def test_the_speedup_is_the_mean_over_records():
-    """A step with large gradients counts as much as another."""
-    loud = record(2, a=tensor(2e6, 1e6, 3.0, 6.0))
-    found = advice.advise([LONG, loud, record(3)], optimizer="momentum")
-    assert found.speedup == pytest.approx((41 / 2.25 + 3 / (1 + 2 / 32)) / 2)
+def test_the_speedup_is_the_mean_over_three_parts():
+    """A part with large gradients counts as much as another, but within a part sums do."""
+    loud = record(a=tensor(2e6, 1e6, 3.0, 6.0))
+    found = advice.advise([LONG, LONG, loud, LONG, LONG, LONG], optimizer="momentum")
+    quiet, mixed = 41 / 2.25, (1 + 2000040 / 1000001) / (1 + 2000040 / 1000001 / 32)
+    assert found.speedup == pytest.approx((2 * quiet + mixed) / 3)
     assert advice.scale_of(found.speedup, 32) == found.noise_scale
+
+
+def test_noisy_records_are_not_biased():
+    """With 2 workers, where a third of the steps show no mean at all, as with 8."""
+    rng = np.random.default_rng(0)
+    for workers, expected in ((2, 21 / (1 + 20 / 2)), (8, 21 / (1 + 20 / 8))):
+        rows = rng.standard_normal((300, workers, 10)) * math.sqrt(20 / 10)
+        rows[:, :, 0] += 1
+        means = np.square(rows.mean(1)).sum(1)
+        variances = (np.square(rows).sum((1, 2)) - workers * means) / (workers - 1)
+        values = zip(variances, means - variances / workers, strict=True)
+        run = [record(joined=workers, a=tensor(v, m, 3.0, 2.0)) for v, m in values]
+        assert (
+            workers > 2 or sum(r["tensors"]["a"]["squared_mean"] <= 0 for r in run) > 60
+        )
+        found = advice.advise(run, optimizer="momentum")
+        assert found.speedup == pytest.approx(expected, rel=0.05)
+
+
+def test_unusable_values_are_left_out_and_zeros_are_refused():
+    nan = record(a=tensor(math.nan, 1.0, 3.0, 6.0))
+    endless = record(a=tensor(1.0, 1.0, 3.0, math.inf))
+    zero = record(a=tensor(0.0, 0.0, 0.0, 0.0))
+    expected = advice.advise([LONG, LONG], optimizer="momentum")
+    for other in (nan, endless):
+        assert advice.advise([LONG, other, LONG], optimizer="momentum") == expected
+    found = advice.advise([LONG, zero, LONG], optimizer="momentum")
+    assert found.speedup == expected.speedup
+    with pytest.raises(ValueError, match="advise: expected records of gradients"):
+        advice.advise([zero], optimizer="momentum")
+    with pytest.raises(ValueError, match="expected records with the values variance"):
+        advice.advise([nan], optimizer="momentum")
+
+
+def test_other_numbers_of_workers():
+    alone = r"of one number of workers, 2 or more, but got 1;"
+    with pytest.raises(ValueError, match=alone):
+        advice.advise([LONG | {"joined": 1}], optimizer="momentum")
+    with pytest.raises(ValueError, match="2 or more, but got 8, 32;"):
+        advice.advise([LONG, LONG | {"joined": 8}], optimizer="momentum")
+    with pytest.raises(ValueError, match="in record 2, but got KeyError: 'joined'"):
+        advice.advise([LONG, {"tensors": {}}], optimizer="momentum")
+    groups = advice.advise([LONG | {"ranks": 256}] * 10, optimizer="momentum")
+    assert "With 32 groups of 8 ranks" in str(groups)
+    assert "Up to about 40 groups are worth having" in str(groups)
+
+
+def test_the_latest_run_of_a_file(tmp_path: Path):
+    """A run begins where steps fall or the number of workers changes; a last line may be torn."""
+    file = tmp_path / "run.jsonl"
+    first, second = LONG | {"step": 50, "joined": 8}, LONG | {"step": 100}
+    whole = json.dumps(first) + "\n" + json.dumps(second) + "\n"
+    file.write_text(whole + json.dumps(second)[:30])
+    assert records(file) == [second]
+    file.write_text(whole + json.dumps(second)[:30] + "\n")
+    with pytest.raises(ValueError, match=r"expected a record .* in line 3 of"):
+        records(file)
+    file.write_text(whole + json.dumps(LONG | {"step": 60}) + "\n")
+    assert [each["step"] for each in records(file)] == [60]
 
 
 def test_average_is_named_if_it_is_as_good():
@@ -102,12 +165,15 @@ def test_adam_gains_a_tenth_where_the_steps_are_much_longer(optimizer: str):
     assert found.use is ops.AdasumGrad
     assert "most of that factor is lost" in str(found)
     assert "about a tenth fewer steps" in str(found)
+    assert ("none compares the two with Adam" in str(found)) == (optimizer == "adam")
 
 
 def test_a_run_without_a_common_gradient():
     found = advice.advise([record(a=tensor(9.0, -1.0, 3.0, 2.0))], optimizer="momentum")
-    assert "more than can be measured" in str(found)
+    assert "too large to measure" in str(found)
     assert "More workers are worth adding" in str(found)
+    scarce = record(a=tensor(1e9, 1.0, 3.0, 2.0))
+    assert "Up to" not in str(advice.advise([scarce], optimizer="momentum"))
 
 
 def test_changes_of_weights_are_named():
@@ -135,6 +201,10 @@ def test_the_command_prints_the_answer(tmp_path: Path, capsys):
 def test_an_unknown_optimizer():
     with pytest.raises(ValueError, match=r"optimizer: expected one of .* got 'lion'"):
         advice.advise([LONG], optimizer="lion")
+    with pytest.raises(
+        ValueError, match="expected SGD, Adam or AdamW, but got RMSprop"
+    ):
+        advice.advise([LONG], optimizer=torch.optim.RMSprop)
 
 
 def test_examples_run():

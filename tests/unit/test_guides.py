@@ -112,7 +112,7 @@ def test_the_first_training_run_shows_the_present_output() -> None:
             for block in pages.blocks(REPOSITORY / name, "")
             for line in block.splitlines()
         ]
-        for sentence in advise([record] * 3, optimizer="momentum").answer:
+        for sentence in advise([record] * 10, optimizer="momentum").answer:
             start = without_figures(sentence).partition(". ")[0]
             assert any(line.startswith(start) for line in shown), sentence
 

@@ -20,7 +20,7 @@ from horovod.tensorflow.compression import Compression
 
 from adasum_hvd import parallel
 from adasum_hvd.advice.banner import banner as banner_of
-from adasum_hvd.advice.learning_rate import study_of
+from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.common import binding, ops
 from adasum_hvd.common.agreement import refuse_process_set
 from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
@@ -184,7 +184,7 @@ def banner(optimizer: Any) -> str:
         ),
         sorted(wire),
         optimizer.extra_bytes(),
-        study_of(optimizer),
+        find_study(optimizer),
     )
 
 
