@@ -25,7 +25,6 @@ __all__ = [
     "LearningRate",
     "Measured",
     "adasum_lr",
-    "find_study",
     "study_of",
     "variant_advice",
 ]

@@ -106,6 +106,13 @@ def adasum_all_reduce(
         several = listed(tensors)
         checked = rule_of(rule, group_op, group_size)
         call = call_of(several, checked.described)
+        if async_op and not call.problem and any(map(torch.is_inference, several)):
+            call = Call(
+                (),
+                (),
+                "expected tensors that another thread may write, but got one of inference mode; "
+                "reduce it without async_op, or clone it outside",
+            )
     except ValueError as error:  # on the other ranks, too
         call = Call((), (), str(error))
 

@@ -40,7 +40,7 @@ class Places(NamedTuple):
     targets: torch.Tensor
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def places_of(chunk: Chunk, device: torch.device) -> Places | None:
     """Return the places of a chunk's elements, or None if its tensors are large."""
     elements = sum(copy.elements for copy in chunk.copies)

@@ -139,10 +139,12 @@ def _difference(calls: Sequence[Call], communicator: Communicator) -> str:
     settings = first_difference([call.settings for call in calls])
     if settings is not None:
         position, (other, *_) = settings
-        (name, first), (_, second) = (calls[k].settings[position] for k in (0, other))
+        first, second = (calls[k].settings[position : position + 1] for k in (0, other))
+        same_name = first and second and first[0][0] == second[0][0]
+        expected = first[0][1] if same_name else _named(first)
         return (
-            f"expected the same arguments on all ranks, but got {name}={second} on rank "
-            f"{ranks[other]} and {first} on rank {ranks[0]}; pass the same ones on every rank"
+            f"expected the same arguments on all ranks, but got {_named(second)} on rank "
+            f"{ranks[other]} and {expected} on rank {ranks[0]}; pass the same ones on every rank"
         )
     tensors = first_difference([call.tensors for call in calls])
     if tensors is None:
@@ -154,6 +156,10 @@ def _difference(calls: Sequence[Call], communicator: Communicator) -> str:
         f"{position} on rank {ranks[other]} and {found[0]} on rank {ranks[0]}; pass tensors of "
         "the same shapes and dtypes on every rank"
     )
+
+
+def _named(setting: Sequence[tuple[str, object]]) -> str:
+    return f"{setting[0][0]}={setting[0][1]}" if setting else "no more"
 
 
 def _described(found: Sequence[tuple[tuple[int, ...], str, str]]) -> str:

@@ -19,10 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.rounds import Rounds
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
+from adasum_hvd.distributed.lanes import (
+    Future,
+    Lane,
+    StreamLane,
+    lane_on,
+    wait_quietly,
+)
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
@@ -121,7 +128,8 @@ class AdasumState(Rounds):
         entry = f"{index}/{hash(sizes)}"
         self.reduced[entry] = parameters
         lane = self._lane(flat.device)
-        future = lane.submit(partial(_reduce, self, flat, sizes, entry))
+        marked = any(map(is_marked_local, parameters))
+        future = lane.submit(partial(_reduce, self, flat, sizes, entry, marked))
         if isinstance(lane, StreamLane):
             lane.keep(flat)
         else:
@@ -134,19 +142,37 @@ class AdasumState(Rounds):
         return self._lanes[device]
 
     def agree_on(
-        self, flat: torch.Tensor, sizes: tuple[int, ...], communicator: Communicator
+        self,
+        flat: torch.Tensor,
+        sizes: tuple[int, ...],
+        marked: bool,
+        communicator: Communicator,
     ) -> None:
         """Compare a new bucket over the ranks. DDP gives all ranks the same buckets.
+
+        Args:
+            flat: the bucket's gradients.
+            sizes: of the parameters.
+            marked: one of them is marked with `mark_worker_local`.
+            communicator: the ranks.
 
         Raises:
             ValueError: they differ, or cannot be reduced; on every rank.
         """
-        bucket = (flat.dtype, flat.layout, sizes)
+        bucket = (flat.dtype, flat.layout, sizes, marked)
         if bucket not in self._known:
             call = call_of([flat], self.rule.described | {"parameters": sizes})
             if not call.problem and sum(sizes) != flat.numel():
                 # DDP puts two real numbers into the bucket for each complex one.
                 call = Call((), (), "expected real parameters, but got a complex one")
+            elif marked:
+                call = Call(
+                    (),
+                    (),
+                    "expected parameters that all ranks share, but got one that is marked with "
+                    "mark_worker_local, and DDP hands over all gradients; keep it in a module "
+                    "outside DistributedDataParallel",
+                )
             agree("adasum_hook", call, communicator)
             self._known.add(bucket)
 
@@ -158,8 +184,12 @@ class AdasumState(Rounds):
             RuntimeError: a rank did not respond within the group's timeout.
         """
         started, self._started = self._started, []
-        for future in started:
-            future.wait()
+        try:
+            for future in started:
+                future.wait()
+        finally:  # tasks use the gradients until they end
+            for future in started:
+                wait_quietly(future)
 
 
 def _name(compression: object) -> str:
@@ -177,10 +207,11 @@ def _reduce(
     flat: torch.Tensor,
     sizes: tuple[int, ...],
     entry: str,
+    marked: bool,
     communicator: Communicator,
 ) -> torch.Tensor:
     """Reduce a bucket; runs in the lane."""
-    state.agree_on(flat, sizes, communicator)
+    state.agree_on(flat, sizes, marked, communicator)
     sent = flat if state.compression is None else flat.to(state.compression)
     solution = reduce_buffer(sent, sizes, communicator, state.rule)
     state.records.add(entry, solution, sizes, communicator, state.rule)

@@ -19,6 +19,8 @@ from adasum_hvd.distributed.rules import Coefficients
 
 __all__ = ["reduce_changes"]
 
+_NONE, _EQUAL, _OTHERS = range(3)
+
 
 def copies_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of weights, from which `changes_since` tells what local steps change."""
@@ -48,27 +50,27 @@ def warn_if_equal(
     starts: Iterable[torch.Tensor],
     weights: Iterable[torch.Tensor],
     reduced: Iterable[torch.Tensor],
-) -> None:
-    """Warn if AdaSum of the changes is this rank's change: then all ranks have the same.
+) -> bool:
+    """Warn if AdaSum of the changes is every rank's change: then all ranks have the same.
 
     Args:
         who: the name in the warning.
-        communicator: of the ranks that reduced; nothing is sent.
+        communicator: of the ranks that reduced.
         starts: of the weights, before this rank changed them.
         weights: as this rank has changed them.
         reduced: AdaSum of all ranks' changes of each weight.
+
+    Returns:
+        Whether a rank has changed a weight, so that the question is answered.
+
+    Collective: all ranks; blocks.
     """
     if communicator.size == 1:
-        return
-    changed = False
-    for old, new, result in zip(starts, weights, reduced, strict=True):
-        mine = new - old
-        if not mine.any():
-            continue
-        if not torch.allclose(mine, result, rtol=1e-6, atol=0.0):
-            return
-        changed = True
-    if changed:
+        return True
+    mine = _compared(starts, weights, reduced)
+    table = torch.tensor([mine], device=communicator.control_device)
+    found = set(communicator.all_gather(table).flatten().tolist())
+    if found == {_EQUAL}:
         warnings.warn(
             f"{who}: expected each rank to change the weights by gradients of its own, but the "
             f"first reduction got the same change from all {communicator.size} ranks; run the "
@@ -76,6 +78,24 @@ def warn_if_equal(
             f"(rank {communicator.rank} of {communicator.size})",
             stacklevel=2,
         )
+    return found != {_NONE}
+
+
+def _compared(
+    starts: Iterable[torch.Tensor],
+    weights: Iterable[torch.Tensor],
+    reduced: Iterable[torch.Tensor],
+) -> int:
+    """Return whether this rank's changes are none, equal to the reduced ones, or others."""
+    found = _NONE
+    for old, new, result in zip(starts, weights, reduced, strict=True):
+        mine = new - old
+        if not mine.any():
+            continue
+        if not torch.allclose(mine, result, rtol=1e-6, atol=0.0):
+            return _OTHERS
+        found = _EQUAL
+    return found
 
 
 def reduce_changes(
@@ -105,7 +125,7 @@ def reduce_changes(
         A function that ends it.
 
     Raises:
-        ValueError: from a step, as `adasum_all_reduce`.
+        ValueError: from a step, as `adasum_all_reduce`. The weights are then those before it.
 
     Collective: steps are, from then on; they block on a CPU.
 
@@ -113,7 +133,7 @@ def reduce_changes(
         >>> reduce_changes(optimizer)  # doctest: +SKIP
     """
     starts: list[torch.Tensor] = []
-    communicator: Communicator | None = Communicator(group)  # None after the first step
+    communicator, compared = Communicator(group), False
 
     def weights() -> list[torch.Tensor]:
         parameters = [p for one in optimizer.param_groups for p in one["params"]]
@@ -125,14 +145,20 @@ def reduce_changes(
         starts[:] = copies_of(weights())
 
     def after(*_: Any) -> None:
+        nonlocal compared
         changes = changes_since(starts, weights())
-        adasum_all_reduce(
-            changes, group, rule=rule, group_op=group_op, group_size=group_size
-        )
-        nonlocal communicator
-        if communicator is not None:
-            warn_if_equal("reduce_changes", communicator, starts, weights(), changes)
-            communicator = None
+        try:
+            adasum_all_reduce(
+                changes, group, rule=rule, group_op=group_op, group_size=group_size
+            )
+            if not compared:
+                compared = warn_if_equal(
+                    "reduce_changes", communicator, starts, weights(), changes
+                )
+        except BaseException:
+            for weight, start in zip(weights(), starts, strict=True):
+                weight.copy_(start)
+            raise
         apply_changes(starts, changes, weights())
         starts.clear()
 

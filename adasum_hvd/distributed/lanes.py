@@ -6,6 +6,7 @@ On a CPU a thread runs them, with messages of its own. On other devices a stream
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import weakref
@@ -105,6 +106,12 @@ class StreamLane:
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor until the submitted tasks have used it."""
         tensor.record_stream(self._stream)
+
+
+def wait_quietly(future: Future) -> None:
+    """Wait for a task whose result and error are of no interest."""
+    with contextlib.suppress(Exception):
+        future.wait()
 
 
 Lane: TypeAlias = ThreadLane | StreamLane

@@ -27,7 +27,7 @@ from adasum_hvd.distributed.delta import (
 )
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharding import like, local_of
+from adasum_hvd.distributed.sharding import like, local_of, reshard
 from adasum_hvd.distributed.units import Frozen, units_of
 
 __all__ = ["LocalSGD"]
@@ -98,6 +98,7 @@ class LocalSGD:
         self._units, self._frozen = units_of(model), Frozen(model)
         self._local_step = 0  # in the window
         self._windows = 0  # that have ended
+        self._compared = False  # the replicas' changes
         self._starts: list[list[torch.Tensor]] = []  # by unit; empty between windows
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -110,8 +111,8 @@ class LocalSGD:
         return self._local_step
 
     def _before_step(self, *_: Any) -> None:
+        self._frozen.check("LocalSGD")
         if not self._starts:
-            self._frozen.check("LocalSGD")
             self._starts = [copies_of(unit.locals()) for unit in self._units]
 
     def _after_step(self, *_: Any) -> None:
@@ -130,14 +131,17 @@ class LocalSGD:
             ValueError: on all replicas: they have taken different numbers of steps.
             RuntimeError: a replica did not respond within the group's timeout.
 
-        Collective: all replicas; blocks on a CPU. After an error the weights are those of the
-        window's start.
+        Collective: all replicas; blocks on a CPU. After an error, and after a first step that
+        raised, the weights are those of the window's start.
         """
         steps = {"local_step": self._local_step}
+        reshard(self._model)
         try:
             agree("LocalSGD", call_of([], steps), self._communicator)
             if self._local_step:
                 self._end_window()
+            else:
+                self._restore()  # a first step may have raised after it wrote weights
         except BaseException:
             self._restore()
             raise
@@ -150,8 +154,8 @@ class LocalSGD:
             changes = changes_since(starts, unit.locals())
             unit.reduce(changes, self._communicator, self._rule)
             reduced.append(changes)
-        if self._windows == 0:
-            self._warn_if_equal(reduced)
+        if not self._compared:
+            self._compared = self._compare(reduced)
         if self._outer is not None:
             self._outer_step(self._outer, reduced)
         elif self._communicator.size > 1:
@@ -161,10 +165,10 @@ class LocalSGD:
                 apply_changes(starts, changes, unit.locals())
         self._windows += 1
 
-    def _warn_if_equal(self, reduced: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _compare(self, reduced: Sequence[Sequence[torch.Tensor]]) -> bool:
         flat = chain.from_iterable
         weights = flat(unit.locals() for unit in self._units)
-        warn_if_equal(
+        return warn_if_equal(
             "LocalSGD", self._communicator, flat(self._starts), weights, flat(reduced)
         )
 
@@ -183,8 +187,10 @@ class LocalSGD:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Put the gradients of the parameters away for a while."""
-        parameters = [p for unit in self._units for p in unit.parameters]
+        """Put all gradients away for a while: an outer step uses no other ones than its own."""
+        outer = () if self._outer is None else self._outer.param_groups
+        several = chain(self._model.parameters(), *(each["params"] for each in outer))
+        parameters = list(dict.fromkeys(several))
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -212,6 +218,7 @@ class LocalSGD:
         `torch.distributed.checkpoint` can load them onto another number of shards. Between
         windows the starts are copies of the weights.
         """
+        reshard(self._model)
         starts = self._starts or [copies_of(unit.locals()) for unit in self._units]
         state: dict[str, Any] = {
             "local_step": self._local_step,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,24 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.sharded_types import is_fsdp_module
-from adasum_hvd.distributed.sharding import local_of, problems
+from adasum_hvd.distributed.sharding import (
+    local_of,
+    problems,
+    reshard,
+    shard_groups,
+)
 from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.units import gradient_dtype, grouped
 
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]
+
+
+class _Place(NamedTuple):
+    """A rank's place among the replicas and their shards."""
+
+    ranks: tuple[int, ...]  # that hold the same shards
+    hosts: tuple[int, ...]  # of these
+    others: tuple[int, ...]  # that hold other shards of this rank's parameters
 
 
 def connect(
@@ -42,25 +55,62 @@ def connect(
     """
     problem = _mesh_problem(mesh)
     agree(what, Call((), (), problem), Communicator())
-    for module in model.modules():
-        if is_fsdp_module(module):
-            module.reshard()  # else a forward pass may have left whole parameters in the model
+    reshard(model)
     communicator = Communicator(_group_of(mesh), apart=True)
-    hosts_of(communicator)
+    places = _places(model, communicator)
     rule = Rule("adasum")
     try:
         rule, settings = arguments()
         call = call_of([], rule.described | settings | _described(model))
         found = next(problems(model, communicator.ranks, dist.get_rank()), "")
-        if found:
+        if found := found or _order_problem(places, communicator):
             raise ValueError(
                 f"expected a model whose replicas AdaSum can reduce, but {found}"
             )
     except ValueError as error:  # on the other ranks, too
         call = Call((), (), str(error))
     agree_in_job(what, call, communicator)
+    # The hosts decide on AdaSum's tree, which all shards of a tensor must share.
+    first = min(_replica_of(places, communicator.ranks[0]))
+    communicator.hosts = places[first].hosts
     _broadcast(model, communicator)
     return communicator, rule
+
+
+def _places(model: torch.nn.Module, communicator: Communicator) -> list[_Place]:
+    """Return every rank's place, by rank. Collective: all ranks of the job."""
+    groups = {group for p in model.parameters() for group in shard_groups(p)}
+    others = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    place = _Place(
+        tuple(communicator.ranks), hosts_of(communicator), tuple(sorted(others))
+    )
+    return Communicator().all_gather_object(place)
+
+
+def _replica_of(places: Sequence[_Place], rank: int) -> set[int]:
+    """Return the ranks that hold the shards of a rank's replica, itself included."""
+    found, new = {rank}, {rank}
+    while new:
+        new = {other for one in new for other in places[one].others} - found
+        found |= new
+    return found
+
+
+def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
+    """Return why shards of a tensor would be joined in different orders.
+
+    torch sorts the ranks of a group, and rows of Gram matrices are in that order.
+    """
+    for rank in sorted(_replica_of(places, dist.get_rank())):
+        number = places[rank].ranks.index(rank)
+        if number != communicator.rank:
+            return (
+                "the mesh numbers the replicas in another order for other shards: this rank is in "
+                f"replica {communicator.rank} and rank {rank}, with another shard of it, in "
+                f"{number}; make a mesh whose ranks rise along the replicas, such as "
+                "init_device_mesh's"
+            )
+    return ""
 
 
 def _group_of(mesh: Any) -> Any:
@@ -85,16 +135,33 @@ def _mesh_problem(mesh: Any) -> str:
 
 def _described(model: torch.nn.Module) -> dict[str, object]:
     """Return what must be the same on all replicas."""
-    return {
+    unit = {
+        name: number
+        for number, members in enumerate(grouped(model))
+        for name, _ in members
+    }
+    parameters = {
         name: (
             tuple(parameter.shape),
             tuple(local_of(parameter).shape),
             str(parameter.dtype),
+            str(gradient_dtype(parameter)),
             str(getattr(parameter, "placements", "")),
-            parameter.requires_grad,
+            f"requires_grad={parameter.requires_grad}",
+            f"worker_local={is_marked_local(parameter)}",
+            f"unit {unit.get(name)}",
         )
         for name, parameter in model.named_parameters()
     }
+    buffers = {
+        f"buffer {name}": (
+            tuple(local_of(buffer).shape),
+            str(buffer.dtype),
+            f"worker_local={is_marked_local(buffer)}",
+        )
+        for name, buffer in model.named_buffers()
+    }
+    return parameters | buffers
 
 
 @torch.no_grad()

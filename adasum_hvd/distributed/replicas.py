@@ -13,13 +13,15 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.replicas import compare, is_due
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.ddp import AdasumState
+from adasum_hvd.distributed.sharding import local_of
 from adasum_hvd.distributed.topology import hosts_of
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    """Return a hash of a tensor's bits, of a DTensor those of its local part."""
+    local = local_of(tensor.detach())
+    data = torch.empty(local.numel(), dtype=local.dtype).copy_(local.reshape(-1))
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def named_tensors(
@@ -52,7 +54,8 @@ def check_replicas(
     mark these buffers with `mark_worker_local`.
 
     Args:
-        model: its parameters and buffers, without those marked with `mark_worker_local`.
+        model: its parameters and buffers, without those marked with `mark_worker_local`. Of a
+            sharded one this rank's shards: pass the group of ranks that hold the same ones.
         optimizer: its state's tensors too. Leave it out if each rank steps by itself.
         every: compare on every k-th call for this model only, and return at once otherwise.
         group: the process group; by default the default one.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on
+from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
 from adasum_hvd.distributed.passes import (
     MISSING,
     NEW,
@@ -36,12 +36,16 @@ from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
-from adasum_hvd.distributed.units import Frozen, Unit, units_of
+from adasum_hvd.distributed.units import Frozen, Unit, gradient_dtype, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
 
 # By id, the parameters that have hooks: a second handle would reduce the same gradients.
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+# The handles, for as long as their models live. Hooks do not keep them: autograd's references are
+# none that Python's garbage collector can follow.
+_handles: weakref.WeakKeyDictionary[torch.nn.Module, Replicas]
+_handles = weakref.WeakKeyDictionary()
 
 
 class Replicas:
@@ -57,7 +61,11 @@ class Replicas:
         rule: Rule,
         overlap: bool,
     ):
-        self._model, self._communicator, self._rule = model, communicator, rule
+        self._model, self._communicator, self._rule = (
+            weakref.ref(model),
+            communicator,
+            rule,
+        )
         self._overlap, self._local = overlap, False
         units = units_of(model)
         self._frozen = Frozen(model)
@@ -68,13 +76,16 @@ class Replicas:
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
         self._reduced: dict[int, Reduced] = {}  # by parameter
+        hook = weakref.WeakMethod(self._hook)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._hook, one, k))
+            parameter.register_post_accumulate_grad_hook(partial(_call, hook, one, k))
             for one in self._units
             for k, parameter in enumerate(one.unit.parameters)
         ]
+        self._handles += self._frozen.hooks("adasum_replicate")
         for unit in units:
             _hooked.update((id(parameter), parameter) for parameter in unit.parameters)
+        _handles[model] = self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -97,23 +108,33 @@ class Replicas:
                 backward pass.
         """
         self._local = not requires_gradient_sync
-        for module in self._model.modules():
+        model = self._model()
+        for module in () if model is None else model.modules():
             if is_fsdp_module(module):
                 module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def synchronize(self) -> None:
         """Reduce the gradients that are there now, which backward has added up in `no_sync()`.
 
-        For a program that does not call the last backward pass itself: a pipeline's schedule.
+        For a program that does not call the last backward pass itself: a pipeline's schedule. And
+        for a replica whose step has no backward pass.
 
         Raises:
-            RuntimeError: a replica did not respond within the group's timeout.
+            RuntimeError: no replica has a gradient, because FSDP keeps whole ones in `no_sync()`;
+                or a replica did not respond within the group's timeout.
 
         Collective: all ranks of the mesh, and the ranks of their shards; blocks on a CPU.
         """
         if self._communicator.size > 1:
+            self._break_off()
             self._reduced.clear()
-            self._end()
+            states = self._end()
+            if self._units and all(bool((s == MISSING).all()) for s in states):
+                raise RuntimeError(
+                    "adasum_replicate: expected gradients to synchronize, but got none on any "
+                    f"replica (rank {dist.get_rank()}); leave the last backward pass of a step "
+                    "out of no_sync(), because FSDP keeps whole gradients in it"
+                )
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -126,21 +147,23 @@ class Replicas:
     def _hook(self, progress: Progress, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
         before = self._reduced.pop(id(parameter), None)
-        if self._local or self._communicator.size == 1:
+        if self._communicator.size == 1:
             return
-        self._begin()
         name = progress.unit.names[number]
-        if progress.reduced:
-            raise RuntimeError(
-                f"adasum_replicate: expected backward to add to the gradient of {name} at most "
-                f"{progress.expected[number]} times, as in earlier passes, but got once more "
-                f"after it was reduced (rank {dist.get_rank()}); pass overlap=False"
-            )
         if before is not None and before.writes_to(parameter.grad) == 1:
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "
                 "one that was added to the reduced gradient of the last pass; call zero_grad() "
                 "between steps, and wrap all passes of a step but the last in no_sync()"
+            )
+        if self._local:
+            return
+        self._begin()
+        if progress.reduced:
+            raise RuntimeError(
+                f"adasum_replicate: expected backward to add to the gradient of {name} at most "
+                f"{progress.expected[number]} times, as in earlier passes, but got once more "
+                f"after it was reduced (rank {dist.get_rank()}); pass overlap=False"
             )
         progress.fired[number] += 1
         while (
@@ -155,8 +178,7 @@ class Replicas:
         current = torch._C._current_graph_task_id()
         if current == self._pass:
             return
-        if self._pass is not None:
-            self._reset()
+        self._break_off()
         self._frozen.check("adasum_replicate")
         self._pass = current
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
@@ -171,7 +193,10 @@ class Replicas:
         for parameter in unit.parameters:
             states.append(self._state(parameter))
             if parameter.grad is None:
-                gradients.append(torch.zeros_like(local_of(parameter.detach())))
+                zeros = torch.zeros_like(
+                    local_of(parameter.detach()), dtype=gradient_dtype(parameter)
+                )
+                gradients.append(zeros)
             else:
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
@@ -222,32 +247,54 @@ class Replicas:
             gradients[number].copy_(found)
         return gradients, everywhere
 
-    def _end(self) -> None:
-        """Reduce what is left at the end of a backward pass, and wait for all of it."""
+    def _end(self) -> list[torch.Tensor]:
+        """Reduce what is left at the end of a backward pass, and wait for all of it.
+
+        Returns:
+            Each unit's states on all replicas.
+        """
         try:
             for progress in self._units[self._next :]:
                 self._launch(progress)
-            for unit, future in self._futures:
-                self._store(unit, *future.wait())
+            found = [
+                self._store(unit, *future.wait()) for unit, future in self._futures
+            ]
             for progress in self._units:
                 progress.end_pass()
         finally:
-            self._reset()
+            self._break_off()
+        return found
 
-    def _reset(self) -> None:
+    def _break_off(self) -> None:
+        """Forget the present pass, if any; what it has launched ends first."""
+        for _, future in self._futures:
+            wait_quietly(future)
         self._next, self._futures, self._pass = 0, [], None
         for progress in self._units:
             progress.begin_pass()
 
     def _store(
         self, unit: Unit, gradients: list[torch.Tensor], everywhere: torch.Tensor
-    ) -> None:
-        """Set gradients that only other replicas had; remember that all of them are reduced."""
+    ) -> torch.Tensor:
+        """Set gradients that only other replicas had; remember that all of them are reduced.
+
+        Returns:
+            The states on all replicas.
+        """
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
+        return everywhere
+
+
+def _call(
+    hook: weakref.WeakMethod[Any], progress: Progress, number: int, parameter: Any
+) -> None:
+    """Call a handle's hook while the handle is there."""
+    if (method := hook()) is not None:
+        method(progress, number, parameter)
 
 
 def adasum_replicate(
@@ -261,8 +308,9 @@ def adasum_replicate(
 ) -> Replicas:
     """Reduce a model's gradients over replicas by AdaSum of whole tensors, from now on.
 
-    After each backward pass all replicas have the same gradients, shard by shard. Parameters and
-    buffers are broadcast from the first replica now. `fully_shard` averages inside a replica.
+    After each backward pass all replicas have the same gradients, shard by shard. Each pass must
+    reach a parameter of the model on every replica. Parameters and buffers are broadcast from the
+    first replica now. `fully_shard` averages inside a replica.
 
     Args:
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -52,18 +53,26 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The rule's name, by which ranks compare it."""
+        """The rule's name, by which ranks compare it; of a partial with its arguments."""
         if isinstance(self.kind, str):
             return self.kind
-        module = getattr(self.kind, "__module__", "")
-        named = getattr(self.kind, "__qualname__", type(self.kind).__qualname__)
-        return f"{module}.{named}"
+        if isinstance(self.kind, partial):
+            arguments = [*map(repr, self.kind.args)]
+            arguments += [f"{k}={v!r}" for k, v in self.kind.keywords.items()]
+            return f"{_name(self.kind.func)}({', '.join(arguments)})"
+        return _name(self.kind)
 
     @property
     def described(self) -> dict[str, object]:
         """The settings that must be the same on all ranks."""
         groups = {"group_op": self.group_op, "group_size": self.group_size}
         return {"rule": self.name, **groups}
+
+
+def _name(function: object) -> str:
+    module = getattr(function, "__module__", "")
+    named = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}.{named}"
 
 
 def rule_of(

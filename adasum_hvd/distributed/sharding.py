@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import DTYPES
-from adasum_hvd.distributed.sharded_types import is_dtensor
+from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,6 +43,16 @@ def complete(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if is_dtensor(gradient) and gradient.placements != parameter.placements:
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the whole parameters that a forward pass of FSDP may have left in a model.
+
+    Else the next forward pass would use them, whatever was written to the shards.
+    """
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()
 
 
 def shard_groups(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -80,7 +91,17 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
                 f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
                 "parameters; use fully_shard"
             )
+    is_sharded = any(
+        is_fsdp_module(module) and any(map(shard_groups, module.parameters()))
+        for module in model.modules()
+    )
     for name, parameter in model.named_parameters():
+        is_trained = parameter.requires_grad and not is_marked_local(parameter)
+        if is_sharded and is_trained and not is_dtensor(parameter):
+            yield (
+                f"{name} is outside fully_shard, so its gradients differ between the ranks of a "
+                "replica; call fully_shard on the model, too, without ignored_params"
+            )
         if hasattr(parameter, "ds_id"):
             yield f"{name} is partitioned by DeepSpeed ZeRO; use fully_shard"
         elif parameter.is_meta:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.communicator import Communicator
@@ -51,6 +53,17 @@ class Frozen:
             if not parameter.requires_grad
         }
 
+    def hooks(self, what: str) -> list[RemovableHandle]:
+        """Let backward `check` where a pass reaches one of them, and perhaps no other parameter."""
+        found = []
+        for parameter in self._parameters.values():
+            if parameter.is_floating_point() and not is_marked_local(parameter):
+                parameter.requires_grad_(True)  # torch takes no hook otherwise
+                hook = parameter.register_post_accumulate_grad_hook
+                found.append(hook(lambda _: self.check(what)))
+                parameter.requires_grad_(False)
+        return found
+
     def check(self, what: str) -> None:
         """Raise RuntimeError if one is trained by now, because it would not be reduced.
 
@@ -72,6 +85,16 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     Parameters that are frozen now, or marked with `mark_worker_local`, are left out. All ranks
     call it in the same order.
     """
+    communicators: dict[Any, Communicator] = {}
+    units = []
+    for members in grouped(model):
+        names, parameters = zip(*members, strict=True)
+        units.append(Unit(names, parameters, _shards(parameters, communicators)))
+    return units
+
+
+def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]]:
+    """Return the names and parameters of each unit, the same on all ranks; sends nothing."""
     owner: dict[int, object] = {}
     for module in model.modules():  # a child comes after its parent
         if is_fsdp_module(module):
@@ -81,20 +104,26 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     for name, parameter in reversed(list(model.named_parameters())):
         if not parameter.requires_grad or is_marked_local(parameter):
             continue
-        local = local_of(parameter)
-        key = id(owner.get(id(parameter))), local.dtype, local.device
-        room[key] = room.get(key, 0) + local.numel() * local.element_size()
+        local, dtype = local_of(parameter), gradient_dtype(parameter)
+        key = id(owner.get(id(parameter))), local.dtype, dtype, local.device
+        # Of an even shard, because ranks with uneven ones must have the same units.
+        whole = parameter.numel() * parameter.element_size()
+        room[key] = room.get(key, 0) + whole // _shard_count(parameter)
         number = 0 if id(parameter) in owner else room[key] // _BUCKET_BYTES
         # At the place of its first parameter, whose gradient comes last: a root module of FSDP
         # has embeddings and a head, and is finished after all blocks between them.
         members = found.pop(unit := (*key, number), [])
         found[unit] = [*members, (name, parameter)]
-    communicators: dict[Any, Communicator] = {}
-    units = []
-    for members in found.values():
-        names, parameters = zip(*members, strict=True)
-        units.append(Unit(names, parameters, _shards(parameters, communicators)))
-    return units
+    return list(found.values())
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient, which since torch 2.10 may be another one."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _shard_count(parameter: torch.Tensor) -> int:
+    return math.prod(map(dist.get_world_size, shard_groups(parameter)))
 
 
 def _shards(

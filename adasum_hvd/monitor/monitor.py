@@ -94,7 +94,7 @@ def inputs_of(op: ops.ReduceOp) -> str:
 
 
 def entries_of_buckets(
-    buckets: Mapping[str, Sequence[object]], names: Mapping[int, str]
+    buckets: Mapping[str, Sequence[Any]], names: Mapping[int, str]
 ) -> Entries:
     """Return the names of the parameters in each of DDP's buckets.
 
@@ -108,6 +108,7 @@ def entries_of_buckets(
             for position, parameter in enumerate(parameters)
         ]
         for number, (entry, parameters) in enumerate(buckets.items())
+        if any(parameter.numel() for parameter in parameters)  # else nothing is reduced
     }
 
 

@@ -30,10 +30,12 @@ from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_varia
 from adasum_hvd.tensorflow.mindspore import DistributedGradReducer
 from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.ops import (
+    SyncBatchNormalization,
     allreduce,
     counters,
     grouped_allreduce,
     init,
+    join,
     settings,
 )
 from adasum_hvd.tensorflow.optimizer import DistributedOptimizer, banner
@@ -60,6 +62,7 @@ __all__ = [
     "ReduceOp",
     "ReplicaMismatch",
     "Sum",
+    "SyncBatchNormalization",
     "adasum_lr",
     "advise",
     "allgather_object",
@@ -71,6 +74,7 @@ __all__ = [
     "elastic",
     "grouped_allreduce",
     "init",
+    "join",
     "mark_worker_local",
     "settings",
 ]

@@ -24,6 +24,7 @@ from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
 from adasum_hvd.startup import after_init, groups, preflight
 from adasum_hvd.tensorflow.broadcasting import allgather_object
+from adasum_hvd.tensorflow.unfolded import unfolded
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 
@@ -153,6 +154,35 @@ def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:
     return ops.DELTA_PREFIX + (name or mpi_ops._normalize_name(tensor.name))
 
 
+def join() -> Any:
+    """Wait until all ranks have joined; until then this rank contributes zeros to reductions.
+
+    Returns:
+        An int32 scalar: the last rank that joined.
+
+    Collective: every rank; blocks (eagerly).
+    """
+    if not tf.executing_eagerly():
+        return mpi_ops.join()
+    # TensorFlow would keep the first result of Horovod's operation. It does in any function, too.
+    return tf.function(mpi_ops.join, autograph=False).get_concrete_function()()
+
+
+def SyncBatchNormalization(*args: Any, **kwargs: Any) -> Any:
+    """Return Horovod's layer, which is of Keras 2.
+
+    Raises:
+        NotImplementedError: Keras 3.
+    """
+    if int(tf.keras.__version__.partition(".")[0]) > 2:
+        raise NotImplementedError(
+            "SyncBatchNormalization: expected Keras 2, whose layer Horovod's is made of, but got "
+            f"Keras {tf.keras.__version__}; use keras.layers.BatchNormalization, whose statistics "
+            "stay on each rank"
+        )
+    return horovod_tf.SyncBatchNormalization(*args, **kwargs)
+
+
 @tf.autograph.experimental.do_not_convert
 def allreduce(
     tensor: Any,
@@ -194,6 +224,8 @@ def allreduce(
     refuse_xla("allreduce")
     reduction = _reduction(op, average)
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    if not isinstance(tensor, tf.IndexedSlices):
+        tensor = unfolded(tensor)
     if not ops.is_adasum(reduction):
         return horovod_tf.allreduce(
             tensor, None, device_dense, device_sparse, compression, int(reduction),
@@ -202,7 +234,6 @@ def allreduce(
         )  # fmt: skip
     refuse_sparse(tensor, "AdaSum")
     with tf.device(device_dense):
-        tensor = tf.convert_to_tensor(tensor)
         compressed, context = compression.compress(tensor)
         reduced = mpi_ops._allreduce(
             tf.cast(compressed, wire_dtype(compressed.dtype)),
@@ -239,6 +270,7 @@ def grouped_allreduce(
     if not tensors:
         return []
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    tensors = [t if isinstance(t, tf.IndexedSlices) else unfolded(t) for t in tensors]
     if not ops.is_adasum(reduction):
         return horovod_tf.grouped_allreduce(
             tensors, None, device_dense, device_sparse, compression, int(reduction),
@@ -250,7 +282,6 @@ def grouped_allreduce(
     results: list[Any] = [None] * len(tensors)
     by_dtype: dict[tf.DType, list[int]] = {}
     with tf.device(device_dense):
-        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
         for index, tensor in enumerate(compressed):
             by_dtype.setdefault(wire_dtype(tensor.dtype), []).append(index)

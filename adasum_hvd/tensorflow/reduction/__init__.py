@@ -25,6 +25,7 @@ from adasum_hvd.tensorflow.reduction.lists import (
     describe,
     in_kind,
 )
+from adasum_hvd.tensorflow.unfolded import zero
 
 _MANY = 1 << 29  # larger than any number of a list
 
@@ -198,7 +199,7 @@ class Reduction:
     def _largest(self, values: Sequence[int], name: str) -> Any:
         """Return the largest of all ranks' values, elementwise."""
         with tf.device("CPU:0"):
-            mine = tf.constant(values, tf.int32, [len(values)]) + named.zero(tf.int32)
+            mine = tf.constant(values, tf.int32, [len(values)]) + zero(tf.int32)
             try:
                 return self._reduce_max(mine, name)
             except tf.errors.OpError as error:
@@ -255,7 +256,10 @@ class Reduction:
         key = tuple(entry.key for entry in mine)
         if key not in self._known:
             has_local = has_local or self._any_local
-            self._known[key] = self._compare(mine, has_local, note())
+            agreed = self._compare(mine, has_local, note())
+            if agreed.kinds and not agreed.any_tensor:
+                return agreed  # the next step may have gradients
+            self._known[key] = agreed
         return self._known[key]
 
     def compare_all(self, variables: Sequence[Any], has_local: bool) -> None:

@@ -23,7 +23,7 @@ from adasum_hvd.common.agreement import (
 from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
-from adasum_hvd.tensorflow.reduction import named
+from adasum_hvd.tensorflow.unfolded import zero
 
 # The numbers of compared lists, by process set. All its ranks count alike, because every
 # comparison is collective.
@@ -98,7 +98,7 @@ def in_kind(tensor: Any, variable: Any, kind: Kind) -> Any:
         return tf.cast(tf.convert_to_tensor(tensor), kind.dtype)
     shape = shape_of(variable)
     dims = tf.shape(variable) if None in shape else shape
-    return tf.fill(dims, named.zero(kind.dtype))
+    return tf.fill(dims, zero(kind.dtype))
 
 
 def _as_rows(tensor: Any, variable: Any, dtype: tf.DType) -> tf.IndexedSlices:

@@ -83,26 +83,6 @@ def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     return _gathering(name, ordered, process_set.process_set_id, spec)(tensor)
 
 
-def zero(dtype: tf.DType) -> Any:
-    """Return a scalar 0 that TensorFlow's graph optimizer does not recognise as a constant.
-
-    The graph optimizer treats Horovod's operations as pure functions. It would run an operation on
-    constants once, on this rank alone, and keep the result.
-    """
-    with tf.init_scope():
-        eager = tf.executing_eagerly()
-        if eager and "" not in _order_variables:
-            with tf.device("CPU:0"):
-                _order_variables[""] = tf.Variable(0, trainable=False, dtype=tf.int64)
-    value: Any = tf.constant(0, tf.int64)
-    value = (
-        _order_variables[""].read_value()
-        if eager
-        else tf.compat.v1.placeholder_with_default(value, [])
-    )
-    return tf.cast(value, dtype)
-
-
 def _in_graph(name: str) -> tuple[str, bool]:
     """Return the name to use here, and whether TensorFlow keeps its uses in order.
 

@@ -37,6 +37,7 @@ from adasum_hvd.common.options import (
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.parameters import Names
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper, reducer_of
 
 
@@ -57,15 +58,15 @@ def _check_optimizer(optimizer: Any) -> None:
 
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[NamedParameter] | None
-) -> dict[int, str]:
-    """Return the name of every parameter of the optimizer, by id."""
+) -> Names:
+    """Return the name of every parameter of the optimizer."""
     in_groups = [
         (f"group{i}.param{j}", parameter)
         for i, group in enumerate(optimizer.param_groups)
         for j, parameter in enumerate(group["params"])
     ]
     if named_parameters is None:
-        return {id(parameter): name for name, parameter in in_groups}
+        return Names({parameter: name for name, parameter in in_groups})
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ValueError(
@@ -78,10 +79,8 @@ def _checked_names(
         raise ValueError(
             f"named_parameters: expected unique names, but got twice: {duplicates}"
         )
-    names = {id(parameter): name for name, parameter in named}
-    unnamed = [
-        position for position, parameter in in_groups if id(parameter) not in names
-    ]
+    names = Names({parameter: name for name, parameter in named})
+    unnamed = [position for position, parameter in in_groups if parameter not in names]
     if unnamed:
         raise ValueError(
             f"named_parameters: expected a name for every parameter of the optimizer, but got none "
@@ -110,7 +109,7 @@ def _drop_patched_methods(distributed: Any) -> None:
 
 def wrap(
     optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
+    names: Names,
     options: Options,
     allows_ddp: bool = False,
 ) -> Any:

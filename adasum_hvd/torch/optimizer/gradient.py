@@ -71,6 +71,8 @@ class GradientReducer:
             self.options.factors,
             process_set,
             with_flags=True,
+            keeps_sparse=not self.options.sparse_as_dense
+            and self.options.op in (ops.Average, ops.Sum),
         )
 
     def _dense(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import rank, size
+from torch.utils.weak import WeakIdKeyDictionary
 
 from adasum_hvd.common.agreement import OPTIONS, compare_settings
 from adasum_hvd.common.marks import times_marked
@@ -20,6 +21,7 @@ from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
+Names = WeakIdKeyDictionary  # strings by parameter
 _instances = itertools.count()
 
 
@@ -39,7 +41,7 @@ class ReducedParameters:
 
     Args:
         optimizer: the distributed optimizer; held weakly.
-        names: of its parameters, by id.
+        names: of its parameters, which it does not keep: an id may be used again.
         options: those of `DistributedOptimizer`.
 
     Attributes:
@@ -51,7 +53,7 @@ class ReducedParameters:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
+        names: Names,
         options: Options,
     ):
         self._optimizer = weakref.ref(optimizer)
@@ -85,13 +87,13 @@ class ReducedParameters:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name."""
-        return self._names[id(parameter)]
+        return self._names[parameter]
 
     def name_new(self) -> None:
         """Name parameters that were added, by their place in the param groups."""
         for index, group in enumerate(self.groups):
             for j, parameter in enumerate(group["params"]):
-                self._names.setdefault(id(parameter), f"group{index}.param{j}")
+                self._names.setdefault(parameter, f"group{index}.param{j}")
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is sent."""

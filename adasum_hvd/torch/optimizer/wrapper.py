@@ -15,7 +15,7 @@ from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import ReducedParameters
+from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
 from adasum_hvd.torch.optimizer.reduction import Reduction
 
 _STATE_KEY = "adasum_delta"
@@ -23,13 +23,13 @@ StepClosure = Callable[[], Any] | None
 
 
 def reducer_of(
-    optimizer: Any, names: dict[int, str], options: Options
+    optimizer: Any, names: Names, options: Options
 ) -> GradientReducer | DeltaReducer:
     """Return the reducer that the op asks for. Collective; blocks.
 
     Args:
         optimizer: the distributed optimizer, held weakly.
-        names: of its parameters, by id.
+        names: of its parameters.
         options: those of `DistributedOptimizer`.
     """
     kind: type = GradientReducer

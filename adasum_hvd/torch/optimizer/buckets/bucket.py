@@ -39,6 +39,8 @@ class Bucket:
         process_set: the ranks that reduce.
         with_flags: append one scalar per parameter, which is not zero if any rank had a tensor to
             reduce.
+        keeps_sparse: gradients stay sparse where a rank has a sparse one, on all ranks; needs flags
+            and no AdaSum. False makes them dense.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Bucket:
         factors: tuple[float, float],
         process_set: ProcessSet,
         with_flags: bool = False,
+        keeps_sparse: bool = False,
     ):
         self.params = [parameter for _, parameter in named]
         self.names = [name for name, _ in named]
@@ -67,6 +70,8 @@ class Bucket:
         self._repeats = _repeats(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
+        # A flag for sparse gradients, above the sum of all ranks' flags for dense ones.
+        self._sparse_flag = 2.0 * process_set.size() if keeps_sparse else 1.0
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
@@ -129,6 +134,8 @@ class Bucket:
                 if self.flags.numel():
                     self.flags[index] = 0
             elif not self.holds(index, source):
+                if source.is_sparse and self.flags.numel():
+                    self.flags[index] = self._sparse_flag
                 views.append(self.views[index])
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
@@ -206,21 +213,30 @@ class Bucket:
             gradient = parameter.grad
             if only_views and (gradient is None or not self.allows_view(index)):
                 continue
-            if gradient is not None and gradient.is_sparse:
-                dense = view.to(gradient.dtype)
-                parameter.grad = dense.to_sparse(gradient.sparse_dim())
-            elif gradient is None and self.flags[index] == 0:
+            is_sparse = gradient is not None and gradient.is_sparse
+            if gradient is None and self.flags[index] == 0:
                 continue  # no rank has one
+            if (is_sparse or gradient is None) and self._is_sparse_somewhere(index):
+                rows = gradient.sparse_dim() if gradient is not None else 1
+                parameter.grad = view.to(parameter.dtype).to_sparse(rows)
             elif self.allows_view(index):
                 if gradient is None or not self.holds(index, gradient):
                     self.set_gradient_view(index)
-            elif gradient is None:
+            elif gradient is None or is_sparse:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:
                 gradients.append(gradient)
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)
+
+    def _is_sparse_somewhere(self, index: int) -> bool:
+        """Return whether a rank had a sparse gradient, and all ranks are to have one."""
+        if self._sparse_flag == 1.0:
+            return False
+        ranks = self.process_set.size() if self._op is ops.Sum else 1
+        dense = ranks * math.prod(self._factors)
+        return bool(self.flags[index].abs() > 1.5 * abs(dense))
 
     def drop(self) -> None:
         """Forget a reduction that was interrupted by Horovod's end."""

@@ -366,6 +366,10 @@ def case_what_is_refused_on_all_ranks() -> None:
     refused("got int", [torch.ones(2), 3])
     refused(f"got NoneType on rank {last} of", None if odd else torch.ones(2))
     refused("an expanded one on rank 0 of .*; clone it", torch.ones(1).expand(3))
+    with torch.inference_mode():
+        work = adasum_all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(ValueError, match="of inference mode on rank 0"):
+            work.wait()
     refused("got one that is nested", torch.nested.nested_tensor([torch.ones(2)]))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     refused("got a DTensor .*use adasum_rep", DTensor.from_local(torch.ones(8), mesh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -273,7 +274,39 @@ def case_what_is_refused() -> None:
     wrapped = ENGINE.wrapped(model)
     with pytest.raises(ValueError, match="expected real parameters, but got a complex"):
         wrapped(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    marked = ENGINE.wrapped(nn.Linear(3, 2))
+    mark_worker_local(marked.module.bias)
+    with pytest.raises(
+        ValueError, match=r"marked with mark_worker_local.* keep it in a"
+    ):
+        marked(torch.ones(1, 3)).sum().backward()
     for copy_of in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="AdasumState: expected no copy, because a"):
             copy_of(wrapped)
     ddp.check_bits(ENGINE.wrapped(model_of()), without_ddp(model_of()))
+
+
+def case_a_bucket_of_nothing_does_not_stop_the_monitor() -> None:
+    model = nn.Linear(3, 2)
+    model.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    state = AdasumState()
+    wrapped.register_comm_hook(state, adasum_hook)
+    records: list[dict] = []
+    monitor = AdasumMonitor(state, 1, records.append, model.named_parameters())
+    for _ in range(4):
+        wrapped.zero_grad()
+        (wrapped(torch.ones(1, 3)).sum() + model.empty.sum().float()).backward()
+    monitor.close()
+    assert len(records) >= 2 or dist.get_rank()
+    assert all(set(each["tensors"]) == {"weight", "bias"} for each in records)
+
+
+def case_arguments_of_a_partial_rule_are_compared() -> None:
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(ValueError, match=r"got rule=.*scaled\(by=2\)"):
+        AdasumState(rule=functools.partial(scaled, by=2 if odd else 1))
+
+
+def scaled(gram: torch.Tensor, by: int) -> torch.Tensor:
+    return torch.full_like(gram[:, 0], by)

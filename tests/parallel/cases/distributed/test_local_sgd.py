@@ -358,7 +358,7 @@ def case_a_parameter_that_is_trained_later_is_named() -> None:
 def case_a_marked_parameter_keeps_its_own_change() -> None:
     model = nn.Linear(3, 2)
     mark_worker_local(model.bias)
-    optimizer, outer = sgd(model), torch.optim.SGD([model.weight], 1.0)
+    optimizer, outer = sgd(model), torch.optim.SGD(model.parameters(), 1.0)
     LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
     model.bias.data.fill_(0)
     (rank() * model(torch.ones(1, 3)).sum()).backward()
@@ -420,16 +420,96 @@ def bytes_sent():
 
 
 def case_traffic_between_replicas_falls_by_the_steps_of_a_window() -> None:
-    """Exactly, once the models are connected; Gram matrices of the shards included."""
+    """Exactly, after the first window; Gram matrices of the shards included."""
     traffic = []
     for every in (1, 4):
         model = Model()
         shard(model, 2)
         optimizer = sgd(model)
         local_sgd = LocalSGD(optimizer, model, mesh_of(2)["replica"], every)
+        train(model, optimizer, range(every))
         with bytes_sent() as sent:
             train(model, optimizer, range(8))
         traffic.append(sent)
         assert local_sgd.local_step == 0
     assert len(traffic[0]) == 2  # replicas, and shards
     assert traffic[0] == {ranks: 4 * size for ranks, size in traffic[1].items()}
+
+
+def case_an_outer_step_leaves_frozen_parameters() -> None:
+    """Also one that has a gradient from before."""
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    model.bias.requires_grad_(False).fill_(0)
+    outer = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = torch.optim.SGD([model.weight], 0.1)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
+    optimizer.step()
+    assert not model.bias.any() and model.bias.grad.all()
+
+
+def case_an_evaluation_after_the_last_window_has_the_reduced_weights() -> None:
+    """One in mid-window has left whole parameters in FSDP's root."""
+    model = Model()
+    shard(model, 2)
+    optimizer = sgd(model)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(2)["replica"], 4)
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        loss_of(model, 0)
+        local_sgd.synchronize()
+        losses = everyone(loss_of(model, 0))
+        model.reshard()
+        assert torch.equal(loss_of(model, 0), losses[dist.get_rank()])
+    assert len({float(loss) for loss in losses}) == 1
+
+
+def case_a_first_step_that_raises_is_undone() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    before = digest(model)
+
+    def fails(*_) -> None:
+        raise KeyError("fails")
+
+    handle = optimizer.register_step_post_hook(fails)
+    local_sgd.remove()  # so that the failing hook is the first
+    local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert digest(model) != before
+    local_sgd.synchronize()
+    handle.remove()
+    assert digest(model) == before
+
+
+def case_changes_are_compared_as_soon_as_there_are_any() -> None:
+    """A warm-up begins at a rate of 0, and one rank alone may have a gradient."""
+    warned = {}
+    for name, rates, own in (("warm-up", (0.0, 0.1), False), ("one", (0.1,), True)):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        end = reduce_changes(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer.param_groups[0]["lr"] in rates:
+                optimizer.zero_grad()
+                scale = float(dist.get_rank() == 0) if own else 1.0
+                (scale * model(torch.ones(1, 3)).sum()).backward()
+                optimizer.step()
+        end()
+        warned[name] = sum("the same change from all" in str(w.message) for w in caught)
+    assert warned == {"warm-up": 1, "one": 0}
+
+
+def case_a_step_that_cannot_be_reduced_is_undone() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    reduce_changes(optimizer, rule="mean" if dist.get_rank() else "adasum")
+    before = digest(model)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="expected the same arguments on all ranks"):
+        optimizer.step()
+    assert digest(model) == before

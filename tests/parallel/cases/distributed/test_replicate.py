@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -23,8 +28,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import adasum_replicate, mark_worker_local
+from adasum_hvd.distributed import (
+    ReplicaMismatch,
+    adasum_replicate,
+    check_replicas,
+    mark_worker_local,
+)
 from tests.parallel.harness.sharded import (
+    MESHES,
     TOLERANCE,
     Model,
     check,
@@ -161,7 +172,8 @@ def case_replicas_start_equal() -> None:
     torch.manual_seed(rank())
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(rank())
-    fully_shard(model[0], mesh=mesh_of(2)["shard"])
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh_of(2)["shard"])
     adasum_replicate(model, mesh_of(2)["replica"])
     weights = everyone(model[0].weight.to_local().detach().numpy().tobytes())
     assert len(set(weights[::2])) == len(set(weights[1::2])) == 1
@@ -205,6 +217,60 @@ def case_what_is_refused_on_every_rank() -> None:
     refused(rf"got weight=.* on rank {last} and .* on rank 1;", one)
     wide = 3 if rank() >= 2 else 4
     refused("expected the same arguments", nn.Linear(wide, 4))
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(partly[0], mesh=mesh["shard"])
+    refused(r"1.weight is outside fully_shard.* call fully_shard on the model", partly)
+    for kind, model in different():
+        refused(rf"got .*{kind}.* on rank {last} and ", model)
+
+
+def different() -> Iterator[tuple[str, nn.Module]]:
+    """Yield what differs on the last rank, and a model."""
+    here = rank() == dist.get_world_size() - 1
+    for kind, one, other in (
+        (r"cache=\(\(5,\)", torch.zeros(3), torch.zeros(5)),
+        ("cache=.*float64", torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
+        ("no more", torch.zeros(3), None),
+    ):
+        model = nn.Linear(4, 4)
+        model.register_buffer("cache", other if here else one)
+        yield kind, model
+    model = nn.Linear(4, 4)
+    mark_worker_local(model.weight if here else model.bias)
+    yield "weight=.*worker_local=True", model
+
+
+def case_replicas_of_other_meshes() -> None:
+    """torch sorts a group's ranks, and hosts decide on the tree: shards must have the same."""
+    if dist.get_world_size() != 4:
+        pytest.skip("meshes of four ranks")
+    names = ("replica", "shard")
+    crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=names)
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=crossed["shard"])
+    refused("numbers the replicas in another order", model, crossed["replica"])
+    plain = Model()
+    model = copy.deepcopy(plain)
+    shard(model, 2)
+    host = "b" if rank() == 3 else "a"
+    MESHES.clear()  # hosts are kept by group
+    with mock.patch.dict(os.environ, ADASUM_HVD_HOSTNAME=host):
+        mesh = mesh_of(2)["replica"]
+        replicas = adasum_replicate(model, mesh, group_op="average")
+    loss_of(model, rank()).backward()
+    replicas.remove()
+    MESHES.clear()
+    used = [p.grad for p in model.parameters() if p.grad is not None]
+    mean, alone = copy.deepcopy(plain), []
+    for replica in range(2):
+        mean.zero_grad()
+        for number in (2 * replica, 2 * replica + 1):
+            (loss_of(mean, number) / 2).backward()
+        alone.append([p.grad.clone() for p in mean.parameters() if p.grad is not None])
+    for found, *values in zip(used, *alone, strict=True):
+        # The first shard's replicas share a host, so that all shards are averaged.
+        error = whole(found) - np.mean([value.numpy() for value in values], 0)
+        assert np.abs(error).max() < TOLERANCE
 
 
 def case_misuse_is_named() -> None:
@@ -293,3 +359,17 @@ def case_a_gradient_is_reduced_once(fsdp: bool) -> None:
         assert np.array_equal(last, np.full(2, size)), last
         if not fsdp:
             assert np.array_equal(whole(model[0].weight.grad), np.full((2, 2), size))
+
+
+def case_check_replicas_of_shards() -> None:
+    """And of a tensor of one element whose stride is not 1."""
+    model = Model()
+    shard(model, 2)
+    model.register_buffer("one", torch.zeros(1, 4)[:, :1])
+    group = mesh_of(2)["replica"].get_group()
+    assert check_replicas(model, group=group)
+    if rank() == dist.get_world_size() - 1:
+        model.blocks[0].up.weight.data.to_local().add_(1)
+    other = dist.get_process_group_ranks(group)[-1] == dist.get_world_size() - 1
+    with pytest.raises(ReplicaMismatch) if other else nullcontext():
+        check_replicas(model, group=group)

@@ -83,7 +83,7 @@ def case_loss_curve_of_unsharded_ddp() -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("passes", [1, 2])
 def case_tensor_parallelism_in_fsdp2(passes: int) -> None:
-    """Weights sharded over both dimensions, over one of them, and over none."""
+    """Weights sharded over both dimensions, and over one of them."""
     mesh = mesh_with("tensor")
     plain = Model(inner=32)
     model = copy.deepcopy(plain)
@@ -91,8 +91,8 @@ def case_tensor_parallelism_in_fsdp2(passes: int) -> None:
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
     replicas = adasum_replicate(model, mesh["replica"])
-    # The shards of all tensor ranks have the same batch, so that plain weights stay equal.
     ranks = 2 * mesh["shard"].size()
     check(plain, model, replicas, ranks, same_batch=ranks, passes=passes, clip=False)
 

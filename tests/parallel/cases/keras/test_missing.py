@@ -107,6 +107,8 @@ def case_no_gradient_on_any_rank(op: str) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
     with pytest.raises(ValueError, match="at least one variable on some rank"):
         optimizer.apply([None], variables)
+    optimizer.apply([tf.ones(2)], variables)  # and goes on
+    np.testing.assert_array_equal(variables[0], [0.0, 0.0])
 
 
 def case_rows_that_some_ranks_lack() -> None:

@@ -153,6 +153,18 @@ def case_keras_accumulation(op: str) -> None:
         check_equal(model, expected)
 
 
+def case_keras_accumulates_the_same_variables() -> None:
+    """Else the sums of this rank's first pass would be lost."""
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = hvd.DistributedOptimizer(inner, op="average")
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    optimizer.build(variables)
+    ones = keras.ops.ones(1)
+    optimizer.apply([ones, ones], variables)
+    with pytest.raises(ValueError, match="got 1 variables in this pass and 2 in the"):
+        optimizer.apply([ones, None], variables)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def case_keras_local_steps(passes: int) -> None:
     steps = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import time
 
 import horovod.tensorflow as plain_horovod
 import numpy as np
@@ -122,6 +123,37 @@ def case_other_arguments() -> None:
     before = hvd.counters().delta_tensors
     tf.function(lambda t: hvd.allreduce(t, op=hvd.AdasumDelta, name="w"))(x)
     assert hvd.counters().delta_tensors == before + 1
+
+
+def case_constants_in_a_function_are_reduced_in_every_call() -> None:
+    """TensorFlow's graph optimizer would run the operation once, on this rank alone."""
+    for op in (hvd.Adasum, hvd.Sum):
+        total = tf.function(lambda n: hvd.allreduce(tf.cast(n, tf.float32), op=op))  # noqa: B023
+        group = tf.function(
+            lambda n: hvd.grouped_allreduce([tf.cast(n, tf.float64)], op=op)[0]  # noqa: B023
+        )
+        for epoch in range(3):
+            # The first rank's function is traced once, the others' again in each epoch.
+            given = [5 + epoch * bool(r) for r in range(hvd.size())]
+            expected = np.float64(sum(given))
+            if op is hvd.Adasum:
+                expected = reference.adasum([np.full(1, float(n)) for n in given])[0]
+            assert np.isclose(total(given[hvd.rank()]).numpy(), expected)
+            assert np.isclose(group(given[hvd.rank()]).numpy(), expected)
+
+
+def case_join_waits_in_every_epoch() -> None:
+    last = [int(hvd.join())]
+    for epoch in range(2):
+        if hvd.rank() == epoch % hvd.size():
+            time.sleep(0.3)
+        last.append(int(hvd.join()))
+    assert last[1:] == [epoch % hvd.size() for epoch in range(2)]
+
+
+def case_horovods_layer_names_keras_3() -> None:
+    with pytest.raises(NotImplementedError, match=r"expected Keras 2.*BatchNormalizat"):
+        hvd.SyncBatchNormalization()
 
 
 def case_errors_on_every_rank() -> None:

@@ -155,6 +155,8 @@ def case_sparse_gradients(op: str, dense: bool) -> None:
         table(used).sum().backward()
         optimizer.step()
         check_same_everywhere(table)
+        if op != "adasum-delta":
+            assert table.weight.grad.is_sparse == (not dense or hvd.size() == 1)
         for r in range(hvd.size()):
             if step != 1 or r:
                 scale = hvd.size() if op == "average" else 1
@@ -165,6 +167,45 @@ def case_sparse_gradients(op: str, dense: bool) -> None:
     assert bool(getattr(optimizer._adasum, "_sparse", [])) == gathers
     if gathers:
         assert not optimizer._adasum.reduction.buckets and table.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("dense", [True, False])
+def case_sparse_gradients_of_some_ranks(optimizer: str, dense: bool) -> None:
+    """Gradients are of one layout on all ranks, and so is what the optimizer keeps of them."""
+    if dense and optimizer == "SparseAdam":
+        pytest.skip("it takes sparse gradients only")
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Embedding(6, 3, sparse=True), nn.Embedding(5, 3)])
+    more = {"momentum": 0.9} if optimizer == "SGD" else {}
+    table = model if optimizer != "SparseAdam" else model[0]
+    inner = getattr(torch.optim, optimizer)(table.parameters(), lr=0.1, **more)
+    wrapped = hvd.DistributedOptimizer(inner, op="average", sparse_as_dense=dense)
+    for step in range(4):
+        wrapped.zero_grad()
+        loss = model[1](torch.tensor([step])).sum()
+        if hvd.rank() == step % hvd.size():
+            loss = loss + model[0](torch.tensor([hvd.rank(), 5])).sum()
+        loss.backward()
+        wrapped.step()
+        check_same_everywhere(model)
+        assert model[0].weight.grad.is_sparse == (not dense or hvd.size() == 1)
+
+
+def case_an_id_that_is_used_again() -> None:
+    """A parameter in the memory of another one that is gone does not get that one's name."""
+    model, kept = nn.Linear(4, 4, bias=False), []
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op="average")
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        weight = nn.Parameter(model.weight.detach().clone())
+        if hvd.rank():
+            kept.append(torch.ones(4, 4))  # so that ids differ between ranks
+        model.weight = optimizer.param_groups[0]["params"][0] = weight
+    check_same_everywhere(model)
 
 
 def case_sparse_and_dense() -> None:

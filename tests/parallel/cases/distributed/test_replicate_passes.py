@@ -1,0 +1,139 @@
+"""`adasum_replicate` under torchrun: passes that break off or train other parameters."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from adasum_hvd.distributed import adasum_replicate
+from adasum_hvd.distributed.units import grouped
+from tests.parallel.harness.sharded import align as align
+from tests.parallel.harness.sharded import everyone, mesh_of
+from tests.parallel.harness.sharded import init as init
+from tests.parallel.harness.sharded import rank as rank
+from tests.parallel.harness.sharded import shutdown as shutdown
+
+
+def case_only_parameters_that_were_frozen() -> None:
+    """No other parameter's gradient tells that they would not be reduced."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    adasum_replicate(model, mesh_of(1)["replica"])
+    assert not model[0].weight.requires_grad
+    model[0].requires_grad_(True)
+    model[1].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"expected 0\.\w+ to stay frozen"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def case_synchronize_after_a_pass_that_broke_off() -> None:
+    model = nn.Module()
+    model.a = nn.Parameter(torch.ones(2))
+    model.b = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    size = dist.get_world_size()
+    replicas = adasum_replicate(
+        model, mesh_of(1)["replica"], group_op="sum", group_size=size
+    )
+
+    def loss(breaks: bool = False) -> torch.Tensor:
+        x = model.a.double() * 1
+        if breaks:
+            x.register_hook(lambda gradient: 1 / 0)
+        return (x * model.b).sum()
+
+    loss().backward()
+    model.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        loss(breaks=True).backward()
+    model.zero_grad()
+    with replicas.no_sync():
+        loss().backward()
+    replicas.synchronize()
+    for parameter in model.parameters():
+        assert torch.equal(parameter.grad, torch.full_like(parameter, size))
+    with replicas.no_sync(), pytest.raises(RuntimeError, match="to the reduced grad"):
+        loss().backward()
+
+
+def case_synchronize_without_gradients() -> None:
+    """FSDP keeps whole gradients in no_sync(), which no hook sees. A replica may have none."""
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=mesh_of(2)["shard"])
+    replicas = adasum_replicate(model, mesh_of(2)["replica"])
+    with replicas.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\), because FSDP keeps whole"):
+        replicas.synchronize()
+    plain = nn.Linear(3, 2)
+    replicas = adasum_replicate(plain, mesh_of(1)["replica"])
+    if rank():
+        replicas.synchronize()
+    else:
+        plain(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(plain.bias.grad, torch.ones(2))
+
+
+def case_uneven_shards_have_the_same_units() -> None:
+    """A bucket ends by the bytes of even shards."""
+    model = nn.Sequential(*(nn.Linear(1 << 20, 3, bias=False) for _ in range(5)))
+    for layer in model:
+        parallelize_module(layer, mesh_of(2)["shard"], ColwiseParallel())
+    units = [[name for name, _ in members] for members in grouped(model)]
+    assert len(units) == 2 and all(each == units for each in everyone(units))
+
+
+def case_gradients_of_another_dtype() -> None:
+    """A replica that does not use a parameter sends zeros of the gradient's dtype."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
+    if not hasattr(model[0].weight, "grad_dtype"):
+        pytest.skip("torch before 2.10 has no grad_dtype")
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    adasum_replicate(model, mesh_of(1)["replica"])
+    ones = torch.ones(1, 3, dtype=torch.bfloat16)
+    (model[0](ones) if rank() else model(ones)).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert len({g.sum().item() for g in everyone(model[1].weight.grad)}) == 1
+
+
+def case_an_error_waits_for_the_other_units() -> None:
+    """Else the next pass would write gradients that a thread still reduces."""
+    model = nn.Module()
+    model.a = nn.Parameter(torch.ones(2))
+    model.b = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    calls = []
+
+    def rule(gram: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyError("the first unit")
+        time.sleep(0.5 if len(calls) == 2 else 0.0)
+        return torch.ones_like(gram[:, 0])
+
+    adasum_replicate(model, mesh_of(1)["replica"], rule=rule)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(KeyError) if not calls else nullcontext():
+            (model.a.sum() + model.b.sum().float()).backward()
+    size = dist.get_world_size()
+    assert all(bool((p.grad == size).all()) for p in model.parameters())
+
+
+def case_a_model_is_freed_without_remove() -> None:
+    model = nn.Linear(3, 2)
+    adasum_replicate(model, mesh_of(1)["replica"])
+    model(torch.ones(1, 3)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
