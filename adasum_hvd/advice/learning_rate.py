@@ -145,7 +145,7 @@ def adasum_lr(
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, numbers.Real) and value > 0 and math.isfinite(value)
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
 
 
 def _is_count(value: object) -> bool:

@@ -140,7 +140,7 @@ def _described(model: torch.nn.Module) -> dict[str, object]:
         for number, members in enumerate(grouped(model))
         for name, _ in members
     }
-    parameters = {
+    parameters: dict[str, object] = {
         name: (
             tuple(parameter.shape),
             tuple(local_of(parameter).shape),

@@ -21,8 +21,11 @@ from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
-Names = WeakIdKeyDictionary  # strings by parameter
 _instances = itertools.count()
+
+
+class Names(WeakIdKeyDictionary):
+    """Names by parameter, which it does not keep: an id may be used again."""
 
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -41,7 +44,7 @@ class ReducedParameters:
 
     Args:
         optimizer: the distributed optimizer; held weakly.
-        names: of its parameters, which it does not keep: an id may be used again.
+        names: of its parameters.
         options: those of `DistributedOptimizer`.
 
     Attributes:

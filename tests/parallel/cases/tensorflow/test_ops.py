@@ -151,7 +151,7 @@ def case_join_waits_in_every_epoch() -> None:
     assert last[1:] == [epoch % hvd.size() for epoch in range(2)]
 
 
-def case_horovods_layer_names_keras_3() -> None:
+def case_synchronized_batch_normalization_names_keras_3() -> None:
     with pytest.raises(NotImplementedError, match=r"expected Keras 2.*BatchNormalizat"):
         hvd.SyncBatchNormalization()
 
