@@ -7,7 +7,6 @@ target than the delta variant from 8 workers on. With Adam and AdamW it is equal
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 import warnings
 from typing import NamedTuple
@@ -102,10 +101,11 @@ def adasum_lr(
         recommends 2 to 2.5 times the single worker's rate, and local_size times it if
         nodes are averaged first; the studies here confirm neither.
     """
+    base_lr = float(base_lr) if _is_number(base_lr) else base_lr
     if not (_is_positive(base_lr) and _is_count(size) and _is_count(group_size)):
         raise ValueError(
-            "adasum_lr: expected base_lr > 0 and integers size >= 1 and group_size >= 1, but got "
-            f"{base_lr!r}, {size!r} and {group_size!r}"
+            "adasum_lr: expected a number base_lr > 0 and integers size >= 1 and group_size >= 1, "
+            f"but got {base_lr!r}, {size!r} and {group_size!r}"
         )
     if group_op not in ops.GROUP_OPS:
         raise ValueError(
@@ -145,7 +145,15 @@ def adasum_lr(
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
+    return isinstance(value, float) and 0 < value < math.inf
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number, or a tensor or variable of one."""
+    try:
+        return not isinstance(value, str) and math.isfinite(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
 
 
 def _is_count(value: object) -> bool:

@@ -87,6 +87,7 @@ def advise(
     """
     if isinstance(run, str | os.PathLike):
         run = records_of(Path(run))
+    run = list(run)
     for number, record in enumerate(run, 1):
         check(record, f"record {number}")
     study = study_of(optimizer)
@@ -153,7 +154,7 @@ def _named(record: Mapping[str, Any], workers: int) -> str:
 
 
 def _number(value: float) -> str:
-    return "too large to measure" if math.isinf(value) else f"{value:.3g} batches"
+    return "too large to measure" if math.isinf(value) else f"{value:.3g}"
 
 
 def _steps_sentence(speedup: float, named: str, workers: int, scale: float) -> str:
@@ -175,10 +176,10 @@ def _steps_sentence(speedup: float, named: str, workers: int, scale: float) -> s
 def _noise_sentence(parts: Sequence[Noise]) -> str:
     scales = [_number(noise.scale) for noise in parts]
     if len(scales) < PARTS:
-        return f"The noise scale is {scales[0]} of one worker."
+        return f"The noise scale, in batches of one worker, is {scales[0]}."
     return (
-        f"The noise scale is {scales[0]} of one worker in the first third of the run, and "
-        f"{scales[-1]} in the last."
+        f"The noise scale, in batches of one worker, is {scales[0]} in the first third of the run "
+        f"and {scales[-1]} in the last."
     )
 
 

@@ -106,16 +106,16 @@ def optimizer_facts(
     """
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     free = ("name", "learning_rate", "lr", "initial_lr", "max_lr", "min_lr")
-    compared = {k: _plain(v) for k, v in hyperparameters.items() if k not in free}
+    compared = {k: plain(v) for k, v in hyperparameters.items() if k not in free}
     return {"class": name, **compared}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value that can be compared between ranks."""
     if isinstance(value, Mapping):
-        return {key: _plain(element) for key, element in value.items()}
+        return {key: plain(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     if getattr(value, "shape", None) == ():  # a scalar of NumPy or of a framework
         value = value.item() if hasattr(value, "item") else float(value)
     if isinstance(value, float) and math.isnan(value):

@@ -106,7 +106,10 @@ def adasum_all_reduce(
         several = listed(tensors)
         checked = rule_of(rule, group_op, group_size)
         call = call_of(several, checked.described)
-        if async_op and not call.problem and any(map(torch.is_inference, several)):
+        in_thread = (
+            async_op and several and several[0].is_cpu if not call.problem else False
+        )
+        if in_thread and any(map(torch.is_inference, several)):
             call = Call(
                 (),
                 (),

@@ -154,12 +154,9 @@ def _described(model: torch.nn.Module) -> dict[str, object]:
         for name, parameter in model.named_parameters()
     }
     buffers = {
-        f"buffer {name}": (
-            tuple(local_of(buffer).shape),
-            str(buffer.dtype),
-            f"worker_local={is_marked_local(buffer)}",
-        )
+        f"buffer {name}": (tuple(local_of(buffer).shape), str(buffer.dtype))
         for name, buffer in model.named_buffers()
+        if not is_marked_local(buffer)
     }
     return parameters | buffers
 

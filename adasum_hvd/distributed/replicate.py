@@ -42,10 +42,9 @@ __all__ = ["Replicas", "adasum_replicate"]
 
 # By id, the parameters that have hooks: a second handle would reduce the same gradients.
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-# The handles, for as long as their models live. Hooks do not keep them: autograd's references are
+# The attribute by which parameters keep their handle. Their hooks do not: autograd's references are
 # none that Python's garbage collector can follow.
-_handles: weakref.WeakKeyDictionary[torch.nn.Module, Replicas]
-_handles = weakref.WeakKeyDictionary()
+_KEPT = "_adasum_replicas"
 
 
 class Replicas:
@@ -61,11 +60,8 @@ class Replicas:
         rule: Rule,
         overlap: bool,
     ):
-        self._model, self._communicator, self._rule = (
-            weakref.ref(model),
-            communicator,
-            rule,
-        )
+        self._communicator, self._rule = communicator, rule
+        self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
         self._overlap, self._local = overlap, False
         units = units_of(model)
         self._frozen = Frozen(model)
@@ -78,14 +74,19 @@ class Replicas:
         self._reduced: dict[int, Reduced] = {}  # by parameter
         hook = weakref.WeakMethod(self._hook)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, hook, one, k))
-            for one in self._units
-            for k, parameter in enumerate(one.unit.parameters)
+            parameter.register_post_accumulate_grad_hook(partial(_call, hook, n, k))
+            for n, unit in enumerate(units)
+            for k, parameter in enumerate(unit.parameters)
         ]
         self._handles += self._frozen.hooks("adasum_replicate")
         for unit in units:
             _hooked.update((id(parameter), parameter) for parameter in unit.parameters)
-        _handles[model] = self
+        for parameter in model.parameters():
+            setattr(parameter, _KEPT, self)
+
+    def __reduce__(self) -> Any:
+        """A copy of a parameter, or a saved one, has no handle."""
+        return type(None), ()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,9 +109,8 @@ class Replicas:
                 backward pass.
         """
         self._local = not requires_gradient_sync
-        model = self._model()
-        for module in () if model is None else model.modules():
-            if is_fsdp_module(module):
+        for reference in self._fsdp:
+            if (module := reference()) is not None:
                 module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def synchronize(self) -> None:
@@ -120,8 +120,8 @@ class Replicas:
         for a replica whose step has no backward pass.
 
         Raises:
-            RuntimeError: no replica has a gradient, because FSDP keeps whole ones in `no_sync()`;
-                or a replica did not respond within the group's timeout.
+            RuntimeError: no replica has a gradient of a model with FSDP modules, because these keep
+                whole ones in `no_sync()`; or a replica did not respond within the group's timeout.
 
         Collective: all ranks of the mesh, and the ranks of their shards; blocks on a CPU.
         """
@@ -129,7 +129,11 @@ class Replicas:
             self._break_off()
             self._reduced.clear()
             states = self._end()
-            if self._units and all(bool((s == MISSING).all()) for s in states):
+            if (
+                self._fsdp
+                and states
+                and all(bool((s == MISSING).all()) for s in states)
+            ):
                 raise RuntimeError(
                     "adasum_replicate: expected gradients to synchronize, but got none on any "
                     f"replica (rank {dist.get_rank()}); leave the last backward pass of a step "
@@ -143,9 +147,11 @@ class Replicas:
         for progress in self._units:
             for parameter in progress.unit.parameters:
                 _hooked.pop(id(parameter), None)
+                setattr(parameter, _KEPT, None)
 
-    def _hook(self, progress: Progress, number: int, parameter: torch.Tensor) -> None:
+    def _hook(self, unit: int, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
+        progress = self._units[unit]
         before = self._reduced.pop(id(parameter), None)
         if self._communicator.size == 1:
             return
@@ -290,11 +296,11 @@ class Replicas:
 
 
 def _call(
-    hook: weakref.WeakMethod[Any], progress: Progress, number: int, parameter: Any
+    hook: weakref.WeakMethod[Any], unit: int, number: int, parameter: Any
 ) -> None:
-    """Call a handle's hook while the handle is there."""
+    """Call the hook of a handle, which lives as long as the parameter."""
     if (method := hook()) is not None:
-        method(progress, number, parameter)
+        method(unit, number, parameter)
 
 
 def adasum_replicate(

@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import torch
 
+from adasum_hvd.common.agreement import plain
+
 Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 GROUP_OPS = ("adasum", "average", "sum")
 
@@ -53,12 +55,13 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The rule's name, by which ranks compare it; of a partial with its arguments."""
+        """The rule's name, by which ranks compare it; of a partial with its plain arguments."""
         if isinstance(self.kind, str):
             return self.kind
         if isinstance(self.kind, partial):
-            arguments = [*map(repr, self.kind.args)]
-            arguments += [f"{k}={v!r}" for k, v in self.kind.keywords.items()]
+            arguments = [_shown(value) for value in self.kind.args]
+            named = sorted(self.kind.keywords.items())
+            arguments += [f"{key}={_shown(value)}" for key, value in named]
             return f"{_name(self.kind.func)}({', '.join(arguments)})"
         return _name(self.kind)
 
@@ -67,6 +70,10 @@ class Rule:
         """The settings that must be the same on all ranks."""
         groups = {"group_op": self.group_op, "group_size": self.group_size}
         return {"rule": self.name, **groups}
+
+
+def _shown(value: object) -> str:
+    return _name(value) if callable(value) else repr(plain(value))
 
 
 def _name(function: object) -> str:

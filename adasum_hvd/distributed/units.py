@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +57,12 @@ class Frozen:
 
     def hooks(self, what: str) -> list[RemovableHandle]:
         """Let backward `check` where a pass reaches one of them, and perhaps no other parameter."""
-        found = []
+        found, check = [], weakref.WeakMethod(self.check)
         for parameter in self._parameters.values():
             if parameter.is_floating_point() and not is_marked_local(parameter):
                 parameter.requires_grad_(True)  # torch takes no hook otherwise
                 hook = parameter.register_post_accumulate_grad_hook
-                found.append(hook(lambda _: self.check(what)))
+                found.append(hook(partial(_check, check, what)))
                 parameter.requires_grad_(False)
         return found
 
@@ -77,6 +79,11 @@ class Frozen:
                     f"would not be reduced (rank {dist.get_rank()}); call remove(), and {what} "
                     "again, when other parameters are trained"
                 )
+
+
+def _check(check: weakref.WeakMethod[Any], what: str, _: torch.Tensor) -> None:
+    if (method := check()) is not None:
+        method(what)
 
 
 def units_of(model: torch.nn.Module) -> list[Unit]:

@@ -168,19 +168,19 @@ def join() -> Any:
     return tf.function(mpi_ops.join, autograph=False).get_concrete_function()()
 
 
-def SyncBatchNormalization(*args: Any, **kwargs: Any) -> Any:
-    """Return Horovod's layer, which is of Keras 2.
+class SyncBatchNormalization:
+    """Horovod's layer, which Keras 3 cannot make.
 
     Raises:
-        NotImplementedError: Keras 3.
+        NotImplementedError: always.
     """
-    if int(tf.keras.__version__.partition(".")[0]) > 2:
+
+    def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(
             "SyncBatchNormalization: expected Keras 2, whose layer Horovod's is made of, but got "
             f"Keras {tf.keras.__version__}; use keras.layers.BatchNormalization, whose statistics "
             "stay on each rank"
         )
-    return horovod_tf.SyncBatchNormalization(*args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -10,9 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-_FOLDED_BYTES = (
-    1 << 20
-)  # larger constants stay as they are: the optimizer's own limit is below
 _zeros: list[tf.Variable] = []
 
 
@@ -33,14 +30,29 @@ def zero(dtype: tf.DType) -> Any:
 
 
 def unfolded(tensor: Any) -> Any:
-    """Return a tensor's value such that it does not look like a constant in a graph."""
+    """Return a tensor, and a sum with `zero` in place of one that a graph computes of constants."""
     tensor = tf.convert_to_tensor(tensor)
-    dtype, elements = tensor.dtype, tensor.shape.num_elements()
-    is_large = elements is not None and elements * dtype.size > _FOLDED_BYTES
-    if (
-        tf.executing_eagerly()
-        or is_large
-        or not (dtype.is_floating or dtype.is_integer)
-    ):
+    is_number = tensor.dtype.is_floating or tensor.dtype.is_integer
+    if tf.executing_eagerly() or not is_number or not _is_constant(tensor.op):
         return tensor
-    return tensor + zero(dtype)
+    name = tensor.op.name.rpartition("/")[2]
+    return tf.add(tensor, zero(tensor.dtype), name=f"{name}_unfolded")
+
+
+def _is_constant(operation: Any) -> bool:
+    """Return whether an operation of a graph has neither arguments nor variables before it."""
+    seen, left = set(), [operation]
+    while left:
+        one = left.pop()
+        if one.name in seen:
+            continue
+        seen.add(one.name)
+        definition = one.op_def
+        if (
+            definition is None
+            or definition.is_stateful
+            or one.type.startswith("Placeholder")
+        ):
+            return False
+        left += [each.op for each in one.inputs]
+    return True

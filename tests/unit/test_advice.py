@@ -72,7 +72,7 @@ def test_the_answer_has_the_figures():
     assert found.speedup == pytest.approx(41 / 2.25)
     assert found.noise_scale == pytest.approx(40)
     text = str(found)
-    assert "noise scale is 40 batches of one worker in the first third" in text
+    assert "in batches of one worker, is 40 in the first third" in text
     assert "acts like Average at 2.43 times the learning rate" in text
     assert "about 18.2 times fewer steps" in text and "about 40 workers" in text
     assert "rests on 6 records" in text

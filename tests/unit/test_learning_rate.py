@@ -7,6 +7,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from convergence import plan
@@ -230,6 +231,12 @@ def test_the_banner_has_the_same_advice():
     assert "rate" not in banner(ops.AdasumGrad, 64, None)
 
 
+def test_a_rate_may_be_a_tensor():
+    expected = adasum_lr(0.1, "adasum-grad", 8)
+    for rate in (torch.tensor(0.1, dtype=torch.float64), np.float64(0.1)):
+        assert adasum_lr(rate, "adasum-grad", np.int64(8)) == expected
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -246,7 +253,7 @@ def test_the_banner_has_the_same_advice():
     ],
 )
 def test_refuses(wrong):
-    with pytest.raises(ValueError, match="adasum_lr: expected base_lr > 0"):
+    with pytest.raises(ValueError, match="adasum_lr: expected a number base_lr"):
         adasum_lr(*wrong)
 
 

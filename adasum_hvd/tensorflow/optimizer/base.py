@@ -41,7 +41,6 @@ class State:
         self.start_values: dict[int, Any] = {}  # by the variable's index
         # Indices of the variables with a gradient on this rank.
         self.present: frozenset[int] = frozenset()
-        self.first_pass: frozenset[int] | None = None  # of those that Keras accumulates
         self.used: dict[int, Any] = {}  # whether any rank has a gradient, by index
         self.did_reduce = False
         # Whether the last reduced values are finite; only under a loss scale.
@@ -212,8 +211,6 @@ class KerasDistributed(keras.optimizers.Optimizer):
             indices = map(self._get_variable_index, variables)
             pairs = zip(indices, grads, strict=True)
             present = {index: grad for index, grad in pairs if grad is not None}
-            if every and tf.executing_eagerly():
-                self._require_same_passes(frozenset(present), every)
             if present and len(present) < len(grads):
                 self._filter_empty_gradients(grads, variables)  # warns
             self._apply_together(present)
@@ -225,19 +222,6 @@ class KerasDistributed(keras.optimizers.Optimizer):
                 f"{state.options.process_set.size()} ranks, but got one of {self._base.__name__} "
                 "that reduced nothing, so the replicas would diverge; leave some variables "
                 "that are not worker-local, and use an optimizer that steps as Keras's do"
-            )
-
-    def _require_same_passes(self, present: frozenset[int], every: int) -> None:
-        """Raise ValueError unless each pass that Keras accumulates has the same gradients."""
-        state = self._adasum
-        if int(self._iterations) % every == 0:
-            state.first_pass = present
-        if state.first_pass not in (None, present):
-            raise ValueError(
-                "gradient_accumulation_steps: expected gradients of the same variables in every "
-                f"pass, but got {len(present)} variables in this pass and "
-                f"{len(state.first_pass)} in the first one; let every pass use all of them, or "
-                "use an optimizer for each part of the model"
             )
 
     def _apply_together(self, present: dict[int, Any]) -> None:

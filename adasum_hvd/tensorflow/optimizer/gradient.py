@@ -22,7 +22,12 @@ class GradientOptimizer(KerasDistributed):
         return prepared(grads, variables, self._adasum.options)
 
     def _apply_together(self, present: dict[int, Any]) -> None:
-        self._adasum.present = frozenset(present)
+        state, every = self._adasum, self.gradient_accumulation_steps
+        # What Keras accumulates has a gradient if one of its passes has. A traced function does not
+        # know where a window begins.
+        is_first = tf.executing_eagerly() and int(self._iterations) % (every or 1) == 0
+        before = frozenset() if not every or is_first else state.present
+        state.present = before | frozenset(present)
         grads = []
         for index, variable in enumerate(self._trainable_variables):
             grad = present.get(index)

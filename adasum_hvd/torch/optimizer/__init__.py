@@ -66,7 +66,7 @@ def _checked_names(
         for j, parameter in enumerate(group["params"])
     ]
     if named_parameters is None:
-        return Names({parameter: name for name, parameter in in_groups})
+        return Names(in_groups)
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ValueError(
@@ -79,7 +79,7 @@ def _checked_names(
         raise ValueError(
             f"named_parameters: expected unique names, but got twice: {duplicates}"
         )
-    names = Names({parameter: name for name, parameter in named})
+    names = Names(named)
     unnamed = [position for position, parameter in in_groups if parameter not in names]
     if unnamed:
         raise ValueError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import rank, size
-from torch.utils.weak import WeakIdKeyDictionary
 
 from adasum_hvd.common.agreement import OPTIONS, compare_settings
 from adasum_hvd.common.marks import times_marked
@@ -24,8 +23,32 @@ from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 _instances = itertools.count()
 
 
-class Names(WeakIdKeyDictionary):
-    """Names by parameter, which it does not keep: an id may be used again."""
+class Names:
+    """Names by parameter. It keeps the parameters, because an id may be used again."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
+        self._named = {id(parameter): (name, parameter) for name, parameter in named}
+        self._current: set[int] = set()
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._named
+
+    def __getitem__(self, parameter: torch.Tensor) -> str:
+        return self._named[id(parameter)][0]
+
+    def follow(self, current: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Name the optimizer's parameters that have no name, and forget those that it had before.
+
+        Args:
+            current: the optimizer's parameters, with the names of those that have none.
+        """
+        current = list(current)
+        ids = {id(parameter) for _, parameter in current}
+        for gone in self._current - ids:
+            self._named.pop(gone, None)
+        self._current = ids
+        for name, parameter in current:
+            self._named.setdefault(id(parameter), (name, parameter))
 
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -94,9 +117,11 @@ class ReducedParameters:
 
     def name_new(self) -> None:
         """Name parameters that were added, by their place in the param groups."""
-        for index, group in enumerate(self.groups):
-            for j, parameter in enumerate(group["params"]):
-                self._names.setdefault(parameter, f"group{index}.param{j}")
+        self._names.follow(
+            (f"group{index}.param{j}", parameter)
+            for index, group in enumerate(self.groups)
+            for j, parameter in enumerate(group["params"])
+        )
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is sent."""

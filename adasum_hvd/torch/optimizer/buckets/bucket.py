@@ -71,7 +71,11 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
         # A flag for sparse gradients, above the sum of all ranks' flags for dense ones.
-        self._sparse_flag = 2.0 * process_set.size() if keeps_sparse else 1.0
+        ranks = process_set.size()
+        fits = (
+            2 * ranks * ranks < torch.finfo(wire_dtype).max
+        )  # no infinity, which has a meaning
+        self._sparse_flag = 2.0 * ranks if keeps_sparse and fits else 1.0
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()

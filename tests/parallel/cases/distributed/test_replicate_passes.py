@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import time
 import weakref
 from contextlib import nullcontext
@@ -133,7 +135,24 @@ def case_a_model_is_freed_without_remove() -> None:
     model = nn.Linear(3, 2)
     adasum_replicate(model, mesh_of(1)["replica"])
     model(torch.ones(1, 3)).sum().backward()
-    gone = weakref.ref(model)
+    gone = [weakref.ref(each) for each in (model, model.weight)]
     del model
+    for _ in range(2):
+        gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def case_a_container_may_go() -> None:
+    """The call is collective over the job, so that several parts of a model are passed together."""
+    part = nn.Linear(3, 2)
+    adasum_replicate(nn.ModuleList([part, nn.Linear(2, 1)]), mesh_of(1)["replica"])
     gc.collect()
-    assert gone() is None
+    (rank() * part(torch.ones(1, 3)).sum()).backward()
+    assert len({g.sum().item() for g in everyone(part.weight.grad)}) == 1
+    assert copy.deepcopy(part).weight.grad is None
+    saved = io.BytesIO()
+    torch.save(part, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    loaded(torch.ones(1, 3)).sum().backward()  # with no handle: nothing is reduced
+    assert torch.equal(loaded.weight.grad, torch.ones(2, 3))
