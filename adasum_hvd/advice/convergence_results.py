@@ -89,6 +89,7 @@ FIGURES = {
                 Measured(16, 469, 58, 5.2, 146, 13),
                 Measured(32, 490, 50, 9, 142, 44),
                 Measured(64, 478, 76, 5.2, 156, 57),
+                Measured(128, None, None, 5.2, 129, 13),
             ),
             ops.AdasumGrad: (
                 _MOMENTUM_ONE,
@@ -98,6 +99,7 @@ FIGURES = {
                 Measured(16, 136, 18, 1.73, 114, 25),
                 Measured(32, 103, 13, 1.73, 80, 7),
                 Measured(64, 87, 11, 1.73, 76, 13),
+                Measured(128, 72, 11, 1.73, 68, 8),
             ),
             ops.AdasumDelta: (
                 _MOMENTUM_ONE,

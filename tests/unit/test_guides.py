@@ -47,7 +47,7 @@ def test_factors_of_the_learning_rate_are_those_of_adasum_lr() -> None:
         for first, *_ in pages.tables(REPOSITORY / "docs/choose.md")
         if first[0] == "workers"
     )
-    assert len(rows) == 3 and len(head) == 7
+    assert len(rows) == 3 and len(head) == 8
     for row in rows:
         for workers, cell in zip(head[1:], row[1:], strict=True):
             op = ops.ReduceOp[row[0].strip("`")]

@@ -79,7 +79,8 @@ def test_the_rule_follows_from_the_figures():
         ("average", 8, 9, "measured"),
         ("average", 12, 9 * (5.2 / 9) ** math.log2(1.5), "interpolated"),
         ("sum", 32, 9 / 32, "measured"),
-        ("sum", 128, 5.2 / 128, "extrapolated"),
+        ("sum", 128, 5.2 / 128, "measured"),
+        ("sum", 256, 5.2 / 256, "extrapolated"),
     ],
 )
 def test_rates_come_from_the_figures(op, size, factor, certainty):
@@ -95,6 +96,8 @@ def test_the_result_at_one_workers_rate_is_named():
     reason = adasum_lr(0.1, "average", 32).reason
     assert "142 ± 44 steps to 97 % with 32 workers at 9 times" in reason
     assert "490 ± 50 steps to 97 % with 32 workers at one worker's rate" in reason
+    reason = adasum_lr(0.1, "average", 128).reason
+    assert "with 128 workers a seed missed the target at one worker's rate" in reason
 
 
 @pytest.mark.parametrize("op", MOMENTUM.rows, ids=lambda op: op.name)
