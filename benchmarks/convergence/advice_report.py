@@ -41,7 +41,8 @@ class Pair(NamedTuple):
         """Return the one with fewer steps to the target; "equal" within the larger deviation."""
         counts = [outcome.counted for outcome in self]
         means = [statistics.mean(each) for each in counts]
-        if abs(means[0] - means[1]) <= max(map(statistics.stdev, counts)):
+        spreads = [statistics.stdev(each) if each[1:] else 0.0 for each in counts]
+        if abs(means[0] - means[1]) <= max(spreads):
             return "equal"
         return "Average" if means[0] < means[1] else "AdasumGrad"
 

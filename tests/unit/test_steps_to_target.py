@@ -183,6 +183,7 @@ def pretend(setting: Setting) -> dict[str, object]:
     return {
         **target.non_defaults(setting), "steps_to_target": steps, "steps": 400, "level": 0.9,
         "seconds": 1.0, "validation": abs(math.log(setting.outer_lr)), "test": 2.0,
+        "noise": [[10, 40.0, 4.0, 9.0]],
     }  # fmt: skip
 
 
@@ -466,6 +467,8 @@ def test_a_picture_of_few_runs(tmp_path, monkeypatch):
     }
     found = target_report.table(TASK, results)
     assert "| 1 | all | 1x (0.01235) | 100 | 90.0 | 100 | 90.0 |" in found
+    found = advice_report.table((TASK,), results)
+    assert "| digits | 4 | 2.5 | 2.5 | 0.5 |" in found
     assert "| 4 | average | 3x (0.03704) | missed by all 1 seeds |" in found
     assert "Not run yet" not in found
     schedules = outer_report.schedules(TASK, results)
