@@ -467,8 +467,8 @@ def test_a_picture_of_few_runs(tmp_path, monkeypatch):
     }
     found = target_report.table(TASK, results)
     assert "| 1 | all | 1x (0.01235) | 100 | 90.0 | 100 | 90.0 |" in found
-    found = advice_report.table((TASK,), results)
-    assert "| digits | 4 | 2.5 | 2.5 | 0.5 |" in found
+    advised = advice_report.table((TASK,), results)
+    assert "| digits | 4 | 2.5 | 2.5 | 0.5 |" in advised
     assert "| 4 | average | 3x (0.03704) | missed by all 1 seeds |" in found
     assert "Not run yet" not in found
     schedules = outer_report.schedules(TASK, results)
