@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from adasum_hvd.advice.convergence_results import (
     FIGURES,
@@ -101,8 +101,8 @@ def adasum_lr(
         recommends 2 to 2.5 times the single worker's rate, and local_size times it if
         nodes are averaged first; the studies here confirm neither.
     """
-    base_lr = float(base_lr) if _is_number(base_lr) else base_lr
-    if not (_is_positive(base_lr) and _is_count(size) and _is_count(group_size)):
+    rate = _number(base_lr)
+    if not (0 < rate < math.inf and _is_count(size) and _is_count(group_size)):
         raise ValueError(
             "adasum_lr: expected a number base_lr > 0 and integers size >= 1 and group_size >= 1, "
             f"but got {base_lr!r}, {size!r} and {group_size!r}"
@@ -131,7 +131,7 @@ def adasum_lr(
                 f"{needed.name}, which has no measured results with {study}"
             )
     if grouped:
-        return _grouped(base_lr, figures, reduction, size, group_op, group_size)
+        return _grouped(rate, figures, reduction, size, group_op, group_size)
     factor, certainty, rows = _factor(figures, reduction, size)
     reason = _reason(figures, reduction, size, certainty, rows)
     if advice := variant_advice(reduction, size, study):
@@ -141,19 +141,15 @@ def adasum_lr(
             "; group_size=1 means groups of one rank: pass the real group_size (by default the "
             "ranks per host)"
         )
-    return LearningRate(base_lr * factor, factor, reason, certainty, rows)
+    return LearningRate(rate * factor, factor, reason, certainty, rows)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a number, or a tensor or variable of one."""
+def _number(value: Any) -> float:
+    """Return a number, or that of a tensor or variable; NaN for anything else."""
     try:
-        return not isinstance(value, str) and math.isfinite(float(value))  # type: ignore[arg-type]
+        return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
-        return False
+        return math.nan
 
 
 def _is_count(value: object) -> bool:

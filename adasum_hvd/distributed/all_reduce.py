@@ -106,9 +106,7 @@ def adasum_all_reduce(
         several = listed(tensors)
         checked = rule_of(rule, group_op, group_size)
         call = call_of(several, checked.described)
-        in_thread = (
-            async_op and several and several[0].is_cpu if not call.problem else False
-        )
+        in_thread = async_op and not call.problem and several and several[0].is_cpu
         if in_thread and any(map(torch.is_inference, several)):
             call = Call(
                 (),

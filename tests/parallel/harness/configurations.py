@@ -80,7 +80,10 @@ AGREEMENT = (
 TENSORFLOW_OPS = _files("tensorflow", "ops reducer legacy")
 SIMULATED = _files("device", "simulated")
 LAYOUTS = _files("distributed", "sharded_layouts")
-SHARDED = (*_files("distributed", "replicate replicate_passes local_sgd"), *LAYOUTS)
+SHARDED = (
+    *_files("distributed", "replicate replicate_passes local_sgd local_sgd_steps"),
+    *LAYOUTS,
+)
 
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.

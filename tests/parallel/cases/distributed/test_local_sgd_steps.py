@@ -1,0 +1,104 @@
+"""Steps of `LocalSGD` and `reduce_changes` that fail, or that touch other parameters."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from adasum_hvd.distributed import LocalSGD, reduce_changes
+from tests.parallel.cases.distributed.test_local_sgd import sgd, train
+from tests.parallel.harness.sharded import (
+    Model,
+    digest,
+    everyone,
+    loss_of,
+    mesh_of,
+    shard,
+)
+from tests.parallel.harness.sharded import align as align
+from tests.parallel.harness.sharded import init as init
+from tests.parallel.harness.sharded import rank as rank
+from tests.parallel.harness.sharded import shutdown as shutdown
+
+
+def case_an_outer_step_leaves_frozen_parameters() -> None:
+    """Also one that has a gradient from before."""
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    model.bias.requires_grad_(False).fill_(0)
+    outer = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = torch.optim.SGD([model.weight], 0.1)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
+    optimizer.step()
+    assert not model.bias.any() and model.bias.grad.all()
+
+
+def case_an_evaluation_after_the_last_window_has_the_reduced_weights() -> None:
+    """One in mid-window has left whole parameters in FSDP's root."""
+    model = Model()
+    shard(model, 2)
+    optimizer = sgd(model)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(2)["replica"], 4)
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        loss_of(model, 0)
+        local_sgd.synchronize()
+        losses = everyone(loss_of(model, 0))
+        model.reshard()
+        assert torch.equal(loss_of(model, 0), losses[dist.get_rank()])
+    assert len({float(loss) for loss in losses}) == 1
+
+
+def case_a_first_step_that_raises_is_undone() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    before = digest(model)
+
+    def fails(*_) -> None:
+        raise KeyError("fails")
+
+    handle = optimizer.register_step_post_hook(fails)
+    local_sgd.remove()  # so that the failing hook is the first
+    local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert digest(model) != before
+    local_sgd.synchronize()
+    handle.remove()
+    assert digest(model) == before
+
+
+def case_changes_are_compared_as_soon_as_there_are_any() -> None:
+    """A warm-up begins at a rate of 0, and one rank alone may have a gradient."""
+    warned = {}
+    for name, rates, own in (("warm-up", (0.0, 0.1), False), ("one", (0.1,), True)):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        end = reduce_changes(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer.param_groups[0]["lr"] in rates:
+                optimizer.zero_grad()
+                scale = float(dist.get_rank() == 0) if own else 1.0
+                (scale * model(torch.ones(1, 3)).sum()).backward()
+                optimizer.step()
+        end()
+        warned[name] = sum("the same change from all" in str(w.message) for w in caught)
+    assert warned == {"warm-up": 1, "one": 0}
+
+
+def case_a_step_that_cannot_be_reduced_is_undone() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    reduce_changes(optimizer, rule="mean" if dist.get_rank() else "adasum")
+    before = digest(model)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="expected the same arguments on all ranks"):
+        optimizer.step()
+    assert digest(model) == before
