@@ -64,7 +64,7 @@ class Figures(NamedTuple):
         known = []
         if row.unscaled is not None and row.unscaled_deviation is not None:
             known.append(Best(1.0, row.unscaled, row.unscaled_deviation))
-        if row.factor and row.result is not None and row.deviation is not None:
+        if row.factor and row.deviation is not None:
             known.append(Best(row.factor, row.result, row.deviation))
         sign = -1 if self.lower_is_better else 1
         return max(known, key=lambda best: sign * best.result, default=None)

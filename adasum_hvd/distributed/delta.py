@@ -44,6 +44,12 @@ def apply_changes(
         torch.add(old, change, out=new)
 
 
+def restore(starts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    """Set each weight to `w_old`, in place."""
+    for old, new in zip(starts, weights, strict=True):
+        new.copy_(old)
+
+
 def warn_if_equal(
     who: str,
     communicator: Communicator,
@@ -156,8 +162,7 @@ def reduce_changes(
                     "reduce_changes", communicator, starts, weights(), changes
                 )
         except BaseException:
-            for weight, start in zip(weights(), starts, strict=True):
-                weight.copy_(start)
+            restore(starts, weights())
             raise
         apply_changes(starts, changes, weights())
         starts.clear()

@@ -23,6 +23,7 @@ from adasum_hvd.distributed.delta import (
     apply_changes,
     changes_since,
     copies_of,
+    restore,
     warn_if_equal,
 )
 from adasum_hvd.distributed.replica_mesh import connect
@@ -203,8 +204,7 @@ class LocalSGD:
     def _restore(self) -> None:
         """Set the weights to those of the window's start."""
         for unit, starts in zip(self._units, self._starts, strict=False):
-            for weight, start in zip(unit.locals(), starts, strict=True):
-                weight.copy_(start)
+            restore(starts, unit.locals())
 
     def remove(self) -> None:
         """Take the hooks off the optimizer; the changes of an incomplete window stay local."""

@@ -184,7 +184,8 @@ class Replicas:
         current = torch._C._current_graph_task_id()
         if current == self._pass:
             return
-        self._break_off()
+        if self._pass is not None:
+            self._break_off()
         self._frozen.check("adasum_replicate")
         self._pass = current
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
@@ -262,9 +263,11 @@ class Replicas:
         try:
             for progress in self._units[self._next :]:
                 self._launch(progress)
-            found = [
-                self._store(unit, *future.wait()) for unit, future in self._futures
-            ]
+            found = []
+            for unit, future in self._futures:
+                gradients, everywhere = future.wait()
+                self._store(unit, gradients, everywhere)
+                found.append(everywhere)
             for progress in self._units:
                 progress.end_pass()
         finally:
@@ -272,7 +275,7 @@ class Replicas:
         return found
 
     def _break_off(self) -> None:
-        """Forget the present pass, if any; what it has launched ends first."""
+        """Forget the present pass; what it has launched ends first."""
         for _, future in self._futures:
             wait_quietly(future)
         self._next, self._futures, self._pass = 0, [], None
@@ -281,18 +284,13 @@ class Replicas:
 
     def _store(
         self, unit: Unit, gradients: list[torch.Tensor], everywhere: torch.Tensor
-    ) -> torch.Tensor:
-        """Set gradients that only other replicas had; remember that all of them are reduced.
-
-        Returns:
-            The states on all replicas.
-        """
+    ) -> None:
+        """Set gradients that only other replicas had; remember that all of them are reduced."""
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
-        return everywhere
 
 
 def _call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from convergence.training import Job, Setting
@@ -218,12 +219,13 @@ def other_runs(task: Task, seeds: Seeds, find: Find) -> Iterator[Setting]:
 
 def _runs_of(chosen: list[Point], seeds: Seeds, find: Find) -> Iterator[Setting]:
     """Yield each point's runs; after a number of workers, those that it adds to the ones before."""
-    for place, point in enumerate(chosen):
-        yield from _runs(point, first_search(point, seeds, find), seeds, find)
-        after = chosen[place + 1 : place + 2]
-        if not after or after[0].workers != point.workers:
-            for known in chosen[: place + 1]:
-                yield from _runs(known, search(known, seeds, find), seeds, find)
+    known: list[Point] = []
+    for _, block in groupby(chosen, key=lambda point: point.workers):
+        for point in block:
+            known.append(point)
+            yield from _runs(point, first_search(point, seeds, find), seeds, find)
+        for point in known:
+            yield from _runs(point, search(point, seeds, find), seeds, find)
 
 
 def _runs(point: Point, found: Search, seeds: Seeds, find: Find) -> Iterator[Setting]:

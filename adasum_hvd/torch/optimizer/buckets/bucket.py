@@ -70,11 +70,10 @@ class Bucket:
         self._repeats = _repeats(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
-        # A flag for sparse gradients, above the sum of all ranks' flags for dense ones.
+        # A flag for sparse gradients, above the sum of all ranks' flags for dense ones. Infinity
+        # has a meaning of its own.
         ranks = process_set.size()
-        fits = (
-            2 * ranks * ranks < torch.finfo(wire_dtype).max
-        )  # no infinity, which has a meaning
+        fits = 2 * ranks * ranks < torch.finfo(wire_dtype).max
         self._sparse_flag = 2.0 * ranks if keeps_sparse and fits else 1.0
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
