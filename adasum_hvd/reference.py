@@ -12,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from adasum_hvd.common.ops import GROUP_OPS
+
 __all__ = [
     "adasum",
     "coefficient",
@@ -93,9 +95,19 @@ def adasum(
         hosts: see :func:`tree`; by default all ranks share one.
         group_op: see :func:`tree`.
         group_size: see :func:`tree`.
+
+    Raises:
+        ValueError: an unknown `group_op`, another number of hosts than of tensors, or tensors of
+            several shapes.
     """
     hosts = [0] * len(tensors) if hosts is None else hosts
     nodes = [np.asarray(tensor, np.float64) for tensor in tensors]
+    shapes = {node.shape for node in nodes}
+    if group_op not in GROUP_OPS or len(hosts) != len(nodes) or len(shapes) > 1:
+        raise ValueError(
+            f"adasum: expected a group_op of {GROUP_OPS}, one host per tensor and one shape, but "
+            f"got {group_op!r}, {len(hosts)} hosts for {len(nodes)} tensors, and {sorted(shapes)}"
+        )
     largest = max((np.max(np.abs(node), initial=0.0) for node in nodes), default=0.0)
     # float64 products overflow where float64 inputs do not: scale by a power of two.
     is_wide = np.asarray(tensors[0]).dtype == np.float64 and 0 < largest < np.inf

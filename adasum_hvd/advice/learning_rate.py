@@ -36,6 +36,8 @@ _NAMES = {  # parts of the names of optimizers, in this order, and their studies
     "momentum": "momentum",
     "gradientdescent": "momentum",
 }
+# Their names have such parts, but no study has trained with them.
+_OTHERS = frozenset({"adamax", "nadam", "radam", "sparseadam", "asgd"})
 
 
 class LearningRate(NamedTuple):
@@ -195,8 +197,21 @@ def find_study(optimizer: object) -> str | None:
     """As `study_of` of an optimizer or its class; None if no study has it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # Keras's loss scaling
     kind = inner if isinstance(inner, type) else type(inner)
-    names = " ".join(each.__name__.lower() for each in kind.__mro__)
-    return next((study for name, study in _NAMES.items() if name in names), None)
+    names = [each.__name__.lower() for each in kind.__mro__]
+    if not _OTHERS.isdisjoint(names):
+        return None
+    text = " ".join(names)
+    study = next((study for name, study in _NAMES.items() if name in text), None)
+    return "adamw" if study == "adam" and _decays_weights(inner) else study
+
+
+def _decays_weights(optimizer: Any) -> bool:
+    """Return whether Adam decays weights and not through gradients, which makes it AdamW."""
+    defaults = getattr(optimizer, "defaults", {})
+    return bool(
+        getattr(optimizer, "decoupled_weight_decay", False)
+        or (isinstance(defaults, dict) and defaults.get("decoupled_weight_decay"))
+    )
 
 
 def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> str:

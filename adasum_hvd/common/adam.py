@@ -17,7 +17,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,9 +167,10 @@ def parse_lr(value: Any) -> float | Schedule:
         value = array
     if callable(value):
         return value
-    if isinstance(value, bool | str | bytes) or not isinstance(value, Iterable):
+    is_single = isinstance(value, bool | str | bytes)
+    if is_single or isinstance(value, Mapping | Set) or not isinstance(value, Iterable):
         raise TypeError(
-            "AdamOffload: lr: expected an int, a float, a tensor, an iterable or a schedule "
+            "AdamOffload: lr: expected an int, a float, a tensor, a sequence or a schedule "
             f"(called with the step), {_got(value)}"
         )
     rates = tuple(check_rate(rate) for rate in value)

@@ -92,7 +92,7 @@ def require_op(library: ctypes.CDLL) -> None:
 def _text(library: ctypes.CDLL, function: str) -> str:
     call = getattr(library, function)
     call.restype = ctypes.c_char_p
-    return call().decode()
+    return call().decode(errors="backslashreplace")
 
 
 def version(library: ctypes.CDLL) -> str:
@@ -101,7 +101,7 @@ def version(library: ctypes.CDLL) -> str:
 
 
 def settings(library: ctypes.CDLL) -> dict[str, object]:
-    """Return the settings in the environment, as the op reads them at `init`."""
+    """Return the settings that the op read at the last `init`; before it, the environment's."""
     return json.loads(_text(library, "horovod_adasum_settings"))
 
 

@@ -95,7 +95,7 @@ def fusion_groups(
 
 def checked_degree(degree: Any) -> int:
     """Return the divisor of a `DistributedGradReducer`; ValueError unless an int > 0."""
-    if not isinstance(degree, int) or degree <= 0:
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree <= 0:
         raise ValueError(
             f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
         )

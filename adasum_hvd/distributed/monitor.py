@@ -62,6 +62,8 @@ class AdasumMonitor:
         to: the sinks, on the first rank of the process group: paths that end in `.jsonl`, other
             paths (folders for TensorBoard), functions of a record; or one of these.
         named_parameters: (name, parameter) pairs, as from `model.named_parameters()`.
+        scaler: torch's `GradScaler` of the run, if it has one, so that records are of the unscaled
+            gradients.
 
     Raises:
         TypeError: another `source`, or something else in `to`.
@@ -86,6 +88,7 @@ class AdasumMonitor:
         every: int = 50,
         to: Any = (),
         named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        scaler: Any = None,
     ):
         if not isinstance(source, AdasumState):
             raise TypeError(
@@ -101,7 +104,9 @@ class AdasumMonitor:
         self._names = {id(p): name for name, p in named_parameters}
         self._monitor: Monitor | None = None
         if source.communicator.size > 1:
-            monitor = self._monitor = Monitor(every, to, _Channel(source))
+            scale = (lambda: 1.0) if scaler is None else scaler.get_scale
+            channel = _Channel(source)
+            monitor = self._monitor = Monitor(every, to, channel, loss_scale=scale)
             self._detach = source.on_round(lambda: monitor.after_step(self._entries))
             monitor.request_first(self._entries)
 

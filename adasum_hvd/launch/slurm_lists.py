@@ -18,10 +18,17 @@ class ListError(ValueError):
 def items(text: str) -> list[str]:
     """Split a list at its commas and spaces, but not inside brackets.
 
+    Raises:
+        ListError: a bracket is not closed or was not opened.
+
     Example:
         >>> items("node[01-12,17],login:2")
         ['node[01-12,17]', 'login:2']
     """
+    if rest := _ITEM.sub("", text).strip(", \t"):
+        raise ListError(
+            f"expected pairs of brackets in {text!r}, but got a single {rest[0]!r}"
+        )
     return _ITEM.findall(text)
 
 

@@ -116,7 +116,8 @@ def switch(
         NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce; the
             message names all of these.
         ValueError: unknown level or mode, a number below 1, bad gradient_split_groups.
-        TypeError: a flag is not a bool, a number not an int, or a part not a dict.
+        TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
+            dict.
 
     Warns (MindSpore does not) about flags that "auto" ignores, keys that have no effect, and
     algorithms of a level that this project lacks. Warns if `gradients_mean` is unset, and if
@@ -132,7 +133,11 @@ def switch(
         message = "acc_level has been replaced by boost_level"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         boost_level = acc_level
-    if boost_level not in LEVELS:
+    if not isinstance(gradients_mean, bool | None):
+        raise TypeError(
+            f"gradients_mean: expected a bool or None, but got {gradients_mean!r}"
+        )
+    if not isinstance(boost_level, str) or boost_level not in LEVELS:
         raise ValueError(
             f"boost_level: expected one of {', '.join(LEVELS)}, but got {boost_level!r}"
         )

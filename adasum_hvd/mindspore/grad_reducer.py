@@ -40,6 +40,7 @@ class GradReducer(ABC):
         split_indices: with `fusion_type=1`, a new fusion group begins after each index.
 
     Raises:
+        TypeError: `parameters` are pairs.
         ValueError: `degree` is not an int or not larger than 0.
         NotImplementedError: the job is elastic, so that the number of ranks can change.
 
@@ -60,6 +61,11 @@ class GradReducer(ABC):
     ):
         refuse_elastic("DistributedGradReducer")
         self.parameters = tuple(parameters)
+        if any(isinstance(parameter, tuple) for parameter in self.parameters):
+            raise TypeError(
+                "DistributedGradReducer: expected parameters, but got (name, parameter) pairs; "
+                "pass the parameters alone, in the order of the gradients"
+            )
         self._group = self._all_ranks if group is None else group
         degree = checked_degree(self._group.size() if degree is None else degree)
         self._factor = 1.0 / degree if mean else 1.0

@@ -139,6 +139,13 @@ class WrapCell(Forwarding, ABC):
         self._group, self._mean = gradient_group, context.averages
         self._reducer: GradReducer | None = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse a copy: copies of distributed optimizers are plain, so it would reduce nothing."""
+        raise TypeError(
+            f"{type(self).__name__}: expected no copy or pickle, but got one, which would not "
+            "reduce; create a new cell, and load the state dict of the optimizer"
+        )
+
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """Step with `gradients`, one per parameter.
 

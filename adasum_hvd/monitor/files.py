@@ -26,28 +26,35 @@ def check(record: Mapping[str, Any], where: str) -> None:
 def records(file: Path) -> list[dict[str, Any]]:
     """Return the records of the latest run in a file, to which every run appends.
 
-    A run ends where the step does not rise, or where the number of inputs or ranks changes. A last
-    line without its end, which a run may be writing, is no record yet.
+    A run ends where the step does not rise, where the number of inputs or ranks changes, or with a
+    line that is not JSON, which was cut when its run was killed. A last line without its end, which
+    a run may be writing, is no record yet.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it has no records, or a line is not a record.
     """
     found: list[dict[str, Any]] = []
+    cut: ValueError | None = None
     for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
         where = f"line {number} of {file}"
         try:
             record = json.loads(line)
+        except ValueError as error:
+            if line.endswith("\n"):
+                found, cut = [], cut or _is_none(where, error)
+            continue
+        try:
             step = int(record["step"])
             {each["orthogonality"] for each in record["tensors"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if not line.endswith("\n"):
-                break
             raise _is_none(where, error) from error
         check(record, where)
         if found and (step <= found[-1]["step"] or _job(record) != _job(found[-1])):
             found = []
         found.append(record)
+    if cut and not found:
+        raise cut
     if not any(record["tensors"] for record in found):
         raise ValueError(
             f"expected records of hvd.AdasumMonitor, but got none in {file}; a job of one rank "

@@ -16,7 +16,7 @@ from adasum_hvd.common.agreement import compare_settings, refuse_elastic
 from adasum_hvd.common.options import check_count
 from adasum_hvd.monitor.noise import noise_of
 from adasum_hvd.monitor.sinks import SUMMARY, Record, Sinks
-from adasum_hvd.monitor.statistics import Rows, statistics, width
+from adasum_hvd.monitor.statistics import DEGREES, Rows, statistics, width
 
 # The names of a tensor's segments, by the tensor's name in the engine.
 Entries = Mapping[str, Sequence[str]]
@@ -119,6 +119,15 @@ class _Segments(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class _Pending(NamedTuple):
+    """A record whose sum over the ranks has started."""
+
+    step: int
+    parts: list[_Segments]
+    loss_scale: float
+    finish_sum: Callable[[bool], Rows | None]
+
+
 class Monitor:
     """Requests a record of every k-th step, sums it over the ranks, and passes it to the sinks.
 
@@ -130,6 +139,8 @@ class Monitor:
         to: see :class:`Sinks`; used on the first rank only.
         channel: the connection to the other ranks.
         inputs: "gradients", or "changes" of weights: of the delta variant.
+        loss_scale: returns the factor of the gradients that were reduced last, by which their
+            norms are divided.
 
     Raises:
         ValueError, TypeError: `every` is not an integer of at least 1 or differs between ranks,
@@ -139,15 +150,21 @@ class Monitor:
     """
 
     def __init__(
-        self, every: int, to: Any, channel: Channel, inputs: str = "gradients"
+        self,
+        every: int,
+        to: Any,
+        channel: Channel,
+        inputs: str = "gradients",
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ):
         self._every, self._channel, self._inputs = every, channel, inputs
+        self._loss_scale = loss_scale
         self._is_first = channel.rank == channel.ranks[0]
         self._sinks, error = None, None
         try:
             check_count("every", every)
             self._sinks = Sinks(to) if self._is_first else None
-        except (TypeError, ValueError) as raised:
+        except (TypeError, ValueError, OSError) as raised:
             error = raised
         self._name = f"adasum.monitor.{self._agree(error)}"
         self._steps = 0
@@ -155,8 +172,7 @@ class Monitor:
         # By requested entry, the number of its latest record before the request.
         self._requested: dict[str, int] = {}
         self._segments_of: Entries = {}
-        self._pending: tuple[int, list[_Segments], Callable[[bool], Rows | None]] | None
-        self._pending = None
+        self._pending: _Pending | None = None
 
     def _agree(self, error: Exception | None) -> int:
         """Compare the arguments, and return the monitor's number. Collective."""
@@ -232,13 +248,13 @@ class Monitor:
         self._requested = {}
         self._deliver(wait=True)
         finish_sum = self._channel.start_sum(np.concatenate(rows), self._name)
-        self._pending = step, parts, finish_sum
+        self._pending = _Pending(step, parts, self._loss_scale(), finish_sum)
         return True
 
     def _deliver(self, wait: bool) -> None:
         if self._pending is None:
             return
-        step, parts, finish_sum = self._pending
+        step, parts, loss_scale, finish_sum = self._pending
         total = finish_sum(wait)
         if total is None:
             return
@@ -250,7 +266,7 @@ class Monitor:
                 "ranks": len(self._channel.ranks),
                 "joined": math.prod(parts[0].sizes),
                 "inputs": self._inputs,
-                "tensors": _tensors(parts, total),
+                "tensors": _tensors(parts, total, loss_scale),
             }
             self._sinks(record | _summary(record))
 
@@ -262,7 +278,7 @@ class Monitor:
             self._sinks.close()
 
 
-def _tensors(parts: Sequence[_Segments], total: Rows) -> Record:
+def _tensors(parts: Sequence[_Segments], total: Rows, loss_scale: float) -> Record:
     """Return the statistics by tensor in model order, which is the reverse of bucket order."""
     tensors = {}
     begin = 0
@@ -271,6 +287,8 @@ def _tensors(parts: Sequence[_Segments], total: Rows) -> Record:
         end = begin + count * width(sizes)
         columns = statistics(total[begin:end].reshape(count, -1), sizes)
         begin = end
+        for key, power in DEGREES.items():
+            columns[key] = columns[key] / loss_scale**power
         for index, name in enumerate(names):
             values = {key: _plain(column[index]) for key, column in columns.items()}
             if values["orthogonality"] is not None:  # else zero on all ranks

@@ -31,7 +31,7 @@ class Jsonl:
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         if path.is_dir() or not os.access(
             path if path.exists() else path.parent, os.W_OK
         ):
@@ -39,18 +39,23 @@ class Jsonl:
 
     def __call__(self, record: Record) -> None:
         """Append a record and close the file, so that readers see it at once."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # of a run that ended while it wrote
+                    line = b"\n" + line
+            file.write(line)
 
 
 class TensorBoard:
     """Writes a scalar `adasum/STATISTIC/TENSOR` per value, and `adasum/STATISTIC` over all.
 
     Args:
-        folder: of the event files; created with the first record.
+        folder: of the event files, which are created with the first record.
 
     Raises:
-        ValueError: the package `tensorboard` is not installed.
+        ValueError: the package `tensorboard` is not installed, or the folder cannot be created.
     """
 
     def __init__(self, folder: Path):
@@ -59,6 +64,7 @@ class TensorBoard:
                 f"expected the package tensorboard for the folder {folder}, but got none; "
                 "pip install tensorboard, or name a file that ends in .jsonl"
             )
+        _make_folder(folder)
         self.folder = folder
         self._file: IO[bytes] | None = None
 
@@ -70,7 +76,6 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             suffix = f"{int(record['time'])}.{socket.gethostname()}.{os.getpid()}"
             self._file = (self.folder / f"events.out.tfevents.{suffix}").open("ab")
             version = Event(wall_time=record["time"], file_version="brain.Event:2")
@@ -107,7 +112,7 @@ class Sinks:
 
     Raises:
         TypeError: an element of `to` is none of these.
-        ValueError: a file cannot be written, or TensorBoard is not installed.
+        ValueError: a file or folder cannot be written, or TensorBoard is not installed.
     """
 
     def __init__(self, to: Any):
@@ -134,6 +139,15 @@ class Sinks:
         """Close the sinks that have open files."""
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"expected a folder that exists or can be created: {error}"
+        ) from error
 
 
 def _sink(target: Any) -> Sink:

@@ -17,7 +17,11 @@ from adasum_hvd.common.options import check_count
 _replaced: dict[str, str | None] = {}  # variables before the last `configure`
 
 
-def configure(group_op: str | None = None, group_size: int | None = None) -> None:
+def configure(
+    group_op: str | None = None,
+    group_size: int | None = None,
+    running: Mapping[str, object] | None = None,
+) -> None:
     """Set the groups of the next `init`.
 
     Args:
@@ -26,12 +30,14 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
             joined counts in the average's divisor, as in Horovod's own Average.
         group_size: number of consecutive ranks in a group (MindSpore: 8). None leaves
             `ADASUM_HVD_GROUP_SIZE` as it is; by default a group is a host.
+        running: the op's settings if Horovod is initialized; nothing is set then.
 
     Each call first restores the variables that an earlier call changed, because its arguments
     were for one `init` only.
 
     Raises:
         ValueError: `group_op` is unknown, or `group_size` is not a positive integer.
+        RuntimeError: Horovod runs with other groups.
     """
     if group_op is not None and group_op not in ops.GROUP_OPS:
         raise ValueError(
@@ -39,6 +45,9 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
         )
     if group_size is not None:
         check_count("group_size", group_size)
+    if running is not None:
+        _require_unchanged(running, {"group_op": group_op, "group_size": group_size})
+        return
     for name, value in _replaced.items():
         if value is None:
             os.environ.pop(name, None)
@@ -52,6 +61,18 @@ def configure(group_op: str | None = None, group_size: int | None = None) -> Non
         if given is not None:
             _replaced[name] = os.environ.get(name)
             os.environ[name] = str(given)
+
+
+def _require_unchanged(
+    running: Mapping[str, object], asked: Mapping[str, object]
+) -> None:
+    changed = {k: v for k, v in asked.items() if v is not None and v != running[k]}
+    if changed:
+        found = {name: running[name] for name in changed}
+        raise RuntimeError(
+            f"init: expected the groups of the running Horovod, {found}, but got {changed}; call "
+            "shutdown() first, or pass them to the first init"
+        )
 
 
 def warn_of_one_group(

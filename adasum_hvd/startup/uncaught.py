@@ -8,7 +8,6 @@ from types import TracebackType
 
 from horovod.common.exceptions import HorovodInternalError
 
-_MAX_CHARACTERS = 300  # the native abort notice has a fixed size
 _libraries: list[ctypes.CDLL] = []
 
 
@@ -30,11 +29,13 @@ def report_uncaught(library: ctypes.CDLL) -> None:
             error: BaseException,
             trace: TracebackType | None,
         ) -> None:
-            if not issubclass(kind, HorovodInternalError):
-                text = f"its script raised {kind.__name__}: {error}"[:_MAX_CHARACTERS]
-                for loaded in _libraries:
-                    loaded.horovod_adasum_leave(text.encode())
-            hook(kind, error, trace)
+            try:
+                if not issubclass(kind, HorovodInternalError):
+                    text = f"its script raised {kind.__name__}: {error}"
+                    for loaded in _libraries:
+                        loaded.horovod_adasum_leave(text.encode(errors="replace"))
+            finally:
+                hook(kind, error, trace)
 
         sys.excepthook = report
     if library not in _libraries:

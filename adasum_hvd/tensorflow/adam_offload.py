@@ -174,6 +174,12 @@ class AdamOffload(keras.optimizers.Optimizer):
         )
         self.loss_scale = adam.check("loss_scale", loss_scale)
 
+    def _get_current_learning_rate(self) -> Any:
+        # Keras would pass its count of backward passes.
+        if isinstance(self._learning_rate, RateVector | RateFunction):
+            return self._learning_rate(self.iterations)
+        return super()._get_current_learning_rate()
+
     def build(self, variables: Sequence[Any]) -> None:
         """Create moments, and master copies if they are needed, on the host."""
         if self.built:

@@ -50,12 +50,14 @@ def init(
 
     Raises:
         RuntimeError: the installed Horovod lacks the op; the message names the command. Or the
-            variables of a launcher are missing or contradict one another.
+            variables of a launcher are missing or contradict one another; or Horovod runs with
+            other groups.
         ValueError: a setting is invalid.
 
     Collective: every rank calls it; blocks until all have.
     """
-    groups.configure(group_op, group_size)
+    running = settings() if mpi_ops.is_initialized() else None
+    groups.configure(group_op, group_size, running)
     binding.require_op(LIBRARY)
     start(*args, **kwargs)
 
@@ -94,7 +96,7 @@ def agree() -> None:
 
 
 def settings() -> dict[str, object]:
-    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes."""
+    """Return the settings that the op has read at `init`: kernels, groups, chunk sizes."""
     return binding.settings(LIBRARY)
 
 

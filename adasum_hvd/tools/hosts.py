@@ -10,11 +10,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from adasum_hvd.launch import slurm_lists
-from adasum_hvd.launch.slurm_lists import ListError
+from adasum_hvd.launch.slurm_lists import MOST, ListError
 from adasum_hvd.mindspore import rank_table
 from adasum_hvd.mindspore.rank_table import Host, arguments, hostfile
 
@@ -45,7 +46,7 @@ def run(given: argparse.Namespace) -> int:
         found = read(given.hosts, given.slots)
         if given.hostfile:
             given.hostfile.write_text(hostfile(found))
-    except (ListError, rank_table.RankTableError, OSError) as error:
+    except (ListError, rank_table.RankTableError, OSError, UnicodeError) as error:
         print(f"adasum-hvd hosts: {error}", file=sys.stderr)
         return 1
     print(arguments(found))
@@ -62,11 +63,13 @@ def read(what: str, slots: str = "1") -> list[Host]:
     Raises:
         ListError: `what` is neither.
         RankTableError: a rank table is malformed or does not fit Horovod.
+        OSError, UnicodeError: a file cannot be read.
     """
     path = Path(what)
     if what.endswith(".json") or (path.is_file() and _is_json(path)):
         return rank_table.read(path)
-    text = path.read_text() if path.is_file() else what
+    is_file = path.is_file() or path.suffix == ".txt" or path.name == "hostfile"
+    text = path.read_text() if is_file else what
     return parse(text, slots)
 
 
@@ -87,6 +90,10 @@ def parse(text: str, slots: str = "1") -> list[Host]:
     listed: list[tuple[str, int | None]] = []
     for line in text.splitlines():
         listed += _of_line(line.partition("#")[0].strip())
+        if len(listed) > MOST:
+            raise ListError(
+                f"expected at most {MOST} hosts, but got more in {line[:60]!r}"
+            )
     if not listed:
         raise ListError(f"expected names of hosts, but got {text!r}")
     counts = _counts(slots, len(listed))
@@ -104,17 +111,18 @@ def parse(text: str, slots: str = "1") -> list[Host]:
 
 def _of_line(line: str) -> Iterator[tuple[str, int | None]]:
     """Yield each name in a list or a hostfile's line, and its slots if given."""
-    of_all = re.search(r"\s+slots\s*=\s*(\d+)$", line)
+    of_all = re.search(r"\s+slots\s*=\s*(\S*)$", line)
     if of_all:
         line = line[: of_all.start()]
     for item in slurm_lists.items(line):
         name, _, own = item.partition(":")
-        if own and not re.fullmatch("[1-9][0-9]{0,5}", own):
+        given = own or (of_all[1] if of_all else None)
+        if given is not None and not re.fullmatch("[1-9][0-9]{0,5}", given):
             raise ListError(
-                f"expected a number of slots after {name}:, but got {own!r}"
+                f"expected a number of slots of {name}, at least 1, but got {given!r}"
             )
-        count = int(own) if own else int(of_all[1]) if of_all else None
-        for expanded in slurm_lists.expand(name):
+        count = None if given is None else int(given)
+        for expanded in islice(slurm_lists.expand(name), MOST + 1):
             if not _NAME.fullmatch(expanded):
                 raise ListError(
                     f"expected a host name or address, but got {expanded!r}"

@@ -27,9 +27,10 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw a file and return the exit status."""
-    target = arguments.output or arguments.file.with_suffix(".png")
     try:
-        draw(records(arguments.file), target)
+        found = records(arguments.file)
+        target = arguments.output or arguments.file.with_suffix(".png")
+        draw(found, target)
     except (OSError, ValueError) as error:
         print(f"adasum-hvd plot: {error}", file=sys.stderr)
         return 1

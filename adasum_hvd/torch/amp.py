@@ -7,6 +7,7 @@ whose gradients stay local.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         self._state_of(optimizer)
         if reduces_gradients and not optimizer._adasum.synchronized:
             optimizer._adasum.loss_scale = self._scale
+            optimizer._adasum.scaler = weakref.ref(self)
             try:
                 optimizer.synchronize()
             finally:

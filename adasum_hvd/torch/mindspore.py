@@ -55,10 +55,10 @@ class DistributedGradReducer(GradReducer):
                 "DistributedGradReducer: expected a tensor, or a list or tuple of tensors, but got "
                 f"{type(gradient).__name__}"
             )
-        if gradient.is_complex() or gradient.layout not in _LAYOUTS:
+        if not gradient.is_floating_point() or gradient.layout not in _LAYOUTS:
             raise ValueError(
-                "DistributedGradReducer: expected real gradients, dense or COO, but got "
-                f"{gradient.dtype} of layout {gradient.layout}"
+                "DistributedGradReducer: expected real gradients of a float dtype, dense or COO, "
+                f"but got {gradient.dtype} of layout {gradient.layout}"
             )
         return gradient.is_sparse
 
@@ -95,11 +95,12 @@ class DistributedGradReducer(GradReducer):
     def reduce_gradients(self) -> None:
         """Reduce every parameter's `.grad` in place. Collective; blocks.
 
-        A gradient that is None is first set to dense zeros; a sparse gradient must exist on
-        every rank.
+        The gradient of a parameter that requires one and has none is first set to dense zeros; a
+        sparse gradient must exist on every rank.
         """
         for parameter in self.parameters:
-            if parameter.grad is None:
+            needs = parameter.requires_grad and not self._keeps_its_own(parameter)
+            if needs and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = tuple(parameter.grad for parameter in self.parameters)
         for parameter, reduced in zip(self.parameters, self(gradients), strict=True):

@@ -76,6 +76,8 @@ class AdasumMonitor:
             other paths (folders for TensorBoard), functions of a record; or one of these.
         named_parameters: (name, parameter) pairs for an `AdasumState`, as
             `model.named_parameters()`; not needed for an optimizer.
+        scaler: torch's `GradScaler` of the run, if it has one, so that records are of the unscaled
+            gradients. An optimizer knows an `hvd.GradScaler` itself.
 
     Raises:
         TypeError: `source` or an element of `to` has a wrong type.
@@ -100,14 +102,16 @@ class AdasumMonitor:
         every: int = 50,
         to: Any = (),
         named_parameters: Iterable[NamedParameter] | None = None,
+        scaler: Any = None,
     ):
         check_job(torch_ops.settings())
-        self._source = source
+        self._source, self._scaler = source, scaler
         self._names = {id(p): name for name, p in named_parameters or ()}
         self._monitor: Monitor | None = None
         process_set, inputs = self._reduced()
         if process_set.included() and process_set.size() > 1:
-            self._monitor = Monitor(every, to, _Channel(process_set), inputs)
+            channel = _Channel(process_set)
+            self._monitor = Monitor(every, to, channel, inputs, self._loss_scale)
             self._attach(self._monitor)
 
     def _reduced(self) -> tuple[ProcessSet, str]:
@@ -121,6 +125,16 @@ class AdasumMonitor:
             )
         options = source._adasum.options
         return options.process_set, inputs_of(options.op)
+
+    def _loss_scale(self) -> float:
+        scaler = self._scaler
+        if isinstance(self._source, DistributedWrapper):
+            reducer = self._source._adasum
+            if not reducer.reduces_gradients:
+                return 1.0  # changes of weights
+            ours = getattr(reducer, "scaler", None)
+            scaler = (ours and ours()) or scaler
+        return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _attach(self, monitor: Monitor) -> None:
         if isinstance(self._source, AdasumState):

@@ -20,6 +20,7 @@ from adasum_hvd.torch import rendezvous as launch_rendezvous
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
+    begun,
     enqueue,
     forget,
     note_agreement,
@@ -54,14 +55,17 @@ def init(
 
     Raises:
         RuntimeError: the installed Horovod lacks the op, and the message names the command to
-            build it; or a launcher's variables are missing or contradict one another.
+            build it; or a launcher's variables are missing or contradict one another; or Horovod
+            runs with other groups.
         ValueError: a setting is invalid, or the ranks' settings differ (on every rank).
 
-    Collective: every rank calls it; blocks until all have.
+    Collective: every rank calls it; blocks until all have. A second call has no effect.
     """
-    groups.configure(group_op, group_size)
+    running = mpi_ops.is_initialized()
+    groups.configure(group_op, group_size, settings() if running else None)
     binding.require_op(LIBRARY)
-    start(*args, **kwargs)
+    if not (running and begun()):
+        start(*args, **kwargs)
 
 
 def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
@@ -105,7 +109,7 @@ def agree() -> None:
 
 
 def settings() -> dict[str, object]:
-    """Return the settings that the op reads at `init`: kernels, groups, chunk sizes, ..."""
+    """Return the settings that the op has read at `init`: kernels, groups, chunk sizes, ..."""
     return binding.settings(LIBRARY)
 
 

@@ -41,6 +41,11 @@ def forget() -> None:
     _op_is_on.cache_clear()
 
 
+def begun() -> bool:
+    """Return whether `adasum_hvd.torch.init` has started Horovod in this process."""
+    return _generation > 0
+
+
 def generation() -> int:
     """Return how often Horovod has started; agreements between ranks hold until the next start."""
     return _generation

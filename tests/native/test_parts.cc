@@ -97,6 +97,13 @@ void RootCauseIsFound() {
         "a self-reported failure next to a circle");
   const AbortNotice longest(Ranks(100, 7), std::string(1000, 'x'));
   Check(longest.Suspects().size() < 100 && std::string(longest.reason).size() < 1000, "a notice has a limit");
+  std::string accented = "x"; // one byte, then characters of two
+  while (accented.size() < 1000) {
+    accented += "\xC3\xA9";
+  }
+  const std::string cut = AbortNotice({7}, accented).reason;
+  Check(cut.size() % 2 == 1 && cut == accented.substr(0, cut.size()), "a notice ends after a character");
+  Check(AbortNotice({7}, cut).reason == cut, "a notice that fits is whole");
 }
 
 // What a rank sends to other hosts in two levels: 2 (n / L) (H - 1) / H.

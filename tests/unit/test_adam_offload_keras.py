@@ -128,6 +128,17 @@ def test_vector_of_rates_ends():
         optimizer.apply([tf.ones(3)], [variable])
 
 
+@pytest.mark.parametrize("rate", [[0.1, 0.01], lambda step: [0.1, 0.01][step]])
+def test_rates_are_of_steps_and_not_of_backward_passes(rate):
+    variable = keras.Variable(np.ones(3, "float32"), name="kernel")
+    optimizer = AdamOffload(rate, gradient_accumulation_steps=2)
+    found = []
+    for _ in range(4):
+        optimizer.apply([tf.ones(3)], [variable])
+        found.append(1 - float(variable.numpy()[0]))
+    assert found == pytest.approx([0, 0.1, 0.1, 0.11], abs=1e-5)
+
+
 def test_rate_from_a_function_of_the_step():
     """Plain Python, branches included, eagerly and in a graph; counted from 0."""
     rates = [0.1, 0.1, 0.01, 0.01]

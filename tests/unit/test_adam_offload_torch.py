@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
+from adasum_hvd.torch import AdamOffload
 from tests.unit.offload_parts import (
     TOLERANCE,
     Reference,
@@ -92,6 +97,38 @@ def test_schedules(lr):
         with pytest.raises(IndexError, match="vector of 100"):
             optimizer.step()
         assert torch.equal(before, params[0])
+
+
+@pytest.mark.parametrize("lr", [[0.1] * 9, lambda step: 0.1], ids=["list", "function"])
+def test_torchs_distributed_checkpoint_loads_into_a_new_optimizer(lr):
+    def new():
+        model = torch.nn.Linear(3, 2)
+        return model, AdamOffload(
+            model.parameters(), lr, weight_decay=0.5, verbose=False
+        )
+
+    model, optimizer = new()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    other, resumed = new()
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.param_groups[0]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "rates", [{0: 0.1, 100: 0.01}, {0.1, 0.2}], ids=["dict", "set"]
+)
+def test_rates_have_an_order(rates):
+    with pytest.raises(
+        TypeError, match=r"lr: expected an int.*a sequence or a schedule"
+    ):
+        offload(parameters(shapes=[(3,)]), rates)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

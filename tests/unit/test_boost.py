@@ -150,6 +150,12 @@ def test_common():
             "boost adasum: expected a bool, but got 1",
         ),
         (("O0", [1]), TypeError, "boost_config_dict: expected a dict"),
+        (
+            ("O0", None, 0),
+            TypeError,
+            "gradients_mean: expected a bool or None, but got 0",
+        ),
+        ((["O2"],), ValueError, r"boost_level: expected one of .* but got \['O2'\]"),
         (("O0", []), TypeError, "boost_config_dict: expected a dict"),
         (
             ("O0", {"common": {"gradient_split_groups": ["a"]}}),

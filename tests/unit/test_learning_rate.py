@@ -117,7 +117,12 @@ def test_adam_has_its_own_figures():
     assert study_of(type("DistributedIt", (AdamLike,), {})()) == "adam"
     assert study_of(SimpleNamespace(inner_optimizer=AdamLike())) == "adam"
     assert study_of(type("AdamW", (AdamLike,), {})()) == "adamw"
-    assert study_of(torch.optim.SGD) == study_of(torch.optim.ASGD) == "momentum"
+    assert study_of(torch.optim.SGD) == "momentum"
+    assert find_study(torch.optim.ASGD) is find_study(torch.optim.NAdam) is None
+    parameters = [torch.zeros(1, requires_grad=True)]
+    decoupled = torch.optim.Adam(parameters, decoupled_weight_decay=True)
+    assert study_of(decoupled) == "adamw"
+    assert study_of(torch.optim.Adam(parameters)) == "adam"
     assert find_study(SimpleNamespace()) is None
     for other in (torch.optim.RMSprop, type("Lion", (torch.optim.Optimizer,), {})):
         with pytest.raises(

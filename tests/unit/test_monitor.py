@@ -98,6 +98,23 @@ def test_a_sink_that_fails_is_removed(tmp_path: Path) -> None:
     assert [one["step"] for one in got] == [1, 2]
 
 
+def test_a_record_that_was_cut_ends_a_run(tmp_path: Path, capsys) -> None:
+    file = written(tmp_path / "run.jsonl", record(1, a=0.5), record(2, a=0.5))
+    file.write_text(file.read_text() + '{"step": 3, "joi')
+    assert [one["step"] for one in files.records(file)] == [1, 2]
+    to = sinks.Sinks(file)
+    to(record(4, b=0.5))
+    to(record(5, b=0.5))
+    assert [one["step"] for one in files.records(file)] == [4, 5]
+
+
+def test_folders_that_cannot_be_created(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file/run.jsonl", "file", "file/events"):
+        with pytest.raises(ValueError, match="a folder that exists or can be created"):
+            sinks.Sinks(tmp_path / name)
+
+
 def test_wrong_sinks(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(TypeError, match=r"expected paths that end in \.jsonl.*got 7"):
         sinks.Sinks([7])
@@ -180,6 +197,8 @@ def test_plot_of_something_else(tmp_path: Path, capsys, text, message) -> None:
 def test_plot_without_a_file_or_matplotlib(tmp_path, capsys, monkeypatch) -> None:
     assert cli.main(["plot", str(tmp_path / "none.jsonl")]) == 1
     assert "No such file" in capsys.readouterr().err
+    assert cli.main(["plot", "."]) == 1
+    assert "Is a directory" in capsys.readouterr().err
     file = written(tmp_path / "run.jsonl", record(1, a=0.5))
     assert cli.main(["plot", str(file), "-o", str(tmp_path / "a.nosuch")]) == 1
     assert "nosuch" in capsys.readouterr().err

@@ -98,6 +98,19 @@ def test_tree(hosts, group_op, group_size, merges):
     assert reference.tree(hosts, group_op, group_size) == merges
 
 
+@pytest.mark.parametrize(
+    ("shapes", "arguments"),
+    [
+        ([(3,), (1,)], ()),
+        ([(2,)] * 3, ([0, 0],)),
+        ([(2,)] * 3, (None, "mean")),
+    ],
+)
+def test_bad_input(shapes, arguments):
+    with pytest.raises(ValueError, match="one host per tensor and one shape, but got"):
+        reference.adasum([np.ones(shape) for shape in shapes], *arguments)
+
+
 def test_average_groups():
     inputs = np.random.default_rng(1).standard_normal((4, 20))
     means = inputs.reshape(2, 2, 20).mean(1)

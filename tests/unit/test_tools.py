@@ -228,7 +228,10 @@ def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -
     ("text", "slots", "match"),
     [
         ("", "1", "expected names of hosts"),
-        ("node[1-", "1", r"expected a host name|ranges"),
+        ("node[1-", "1", r"pairs of brackets in 'node\[1-', but got a single '\['"),
+        ("node[01-04]]", "1", r"but got a single '\]'"),
+        ("n[1-99999][1-9999]", "1", "at most 100000 hosts, but got more"),
+        ("one slots=0", "1", "a number of slots of one, at least 1, but got '0'"),
         (
             "node[3-1]",
             "1",
@@ -236,7 +239,7 @@ def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -
         ),
         ("node[1-99999999]", "1", "ranges such as"),
         ("a,b,a", "1", "each host once, but got a twice"),
-        ("a:0", "1", "a number of slots after a:, but got '0'"),
+        ("a:0", "1", "a number of slots of a, at least 1, but got '0'"),
         ("a,b", "2(x3)", "one count for each of 2 hosts"),
         ("a", "x", r"a number or counts such as 2\(x3\),1, but got 'x'"),
         ("no/such_file", "1", "a host name or address, but got 'no/such_file'"),
@@ -245,6 +248,17 @@ def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -
 def test_bad_lists_of_hosts(text: str, slots: str, match: str) -> None:
     with pytest.raises(hosts.ListError, match=match):
         hosts.read(text, slots)
+
+
+def test_files_of_hosts_that_cannot_be_read(tmp_path: Path, capsys) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    for path, words in (
+        (binary, "can't decode"),
+        (tmp_path / "hosts.txt", "No such file"),
+    ):
+        assert cli.main(["hosts", str(path)]) == 1
+        assert words in capsys.readouterr().err
 
 
 def test_examples_in_docstrings() -> None:

@@ -1,7 +1,6 @@
 #include "failure/abort_notice.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <utility>
 
@@ -36,7 +35,12 @@ AbortNotice::AbortNotice(const std::vector<int>& ranks, const std::string& text)
   const size_t count = std::min(ranks.size(), std::size(suspects) - 1);
   std::copy_n(ranks.begin(), count, suspects);
   suspects[count] = -1;
-  std::strncpy(reason, text.c_str(), sizeof reason - 1);
+  size_t length = std::min(text.size(), sizeof reason - 1);
+  // Ends after a whole character: Python refuses text that ends inside one.
+  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) {
+    --length;
+  }
+  std::copy_n(text.begin(), length, reason);
 }
 
 std::vector<int> AbortNotice::Suspects() const {

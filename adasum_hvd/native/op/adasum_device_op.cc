@@ -22,7 +22,7 @@ namespace hvd = horovod::common;
 
 AdasumDeviceOp::AdasumDeviceOp(hvd::NCCLContext* nccl_context, hvd::GPUContext* gpu_context,
                                hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::FromEnvironment()), gpu_context_(gpu_context),
+    : AllreduceOp(global_state), settings_(Settings::Begin()), gpu_context_(gpu_context),
       gpu_op_context_(gpu_context, global_state),
       nccl_op_context_(nccl_context, global_state, hvd::Communicator::GLOBAL) {}
 

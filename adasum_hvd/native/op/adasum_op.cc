@@ -125,7 +125,7 @@ private:
 };
 
 AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::FromEnvironment()) {}
+    : AllreduceOp(global_state), settings_(Settings::Begin()) {}
 
 void AdasumOp::PrepareForFailure() {
   BeginLoop(*global_state_, settings_.stall_seconds,

@@ -17,10 +17,10 @@ extern "C" {
 
 __attribute__((visibility("default"))) const char* horovod_adasum_version() { return adasum_hvd::kVersion; }
 
-// The settings of the environment, read now, as JSON; valid until the next call on the same thread.
+// The settings of the running op, or before init those of the environment, as JSON; valid until the next call on the same thread.
 __attribute__((visibility("default"))) const char* horovod_adasum_settings() {
   static thread_local std::string text;
-  text = adasum_hvd::Settings::FromEnvironment().Json();
+  text = adasum_hvd::Settings::InForce().Json();
   return text.c_str();
 }
 

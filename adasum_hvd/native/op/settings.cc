@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <functional>
 #include <iterator>
+#include <mutex>
+#include <optional>
 #include <sstream>
 
 namespace adasum_hvd {
@@ -13,6 +15,9 @@ namespace {
 constexpr int64_t kRingGranule = 64; // bytes, so that positions are on cache lines
 constexpr int64_t kMost = int64_t{1} << 30;
 constexpr int64_t kMostThreads = 1024;
+
+std::mutex in_force_mutex;
+std::optional<Settings> in_force;
 
 std::string Variable(const char* name) {
   const char* value = std::getenv(name);
@@ -84,6 +89,17 @@ const char* LocalModeName(LocalMode mode) {
   case LocalMode::kOff: return "off";
   default: return "auto";
   }
+}
+
+Settings Settings::Begin() {
+  std::lock_guard<std::mutex> guard(in_force_mutex);
+  in_force = FromEnvironment();
+  return *in_force;
+}
+
+Settings Settings::InForce() {
+  std::lock_guard<std::mutex> guard(in_force_mutex);
+  return in_force ? *in_force : FromEnvironment();
 }
 
 Settings Settings::FromEnvironment() {

@@ -1,4 +1,4 @@
-// The settings of the environment. They must be equal on all ranks: agreement.cc compares fingerprints.
+// The settings of the environment at init. They must be equal on all ranks: agreement.cc compares fingerprints.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,8 @@ struct Settings {
   std::string error;                // the first variable with an invalid value, and the reason
 
   static Settings FromEnvironment();
+  static Settings Begin();   // reads the environment for an op, at Horovod's init
+  static Settings InForce(); // as read by the last Begin, or else the environment's
   int Fingerprint() const; // equal on ranks with compatible settings
   std::string Json() const;
 };

@@ -253,10 +253,14 @@ class AdamOffload(HostStateOptimizer):
             self._agree(on_cuda)
 
     def _set_rates(self) -> None:
-        """Set every group's "lr" from its schedule; if one raises, change no group."""
+        """Set every group's "lr" from its schedule; if one raises, change no group.
+
+        A rate of 0 before the first step stays: torch.distributed.checkpoint sets it to create
+        the state by a step that changes no weight.
+        """
         rates = [
             group["lr"]
-            if group["schedule"] is None
+            if group["schedule"] is None or (group["step"] == 0 and not group["lr"])
             else adam.rate_at(group["schedule"], group["step"])
             for group in self.param_groups
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class GradientReducer:
         buckets: flat buckets, and the bucket of sparse rows.
         skip_synchronize: `step()` uses the gradients as they are.
         loss_scale: a GradScaler's scale, during its reduction.
+        scaler: a weak reference to our GradScaler that has reduced last, or None.
     """
 
     reduces_gradients = True
@@ -43,6 +44,7 @@ class GradientReducer:
         self._counter: GradientReadyCounter | None = None
         self.skip_synchronize = False
         self.loss_scale: torch.Tensor | None = None
+        self.scaler: Callable[[], Any] | None = None
         self._connect()
 
     @property

@@ -51,7 +51,8 @@ def strike() -> None:
         subprocess.Popen(["sh", "-c", words])
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "raise":
-        raise RuntimeError("the training step of rank 1 failed")
+        # Longer than what the others are sent, and neither ASCII nor UTF-8.
+        raise RuntimeError("the training step of rank 1 failed: \udce9" + "é" * 300)
 
 
 def strike_in_phase(begun: threading.Event) -> None:

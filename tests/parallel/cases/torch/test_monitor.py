@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,31 @@ def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
     others = (folder / "other.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in others] == [3, 6]
     assert json.loads(others[0])["tensors"] == records[3]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def case_monitor_divides_by_the_scale_of_the_loss(ours: bool) -> None:
+    def record(scale: float) -> dict:
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), op=hvd.AdasumGrad
+        )
+        make = hvd.GradScaler if ours else torch.amp.GradScaler
+        scaler = make("cpu", init_scale=scale)
+        records: list = []
+        given = {} if ours else {"scaler": scaler}
+        monitor = hvd.AdasumMonitor(optimizer, 1, records.append, **given)
+        scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
+        if not ours:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize() if not ours else nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+        monitor.close()
+        return records[0]["tensors"] if records else {}
+
+    assert record(1024.0) == record(1.0)
 
 
 def case_the_noise_scale_is_that_of_per_example_gradients() -> None:

@@ -336,6 +336,26 @@ def case_groups_of_an_earlier_init() -> None:
     assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))
 
 
+def case_init_while_horovod_runs() -> None:
+    before = hvd.settings()
+    if hvd.rank() == 0:  # it has no effect, so it is not collective
+        hvd.init()
+        hvd.init(group_op=str(before["group_op"]))
+    other = "sum" if before["group_op"] == "average" else "average"
+    for groups in ({"group_op": other}, {"group_size": 77}):
+        with pytest.raises(
+            RuntimeError, match=r"the groups of the running Horovod.*shutdown"
+        ):
+            hvd.init(**groups)
+    os.environ["ADASUM_HVD_GROUP_SIZE"], found = "55", hvd.settings()
+    del os.environ["ADASUM_HVD_GROUP_SIZE"]
+    if before["group_size"]:
+        os.environ["ADASUM_HVD_GROUP_SIZE"] = str(before["group_size"])
+    assert found == before
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="init.again")
+    assert np.array_equal(total.numpy(), np.full(2, float(hvd.size())))
+
+
 def case_init_again_and_recycled_process_sets() -> None:
     mine = tensor_of(hvd.rank(), 5000, torch.float32, 30)
     first = hvd.allreduce(mine, op=hvd.Adasum, name="again")

@@ -132,14 +132,29 @@ def case_reducer_sparse_and_in_place() -> None:
     assert torch.equal(unused.grad, torch.zeros(2))
 
 
+def case_reducer_gives_no_gradient_to_what_is_not_reduced() -> None:
+    frozen, local, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    hvd.mark_worker_local(local)
+    hvd.DistributedGradReducer([frozen, local, unused]).reduce_gradients()
+    assert frozen.grad is local.grad is None
+    assert torch.equal(unused.grad, torch.zeros(2))
+
+
 def case_reducer_refuses() -> None:
-    for degree in (0, -1, 2.0, "2"):
+    for degree in (0, -1, 2.0, "2", True):
         with pytest.raises(ValueError, match="degree must be larger than 0 and int"):
             hvd.DistributedGradReducer([torch.zeros(1)], degree=degree)
     with pytest.raises(
         ValueError, match="expected 1 gradients, one per parameter, but got 2"
     ):
         hvd.DistributedGradReducer([torch.zeros(1)])((torch.ones(1), torch.ones(1)))
+    with pytest.raises(TypeError, match=r"but got \(name, parameter\) pairs"):
+        hvd.DistributedGradReducer(nn.Linear(1, 1).named_parameters())
+    with pytest.raises(ValueError, match=r"of a float dtype.*but got torch\.int64"):
+        hvd.DistributedGradReducer([torch.zeros(1)])(
+            (torch.ones(1, dtype=torch.int64),)
+        )
 
 
 @pytest.mark.parametrize("op", ("average", "adasum-delta"))

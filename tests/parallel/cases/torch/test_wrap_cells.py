@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -190,6 +192,9 @@ def case_attributes_reach_the_optimizer() -> None:
     assert cell.optimizer.note == 7
     del cell.note
     assert not hasattr(cell.optimizer, "note")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="expected no copy or pickle"):
+            copied(cell)
 
 
 def case_a_group_is_not_summed_twice() -> None:
