@@ -30,6 +30,7 @@ from adasum_hvd.distributed.lanes import (
     lane_on,
     wait_quietly,
 )
+from adasum_hvd.distributed.passes import LastPass
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
@@ -96,6 +97,7 @@ class AdasumState(Rounds):
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self.records = Records()
+        self.last_pass = LastPass()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled.
@@ -125,6 +127,8 @@ class AdasumState(Rounds):
         if self.communicator.size == 1 and flat.layout is torch.strided:
             return _done(flat)
         sizes = tuple(parameter.numel() for parameter in parameters)
+        if self.rule.kind != "mean":
+            self.last_pass.check(parameters)
         entry = f"{index}/{hash(sizes)}"
         self.reduced[entry] = parameters
         lane = self._lane(flat.device)
@@ -239,7 +243,8 @@ def adasum_hook(
 
     Raises:
         TypeError: `bucket` is not a bucket of DDP's.
-        ValueError, RuntimeError: as :meth:`AdasumState.finish`.
+        ValueError, RuntimeError: as :meth:`AdasumState.finish`; or backward has added to gradients
+            that were reduced (not noticed with `gradient_as_bucket_view`).
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks on a
     CPU.
@@ -256,5 +261,6 @@ def adasum_hook(
     future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state.finish()
+        state.last_pass.note(state.reduced)
         state.end_round()
     return future

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -28,6 +30,48 @@ class Reduced:
         if gradient is None or self._gradient() is not gradient:
             return None
         return _version(gradient) - self._version
+
+
+class LastPass:
+    """DDP's gradients after its last backward pass, to notice a pass that adds to them.
+
+    AdaSum of sums is not the sum of AdaSums. Views of DDP's buckets (`gradient_as_bucket_view`)
+    are not checked: all gradients of a bucket share their count of writes.
+    """
+
+    def __init__(self) -> None:
+        self._reduced: dict[int, Reduced] = {}
+
+    def check(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError if backward has added to a gradient of the last pass."""
+        for parameter in parameters:
+            before = self._reduced.pop(id(parameter), None)
+            if before is not None and before.writes_to(parameter.grad) == 1:
+                raise RuntimeError(
+                    "adasum_hook: expected gradients of this step alone, but got one of shape "
+                    f"{tuple(parameter.shape)} that was added to the reduced gradient of the last "
+                    "pass; call zero_grad() between steps, and wrap forward and backward of all "
+                    "passes of a step but the last in no_sync()"
+                )
+
+    def note(self, buckets: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Note the gradients at the end of the current backward pass, if there is one.
+
+        Args:
+            buckets: their parameters, by any names.
+        """
+        if torch._C._current_graph_task_id() == -1:  # DDP's join()
+            return
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        parameters = [*itertools.chain(*buckets.values())]
+        queue(lambda: queue(lambda: self._note(parameters)))  # after DDP's own callback
+
+    def _note(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._reduced = {
+            id(parameter): Reduced(parameter.grad)
+            for parameter in parameters
+            if parameter.grad is not None and not parameter.grad._is_view()
+        }
 
 
 def _version(gradient: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from horovod.torch import mpi_ops
 from adasum_hvd.common import agreement, binding, ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.common.rounds import Rounds
+from adasum_hvd.distributed.passes import LastPass
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.compression import Compression, compressions
@@ -88,6 +89,7 @@ class AdasumState(Rounds):
         self._started: list[_Started] = []
         # The parameters of this backward pass's buckets, by the bucket's name in Horovod.
         self.reduced: dict[str, list[torch.Tensor]] = {}
+        self.last_pass = LastPass()
 
     def _name(self, index: int, elements: tuple[int, ...]) -> str:
         """Return a bucket's name, which includes its sizes: DDP rebuilds buckets after a step."""
@@ -113,6 +115,7 @@ class AdasumState(Rounds):
         if self.process_set.size() == 1:
             future.set_result(flat)
             return future
+        self.last_pass.check(parameters)
         sent, _ = self.compression.compress(flat)
         name = self._name(index, elements)
         self.reduced[wire.entry(name, ops.AdasumGrad, sent.dtype)] = parameters
@@ -197,6 +200,8 @@ def adasum_hook(
         TypeError: `bucket` is not a bucket of DDP's.
         SparseAdasumError: a gradient is sparse.
         ValueError, HorovodInternalError: as :meth:`AdasumState.finish`.
+        RuntimeError: backward has added to gradients that were reduced (not noticed with
+            `gradient_as_bucket_view`).
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks.
     """
@@ -212,6 +217,7 @@ def adasum_hook(
     future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state.finish()
+        state.last_pass.note(state.reduced)
         state.end_round()
     return future
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +26,7 @@ from tests.parallel.harness.models import loss_of, model_of, sgd, weights
 CHECKS = (
     "buckets",
     "accumulation",
+    "accumulation_of_reduced_gradients",
     "two_bytes_on_the_wire",
     "activation_checkpointing",
     "frozen_parameters",
@@ -107,6 +109,28 @@ def buckets(engine: Hooked) -> None:
 def accumulation(engine: Hooked) -> None:
     expected = engine.without_ddp(model_of(), backward_passes_per_step=2)
     check_bits(engine.wrapped(model_of()), expected, passes=2)
+
+
+def accumulation_of_reduced_gradients(engine: Hooked) -> None:
+    """A pass that adds to reduced gradients is an error; zeroed in place, they are new ones."""
+    if dist.get_world_size() == 1:
+        return
+    for options in ({}, {"static_graph": True}):
+        model = model_of()
+        ddp = engine.wrapped(model, **options)
+        found = []
+        for set_to_none in (True, True, False, False):
+            loss_of(ddp, dist.get_rank(), 0).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+            ddp.zero_grad(set_to_none=set_to_none)
+        for gradients in found[1:]:
+            for one, other in zip(found[0], gradients, strict=True):
+                assert torch.equal(one, other)
+        loss_of(ddp, dist.get_rank(), 0).backward()
+        with pytest.raises(
+            RuntimeError, match=r"added to the reduced gradient.*no_sync"
+        ):
+            loss_of(ddp, dist.get_rank(), 0).backward()
 
 
 def two_bytes_on_the_wire(engine: Hooked) -> None:
