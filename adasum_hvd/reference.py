@@ -12,8 +12,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from adasum_hvd.common.ops import GROUP_OPS
-
 __all__ = [
     "adasum",
     "coefficient",
@@ -21,6 +19,8 @@ __all__ = [
     "pair",
     "tree",
 ]
+
+GROUP_OPS = ("adasum", "average", "sum")  # the reductions inside a group
 
 Vector: TypeAlias = NDArray[np.float64]
 Merge: TypeAlias = tuple[

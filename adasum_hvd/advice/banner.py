@@ -125,6 +125,6 @@ def _advice(
         return []
     groups = group_op, max(1, group_size)
     rate = learning_rate.adasum_lr(1.0, op, ranks, *groups, optimizer=study)
-    start = f"learning rate {rate.factor:.3g} times the best of one worker"
+    start = f"{study}: learning rate {rate.factor:.3g} times the best of one worker"
     against = learning_rate.variant_advice(op, ranks, study)
     return [f"{start} ({rate.certainty})", *([against] if against else [])]

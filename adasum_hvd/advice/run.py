@@ -206,7 +206,10 @@ def _choice(study: str, longer: bool) -> str:
                 "At one worker's learning rate use AdasumGrad: it takes about a tenth fewer steps "
                 f"than Average in {runs}. A rate that is tuned again gains more, with both."
             )
-        return f"Use Average: it is as good in {runs}, where AdaSum is not longer than here."
+        return (
+            f"Use Average: it is as good in {runs}, wherever AdaSum is less than "
+            f"{CLEARLY_LONGER[study]:.3g} times as long as the mean."
+        )
     if longer:
         return (
             "At one worker's learning rate use AdasumGrad: Average's steps would be too short. "
@@ -214,6 +217,6 @@ def _choice(study: str, longer: bool) -> str:
             "as good or better: docs/convergence.md."
         )
     return (
-        "Use Average: AdaSum's steps are hardly longer with this number of workers, and the two "
-        f"are equal in {runs}."
+        "Use Average: AdaSum's steps are hardly longer, so the two are nearly the same reduction. "
+        f"None of {runs} has a factor below 1.9."
     )
