@@ -24,6 +24,7 @@ from adasum_hvd.torch.wire import (
     enqueue,
     forget,
     note_agreement,
+    note_start,
     ranks_meet,
     synchronize,
 )
@@ -91,6 +92,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     forget()
     if ranks_meet():
         agree()
+    note_start()
     after_init.log_startup(mpi_ops, LIBRARY, binding.transport_description(LIBRARY))
 
 

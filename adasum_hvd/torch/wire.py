@@ -29,21 +29,28 @@ _copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # a process set excludes one; these counts are per process set.
 _unnamed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
+_begun = False  # whether `init` has run to its end since then
 _agreed = 0  # the generation in which all ranks have compared their settings
 
 
 def forget() -> None:
     """Reset this module's state after Horovod's `init`."""
-    global _generation
-    _generation += 1
+    global _generation, _begun
+    _generation, _begun = _generation + 1, False
     _copies.clear()
     _unnamed.clear()
     _op_is_on.cache_clear()
 
 
 def begun() -> bool:
-    """Return whether `adasum_hvd.torch.init` has started Horovod in this process."""
-    return _generation > 0
+    """Return whether `adasum_hvd.torch.init` has started Horovod and run to its end."""
+    return _begun
+
+
+def note_start() -> None:
+    """Note the end of `init`."""
+    global _begun
+    _begun = True
 
 
 def generation() -> int:

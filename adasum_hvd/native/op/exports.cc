@@ -17,7 +17,8 @@ extern "C" {
 
 __attribute__((visibility("default"))) const char* horovod_adasum_version() { return adasum_hvd::kVersion; }
 
-// The settings of the running op, or before init those of the environment, as JSON; valid until the next call on the same thread.
+// The settings of the running op as JSON, before init those of the environment; valid until the next call on
+// the same thread.
 __attribute__((visibility("default"))) const char* horovod_adasum_settings() {
   static thread_local std::string text;
   text = adasum_hvd::Settings::InForce().Json();

@@ -1,4 +1,5 @@
-// The settings of the environment at init. They must be equal on all ranks: agreement.cc compares fingerprints.
+// The settings in the environment at init. All ranks must have equal ones: agreement.cc compares
+// fingerprints.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +42,7 @@ struct Settings {
   static Settings FromEnvironment();
   static Settings Begin();   // reads the environment for an op, at Horovod's init
   static Settings InForce(); // as read by the last Begin, or else the environment's
-  int Fingerprint() const; // equal on ranks with compatible settings
+  int Fingerprint() const;   // equal on ranks with compatible settings
   std::string Json() const;
 };
 
