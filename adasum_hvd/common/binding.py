@@ -68,12 +68,11 @@ def has_op(library: ctypes.CDLL) -> bool:
     return hasattr(library, "horovod_adasum_version")
 
 
-def require_op(library: ctypes.CDLL) -> None:
-    """Check that the library has the op and the environment holds valid settings.
+def require_library(library: ctypes.CDLL) -> None:
+    """Check that the library has the op of this version.
 
     Raises:
-        RuntimeError: the installed Horovod was built without the op.
-        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
+        RuntimeError: the installed Horovod was built without the op, or by an earlier version.
     """
     if not has_op(library):
         raise RuntimeError(
@@ -85,6 +84,16 @@ def require_op(library: ctypes.CDLL) -> None:
             "AdaSum: expected a Horovod built by this version of adasum_hvd, but got "
             f"{library._name} of an earlier one; run `{_BUILD_COMMAND}`"
         )
+
+
+def require_op(library: ctypes.CDLL) -> None:
+    """Check that the library has the op and the environment holds valid settings.
+
+    Raises:
+        RuntimeError: as :func:`require_library`.
+        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
+    """
+    require_library(library)
     if error := settings_error(library):
         raise ValueError(f"AdaSum: {error}")
 

@@ -243,8 +243,10 @@ def adasum_hook(
 
     Raises:
         TypeError: `bucket` is not a bucket of DDP's.
-        ValueError, RuntimeError: as :meth:`AdasumState.finish`; or backward has added to gradients
-            that were reduced (not noticed with `gradient_as_bucket_view`).
+        ValueError, RuntimeError: as :meth:`AdasumState.finish`.
+
+    Warns, once, if backward has added to gradients that were reduced. It cannot notice this with
+    `gradient_as_bucket_view`, or if something else has changed the gradients in between.
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks on a
     CPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -41,18 +42,27 @@ class LastPass:
 
     def __init__(self) -> None:
         self._reduced: dict[int, Reduced] = {}
+        self._warned = False
 
     def check(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError if backward has added to a gradient of the last pass."""
-        for parameter in parameters:
-            before = self._reduced.pop(id(parameter), None)
-            if before is not None and before.writes_to(parameter.grad) == 1:
-                raise RuntimeError(
-                    "adasum_hook: expected gradients of this step alone, but got one of shape "
-                    f"{tuple(parameter.shape)} that was added to the reduced gradient of the last "
-                    "pass; call zero_grad() between steps, and wrap forward and backward of all "
-                    "passes of a step but the last in no_sync()"
-                )
+        """Warn, once, if backward has added to gradients of the last pass.
+
+        Only a warning, because a program may zero them before its next step, as GANs do.
+        """
+        noted = [(p.grad, self._reduced.pop(id(p), None)) for p in parameters]
+        if self._warned or torch._C._current_graph_task_id() == -1:  # DDP's join()
+            return
+        # One that is unused in this pass has one write if it was zeroed, and the others two.
+        writes = [last.writes_to(gradient) for gradient, last in noted if last]
+        if max((count for count in writes if count is not None), default=0) == 1:
+            self._warned = True
+            warnings.warn(
+                "adasum_hook: expected gradients of this step alone, but backward added to the "
+                "reduced gradients of the last pass, and AdaSum of such sums is wrong; call "
+                "zero_grad() between steps, and wrap forward and backward of all passes of a step "
+                "but the last in no_sync()",
+                stacklevel=3,
+            )
 
     def note(self, buckets: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Note the gradients at the end of the current backward pass, if there is one.

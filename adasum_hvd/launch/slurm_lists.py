@@ -25,7 +25,7 @@ def items(text: str) -> list[str]:
         >>> items("node[01-12,17],login:2")
         ['node[01-12,17]', 'login:2']
     """
-    if rest := _ITEM.sub("", text).strip(", \t"):
+    if rest := re.sub(r"[,\s]", "", _ITEM.sub("", text)):
         raise ListError(
             f"expected pairs of brackets in {text!r}, but got a single {rest[0]!r}"
         )

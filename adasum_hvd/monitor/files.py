@@ -37,6 +37,8 @@ def records(file: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     cut: ValueError | None = None
     for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
+        if not line.strip():
+            continue
         where = f"line {number} of {file}"
         try:
             record = json.loads(line)

@@ -39,12 +39,10 @@ class Jsonl:
 
     def __call__(self, record: Record) -> None:
         """Append a record and close the file, so that readers see it at once."""
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        with self.path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # of a run that ended while it wrote
-                    line = b"\n" + line
+        line = json.dumps(record, allow_nan=False) + "\n"
+        if _is_cut(self.path):
+            line = "\n" + line
+        with self.path.open("a") as file:
             file.write(line)
 
 
@@ -139,6 +137,18 @@ class Sinks:
         """Close the sinks that have open files."""
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
+
+
+def _is_cut(path: Path) -> bool:
+    """Return whether a file ends inside a line, of a run that ended while it wrote."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # empty, or write-only
+        return False
 
 
 def _make_folder(folder: Path) -> None:

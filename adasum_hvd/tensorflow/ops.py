@@ -56,6 +56,7 @@ def init(
 
     Collective: every rank calls it; blocks until all have.
     """
+    binding.require_library(LIBRARY)
     running = settings() if mpi_ops.is_initialized() else None
     groups.configure(group_op, group_size, running)
     binding.require_op(LIBRARY)

@@ -47,9 +47,10 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             return
         self._state_of(optimizer)
+        if reduces_gradients:
+            optimizer._adasum.scaler = weakref.ref(self)
         if reduces_gradients and not optimizer._adasum.synchronized:
             optimizer._adasum.loss_scale = self._scale
-            optimizer._adasum.scaler = weakref.ref(self)
             try:
                 optimizer.synchronize()
             finally:

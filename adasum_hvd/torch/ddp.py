@@ -200,8 +200,9 @@ def adasum_hook(
         TypeError: `bucket` is not a bucket of DDP's.
         SparseAdasumError: a gradient is sparse.
         ValueError, HorovodInternalError: as :meth:`AdasumState.finish`.
-        RuntimeError: backward has added to gradients that were reduced (not noticed with
-            `gradient_as_bucket_view`).
+
+    Warns, once, if backward has added to gradients that were reduced. It cannot notice this with
+    `gradient_as_bucket_view`, or if something else has changed the gradients in between.
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks.
     """

@@ -62,6 +62,7 @@ def init(
 
     Collective: every rank calls it; blocks until all have. A second call has no effect.
     """
+    binding.require_library(LIBRARY)
     running = mpi_ops.is_initialized()
     groups.configure(group_op, group_size, settings() if running else None)
     binding.require_op(LIBRARY)
@@ -83,6 +84,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Collective: every rank; blocks until all have.
     """
+    note_start(complete=False)
     preflight.require_unfinished_mpi(LIBRARY)
     launch_rendezvous.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
@@ -92,7 +94,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     forget()
     if ranks_meet():
         agree()
-    note_start()
+    note_start(complete=True)
     after_init.log_startup(mpi_ops, LIBRARY, binding.transport_description(LIBRARY))
 
 

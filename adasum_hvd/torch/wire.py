@@ -29,14 +29,14 @@ _copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # a process set excludes one; these counts are per process set.
 _unnamed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
-_begun = False  # whether `init` has run to its end since then
+_begun = False  # whether the last `init` has run to its end
 _agreed = 0  # the generation in which all ranks have compared their settings
 
 
 def forget() -> None:
     """Reset this module's state after Horovod's `init`."""
-    global _generation, _begun
-    _generation, _begun = _generation + 1, False
+    global _generation
+    _generation += 1
     _copies.clear()
     _unnamed.clear()
     _op_is_on.cache_clear()
@@ -47,10 +47,10 @@ def begun() -> bool:
     return _begun
 
 
-def note_start() -> None:
-    """Note the end of `init`."""
+def note_start(complete: bool) -> None:
+    """Note the begin or the end of `init`."""
     global _begun
-    _begun = True
+    _begun = complete
 
 
 def generation() -> int:

@@ -105,6 +105,7 @@ def test_a_record_that_was_cut_ends_a_run(tmp_path: Path, capsys) -> None:
     to = sinks.Sinks(file)
     to(record(4, b=0.5))
     to(record(5, b=0.5))
+    file.write_text(file.read_text() + "\n")  # a line without anything
     assert [one["step"] for one in files.records(file)] == [4, 5]
 
 

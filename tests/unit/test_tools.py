@@ -213,6 +213,7 @@ def test_bench_refuses(words: list[str], capsys) -> None:
     [
         ("node[1-3]", "2(x2),1", [("node1", 2), ("node2", 2), ("node3", 1)]),
         ("a1,b[09-10]-x,c", "8", [("a1", 8), ("b09-x", 8), ("b10-x", 8), ("c", 8)]),
+        ("n[1-2] m\n", "1", [("n1", 1), ("n2", 1), ("m", 1)]),
         ("10.0.0.1:2,host-2", "4", [("10.0.0.1", 2), ("host-2", 4)]),
         ("one slots=3\n# none\ntwo slots=1 # last\n", "1", [("one", 3), ("two", 1)]),
     ],

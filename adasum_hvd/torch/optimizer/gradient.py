@@ -32,7 +32,7 @@ class GradientReducer:
         buckets: flat buckets, and the bucket of sparse rows.
         skip_synchronize: `step()` uses the gradients as they are.
         loss_scale: a GradScaler's scale, during its reduction.
-        scaler: a weak reference to our GradScaler that has reduced last, or None.
+        scaler: a weak reference to our GradScaler that has unscaled last, or None.
     """
 
     reduces_gradients = True

@@ -131,8 +131,10 @@ def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
     assert json.loads(others[0])["tensors"] == records[3]
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def case_monitor_divides_by_the_scale_of_the_loss(ours: bool) -> None:
+@pytest.mark.parametrize(
+    ("ours", "first"), [(True, False), (True, True), (False, True)]
+)
+def case_monitor_divides_by_the_scale_of_the_loss(ours: bool, first: bool) -> None:
     def record(scale: float) -> dict:
         model = model_of()
         optimizer = hvd.DistributedOptimizer(
@@ -144,10 +146,10 @@ def case_monitor_divides_by_the_scale_of_the_loss(ours: bool) -> None:
         given = {} if ours else {"scaler": scaler}
         monitor = hvd.AdasumMonitor(optimizer, 1, records.append, **given)
         scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
-        if not ours:
+        if first:
             optimizer.synchronize()
             scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize() if not ours else nullcontext():
+        with optimizer.skip_synchronize() if first else nullcontext():
             scaler.step(optimizer)
         scaler.update()
         monitor.close()
