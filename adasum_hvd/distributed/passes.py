@@ -70,7 +70,7 @@ class LastPass:
         Args:
             buckets: their parameters, by any names.
         """
-        if torch._C._current_graph_task_id() == -1:  # DDP's join()
+        if self._warned or torch._C._current_graph_task_id() == -1:  # DDP's join()
             return
         queue = torch.autograd.Variable._execution_engine.queue_callback
         parameters = [*itertools.chain(*buckets.values())]

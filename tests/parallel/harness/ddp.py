@@ -126,9 +126,8 @@ def accumulation_of_reduced_gradients(engine: Hooked) -> None:
                 loss_of(ddp, dist.get_rank(), 0).backward()
                 found.append([p.grad.clone() for p in model.parameters()])
                 ddp.zero_grad(set_to_none=set_to_none)
-            with (
-                ddp.join()
-            ):  # where ranks without data have clipped the gradients of their last
+            # A rank that has run out of data has clipped the gradients of its last pass.
+            with ddp.join():
                 for _ in range(1 + dist.get_rank()):
                     ddp.zero_grad()
                     loss_of(ddp, dist.get_rank(), 0).backward()

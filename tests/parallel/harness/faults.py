@@ -22,9 +22,7 @@ VICTIM = 1
 SILENCE_SECONDS = 3  # ADASUM_HVD_TIMEOUT_SECONDS, 30 unless set
 STALL_SECONDS = 9  # ADASUM_HVD_STALL_SECONDS, 600 unless set
 GLOO_SECONDS = 5  # HOROVOD_GLOO_TIMEOUT_SECONDS, of Horovod's own negotiation
-STARTS = (
-    3  # of a job whose ranks do not meet within GLOO_SECONDS, on a machine that is busy
-)
+STARTS = 3  # of a job whose ranks do not meet within GLOO_SECONDS
 
 TRANSPORTS = {
     "shared memory, Gloo": ("gloo", "auto"),
