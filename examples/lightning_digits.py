@@ -2,9 +2,9 @@
 
     python examples/lightning_digits.py --devices 2            # Lightning starts the ranks itself
 
-On CUDA, `DDPStrategy(ddp_comm_state=AdasumState(), ddp_comm_hook=adasum_hook)` does the same as the
-strategy here; on the CPU Lightning would leave the hook out silently. `--engine horovod` reduces by
-Horovod's op; else nothing is compiled.
+`DDPStrategy(ddp_comm_state=AdasumState(), ddp_comm_hook=adasum_hook)` would need a process group
+when it is made, and Lightning ignores its hook on the CPU. The strategy here has neither limit.
+`--engine horovod` reduces by Horovod's op; else nothing is compiled.
 """
 
 from __future__ import annotations

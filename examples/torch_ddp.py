@@ -60,7 +60,7 @@ def main() -> None:
         to = arguments.record or ()
         monitor = AdasumMonitor(state, 4, to, model.module.named_parameters())
         if dist.get_rank() == 0:
-            print(banner(state))
+            print(banner(state, optimizer))
     elif arguments.op == "adasum-delta":
         reduce_changes(optimizer)
     for epoch in range(arguments.epochs):

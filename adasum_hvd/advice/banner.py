@@ -56,9 +56,14 @@ def _groups(settings: Mapping[str, object]) -> str:
 
 
 def distributed_banner(
-    settings: Mapping[str, object], ranks: int, hosts: int, backends: str, wire: str
+    settings: Mapping[str, object],
+    ranks: int,
+    hosts: int,
+    backends: str,
+    wire: str,
+    study: str | None,
 ) -> str:
-    """Return one line for the engine on torch.distributed: rule, ranks, groups, wire.
+    """Return one line for the engine on torch.distributed: rule, ranks, groups, rate, wire.
 
     Args:
         settings: "rule", "group_op" and "group_size".
@@ -66,6 +71,7 @@ def distributed_banner(
         hosts: of these ranks.
         backends: torch's name of the group's backends.
         wire: the dtype on the wire.
+        study: as in `banner`.
     """
     rule = "adasum-grad" if settings["rule"] == "adasum" else settings["rule"]
     parts = [
@@ -73,7 +79,7 @@ def distributed_banner(
         f"{ranks} ranks on {hosts} {'host' if hosts == 1 else 'hosts'} over {backends}",
         _groups(settings) if settings["rule"] == "adasum" else "no groups",
         *(
-            _advice(ops.AdasumGrad, ranks, settings, "momentum")
+            _advice(ops.AdasumGrad, ranks, settings, study)
             if settings["rule"] == "adasum"
             else []
         ),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adasum_hvd.advice.banner import distributed_banner
+from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.replicas import compare, is_due
 from adasum_hvd.distributed.communicator import Communicator
@@ -82,12 +83,17 @@ def check_replicas(
     return True
 
 
-def banner(state: AdasumState) -> str:
+def banner(state: AdasumState, optimizer: Any = None) -> str:
     """Return one line that says what is in force: rule, ranks, backend, groups, wire.
+
+    Args:
+        state: the hook's.
+        optimizer: of this model, or its class; adds the learning rate to start from, if a study
+            has it. None: the line has no rate.
 
     Example:
         >>> if dist.get_rank() == 0:                  # doctest: +SKIP
-        ...     print(banner(state))
+        ...     print(banner(state, optimizer))
     """
     communicator = state.communicator
     wire = state.compression
@@ -97,4 +103,5 @@ def banner(state: AdasumState) -> str:
         len(set(hosts_of(communicator))),
         communicator.backends,
         "the gradients' dtype" if wire is None else str(wire).removeprefix("torch."),
+        None if optimizer is None else find_study(optimizer),
     )

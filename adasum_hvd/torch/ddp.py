@@ -168,7 +168,8 @@ def _check(state: AdasumState) -> None:
                 "AdasumState: expected the same ranks in torch.distributed and in Horovod, but got "
                 f"rank {numbers[0]} of {numbers[1]} in torch.distributed and rank {rank} of "
                 f"{mpi_ops.size()} in Horovod (seen by rank {mpi_ops.rank()}); start both from one "
-                "launcher: call init_process_group() first, then hvd.init()"
+                "launcher: call init_process_group() first, then hvd.init(), or pass "
+                "rank=hvd.rank() and world_size=hvd.size() to init_process_group()"
             )
     agreement.compare_settings(
         [settings for settings, _ in by_rank],

@@ -22,6 +22,7 @@ from adasum_hvd.distributed import (
     ReplicaMismatch,
     adasum_all_reduce,
     adasum_hook,
+    adasum_lr,
     banner,
     check_replicas,
     mark_worker_local,
@@ -242,7 +243,13 @@ def case_replicas_and_banner() -> None:
         model[0][0].bias[3] += rank() == dist.get_world_size() - 1
     with pytest.raises(ReplicaMismatch, match=r"module\.0\.0\.bias"):
         check_replicas(wrapped)
-    line = banner(state)
+    assert "learning rate" not in banner(state)
+    rate = adasum_lr(1, "adasum-grad", dist.get_world_size(), optimizer="adamw")
+    line = banner(state, torch.optim.AdamW)
+    assert f"adamw: learning rate {rate.factor:.3g} times" in line
+    assert "learning rate" not in banner(state, torch.optim.RMSprop)
+    line = banner(state, optimizer)
+    assert "momentum: learning rate" in line
     size = dist.get_world_size()
     assert (
         f"adasum-grad (gradient variant); {size} ranks on 2 hosts over cpu:gloo" in line
