@@ -13,8 +13,9 @@ def mark_worker_local(*tensors: Any) -> None:
     """Exclude parameters from every reduction: each rank keeps and updates its own.
 
     Use it for parameters that exist on one rank only (tensor parallelism) or must differ. Call it
-    before `DistributedOptimizer` and before the first step. `check_replicas` leaves out marked
-    buffers, too.
+    before `DistributedOptimizer` and before the first step, and after `fully_shard` and
+    `parallelize_module`, which replace the parameters. `check_replicas` leaves out marked buffers,
+    too.
 
     Args:
         *tensors: parameters, variables or buffers.

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.common.frames import is_inside
 from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.distributed.all_reduce import adasum_all_reduce
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients
@@ -20,6 +22,15 @@ from adasum_hvd.distributed.rules import Coefficients
 __all__ = ["reduce_changes"]
 
 _NONE, _EQUAL, _OTHERS = range(3)
+
+
+def is_no_training() -> bool:
+    """Return whether this step only makes an optimizer's state.
+
+    The functions of `torch.distributed.checkpoint.state_dict` take a step with gradients and rates
+    of zero if an optimizer has neither state nor gradients.
+    """
+    return is_inside("_init_optim_state", "torch.distributed.checkpoint.state_dict")
 
 
 def copies_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,18 +61,22 @@ def restore(starts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> 
         new.copy_(old)
 
 
-def warn_if_equal(
+def check_first(
     who: str,
     communicator: Communicator,
+    optimizer: torch.optim.Optimizer,
     starts: Iterable[torch.Tensor],
     weights: Iterable[torch.Tensor],
     reduced: Iterable[torch.Tensor],
 ) -> bool:
-    """Warn if AdaSum of the changes is every rank's change: then all ranks have the same.
+    """Check the first reduction.
+
+    Warns if AdaSum of the changes is every rank's change: then all ranks have the same.
 
     Args:
-        who: the name in the warning.
+        who: the name in the messages.
         communicator: of the ranks that reduced.
+        optimizer: the one that has changed the weights, right after its step.
         starts: of the weights, before this rank changed them.
         weights: as this rank has changed them.
         reduced: AdaSum of all ranks' changes of each weight.
@@ -69,13 +84,26 @@ def warn_if_equal(
     Returns:
         Whether a rank has changed a weight, so that the question is answered.
 
+    Raises:
+        RuntimeError: on all ranks: the optimizer keeps the weights a second time.
+
     Collective: all ranks; blocks.
     """
     if communicator.size == 1:
         return True
+    copies = () if hasattr(optimizer, "refresh_master") else _copies(optimizer)
     mine = _compared(starts, weights, reduced)
-    table = torch.tensor([mine], device=communicator.control_device)
-    found = set(communicator.all_gather(table).flatten().tolist())
+    table = torch.tensor([mine, bool(copies)], device=communicator.control_device)
+    states, have_copies = communicator.all_gather(table).unbind(1)
+    if have_copies.any():
+        where = copies[0] if copies else "on another rank"
+        raise RuntimeError(
+            f"{who}: expected an optimizer whose weights are the parameters alone, but got a "
+            f"{type(optimizer).__name__} that keeps them a second time ({where}), where no "
+            "reduction reaches them; reduce its gradients instead (rank "
+            f"{communicator.rank} of {communicator.size})"
+        )
+    found = set(states.tolist())
     if found == {_EQUAL}:
         warnings.warn(
             f"{who}: expected each rank to change the weights by gradients of its own, but the "
@@ -85,6 +113,11 @@ def warn_if_equal(
             stacklevel=2,
         )
     return found != {_NONE}
+
+
+def _copies(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the places where an optimizer keeps all weights a second time."""
+    return duplicate_weights.find(optimizer, sorted(vars(optimizer)))
 
 
 def _compared(
@@ -132,6 +165,8 @@ def reduce_changes(
 
     Raises:
         ValueError: from a step, as `adasum_all_reduce`. The weights are then those before it.
+        RuntimeError: from the first step, the same: the optimizer keeps a copy of the weights,
+            such as a float32 master, which no reduction reaches.
 
     Collective: steps are, from then on; they block on a CPU.
 
@@ -148,18 +183,26 @@ def reduce_changes(
         ]
 
     def before(*_: Any) -> None:
-        starts[:] = copies_of(weights())
+        if not is_no_training():
+            starts[:] = copies_of(weights())
 
     def after(*_: Any) -> None:
         nonlocal compared
+        if is_no_training():
+            return
         changes = changes_since(starts, weights())
         try:
             adasum_all_reduce(
                 changes, group, rule=rule, group_op=group_op, group_size=group_size
             )
             if not compared:
-                compared = warn_if_equal(
-                    "reduce_changes", communicator, starts, weights(), changes
+                compared = check_first(
+                    "reduce_changes",
+                    communicator,
+                    optimizer,
+                    starts,
+                    weights(),
+                    changes,
                 )
         except BaseException:
             restore(starts, weights())

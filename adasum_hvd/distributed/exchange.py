@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,18 +82,28 @@ class Exchange:
             found[index] = communicator.all_gather(found[index]).amax(0)
         return found
 
-    def total(self, sums: Sums) -> torch.Tensor:
+    def total(self, sums: Sums, only: Collection[int] | None = None) -> torch.Tensor:
         """Return float64 [tensors, columns]: sums over all ranks of this rank's tensors.
 
-        Collective if any tensor crosses a border.
+        Args:
+            sums: over this rank's slice.
+            only: the tensors whose sums are needed; None: all. The ranks that have parts of a
+                tensor agree on it.
+
+        Collective for each group of ranks that have parts of one of these tensors.
         """
-        if self.shared:
+
+        def needed(tensors: Sequence[int]) -> bool:
+            return only is None or not set(only).isdisjoint(tensors)
+
+        if self.shared and needed(self.shared):
             terms = torch.cat(self._rows(torch.cat(sums, 1)).chunk(2, 1))
             owners = self._owners.repeat(2)
             high, low = sums_by_tensor(terms, owners, self.tensors + 1)
             sums = Sums(high[:-1], low[:-1])
         for communicator, tensors in self._shards:
-            sums = self._over_shards(sums, communicator, tensors)
+            if needed(tensors):
+                sums = self._over_shards(sums, communicator, tensors)
         return sums.rounded()
 
     def _over_shards(

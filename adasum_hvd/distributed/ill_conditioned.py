@@ -19,7 +19,8 @@ from adasum_hvd.distributed.sums import sums_by_tensor
 class FormNodes:
     """Gives `coefficients.walk` the dot products of nodes from the nodes' vectors.
 
-    On a CPU only for tensors that need it; all ranks see the same of tensors that they share.
+    On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
+    and ranks without a part of it, such as those of an empty shard, take no notice.
     On other devices for all tensors, because the program does not wait for a device's values.
 
     Attributes:
@@ -62,6 +63,5 @@ class FormNodes:
                 return dots
         values = self._slice.node_products(self._tree, sides, self._factors, only)
         sums = sums_by_tensor(values, self._slice.owners, len(dots))
-        needs_others = only is None or set(only) & set(self._exchange.shared)
-        formed = self._exchange.total(sums) if needs_others else sums.rounded()
+        formed = self._exchange.total(sums, only)
         return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

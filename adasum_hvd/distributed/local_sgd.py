@@ -22,14 +22,15 @@ from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.delta import (
     apply_changes,
     changes_since,
+    check_first,
     copies_of,
+    is_no_training,
     restore,
-    warn_if_equal,
 )
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
-from adasum_hvd.distributed.units import Frozen, units_of
+from adasum_hvd.distributed.units import Frozen, gradient_dtype, units_of
 
 __all__ = ["LocalSGD"]
 
@@ -96,6 +97,7 @@ class LocalSGD:
             ),
         )
         self._model, self._every, self._outer = model, every, outer_optimizer
+        self._optimizer = optimizer
         self._units, self._frozen = units_of(model), Frozen(model)
         self._local_step = 0  # in the window
         self._windows = 0  # that have ended
@@ -113,10 +115,12 @@ class LocalSGD:
 
     def _before_step(self, *_: Any) -> None:
         self._frozen.check("LocalSGD")
-        if not self._starts:
+        if not self._starts and not is_no_training():
             self._starts = [copies_of(unit.locals()) for unit in self._units]
 
     def _after_step(self, *_: Any) -> None:
+        if is_no_training():
+            return
         self._local_step += 1
         if self._local_step >= self._every:
             self.synchronize()
@@ -130,7 +134,9 @@ class LocalSGD:
 
         Raises:
             ValueError: on all replicas: they have taken different numbers of steps.
-            RuntimeError: a replica did not respond within the group's timeout.
+            RuntimeError: a replica did not respond within the group's timeout. Or, on all
+                replicas: the optimizer keeps a copy of the weights, such as a float32 master,
+                which no reduction reaches.
 
         Collective: all replicas; blocks on a CPU. After an error, and after a first step that
         raised, the weights are those of the window's start.
@@ -169,8 +175,13 @@ class LocalSGD:
     def _compare(self, reduced: Sequence[Sequence[torch.Tensor]]) -> bool:
         flat = chain.from_iterable
         weights = flat(unit.locals() for unit in self._units)
-        return warn_if_equal(
-            "LocalSGD", self._communicator, flat(self._starts), weights, flat(reduced)
+        return check_first(
+            "LocalSGD",
+            self._communicator,
+            self._optimizer,
+            flat(self._starts),
+            weights,
+            flat(reduced),
         )
 
     def _outer_step(
@@ -183,7 +194,8 @@ class LocalSGD:
         with self._without_gradients():
             for unit, changes in zip(self._units, reduced, strict=True):
                 for parameter, change in zip(unit.parameters, changes, strict=True):
-                    parameter.grad = like(parameter, change.neg_())
+                    gradient = change.neg_().to(gradient_dtype(parameter))
+                    parameter.grad = like(parameter, gradient)
             outer.step()
 
     @contextmanager

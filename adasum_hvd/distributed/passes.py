@@ -53,8 +53,11 @@ class LastPass:
         if self._warned or torch._C._current_graph_task_id() == -1:  # DDP's join()
             return
         # One that is unused in this pass has one write if it was zeroed, and the others two.
-        writes = [last.writes_to(gradient) for gradient, last in noted if last]
-        if max((count for count in writes if count is not None), default=0) == 1:
+        written = [
+            (last.writes_to(gradient), gradient) for gradient, last in noted if last
+        ]
+        most = max((count for count, _ in written if count is not None), default=0)
+        if most == 1 and any(g.any() for count, g in written if count == 1):
             self._warned = True
             warnings.warn(
                 "adasum_hook: expected gradients of this step alone, but backward added to the "
@@ -98,21 +101,32 @@ class Progress:
 
     def __init__(self, unit: Unit):
         self.unit = unit
-        self.expected = [1] * len(unit.parameters)  # the most hooks of any pass so far
-        self.passes = 0
-        self.begin_pass()
+        # The most hooks of any pass of a kind so far, if there was one.
+        self._most: dict[bool, list[int]] = {}
+        self.begin_pass(accumulated=False)
+
+    @property
+    def expected(self) -> list[int]:
+        """The most hooks of any pass of this kind so far, at least one for each parameter."""
+        return self._most.get(self._accumulated, [1] * len(self.unit.parameters))
 
     @property
     def is_complete(self) -> bool:
-        """Whether this pass has fired as many hooks as any pass so far."""
-        return self.passes > 0 and self.fired == self.expected
+        """Whether this pass has fired as many hooks as any pass of its kind so far."""
+        return self._accumulated in self._most and self.fired == self.expected
 
-    def begin_pass(self) -> None:
-        """Begin a pass, also after one that broke off."""
+    def begin_pass(self, accumulated: bool) -> None:
+        """Begin a pass, also after one that broke off.
+
+        Args:
+            accumulated: passes inside `no_sync()` came before it. FSDP then fires the hooks of a
+                module that runs twice two times, and otherwise once.
+        """
+        self._accumulated = accumulated
         self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
         self.reduced = False
 
     def end_pass(self) -> None:
         """Keep the number of hooks that this pass has fired."""
-        self.expected = list(map(max, self.expected, self.fired))
-        self.passes += 1
+        if any(self.fired):
+            self._most[self._accumulated] = list(map(max, self.expected, self.fired))

@@ -21,7 +21,8 @@ from adasum_hvd.distributed.topology import hosts_of
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's bits, of a DTensor those of its local part."""
     local = local_of(tensor.detach())
-    data = torch.empty(local.numel(), dtype=local.dtype).copy_(local.reshape(-1))
+    data = torch.empty(local.numel(), dtype=local.dtype, device="cpu")
+    data.copy_(local.reshape(-1))
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

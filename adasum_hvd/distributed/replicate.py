@@ -4,9 +4,9 @@ Gradients are reduced as whole tensors. Each rank reduces its shard over the rep
 coefficients from the Gram matrix of the whole tensor: the sum of the shards' matrices.
 
 AdaSum is not linear, so it must see each gradient once a step, complete. A unit (the parameters of
-one FSDP module, or a bucket of others) is reduced as soon as backward has finished it. A module
-that runs twice in a pass fires its hooks twice: earlier passes tell how often to expect them, and
-the first pass reduces at its end.
+one FSDP module, or a bucket of others) is reduced as soon as backward has finished it, and all
+units before it. A module that runs twice in a pass fires its hooks twice: earlier passes of the
+same kind show how often to expect them, and the first pass reduces at its end.
 
 References:
     arXiv 2006.02924, section 3; docs/distributed.md.
@@ -63,6 +63,7 @@ class Replicas:
         self._communicator, self._rule = communicator, rule
         self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
         self._overlap, self._local = overlap, False
+        self._accumulated = False  # passes in `no_sync()` since the last reduction
         units = units_of(model)
         self._frozen = Frozen(model)
         self._units = [Progress(unit) for unit in units]
@@ -81,6 +82,7 @@ class Replicas:
         self._handles += self._frozen.hooks("adasum_replicate")
         for unit in units:
             _hooked.update((id(parameter), parameter) for parameter in unit.parameters)
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         for parameter in model.parameters():
             setattr(parameter, _KEPT, self)
 
@@ -109,6 +111,7 @@ class Replicas:
                 backward pass.
         """
         self._local = not requires_gradient_sync
+        self._accumulated = self._accumulated or self._local
         for reference in self._fsdp:
             if (module := reference()) is not None:
                 module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
@@ -120,20 +123,18 @@ class Replicas:
         for a replica whose step has no backward pass.
 
         Raises:
-            RuntimeError: no replica has a gradient of a model with FSDP modules, because these keep
-                whole ones in `no_sync()`; or a replica did not respond within the group's timeout.
+            RuntimeError: no replica has a gradient of a model with FSDP modules after `no_sync()`,
+                because these keep whole ones in it; or a replica did not respond within the
+                group's timeout.
 
         Collective: all ranks of the mesh, and the ranks of their shards; blocks on a CPU.
         """
         if self._communicator.size > 1:
             self._break_off()
             self._reduced.clear()
+            whole = bool(self._fsdp) and self._accumulated
             states = self._end()
-            if (
-                self._fsdp
-                and states
-                and all(bool((s == MISSING).all()) for s in states)
-            ):
+            if whole and states and all(bool((s == MISSING).all()) for s in states):
                 raise RuntimeError(
                     "adasum_replicate: expected gradients to synchronize, but got none on any "
                     f"replica (rank {dist.get_rank()}); leave the last backward pass of a step "
@@ -147,6 +148,8 @@ class Replicas:
         for progress in self._units:
             for parameter in progress.unit.parameters:
                 _hooked.pop(id(parameter), None)
+        for reference in self._parameters:
+            if getattr(parameter := reference(), _KEPT, None) is self:
                 setattr(parameter, _KEPT, None)
 
     def _hook(self, unit: int, number: int, parameter: torch.Tensor) -> None:
@@ -188,6 +191,9 @@ class Replicas:
             self._break_off()
         self._frozen.check("adasum_replicate")
         self._pass = current
+        if self._accumulated:
+            for progress in self._units:
+                progress.begin_pass(accumulated=True)
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._end))
@@ -270,6 +276,7 @@ class Replicas:
                 found.append(everywhere)
             for progress in self._units:
                 progress.end_pass()
+            self._accumulated = self._local
         finally:
             self._break_off()
         return found
@@ -280,7 +287,7 @@ class Replicas:
             wait_quietly(future)
         self._next, self._futures, self._pass = 0, [], None
         for progress in self._units:
-            progress.begin_pass()
+            progress.begin_pass(self._accumulated)
 
     def _store(
         self, unit: Unit, gradients: list[torch.Tensor], everywhere: torch.Tensor
@@ -326,7 +333,7 @@ def adasum_replicate(
         group_op: as of `adasum_all_reduce`.
         group_size: as of `adasum_all_reduce`.
         overlap: reduce a module's gradients while backward goes on. False reduces all at the
-            end of backward: needed if a pass runs modules more often than the first pass did.
+            end of backward: needed if a pass runs modules more often than every earlier pass did.
 
     Returns:
         The handle, with `no_sync()` for gradient accumulation, `synchronize()` and `remove()`.

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from adasum_hvd.common.logging import logger
+from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
@@ -137,10 +138,14 @@ class ManagedAdasum:
     def reduce_gradients(self, model: torch.nn.Module) -> None:
         """Reduce the gradients of a model; call it between backward and the optimizer's step.
 
-        A parameter that no replica used keeps `grad=None`. Raises, Collective: as `reduce`.
+        A parameter that no replica used keeps `grad=None`. Those marked with `mark_worker_local`
+        are left out. Raises, Collective: as `reduce`.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        present = torch.tensor([[p.grad is not None] for p in parameters])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in trained if not is_marked_local(p)]
+        present = torch.tensor(
+            [[p.grad is not None] for p in parameters], dtype=torch.bool
+        )
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -224,7 +229,8 @@ def diloco(
         options: without `use_bucketization` and `should_quantize`.
 
     Raises:
-        ValueError: buckets or quantization, which hide where a parameter begins or change it.
+        ValueError: buckets or quantization, which hide where a parameter begins or change it; or
+            a parameter is marked with `mark_worker_local`.
         ImportError: torchft is not installed.
     """
     from torchft.local_sgd import DiLoCo
@@ -236,6 +242,14 @@ def diloco(
                 f"diloco: expected a reduction of each parameter by itself, but got {name}; "
                 "leave it out"
             )
+    for number, fragment in enumerate(model_fragments):
+        for parameter, tensor in fragment.named_parameters():
+            if is_marked_local(tensor):
+                raise ValueError(
+                    "diloco: expected parameters that all replicas share, but got one marked with "
+                    f"mark_worker_local: {parameter} of fragment {number}; leave it out of the "
+                    "fragments"
+                )
     manager: Any = _AdasumManager(adasum)
     return DiLoCo(
         manager,

@@ -144,7 +144,13 @@ def broadcast_parameters(
     named, description = _described(params)
     by_rank = allgather_object(description, "adasum.parameters", process_set)
     _raise_failure("broadcast_parameters", by_rank, process_set)
-    compare_parameters("broadcast_parameters", by_rank, mpi_ops.rank())
+    compare_parameters(
+        "broadcast_parameters",
+        by_rank,
+        mpi_ops.rank(),
+        remedy="build the same model on every rank, or pass the tensors that all ranks have, and "
+        "process_set= with the ranks of the others",
+    )
     finishes = [
         _start(tensor, root_rank, f"adasum.parameters.{index}.{name}", process_set)
         for index, (name, tensor) in enumerate(named)

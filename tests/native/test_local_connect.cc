@@ -287,6 +287,32 @@ void RegionsAreMapped() {
   }
 }
 
+// The first region of a process is at offset 0 of its file, which is also the location of an empty piece.
+void AnEmptyPieceIsNoRegion() {
+  constexpr int64_t kBytes = 4096;
+  Board board(2);
+  InThreads(2, [&](int rank) {
+    const auto transport = Connect(board, rank, 2, LocalSettings());
+    char* first = rank == 0 ? static_cast<char*>(AllocateShared(kBytes)) : nullptr;
+    Check(first == nullptr || FindShared(first, kBytes)->offset() == 0, "it is not the first region");
+    Barrier(*transport);
+    first = rank == 0 ? first : static_cast<char*>(AllocateShared(kBytes));
+    auto* second = static_cast<char*>(AllocateShared(kBytes));
+    first[7] = static_cast<char>(10 + rank);
+    second[7] = static_cast<char>(20 + rank);
+    std::string why_not;
+    const auto pieces =
+        MapPieces(*transport, {{second, kBytes}, {nullptr, 0}, {first, kBytes}}, why_not)[1 - rank];
+    Check(why_not.empty(), why_not);
+    Barrier(*transport);
+    Check(pieces[0][7] == 20 + 1 - rank && pieces[2][7] == 10 + 1 - rank, "another region is mapped");
+    Check(pieces[1] == nullptr, "an empty piece is mapped");
+    Barrier(*transport);
+    FreeShared(first);
+    FreeShared(second);
+  });
+}
+
 // More than a socket holds the offers of, on one rank only and on all; then what was freed is told, too.
 void ManyRegionsAreMapped() {
   constexpr int64_t kBytes = 4096;
@@ -415,6 +441,7 @@ int main(int argc, char** argv) {
                       {"nothing stays behind", NothingStaysBehind},
                       {"memory keeps its size", MemoryKeepsItsSize},
                       {"regions are mapped", RegionsAreMapped},
+                      {"an empty piece is no region", AnEmptyPieceIsNoRegion},
                       {"many regions are mapped", ManyRegionsAreMapped},
                       {"freed memory is given back", FreedMemoryIsGivenBack},
                       {"foreign memory is refused", ForeignMemoryIsRefused},

@@ -467,6 +467,41 @@ void PlacementFollowsSharedMemory() {
   FreeShared(staging);
 }
 
+// The next level maps the result as one piece, which FindShared finds in one region only.
+void AResultOfTwoRegionsIsStaged() {
+  constexpr int64_t kBytes = 1 << 16, n = kBytes / sizeof(float);
+  std::vector<char*> regions;
+  for (int k = 0; k < 16; ++k) {
+    regions.push_back(static_cast<char*>(AllocateShared(kBytes)));
+  }
+  std::sort(regions.begin(), regions.end());
+  const auto lower = std::adjacent_find(
+      regions.begin(), regions.end(), [](const char* one, const char* next) { return one + kBytes == next; });
+  Check(lower != regions.end(), "no two regions are neighbours");
+  auto* rest = static_cast<char*>(AllocateShared(2 * kBytes));
+  auto* staging = static_cast<char*>(AllocateShared(4 * kBytes));
+  const std::vector<TensorView> tensors = {
+      {lower[0], lower[0], n}, {lower[1], lower[1], n}, {rest, rest, 2 * n}};
+  const Tree tree = BuildTree({0, 0}, GroupOp::kAdasum, 0);
+  Mailboxes mail, far_mail;
+  ReduceSettings settings;
+  settings.replicate_bytes = 0;
+  for (const int rank : {0, 1}) {
+    ThreadTransport near(mail, rank, 2, /*shares=*/true), far(far_mail, 0, 2);
+    std::vector<char> received(8 * kBytes);
+    const auto staged = [&](int64_t) { return staging; };
+    const Placement placement(tensors, kFloat32, {{&near, &tree}, {&far, &tree}}, 1.0, settings, staged,
+                              staged, [&](int64_t) { return received.data(); });
+    const char* result = placement.levels().front().result[rank];
+    Check(result == (rank == 0 ? staging : rest), "rank " + std::to_string(rank) + "'s result is elsewhere");
+  }
+  for (char* region : regions) {
+    FreeShared(region);
+  }
+  FreeShared(rest);
+  FreeShared(staging);
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -488,5 +523,6 @@ int main(int argc, char** argv) {
                       {"slices cover everything once", SlicesCoverEverythingOnce},
                       {"placement follows addresses", PlacementFollowsAddresses},
                       {"placement follows shared memory", PlacementFollowsSharedMemory},
+                      {"a result of two regions is staged", AResultOfTwoRegionsIsStaged},
                   });
 }

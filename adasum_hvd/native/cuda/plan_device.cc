@@ -15,7 +15,7 @@ namespace {
 // The tensors that lie partly on this rank's slice.
 const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.shared[level.rank()]; }
 
-// Whether node k of every tier is joined with its neighbour, as SumOverRanks of combine.cu does.
+// Whether node k of every tier is joined with its neighbour, as SumOverRanks of passes.h does.
 bool MergesNearest(const Tree& tree) {
   std::vector<int> nodes(tree.leaves);
   std::iota(nodes.begin(), nodes.end(), 0);

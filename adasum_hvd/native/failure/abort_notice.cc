@@ -26,6 +26,10 @@ std::string RankList(const std::vector<int>& ranks) {
   return text;
 }
 
+RootCause OwnFailure(int rank, const std::exception& error) {
+  return {rank, rank, RankList({rank}) + " failed: " + error.what()};
+}
+
 std::string DidNotRespond(int64_t timeout_seconds) {
   return "did not respond for " + std::to_string(timeout_seconds) +
          " s, the limit ADASUM_HVD_TIMEOUT_SECONDS";

@@ -34,6 +34,8 @@ struct RootCause {
   bool circular = false; // all ranks have sent notices, and wait for one another
 };
 
+RootCause OwnFailure(int rank, const std::exception& error); // of this rank
+
 // Follows the notices from the ranks `awaited` by rank `here` to one that reports its own failure, suspects
 // no rank, or has sent no notice. A self-reported failure anywhere has precedence over the last case.
 // `problem` is the predicate for the ranks awaited: "did not respond for 30 s".

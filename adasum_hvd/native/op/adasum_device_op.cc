@@ -49,7 +49,15 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreement& agreement = AgreementOf(process_set_id);
+  Agreement* agreed = nullptr;
+  try {
+    agreed = &AgreementOf(process_set_id);
+  } catch (const UnresponsiveRank& error) {
+    return Report(error);
+  } catch (const std::exception& error) {
+    return Report(UnresponsiveRank(OwnFailure(global_state_->global_controller->GetRank(), error)));
+  }
+  Agreement& agreement = *agreed;
   if (const hvd::Status status = agreement.Usable(); !status.ok()) {
     return status;
   }
@@ -72,8 +80,8 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   } catch (const std::exception& error) {
     NoteFailure(error.what());
     agreement.failure = std::string("AdaSum: an earlier reduction failed on this rank: ") + error.what();
-    const int rank = global_state_->global_controller->GetRank();
-    const AbortNotice notice({rank}, RankList({rank}) + " failed: " + error.what());
+    const RootCause cause = OwnFailure(global_state_->global_controller->GetRank(), error);
+    const AbortNotice notice({cause.rank}, cause.reason);
     if (!global_state_->elastic_enabled || communicator == nullptr) { // or the others wait for it in NCCL
       agreement.network->Abort(notice);
       EndThisProcess(error.what());

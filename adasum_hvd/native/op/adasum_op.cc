@@ -6,6 +6,7 @@
 #include <cstring>
 #include <optional>
 #include <stdexcept>
+#include <system_error>
 
 #include <link.h>
 #include <sched.h>
@@ -48,6 +49,8 @@ int CopiesOfTheOp() {
       &copies);
   return std::max(copies, 1);
 }
+
+thread_local HeartbeatMonitor* monitor_of_this_thread = nullptr; // Horovod's background thread has one
 
 std::atomic<int64_t> operations{0}; // of any kind, that Horovod has begun in this process
 
@@ -134,11 +137,17 @@ void AdasumOp::PrepareForFailure() {
   KnownNetworks(); // constructs this thread's variable, which must outlive the op's Release
   hvd::ProcessSet& everyone = global_state_->process_set_table.Get(0);
   if (everyone.controller->GetSize() > 1) {
-    monitor_ = std::make_unique<HeartbeatMonitor>(LoopOf(*global_state_, settings_.checkpoint_seconds),
-                                                  std::chrono::seconds(settings_.local.timeout_seconds),
-                                                  std::chrono::seconds(settings_.stall_seconds),
-                                                  std::chrono::seconds(settings_.checkpoint_seconds));
-    monitor_->MonitorAllRanks(NetworkOf(*global_state_, everyone, settings_));
+    try {
+      monitor_ = std::make_unique<HeartbeatMonitor>(LoopOf(*global_state_, settings_.checkpoint_seconds),
+                                                    std::chrono::seconds(settings_.local.timeout_seconds),
+                                                    std::chrono::seconds(settings_.stall_seconds),
+                                                    std::chrono::seconds(settings_.checkpoint_seconds));
+      monitor_->MonitorAllRanks(NetworkOf(*global_state_, everyone, settings_));
+      monitor_of_this_thread = monitor_.get();
+    } catch (const std::system_error& error) {
+      Warn(std::string("expected a thread that monitors the other ranks, but got: ") + error.what() +
+           "; a rank that fails outside of a reduction is not noticed; raise ulimit -u");
+    }
   }
 }
 
@@ -152,10 +161,6 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
 }
 
 AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
-  hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  if (process_set.controller->GetSize() > 1 && !agreements_.Has(process_set_id, process_set.controller)) {
-    monitor_->PollRegularly(NetworkOf(*global_state_, process_set, settings_));
-  }
   return agreements_.Of(
       process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
         hvd::Controller& controller = *state.controller.lock();
@@ -165,7 +170,7 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
         }
         // Only the ranks of process set 0 monitor each other: it has all ranks, and exists while Horovod
         // runs.
-        if (process_set_id == 0 && state.local != nullptr) {
+        if (process_set_id == 0 && state.local != nullptr && monitor_ != nullptr) {
           monitor_->MonitorHost(state.local->group());
         }
         state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
@@ -215,7 +220,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   } catch (const UnresponsiveRank& error) {
     return Report(error);
   } catch (const std::exception& error) {
-    return Report(UnresponsiveRank(OwnFailure(error)));
+    return Report(UnresponsiveRank(OwnFailure(GlobalRank(), error)));
   }
   ProcessSetState& state = *connected;
   if (const hvd::Status status = state.Usable(); !status.ok()) {
@@ -231,24 +236,11 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   } catch (const UnresponsiveRank& error) {
     return Abort(state, entries, UnresponsiveRank(error.cause, clock.Tensors()));
   } catch (const std::exception& error) {
-    return Abort(state, entries, UnresponsiveRank(OwnFailure(error), clock.Tensors()));
+    return Abort(state, entries, UnresponsiveRank(OwnFailure(GlobalRank(), error), clock.Tensors()));
   }
 }
 
-RootCause AdasumOp::OwnFailure(const std::exception& error) const {
-  const int rank = global_state_->global_controller->GetRank();
-  return {rank, rank, RankList({rank}) + " failed: " + error.what()};
-}
-
-// Notifies all ranks, because some may have completed this reduction, or be in another process set.
-hvd::Status AdasumOp::Report(const UnresponsiveRank& error) {
-  NoteFailure(error.what());
-  if (monitor_ != nullptr) {
-    monitor_->NoteFailure(error.what());
-  }
-  NotifyAll({{error.cause.rank}, error.cause.reason});
-  return hvd::Status::UnknownError(std::string("AdaSum: ") + error.what());
-}
+int AdasumOp::GlobalRank() const { return global_state_->global_controller->GetRank(); }
 
 // After an error on one rank, later messages of the ranks would not match.
 hvd::Status AdasumOp::Abort(ProcessSetState& state, const std::vector<hvd::TensorTableEntry>& entries,
@@ -305,8 +297,7 @@ hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
 }
 
 void AdasumOp::Warn(const std::string& text) const {
-  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING)
-      << "[" << global_state_->global_controller->GetRank() << "]: AdaSum: " << text;
+  hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING) << "[" << GlobalRank() << "]: AdaSum: " << text;
 }
 
 ReduceResult AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state,
@@ -352,6 +343,7 @@ std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, Process
 }
 
 void AdasumOp::Release() {
+  monitor_of_this_thread = nullptr;
   monitor_.reset();
   CloseConnections();
   agreements_.Clear();
@@ -368,6 +360,21 @@ std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
 }
 
 bool IsLeftToHorovod() { return left_to_horovod; }
+
+void PollRegularly(std::weak_ptr<NetworkTransport> network) {
+  if (monitor_of_this_thread != nullptr) {
+    monitor_of_this_thread->PollRegularly(std::move(network));
+  }
+}
+
+hvd::Status Report(const UnresponsiveRank& error) {
+  NoteFailure(error.what());
+  if (monitor_of_this_thread != nullptr) {
+    monitor_of_this_thread->NoteFailure(error.what());
+  }
+  NotifyAll({{error.cause.rank}, error.cause.reason});
+  return hvd::Status::UnknownError(std::string("AdaSum: ") + error.what());
+}
 
 void NoteOperation() { operations.fetch_add(1, std::memory_order_relaxed); }
 

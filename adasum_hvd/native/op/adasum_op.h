@@ -54,8 +54,7 @@ private:
   ProcessSetState& StateOf(int process_set_id) const;
   std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
-  RootCause OwnFailure(const std::exception& error) const;
-  horovod::common::Status Report(const UnresponsiveRank& error);
+  int GlobalRank() const;
   horovod::common::Status Abort(ProcessSetState& state,
                                 const std::vector<horovod::common::TensorTableEntry>& entries,
                                 const UnresponsiveRank& error);

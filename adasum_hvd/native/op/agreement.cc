@@ -9,12 +9,6 @@ namespace {
 
 namespace hvd = horovod::common;
 
-// If n bytes times N ranks are at most this, every rank reduces all of them: it sends (N - 1) n bytes instead
-// of 2 n (N - 1) / N, in one exchange instead of two or three. Inside a host waiting costs more than bytes; a
-// 1 Gbit/s link sends 32 KiB in the time of one exchange.
-constexpr int64_t kReplicateOnHostBytes = 1 << 20;
-constexpr int64_t kReplicateOverHostsBytes = 32 << 10;
-
 // The setting applies to process sets whose size it matches; the levels of others are planned.
 std::vector<int> RadicesFor(const std::vector<int>& radices, int size) {
   int64_t product = 1;
@@ -69,9 +63,6 @@ Agreement Agree(const std::shared_ptr<hvd::Controller>& shared_controller, const
     agreement.disagreement = std::string("AdaSum: ADASUM_HVD_RADICES: ") + error.what() + ", but got " +
                              RadicesText(settings.radices) + "; unset it or fix it on all ranks";
     return agreement;
-  }
-  if (agreement.reduce.replicate_bytes < 0) {
-    agreement.reduce.replicate_bytes = agreement.one_host ? kReplicateOnHostBytes : kReplicateOverHostsBytes;
   }
   return agreement;
 }

@@ -8,6 +8,7 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/process_set.h"
+#include "op/host_hooks.h"
 #include "op/network.h"
 #include "op/settings.h"
 #include "op/statistics.h"
@@ -58,6 +59,7 @@ public:
       state.controller = process_set.controller;
       try {
         const auto network = NetworkOf(global_state, process_set, settings);
+        PollRegularly(network);
         network->BeginOperation();
         const AllgatherTwo allgather = GatherOver(*network);
         static_cast<Agreement&>(state) = Agree(process_set.controller, settings, allgather);
@@ -71,12 +73,6 @@ public:
       }
     }
     return state;
-  }
-
-  // Whether the ranks of a process set have begun to agree.
-  bool Has(int id, const std::shared_ptr<horovod::common::Controller>& controller) const {
-    const auto found = by_id_.find(id);
-    return found != by_id_.end() && found->second.IsOf(controller);
   }
 
   void Clear() { by_id_.clear(); }

@@ -72,14 +72,16 @@ std::vector<char*> Map(Transport& transport, int rank, const std::vector<Locatio
                        const std::vector<MemoryPiece>& mine) {
   std::vector<char*> pieces;
   MemorySpan span = {};
+  int64_t mapped = -1; // the region that `span` maps
   for (size_t piece = 0; piece < mine.size(); ++piece) {
     const Location& location = locations[piece];
     if (mine[piece].bytes == 0 || location.region_bytes == 0) {
       pieces.push_back(nullptr);
       continue;
     }
-    if (piece == 0 || span.begin == nullptr || location.region != locations[piece - 1].region) {
+    if (location.region != mapped) {
       span = transport.Reach(rank, location.region, location.region_bytes);
+      mapped = location.region;
     }
     pieces.push_back(span.At(location.offset, mine[piece].bytes));
   }

@@ -1,6 +1,7 @@
 #include "reduce/fold.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace adasum_hvd {
@@ -9,6 +10,12 @@ namespace {
 bool Holds(const std::vector<int>& tensors, int one) {
   return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
 }
+
+// By rank. Not freed after an error: MPI may still write to them, until the process ends with the failed job.
+struct Buffers {
+  explicit Buffers(int size) : out(size), in(size) {}
+  std::vector<Sums> out, in;
+};
 
 void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
   if (op == FoldOp::kAdd) {
@@ -47,7 +54,8 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
     }
     return tensors;
   };
-  std::vector<Sums> out(size), in(size);
+  auto buffers = std::make_unique<Buffers>(size);
+  std::vector<Sums>&out = buffers->out, &in = buffers->in;
   std::vector<Message> messages(size);
   bool any = false;
   for (int rank = 0; rank < size; ++rank) {
@@ -66,7 +74,12 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
   if (!any) {
     return;
   }
-  level_.transport->Exchange(messages);
+  try {
+    level_.transport->Exchange(messages);
+  } catch (...) {
+    static_cast<void>(buffers.release());
+    throw;
+  }
   SumsByTensor totals;
   for (int rank = 0; rank < size; ++rank) {
     const DoubleDouble* values = in[rank].data();

@@ -39,6 +39,16 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& 
   }
 }
 
+int64_t GroupReduction::explicit_tensors() const {
+  std::set<int> formed;
+  for (const Run& run : mine().runs) {
+    if (walked_.count(run.tensor) != 0) { // it also has tensors whose totals are only passed on
+      formed.insert(run.tensor);
+    }
+  }
+  return static_cast<int64_t>(formed.size());
+}
+
 // Points at the elements of all ranks, from `position` of a run.
 void GroupReduction::PointAt(size_t run, int64_t position, WorkerScratch& scratch) const {
   if (level_.shared) {

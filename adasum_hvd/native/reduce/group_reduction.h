@@ -45,7 +45,7 @@ public:
   GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level, const GroupReduction* below,
                  bool last);
 
-  int64_t explicit_tensors() const { return static_cast<int64_t>(walked_.size()); }
+  int64_t explicit_tensors() const; // of this rank's slice
 
   // Adds to the Gram matrices. The first `received` elements of the slice have arrived from every rank.
   void GramUpTo(int64_t received);

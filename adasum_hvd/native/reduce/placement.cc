@@ -125,7 +125,7 @@ void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
   }
 }
 
-// The next level reduces this slice of the result, so it must be contiguous.
+// The next level reduces this slice of the result, so it must be contiguous, and in one shared region.
 void Placement::PlaceFirstShared(const Reserve& staging) {
   PlacedLevel& first = levels_.front();
   int64_t bytes = 0;
@@ -146,7 +146,11 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
   }
   const Slice& mine = first.mine();
   first.result.resize(first.size());
-  if (levels_.size() > 1 && !IsContiguous(mine, &Placement::Home)) {
+  const auto in_one_region = [&] {
+    return mine.runs.empty() ||
+           FindShared(Home(mine.runs.front()), mine.elements * element_bytes_) != nullptr;
+  };
+  if (levels_.size() > 1 && !(IsContiguous(mine, &Placement::Home) && in_one_region())) {
     first.result[first.rank()] = staging(bytes) + first.shares.starts[first.rank()] * element_bytes_;
   } else if (!mine.runs.empty()) {
     first.result[first.rank()] = Home(mine.runs.front());

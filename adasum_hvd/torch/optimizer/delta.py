@@ -15,6 +15,7 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer import scaling
@@ -23,7 +24,7 @@ from adasum_hvd.torch.optimizer.buckets import (
     NamedParameter,
     change_bucket,
 )
-from adasum_hvd.torch.optimizer.checks import ConsistencyCheck, duplicate_weights
+from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
 from adasum_hvd.torch.optimizer.checks.consistency import checksum_of, epoch
 from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
 

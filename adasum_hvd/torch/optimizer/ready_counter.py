@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from adasum_hvd.common.frames import is_inside
 
 # A gradient after backward, its version, and its address if it is in a bucket.
 Seen = tuple[torch.Tensor, int, int | None]
@@ -88,7 +89,7 @@ class GradientReadyCounter:
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         name_of: Any = self._name_of()
-        if name_of is not None and _in_reentrant_checkpoint():
+        if name_of is not None and is_inside("backward", "torch.utils.checkpoint"):
             raise RuntimeError(
                 f"gradient of {name_of(parameter)}: expected at most {self._passes} backward "
                 "passes before step(), but reentrant checkpoints that use this layer more than "
@@ -147,18 +148,6 @@ class GradientReadyCounter:
             and other.untyped_storage().data_ptr() == memory
             for other, version, _ in filter(None, self._seen)
         )
-
-
-def _in_reentrant_checkpoint() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if (
-            frame.f_code.co_name == "backward"
-            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-        ):
-            return True
-    return False
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -84,6 +84,7 @@ SHARDED = (
     *_files("distributed", "replicate replicate_passes local_sgd local_sgd_steps"),
     *LAYOUTS,
 )
+CANCELLED = _files("distributed", "cancelled_shards")  # of three replicas or more
 
 NETWORK = (("ADASUM_HVD_LOCAL", "off"),)  # as between hosts; else shared memory
 # Every path that large tensors would take, on small ones: 1 KB MPI messages, 1 block chunks.
@@ -183,5 +184,6 @@ CONFIGURATIONS = [
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
     *(Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
+    Configuration(CANCELLED, "torchrun", 6),
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
 ]  # fmt: skip

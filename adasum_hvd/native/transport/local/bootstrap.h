@@ -22,7 +22,7 @@ struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
   int64_t ring_bytes = 0;     // shared memory per ordered pair of ranks, a multiple of 64; 0: RingBytes
   int timeout_seconds = 30;   // without any progress, until a wait fails
-  int handshake_seconds = 10; // for connecting
+  int handshake_seconds = 10; // for connecting, but at most half of the timeout
 };
 
 // The default for `ranks` ranks of a host: all rings together have at most 64 MiB, for up to 128 ranks.
@@ -59,7 +59,7 @@ using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;
 // and `global_ranks` has their ranks in Horovod. The set's other ranks connect on their own hosts at the same
 // time.
 //
-// Collective over the process set; the handshake succeeds or fails within handshake_seconds. If any rank
+// Collective over the process set; the handshake succeeds or fails within its limit. If any rank
 // failed, returns null on every rank of the set, and sets `why_not` to the reason that this rank knows.
 std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
                                               const std::vector<int>& global_ranks,

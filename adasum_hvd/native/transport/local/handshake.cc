@@ -87,6 +87,12 @@ Descriptor WatchProcess(int process_id) {
   return Descriptor(process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, process_id, 0)) : -1);
 }
 
+// Ranks that have failed already wait for this one, and that wait must not time out.
+Clock::duration LimitOf(const LocalSettings& settings) {
+  return std::min<Clock::duration>(std::chrono::seconds(settings.handshake_seconds),
+                                   std::chrono::milliseconds(500) * settings.timeout_seconds);
+}
+
 } // namespace
 
 // The kernel picks a free name in the abstract namespace: a zero byte and five hexadecimal digits.
@@ -111,7 +117,7 @@ Descriptor Listen(int backlog, int& name) {
 Handshake::Handshake(LocalGroup& group, int listening, const std::vector<int>& names,
                      const std::vector<int>& nonces)
     : group_(group), listening_(listening), names_(names), nonces_(nonces),
-      until_(Clock::now() + std::chrono::seconds(group.settings.handshake_seconds)), to_call_(group.rank),
+      until_(Clock::now() + LimitOf(group.settings)), to_call_(group.rank),
       left_(static_cast<int>(names.size()) - 1) {
   std::iota(to_call_.begin(), to_call_.end(), 0);
 }

@@ -129,6 +129,26 @@ def case_a_backward_pass_that_breaks_off() -> None:
     ddp.check_bits(ENGINE.wrapped(model), expected)
 
 
+def case_a_bucket_that_a_pass_does_not_use_is_no_accumulation() -> None:
+    """Its zeroed gradients have been written once, as those that backward has added to."""
+    model = nn.ModuleList([nn.Linear(300, 300), nn.Linear(300, 300)])
+    model.forward = lambda x, last: model[1](model[0](x)) if last else model[0](x)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=0.2, find_unused_parameters=True
+    )
+    wrapped.register_comm_hook(AdasumState(), adasum_hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for last in (True, True, False, True):
+            wrapped(torch.ones(1, 300), last).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    with pytest.warns(UserWarning, match="backward added to the reduced gradients"):
+        for _ in range(2):
+            wrapped(torch.ones(1, 300), False).sum().backward()
+
+
 def gradients(model: nn.Module, step: int) -> dict[str, list[np.ndarray]]:
     """Return all ranks' gradients of a step, by the parameter's name."""
     found: dict[str, list[np.ndarray]] = {}

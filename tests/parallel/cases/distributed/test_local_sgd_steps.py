@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from adasum_hvd.distributed import LocalSGD, reduce_changes
 from tests.parallel.cases.distributed.test_local_sgd import sgd, train
@@ -102,3 +107,89 @@ def case_a_step_that_cannot_be_reduced_is_undone() -> None:
     with pytest.raises(ValueError, match="expected the same arguments on all ranks"):
         optimizer.step()
     assert digest(model) == before
+
+
+class WithMaster(torch.optim.Optimizer):
+    """Steps on a copy of the weights in its state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.detach().clone())
+            master -= 0.1 * parameter.grad
+            parameter.copy_(master)
+
+
+@pytest.mark.parametrize("shards", [0, 1, 2])
+def case_an_optimizer_with_a_copy_of_the_weights(shards: int) -> None:
+    """No reduction reaches the copy; the error leaves the weights of before."""
+    model = Model()
+    if shards:
+        shard(model, shards)
+    optimizer = WithMaster(
+        [p for n, p in model.named_parameters() if "unused" not in n]
+    )
+    if shards:
+        model.unused.requires_grad_(False)
+        LocalSGD(optimizer, model, mesh_of(shards)["replica"], 1)
+    else:
+        reduce_changes(optimizer)
+    before = digest(model)
+    loss_of(model, dist.get_rank()).backward()
+    with pytest.raises(RuntimeError, match=r"WithMaster that keeps them .*'master'"):
+        optimizer.step()
+    assert digest(model) == before
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+def case_saving_is_no_step(sharded: bool) -> None:
+    """torch takes a step without gradients if an optimizer has no state, as SGD never has."""
+    model, shards = Model(), 2 if sharded else 1
+    if sharded:
+        shard(model, shards)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(shards)["replica"], 3)
+    steps = []
+    for step in range(4):
+        loss_of(model, dist.get_rank() + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = get_state_dict(model, optimizer)
+        set_state_dict(
+            model, optimizer, model_state_dict=state[0], optim_state_dict=state[1]
+        )
+        steps.append(local_sgd.local_step)
+    assert steps == [1, 2, 0, 1]
+
+
+def case_saving_on_one_rank_reduces_nothing() -> None:
+    """The step of torch would else wait for the other ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    reduce_changes(optimizer)
+    if dist.get_rank() == 0:
+        get_optimizer_state_dict(model, optimizer)
+    model(torch.eye(3)[dist.get_rank() % 3]).sum().backward()
+    optimizer.step()
+    assert len(set(everyone(digest(model)))) == 1
+
+
+def case_an_outer_step_with_gradients_of_another_dtype() -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+    if not hasattr(model.weight, "grad_dtype"):
+        pytest.skip("torch before 2.10 has no grad_dtype")
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    outer = torch.optim.SGD(model.parameters(), 1.0, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, foreach=False)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
+    before = model.bias.detach().clone()
+    model(torch.eye(3, dtype=torch.bfloat16)[dist.get_rank() % 3]).sum().backward()
+    optimizer.step()
+    assert len(set(everyone(digest(model)))) == 1
+    assert not torch.equal(model.bias, before)

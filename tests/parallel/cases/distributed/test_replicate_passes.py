@@ -16,10 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from adasum_hvd.distributed import adasum_replicate
+from adasum_hvd.distributed import (
+    adasum_replicate,
+    check_replicas,
+    mark_worker_local,
+)
 from adasum_hvd.distributed.units import grouped
+from tests.parallel.harness.sharded import Model, check, everyone, mesh_of, shard
 from tests.parallel.harness.sharded import align as align
-from tests.parallel.harness.sharded import everyone, mesh_of
 from tests.parallel.harness.sharded import init as init
 from tests.parallel.harness.sharded import rank as rank
 from tests.parallel.harness.sharded import shutdown as shutdown
@@ -75,6 +79,11 @@ def case_synchronize_without_gradients() -> None:
         model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"no_sync\(\), because FSDP keeps whole"):
         replicas.synchronize()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    replicas.synchronize()  # of a step that reaches the model on no replica
+    assert model.bias.grad is None
     plain = nn.Linear(3, 2)
     replicas = adasum_replicate(plain, mesh_of(1)["replica"])
     if rank():
@@ -156,3 +165,33 @@ def case_a_container_may_go() -> None:
     loaded = torch.load(saved, weights_only=False)
     loaded(torch.ones(1, 3)).sum().backward()  # with no handle: nothing is reduced
     assert torch.equal(loaded.weight.grad, torch.ones(2, 3))
+
+
+def case_accumulation_after_a_step_of_one_pass() -> None:
+    """FSDP fires the hooks of a module that runs twice once, and twice after no_sync()."""
+    plain = Model(runs=2)
+    model = copy.deepcopy(plain)
+    shard(model, 2)
+    replicas = adasum_replicate(model, mesh_of(2)["replica"])
+    for passes in (1, 2, 1, 3, 2):
+        check(plain, model, replicas, 2, steps=2, passes=passes)
+
+
+def case_remove_leaves_no_handle() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    mark_worker_local(*model[1].parameters())
+    handle = adasum_replicate(model, mesh_of(1)["replica"])
+    reference = weakref.ref(handle)
+    handle.remove()
+    del handle
+    gc.collect()
+    assert reference() is None
+
+
+def case_digests_under_another_default_device() -> None:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    with torch.device("meta"):
+        assert check_replicas(model)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.distributed.sharding import local_of
+
 
 def find(
     optimizer: torch.optim.Optimizer, attributes: Sequence[str]
@@ -25,22 +27,23 @@ def find(
 
     Returns:
         Descriptions such as "state 'z'"; empty unless all parameters that differ from
-        others (a gradient, more than one element, not all of them zero) have a copy.
+        others (a gradient, more than one element, not all of them zero) have a copy. Of sharded
+        ones this rank's shards are compared.
     """
     parameters = [
-        parameter
+        local_of(parameter.detach())
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.numel() > 1
-        and parameter.grad is not None
-        and bool(parameter.detach().any())
+        if parameter.grad is not None
     ]
+    parameters = [each for each in parameters if each.numel() > 1 and bool(each.any())]
     own = {parameter.data_ptr() for parameter in parameters}
     by_shape: dict[torch.Size, list[tuple[str, torch.Tensor]]] = {}
     for name in attributes:
         for where, tensor in _tensors(name, getattr(optimizer, name, None), 5):
-            if tensor.data_ptr() not in own:
-                by_shape.setdefault(tensor.shape, []).append((where, tensor))
+            local = local_of(tensor.detach())
+            if local.data_ptr() not in own:
+                by_shape.setdefault(local.shape, []).append((where, local))
     places: list[str] = []
     for parameter in parameters:
         equal = [
@@ -57,8 +60,7 @@ def find(
 def _equals(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return False
-    there = tensor.detach().to(parameter.device, parameter.dtype)
-    return torch.equal(there, parameter.detach())
+    return torch.equal(tensor.to(parameter.device, parameter.dtype), parameter)
 
 
 def _tensors(where: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,23 @@
+"""Search of the call stack, where a library passes no other sign of who calls."""
+
+from __future__ import annotations
+
+import sys
+
+
+def is_inside(function: str, module: str) -> bool:
+    """Return whether a function of a module is running on this thread.
+
+    Args:
+        function: its name.
+        module: the name of its module.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if (
+            frame.f_code.co_name == function
+            and frame.f_globals.get("__name__") == module
+        ):
+            return True
+        frame = frame.f_back
+    return False
