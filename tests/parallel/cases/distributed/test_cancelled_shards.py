@@ -80,6 +80,8 @@ def case_an_expert_of_one_rank() -> None:
     expert, every = model(INPUTS)
     (factor * expert + (1 + rank()) * every).backward()
     factors = everyone(factor)[rank() % 2 :: 2]
-    check(model.expert.weight, [scaled(INPUTS.repeat(1, 2)[0], each) for each in factors])
+    check(
+        model.expert.weight, [scaled(INPUTS.repeat(1, 2)[0], each) for each in factors]
+    )
     means = [scaled(INPUTS.repeat(1, 4)[0], 2 * k + 1.5) for k in range(size)]
     check(model.all.weight, means)
