@@ -172,10 +172,9 @@ def test_limits_of_the_algorithm_are_those_of_the_code() -> None:
     page = prose_of("docs/internals.md")
     blocks = constant("native/kernels/kernels.h", "kBlockElements")
     assert f"blocks of {blocks} elements" in page
-    on_host = constant("native/op/agreement.cc", "kReplicateOnHostBytes")
-    over_hosts = constant("native/op/agreement.cc", "kReplicateOverHostsBytes")
-    assert f"up to {on_host >> 20} MiB / N inside a host" in page
-    assert f"{over_hosts >> 10} KiB / N across hosts" in page
+    replicated = constant("native/reduce/reduce.h", "replicate_bytes")
+    assert f"up to {replicated >> 10} KiB / N" in page
+    assert f"default {replicated >> 10} KiB |" in text_of("CONTRIBUTING.md")
     unsplit = constant("native/reduce/plan.cc", "kLargestUnsplitOnHost")
     assert f"A host of up to {unsplit} ranks stays one level." in page
     assert "norm < 1e-6 * sum_of_magnitudes" in text_of(
