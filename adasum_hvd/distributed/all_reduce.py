@@ -14,7 +14,7 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
-from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.topology import check_groups, hosts_of
 
 __all__ = ["AdasumWork", "adasum_all_reduce"]
 
@@ -68,7 +68,7 @@ def adasum_all_reduce(
     Args:
         tensors: one tensor or several, float16, bfloat16, float32 or float64, of any shape; each
             has coefficients of its own. The same shapes and dtypes in the same order on all ranks.
-        group: the process group; by default the default one.
+        group: the process group, or its mesh of one dimension; by default the default one.
         rule: "adasum", "mean", or a function from Gram matrices, float64 [tensors, N, N], to
             coefficients, float64 [tensors, N]: the result is `\sum c_i x_i`. It is called on all
             ranks with the same matrices, once for each dtype; float64 tensors are scaled by a
@@ -105,6 +105,7 @@ def adasum_all_reduce(
     try:
         several = listed(tensors)
         checked = rule_of(rule, group_op, group_size)
+        check_groups(communicator, checked)
         call = call_of(several, checked.described)
         in_thread = async_op and not call.problem and several and several[0].is_cpu
         if in_thread and any(map(torch.is_inference, several)):

@@ -30,11 +30,33 @@ class Unresponsive(RuntimeError):
     """A rank did not respond within the process group's timeout, or its connection closed."""
 
 
+def group_of(group: Any) -> Any:
+    """Return a process group: this one, that of a mesh of one dimension, or for None the default.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "get_group") and getattr(group, "ndim", 1) == 1:
+        return group.get_group()
+    if (
+        isinstance(group, dist.ProcessGroup)
+        or group == dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        return group
+    raise ValueError(
+        "AdaSum: expected a process group or a mesh of one dimension, but got "
+        f"{type(group).__name__} (rank {dist.get_rank()} of {dist.get_world_size()}); reductions "
+        "take no ReduceOp, and other arguments by their names"
+    )
+
+
 class Communicator:
     """The ranks of a process group.
 
     Args:
-        group: the process group; the default one if None.
+        group: the process group, or its mesh of one dimension; the default group if None.
         apart: another thread may use it at the same time as the others of the group. All ranks
             make these in the same order.
 
@@ -46,13 +68,13 @@ class Communicator:
         hosts: the number of each rank's host, if it need not be asked.
 
     Raises:
-        ValueError: this rank is not in the group.
+        ValueError: this rank is not in the group, or it is no group.
     """
 
     hosts: tuple[int, ...] | None = None
 
     def __init__(self, group: Any = None, apart: bool = False):
-        group = dist.group.WORLD if group is None else group
+        group = group_of(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(

@@ -34,7 +34,7 @@ from adasum_hvd.distributed.passes import LastPass
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.topology import check_groups
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
 
@@ -51,7 +51,8 @@ class AdasumState(Rounds):
     """The state of :func:`adasum_hook` for one DDP model.
 
     Args:
-        process_group: DDP's; by default the default one.
+        process_group: DDP's, or its mesh of one dimension; by default the default one, as torch's
+            own hooks: DDP does not tell the hook its group.
         compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
             two bytes on the wire. By default gradients travel in their own dtype.
         rule: as of `adasum_all_reduce`.
@@ -88,7 +89,7 @@ class AdasumState(Rounds):
         except ValueError as error:  # raised on all ranks below
             call = Call((), (), str(error))
         agree("AdasumState", call, self.communicator)
-        hosts_of(self.communicator)
+        check_groups(self.communicator, self.rule)
         self._lanes: dict[torch.device, Lane] = {}
         self._known: set[tuple[Any, ...]] = (
             set()
@@ -242,7 +243,7 @@ def adasum_hook(
         bucket: of DDP's; its buffer is reduced in place.
 
     Raises:
-        TypeError: `bucket` is not a bucket of DDP's.
+        TypeError: `state` is no AdasumState of this engine, or `bucket` no bucket of DDP's.
         ValueError, RuntimeError: as :meth:`AdasumState.finish`.
 
     Warns, once, if backward has added to gradients that were reduced. It cannot notice this with
@@ -251,6 +252,13 @@ def adasum_hook(
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks on a
     CPU.
     """
+    if not isinstance(state, AdasumState):
+        is_class = isinstance(state, type)
+        got = f"the class {state.__name__}" if is_class else type(state).__name__
+        raise TypeError(
+            f"adasum_hook: expected an AdasumState of {__name__}, but got {got}; call "
+            "register_comm_hook(AdasumState(process_group=...), adasum_hook)"
+        )
     if not isinstance(bucket, dist.GradBucket):
         raise TypeError(
             "adasum_hook: expected a bucket of DistributedDataParallel, but got "

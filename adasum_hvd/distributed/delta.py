@@ -33,6 +33,18 @@ def is_no_training() -> bool:
     return is_inside("_init_optim_state", "torch.distributed.checkpoint.state_dict")
 
 
+def check_local(who: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer's step is collective, so that no change is one rank's."""
+    if any(
+        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
+    ):
+        raise ValueError(
+            f"{who}: expected an optimizer that changes each rank's weights by its own gradients, "
+            "but got ZeroRedundancyOptimizer, whose ranks send each other the parts that they have "
+            "changed; use adasum_hook with it, or another optimizer here"
+        )
+
+
 def copies_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of weights, from which `changes_since` tells what local steps change."""
     return [weight.clone() for weight in weights]
@@ -164,7 +176,8 @@ def reduce_changes(
         A function that ends it.
 
     Raises:
-        ValueError: from a step, as `adasum_all_reduce`. The weights are then those before it.
+        ValueError: the optimizer's own step sends weights to the other ranks. Or, from a step, as
+            `adasum_all_reduce`. The weights are then those before it.
         RuntimeError: from the first step, the same: the optimizer keeps a copy of the weights,
             such as a float32 master, which no reduction reaches.
 
@@ -173,6 +186,7 @@ def reduce_changes(
     Example:
         >>> reduce_changes(optimizer)  # doctest: +SKIP
     """
+    check_local("reduce_changes", optimizer)
     starts: list[torch.Tensor] = []
     communicator, compared = Communicator(group), False
 

@@ -23,6 +23,7 @@ from adasum_hvd.distributed.delta import (
     apply_changes,
     changes_since,
     check_first,
+    check_local,
     copies_of,
     is_no_training,
     restore,
@@ -304,6 +305,12 @@ def _settings(
     Raises:
         ValueError: an argument is not as described.
     """
+    for name, one in (("optimizer", optimizer), ("outer_optimizer", outer)):
+        if one is not None and not hasattr(one, "param_groups"):
+            raise ValueError(
+                f"{name}: expected an optimizer, but got {type(one).__name__}"
+            )
+    check_local("LocalSGD", optimizer)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every: expected an integer >= 1, but got {every!r}")
     known = {id(parameter) for parameter in model.parameters()}

@@ -62,29 +62,42 @@ class LastPass:
             warnings.warn(
                 "adasum_hook: expected gradients of this step alone, but backward added to the "
                 "reduced gradients of the last pass, and AdaSum of such sums is wrong; call "
-                "zero_grad() between steps, and wrap forward and backward of all passes of a step "
-                "but the last in no_sync()",
+                "zero_grad() between steps (not grad.data.zero_(), which is not seen), and wrap "
+                "forward and backward of all passes of a step but the last in no_sync()",
                 stacklevel=3,
             )
 
     def note(self, buckets: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Note the gradients at the end of the current backward pass, if there is one.
 
+        Their versions show the reduction from then on.
+
         Args:
             buckets: their parameters, by any names.
         """
-        if self._warned or torch._C._current_graph_task_id() == -1:  # DDP's join()
+        if torch._C._current_graph_task_id() == -1:  # DDP's join()
             return
         queue = torch.autograd.Variable._execution_engine.queue_callback
         parameters = [*itertools.chain(*buckets.values())]
         queue(lambda: queue(lambda: self._note(parameters)))  # after DDP's own callback
 
     def _note(self, parameters: Sequence[torch.Tensor]) -> None:
+        present = [p for p in parameters if p.grad is not None]
+        for parameter in present:
+            show_write(parameter.grad)
         self._reduced = {
             id(parameter): Reduced(parameter.grad)
-            for parameter in parameters
-            if parameter.grad is not None and not parameter.grad._is_view()
+            for parameter in present
+            if not (self._warned or parameter.grad._is_view())
         }
+
+
+def show_write(gradient: torch.Tensor) -> None:
+    """Count a write by a collective in a gradient's version, which torch does not do.
+
+    AdamOffload takes a gradient whose version is that of its early copy for the same.
+    """
+    torch.autograd.graph.increment_version(local_of(gradient))
 
 
 def _version(gradient: torch.Tensor) -> int:

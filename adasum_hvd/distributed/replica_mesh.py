@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, group_of
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharding import (
     local_of,
@@ -18,7 +18,7 @@ from adasum_hvd.distributed.sharding import (
     reshard,
     shard_groups,
 )
-from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.topology import check_groups, hosts_of
 from adasum_hvd.distributed.units import gradient_dtype, grouped
 
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]
@@ -54,9 +54,11 @@ def connect(
     Collective: all ranks of the job; blocks.
     """
     problem = _mesh_problem(mesh)
+    if not isinstance(model, torch.nn.Module):
+        problem = f"model: expected a torch.nn.Module, but got {type(model).__name__}"
     agree(what, Call((), (), problem), Communicator())
     reshard(model)
-    communicator = Communicator(_group_of(mesh), apart=True)
+    communicator = Communicator(mesh, apart=True)
     places = _places(model, communicator)
     rule = Rule("adasum")
     try:
@@ -73,6 +75,7 @@ def connect(
     # The hosts decide on AdaSum's tree, which all shards of a tensor must share.
     first = min(_replica_of(places, communicator.ranks[0]))
     communicator.hosts = places[first].hosts
+    check_groups(communicator, rule)
     _broadcast(model, communicator)
     return communicator, rule
 
@@ -113,10 +116,6 @@ def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
     return ""
 
 
-def _group_of(mesh: Any) -> Any:
-    return mesh.get_group() if hasattr(mesh, "get_group") else mesh
-
-
 def _mesh_problem(mesh: Any) -> str:
     """Return why a mesh cannot be the replicas'."""
     dimensions = getattr(mesh, "ndim", 1)
@@ -125,7 +124,14 @@ def _mesh_problem(mesh: Any) -> str:
             "mesh: expected one dimension, the replicas, but got "
             f'{dimensions} dimensions; pass mesh["replica"]'
         )
-    if dist.get_rank(_group_of(mesh)) < 0:
+    try:
+        group = group_of(mesh)
+    except ValueError:
+        return (
+            "mesh: expected a process group or a mesh of one dimension, but got "
+            f'{type(mesh).__name__}; pass mesh["replica"]'
+        )
+    if dist.get_rank(group) < 0:
         return (
             "mesh: expected replicas that this rank is one of, but got a group without it; pass "
             "each rank the group of ranks that hold the same shards"

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
 from adasum_hvd.distributed.passes import (
     MISSING,
@@ -31,11 +32,13 @@ from adasum_hvd.distributed.passes import (
     REDUCED,
     Progress,
     Reduced,
+    show_write,
 )
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
+from adasum_hvd.distributed.unit_reduction import Place, UnitReducer
 from adasum_hvd.distributed.units import Frozen, Unit, gradient_dtype, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
@@ -60,7 +63,7 @@ class Replicas:
         rule: Rule,
         overlap: bool,
     ):
-        self._communicator, self._rule = communicator, rule
+        self._communicator = communicator
         self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
@@ -70,6 +73,9 @@ class Replicas:
         devices = dict.fromkeys(unit.locals()[0].device for unit in units)
         self._lanes = {device: lane_on(device, communicator) for device in devices}
         self._next = 0  # the unit that is launched next: all ranks launch in one order
+        self._launched = 0  # passes that have launched a unit
+        widest = max((len(unit.parameters) for unit in units), default=0)
+        self._reducer = UnitReducer(rule, widest)
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
         self._reduced: dict[int, Reduced] = {}  # by parameter
@@ -85,6 +91,9 @@ class Replicas:
         self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         for parameter in model.parameters():
             setattr(parameter, _KEPT, self)
+        if communicator.size > 1:
+            check = ForwardCheck("adasum_replicate", model, _is_reduced)
+            self._handles.append(check.handle)
 
     def __reduce__(self) -> Any:
         """A copy of a parameter, or a saved one, has no handle."""
@@ -163,7 +172,8 @@ class Replicas:
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "
                 "one that was added to the reduced gradient of the last pass; call zero_grad() "
-                "between steps, and wrap all passes of a step but the last in no_sync()"
+                "between steps (not grad.data.zero_(), which is not seen), and wrap all passes of "
+                "a step but the last in no_sync()"
             )
         if self._local:
             return
@@ -200,10 +210,18 @@ class Replicas:
 
     def _launch(self, progress: Progress) -> None:
         """Begin to reduce a unit's gradients."""
+        self._launched += self._next == 0
+        place = Place(self._launched, self._next)
         self._next += 1
         progress.reduced = True
         unit, gradients, states = progress.unit, [], []
-        for parameter in unit.parameters:
+        for number, parameter in enumerate(unit.parameters):
+            if parameter.grad is None and progress.fired[number]:
+                raise RuntimeError(
+                    f"adasum_replicate: expected the gradient of {unit.names[number]} to stay "
+                    "until it is reduced, but another hook has taken it away (rank "
+                    f"{dist.get_rank()}); call the optimizer's step after backward, not in a hook"
+                )
             states.append(self._state(parameter))
             if parameter.grad is None:
                 zeros = torch.zeros_like(
@@ -214,7 +232,7 @@ class Replicas:
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
         lane = self._lanes[gradients[0].device]
-        task = partial(self._reduce, unit, gradients, states)
+        task = partial(self._reducer.reduce, unit, gradients, states, place)
         self._futures.append((unit, lane.submit(task)))
         if isinstance(lane, StreamLane):
             for gradient in gradients:
@@ -227,38 +245,6 @@ class Replicas:
         before = self._reduced.get(id(parameter))
         is_reduced = before is not None and before.writes_to(parameter.grad) == 0
         return REDUCED if is_reduced else NEW
-
-    def _reduce(
-        self,
-        unit: Unit,
-        gradients: list[torch.Tensor],
-        states: list[int],
-        communicator: Communicator,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Reduce a unit's gradients in place; runs in the lane.
-
-        Gradients that an earlier pass has reduced, and this one has not touched on any replica,
-        stay as they are: a sum of equal gradients is not the gradient.
-
-        Returns:
-            The gradients, and uint8 [replicas, parameters]: their states before.
-        """
-        device = gradients[0].device
-        table = torch.tensor(states, dtype=torch.uint8, device=device)
-        everywhere = communicator.all_gather(table)
-        is_new = (everywhere == NEW).any(0)
-        if device.type == "cpu" and not is_new.any():
-            return gradients, everywhere
-        kept = {
-            number: gradients[number].clone()
-            for number, state in enumerate(states)
-            if state == REDUCED
-        }
-        unit.reduce(gradients, communicator, self._rule)
-        for number, before in kept.items():
-            found = torch.where(is_new[number], gradients[number], before)
-            gradients[number].copy_(found)
-        return gradients, everywhere
 
     def _end(self) -> list[torch.Tensor]:
         """Reduce what is left at the end of a backward pass, and wait for all of it.
@@ -297,7 +283,13 @@ class Replicas:
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
             if parameter.grad is not None:
+                show_write(parameter.grad)
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
+
+
+def _is_reduced(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a handle, this one or a later one."""
+    return isinstance(getattr(parameter, _KEPT, None), Replicas)
 
 
 def _call(
@@ -325,7 +317,8 @@ def adasum_replicate(
 
     Args:
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
-            distributed as it trains. Its optimizer is a plain one. Parameters that are frozen now,
+            as it trains: what replaces parameters comes before. Its optimizer is a plain one, and
+            steps after backward. Parameters that are frozen now,
             or marked with `mark_worker_local`, are left out.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
@@ -344,7 +337,9 @@ def adasum_replicate(
             several dimensions, or ranks in common with the model's.
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. Backward passes are
-    collective from then on.
+    collective from then on. A forward pass raises RuntimeError if parameters were replaced or
+    added, or if DDP averages the gradients; and a backward pass, on a CPU, if another replica is in
+    another one, because it has left out the rest of one that failed.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

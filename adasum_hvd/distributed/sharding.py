@@ -9,6 +9,7 @@ import torch
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import DTYPES
+from adasum_hvd.distributed.forward_check import is_replicated
 from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             yield (
                 f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
                 "pass the module inside it, or use adasum_hook"
+            )
+        elif is_replicated(module):
+            yield (
+                f"{name or 'the model'} is under torch's replicate, which averages gradients; "
+                "leave it out"
             )
         elif kind == "FullyShardedDataParallel":
             yield (

@@ -8,7 +8,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from adasum_hvd.common.one_group import warn_of_one_group
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.rules import Rule
 
 _hosts: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
@@ -32,3 +34,12 @@ def _host() -> tuple[str, str]:
         return name, ""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text() if boot.exists() else ""
+
+
+def check_groups(communicator: Communicator, rule: Rule) -> None:
+    """Warn if the ranks are one group, which AdaSum does not join. Collective as `hosts_of`."""
+    hosts = hosts_of(communicator)
+    on_host = hosts.count(hosts[communicator.rank])
+    warn_of_one_group(
+        rule.group_op, rule.group_size, communicator.rank, communicator.size, on_host
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from adasum_hvd.advice.banner import startup_line
 from adasum_hvd.common import binding
 from adasum_hvd.common.logging import log_on_first_rank, logger
-from adasum_hvd.startup import groups
+from adasum_hvd.common.one_group import warn_of_one_group
 from adasum_hvd.startup.uncaught import report_uncaught
 
 
@@ -21,8 +21,10 @@ def after_init(mpi_ops: Any, library: ctypes.CDLL) -> None:
     """
     log_on_first_rank(mpi_ops.rank())
     report_uncaught(library)
-    groups.warn_of_one_group(
-        binding.settings(library),
+    settings = binding.settings(library)
+    warn_of_one_group(
+        str(settings["group_op"]),
+        int(str(settings["group_size"])),
         mpi_ops.rank(),
         mpi_ops.size(),
         mpi_ops.local_size(),

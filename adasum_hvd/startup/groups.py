@@ -8,7 +8,6 @@ in the first reduction of every process set.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 
 from adasum_hvd.common import ops
@@ -72,25 +71,4 @@ def _require_unchanged(
         raise RuntimeError(
             f"init: expected the groups of the running Horovod, {found}, but got {changed}; call "
             "shutdown() first, or pass them to the first init"
-        )
-
-
-def warn_of_one_group(
-    settings: Mapping[str, object], rank: int, ranks: int, on_host: int
-) -> None:
-    """Warn on rank 0 if all ranks are in one group, so that AdaSum has nothing to combine.
-
-    Args:
-        settings: the op's, after `init`.
-        rank: this rank.
-        ranks: number of ranks in the job.
-        on_host: number of ranks on this host, the default group size.
-    """
-    group_op, size = settings["group_op"], settings["group_size"] or on_host
-    if group_op != "adasum" and 1 < ranks <= int(str(size)) and rank == 0:
-        warnings.warn(
-            f"AdaSum: expected at least 2 groups, but got one group of all {ranks} ranks "
-            f"(group_size={size}), which is reduced by {group_op}, so AdaSum has nothing to "
-            'combine; start more ranks, set a smaller group_size, or set group_op="adasum"',
-            stacklevel=3,
         )

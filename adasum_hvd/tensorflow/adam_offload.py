@@ -32,12 +32,19 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
         self.rates = [float(rate) for rate in rates]
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the rate of a step; after the last one an assertion fails."""
+        """Return the rate of a step, and after the last one, where callbacks read it, the last."""
         with tf.device(_HOST):
-            step, count = tf.cast(step, tf.int64), len(self.rates)
-            message = f"AdamOffload: lr: expected a rate per step, but got a vector of {count}"
-            tf.debugging.assert_less(step, tf.constant(count, tf.int64), message)
+            step = tf.minimum(tf.cast(step, tf.int64), len(self.rates) - 1)
             return tf.gather(tf.constant(self.rates, tf.float32), step)
+
+    def require(self, step: Any) -> None:
+        """Fail, by an assertion, unless there is a rate for a step."""
+        with tf.device(_HOST):
+            count = len(self.rates)
+            message = f"AdamOffload: lr: expected a rate per step, but got a vector of {count}"
+            tf.debugging.assert_less(
+                tf.cast(step, tf.int64), tf.constant(count, tf.int64), message
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
@@ -146,6 +153,8 @@ class AdamOffload(keras.optimizers.Optimizer):
         docs/adam_offload.md; docs/mindspore.md.
     """
 
+    slots_that_follow = ("_masters",)  # every change of their variables
+
     def __init__(
         self,
         learning_rate: Any = 1e-3,
@@ -213,6 +222,8 @@ class AdamOffload(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its moments."""
+        if isinstance(self._learning_rate, RateVector):
+            self._learning_rate.require(self.iterations)
         index = self._get_variable_index(variable)
         variable = self._trainable_variables[index]  # Keras passes TensorFlow's
         momentum, velocity = self._moments[index]

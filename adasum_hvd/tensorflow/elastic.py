@@ -134,9 +134,10 @@ class TensorFlowKerasState(_State):
     def _own(self) -> list[Any]:
         """Return those of them that surviving ranks keep."""
         optimizer = self.optimizer
-        slots = local_slots(optimizer)
         is_delta = is_distributed(optimizer) and optimizer._adasum.options.is_delta
-        own = [v for v in optimizer.variables if is_delta or id(v) in slots]
+        # Not the count of steps, by which all ranks reduce together, and their rate.
+        kept = local_slots(optimizer, every=is_delta)
+        own = [v for v in optimizer.variables if id(v) in kept]
         own += [weight for weight in self.model.weights if is_marked_local(weight)]
         return own + self._windows()[1]
 

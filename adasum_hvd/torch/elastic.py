@@ -44,7 +44,10 @@ class _Model(horovod_state.ModelStateHandler):
         module = self.value
         own = {
             name
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            for name, tensor in (
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            )
             if marks.is_marked(tensor)
         }
         state = module.state_dict()

@@ -10,6 +10,7 @@ import torch
 
 from adasum_hvd.common import adam
 from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
+from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 from adasum_hvd.torch.adam_offload import AdamOffload as TorchAdamOffload
 
 STEPS = 100
@@ -124,8 +125,23 @@ def test_vector_of_rates_ends():
     optimizer = AdamOffload([0.1])
     assert RateVector.from_config(RateVector([0.1]).get_config()).rates == [0.1]
     optimizer.apply([tf.ones(3)], [variable])
+    assert float(optimizer.learning_rate) == pytest.approx(0.1)  # as TensorBoard reads
     with pytest.raises(tf.errors.InvalidArgumentError, match="a vector of 1"):
         optimizer.apply([tf.ones(3)], [variable])
+
+
+def test_masters_are_no_hidden_copy_of_the_weights():
+    """They follow the variables, so that the delta variant may keep them."""
+    variable = keras.Variable(np.ones(3), dtype="bfloat16", name="kernel")
+    optimizer = AdamOffload(0.1)
+    optimizer.apply([tf.ones(3)], [variable])
+    (master,) = optimizer._masters
+    assert np.array_equal(tf.cast(master.value, tf.bfloat16), variable.value)
+    assert copy_of_weights(optimizer) == ""
+    variable.assign(variable + 1)
+    optimizer.apply([tf.zeros(3)], [variable])
+    assert np.allclose(master, variable.numpy().astype("float32"), atol=0.1)
+    assert float(master[0]) > 1.5
 
 
 @pytest.mark.parametrize("rate", [[0.1, 0.01], lambda step: [0.1, 0.01][step]])

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from adasum_hvd.common import binding, ops
+from adasum_hvd.common.one_group import warn_of_one_group
 from adasum_hvd.startup import groups
 
 
@@ -82,8 +83,7 @@ def test_groups_refuses(arguments, message):
 def test_one_group_leaves_nothing_to_adasum(
     group_op, group_size, rank, ranks, on_host, warns, recwarn
 ):
-    settings = {"group_op": group_op, "group_size": group_size}
-    groups.warn_of_one_group(settings, rank, ranks, on_host)
+    warn_of_one_group(group_op, group_size, rank, ranks, on_host)
     assert [f"reduced by {group_op}" in str(w.message) for w in recwarn] == [
         True
     ] * warns

@@ -38,6 +38,12 @@ __all__ = [
 ]
 
 
+def batches_of(model: Any) -> int:
+    """Return the batches of one call of `on_train_batch_end`: `steps_per_execution`."""
+    count = getattr(model, "steps_per_execution", 1)
+    return count if isinstance(count, int) else 1
+
+
 def _has_windows(optimizer: Any) -> bool:
     """Return whether there are several local steps between two reductions."""
     optimizer = inner(optimizer)
@@ -268,8 +274,9 @@ class CheckReplicasCallback(keras.callbacks.Callback):
         Raises:
             ReplicaMismatch: the replicas differ; on every rank.
         """
-        self._batches += 1
-        if self._batches % self._every == 0:
+        due = self._batches // self._every
+        self._batches += batches_of(self.model)
+        if self._batches // self._every > due:
             self._check()
 
     def on_train_end(self, logs: Any = None) -> None:

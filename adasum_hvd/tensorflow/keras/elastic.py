@@ -17,6 +17,7 @@ from adasum_hvd.elastic.state import SharedState
 from adasum_hvd.tensorflow.elastic import TensorFlowKerasState
 from adasum_hvd.tensorflow.elastic import TensorFlowState as TensorFlowState
 from adasum_hvd.tensorflow.elastic import run as run
+from adasum_hvd.tensorflow.keras.callbacks import batches_of
 
 __all__ = [
     "CommitStateCallback",
@@ -46,7 +47,8 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     Args:
         state: the state to commit.
-        batches_per_commit: number of batches that a failure may lose.
+        batches_per_commit: number of batches that a failure may lose; with `steps_per_execution`
+            at least one execution's.
     """
 
     def __init__(self, state: SharedState, batches_per_commit: int = 1):
@@ -60,7 +62,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit if it is due; after the last batch `on_epoch_end` commits."""
-        self.batches_remaining -= 1
+        self.batches_remaining -= batches_of(self.model)
         last = batch + 1 == (self.params or {}).get("steps")
         if self.batches_remaining <= 0 and not (last or self.model.stop_training):
             self._commit()

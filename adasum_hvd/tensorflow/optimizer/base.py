@@ -134,6 +134,11 @@ class KerasDistributed(keras.optimizers.Optimizer):
             trainable_variables = self._trainable_variables
         variables = list(trainable_variables)
         if not self.built:
+            if not variables:
+                raise ValueError(
+                    "apply: expected the variables in the first step, but got none; call "
+                    "build(variables) before, or pass each variable, with None as its gradient"
+                )
             # Before any tf.cond, whose branches must not create variables.
             with keras.name_scope(self.name):
                 self.build(variables)

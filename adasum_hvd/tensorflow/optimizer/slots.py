@@ -48,11 +48,12 @@ def _variables(element: Any) -> list[Any]:
     return [found for found in held if hasattr(found, "assign")]
 
 
-def local_slots(optimizer: Any) -> set[int]:
+def local_slots(optimizer: Any, every: bool = False) -> set[int]:
     """Return the ids of the optimizer's variables that differ by rank.
 
     They belong to worker-local variables, or are sums of Keras's own accumulation
-    (`gradient_accumulation_steps`), which are each rank's until they are reduced.
+    (`gradient_accumulation_steps`), which are each rank's until they are reduced. With `every`
+    slots of other variables are among them, as in the delta variant.
     """
     trained = inner(optimizer)._trainable_variables
     sums = getattr(inner(optimizer), "_accumulated_gradients", ())
@@ -60,7 +61,7 @@ def local_slots(optimizer: Any) -> set[int]:
         id(slot)
         for _, slots in slot_lists(optimizer)
         for variable, found in zip(trained, slots, strict=True)
-        if is_marked_local(variable)
+        if every or is_marked_local(variable)
         for slot in found
     }
 
@@ -69,10 +70,13 @@ def copy_of_weights(optimizer: Any) -> str:
     """Return the name of a list of slots that is a copy of the weights, "" if there is none.
 
     All its slots equal their variables, and not all are zero. Schedule-free optimizers have one.
-    Worker-local variables do not count.
+    Worker-local variables do not count, nor do slots that follow every change of the variables.
     """
     trained = inner(optimizer)._trainable_variables
+    following = getattr(inner(optimizer), "slots_that_follow", ())
     for name, slots in slot_lists(optimizer):
+        if name in following:
+            continue
         pairs = [
             (tf.convert_to_tensor(variable), [tf.convert_to_tensor(s) for s in found])
             for variable, found in zip(trained, slots, strict=True)

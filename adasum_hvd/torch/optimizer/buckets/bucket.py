@@ -225,6 +225,8 @@ class Bucket:
             elif self.allows_view(index):
                 if gradient is None or not self.holds(index, gradient):
                     self.set_gradient_view(index)
+                # The op has written to it, which torch cannot see; AdamOffload looks at this.
+                torch.autograd.graph.increment_version(parameter.grad)
             elif gradient is None or is_sparse:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:

@@ -290,6 +290,20 @@ def case_what_is_refused() -> None:
         AdasumState(rule="mean" if odd else "adasum")
     with pytest.raises(TypeError, match=r"a bucket of Distrib.*got Tensor; FSDP"):
         adasum_hook(AdasumState(), torch.ones(3))
+    for state, got in ((None, "NoneType"), (AdasumState, "the class AdasumState")):
+        with pytest.raises(
+            TypeError, match=rf"of adasum_hvd\.distrib.*got {got}; call"
+        ):
+            adasum_hook(state, torch.ones(3))
+    with pytest.raises(ValueError, match=r"group or a mesh of one dim.*got RedOpType"):
+        adasum_all_reduce(torch.ones(3), dist.ReduceOp.SUM)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        AdasumState(group_op="average")
+    one_group = len(set(HOSTS)) == 1 and rank() == 0
+    assert ["one group of all" in str(each.message) for each in found] == [
+        True
+    ] * one_group
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = ENGINE.wrapped(ddp.Rows())

@@ -8,11 +8,13 @@ import io
 import time
 import weakref
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -68,6 +70,140 @@ def case_synchronize_after_a_pass_that_broke_off() -> None:
         assert torch.equal(parameter.grad, torch.full_like(parameter, size))
     with replicas.no_sync(), pytest.raises(RuntimeError, match="to the reduced grad"):
         loss().backward()
+
+
+def case_parameters_that_were_replaced() -> None:
+    """They would train without a reduction; the forward pass tells, before a backward."""
+    mesh, words = (
+        mesh_of(1)["replica"],
+        r"got another one as .*weight.* call adasum_repl",
+    )
+    x = torch.ones(1, 3)
+
+    def loaded(model: nn.Module) -> None:
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    for change in (
+        loaded,
+        lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+        lambda model: model.append(nn.Linear(2, 2)),
+        lambda model: fully_shard(model[0], mesh=mesh_of(2)["shard"]),
+    ):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        replicas = adasum_replicate(model, mesh)
+        model(x).sum().backward()
+        model.zero_grad()
+        change(model)
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(RuntimeError, match=words):
+            model(x)
+        replicas.remove()
+        model(x)
+    # A later call is for all of them, and no copy of a model is checked.
+    model = nn.Sequential(nn.Linear(3, 3))
+    adasum_replicate(model, mesh)
+    loaded(model)
+    adasum_replicate(model, mesh)
+    for each in (model, copy.deepcopy(model)):
+        each.append(nn.Identity())
+        each(x).sum().backward()
+    copied = copy.deepcopy(model)
+    copied.append(nn.Linear(3, 2))
+    copied(x).sum().backward()
+
+
+def case_replaced_shards() -> None:
+    """Whole parameters, which FSDP holds for a while, are no new ones; new shards are."""
+    mesh = mesh_of(2)
+    for again in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh["shard"], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh["shard"])
+        adasum_replicate(model, mesh["replica"])
+        x = torch.ones(1, 4)
+        model.unshard()
+        (model(x) + model(x)).sum().backward()
+        model.zero_grad()
+        if again:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            with pytest.raises(RuntimeError, match=r"got another one as 0\.weight"):
+                model(x)
+
+
+def case_ddp_around_it() -> None:
+    """DDP averages the gradients, whichever of the two came first."""
+    model = nn.Linear(3, 2)
+    adasum_replicate(model, mesh_of(1)["replica"])
+    around = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="expected a model outside Distributed"):
+        around(torch.ones(1, 3))
+    model = nn.Linear(3, 2)
+    replicate(model)
+    with pytest.raises(ValueError, match="the model is under torch's replicate"):
+        adasum_replicate(model, mesh_of(1)["replica"])
+
+
+def case_a_step_in_a_hook() -> None:
+    """An optimizer in backward would take the gradients before they are reduced."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    adasum_replicate(model, mesh_of(1)["replica"])
+
+    def step(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with pytest.raises(RuntimeError, match=r"to stay until it is reduced.*after backw"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def case_a_pass_that_one_replica_leaves() -> None:
+    """Its next pass must not be joined with the rest of the others'."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    first = rank() == 0
+    with mock.patch("adasum_hvd.distributed.units._BUCKET_BYTES", 48):
+        adasum_replicate(model, mesh_of(1)["replica"])
+    x = torch.ones(1, 3, requires_grad=True)
+    model(x).sum().backward()  # counts the hooks
+    model.zero_grad()
+    dist.barrier()
+
+    def broken(gradient: torch.Tensor) -> None:
+        raise MemoryError
+
+    if first:  # it has reduced some units by then
+        middle = model[:2](x)
+        middle.register_hook(broken)
+        with pytest.raises(MemoryError):
+            model[2:](middle).sum().backward()
+        model.zero_grad()
+    words = r"of one pass and unit.*pass 3 unit 0, pass 2 unit \d.*end the job on all"
+    for _ in range(2):  # nothing is sent any more, so that nobody waits
+        with pytest.raises(RuntimeError, match=words):
+            model(x).sum().backward()
+        model.zero_grad()
+
+
+def case_versions_show_reductions() -> None:
+    """AdamOffload copies a gradient again if its version has changed since its early copy."""
+    for model in (nn.Linear(3, 1, bias=False), nn.Linear(3, 1)):
+        adasum_replicate(model, mesh_of(1)["replica"])
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            seen = {}
+
+            def note(parameter: torch.Tensor, seen: dict = seen) -> None:
+                seen[parameter] = parameter.grad, parameter.grad._version
+
+            handles = [
+                p.register_post_accumulate_grad_hook(note) for p in model.parameters()
+            ]
+            (model(torch.ones(1, 3)) * (1 + rank())).sum().backward()
+            for handle in handles:
+                handle.remove()
+            for parameter, (gradient, version) in seen.items():
+                assert gradient is parameter.grad and version < gradient._version
 
 
 def case_synchronize_without_gradients() -> None:

@@ -93,6 +93,29 @@ def case_elastic_newest_commit() -> None:
         check_same_everywhere(model)
 
 
+def case_elastic_steps_of_a_rank_that_lacks_a_commit() -> None:
+    """All count as the root does: by `iterations` they reduce, and take their rate."""
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    model = compiled(hvd.DistributedOptimizer(optimizer, op="adasum-delta"))
+    fit(model)
+    state = hvd.elastic.KerasState(model, step=0)
+    state.sync()
+    model.train_on_batch(*numerics.batch_of(hvd.rank(), 0, 3))
+    mine = None
+    if hvd.rank() == 0:  # the others have lost this commit
+        state.save()
+        mine = velocities(model)
+    state.restore()
+    mine = velocities(model) if mine is None else mine
+    state.sync()
+    counts = hvd.allgather_object(int(inner(model.optimizer)._iterations.numpy()))
+    assert len(set(counts)) == 1, counts
+    assert np.array_equal(velocities(model), mine)
+    for step in range(3):
+        model.train_on_batch(*numerics.batch_of(hvd.rank(), step, 3))
+    check_same_everywhere(model)
+
+
 @pytest.mark.parametrize("op", VARIANTS)
 def case_elastic_mixed_float16(op: str) -> None:
     """The loss scale is committed, restored and given to newcomers with the weights."""
@@ -309,19 +332,19 @@ class Counting(hvd.elastic.TensorFlowState):
 def case_elastic_callbacks_of_keras() -> None:
     state = Counting([tf.Variable(1.0)], epoch=0, batch=0)
 
-    def train(epochs: int, **kwargs: object) -> None:
-        model = compiled(hvd.DistributedOptimizer(momentum(), op="adasum-grad"))
+    def train(epochs: int, steps: int = 4, at_once: int = 1) -> None:
+        optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-grad")
+        model = compiled(optimizer, steps_per_execution=at_once)
         callbacks = hvd.elastic
         fit(
             model,
-            4,
+            steps,
             epochs=epochs,
             callbacks=[
                 callbacks.UpdateEpochStateCallback(state),
                 callbacks.UpdateBatchStateCallback(state),
                 callbacks.CommitStateCallback(state, 2),
             ],
-            **kwargs,
         )
 
     train(2)
@@ -330,6 +353,9 @@ def case_elastic_callbacks_of_keras() -> None:
     state.epoch, state.batch, state.commits = 3, 1, []
     train(2)
     assert state.commits == [(3, 3), (4, 0), (4, 2), (5, 0)]
+    state.epoch, state.batch, state.commits = 0, 0, []
+    train(1, 8, at_once=2)
+    assert state.commits == [(0, 2), (0, 4), (0, 6), (1, 0)]
 
 
 IN_GRAPH = """Graph execution error:

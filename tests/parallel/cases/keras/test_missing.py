@@ -105,6 +105,8 @@ def case_no_step_where_no_rank_has_a_gradient() -> None:
 def case_no_gradient_on_any_rank(op: str) -> None:
     variables = [keras.Variable([1.0, 1.0])]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
+    with pytest.raises(ValueError, match="expected the variables in the first step"):
+        optimizer.apply([], [])
     with pytest.raises(ValueError, match="at least one variable on some rank"):
         optimizer.apply([None], variables)
     optimizer.apply([tf.ones(2)], variables)  # and goes on

@@ -227,6 +227,32 @@ def case_exact_resume_and_copies(dtype_name: str) -> None:
     check_equal(masters(optimizer), masters(again_copy))
 
 
+@pytest.mark.parametrize("op", ["adasum-grad", "average"])
+def case_versions_show_reductions(op: str) -> None:
+    """On a device an early copy of a gradient is kept while its version stays."""
+    model = nn.Linear(40, 2, bias=False)
+    optimizer = wrapped(model, op)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(1, 40) * (hvd.rank() + 1)).sum().backward()
+        gradient = model.weight.grad
+        version = gradient._version
+        optimizer.synchronize()
+        assert model.weight.grad is not gradient or gradient._version > version, step
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def case_counts_of_steps_are_a_ranks_own() -> None:
+    """After an uneven join(), or an elastic job's restart, the delta variant goes on."""
+    model = model_of(torch.float32)
+    optimizer = wrapped(model)
+    for group in optimizer.param_groups:
+        group["step"] += hvd.rank()
+    train(optimizer, model, 0, 2)
+    hvd.check_replicas(model)
+
+
 def case_broadcast_offloaded_state() -> None:
     model = model_of(torch.bfloat16)
     optimizer = wrapped(model)

@@ -1,0 +1,117 @@
+"""A check before each training forward pass: the model is still the one that hooks were put on.
+
+Parameters that were replaced would train without any reduction, and nothing else would notice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
+
+__all__ = ["ForwardCheck", "is_replicated"]
+
+_WRAPPERS = "_checkpoint_wrapped_module.", "_orig_mod."  # in the names of parameters
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Return whether torch's composable `replicate`, a DDP, was called on a module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    registry = contract._get_registry(module) if contract is not None else None
+    return "replicate" in (registry or ())
+
+
+class ForwardCheck:
+    """A forward hook that raises if a trained parameter of the model is not a reduced one.
+
+    Args:
+        what: the function that reduces the model, for the message.
+        model: the model, with hooks on its parameters.
+        is_reduced: whether a parameter has one of these hooks.
+
+    A copy of the model, or a saved one, has a check that does nothing. A forward pass that is
+    compiled as a whole is not checked.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        model: torch.nn.Module,
+        is_reduced: Callable[[torch.Tensor], bool],
+    ):
+        self._what, self._is_reduced = what, is_reduced
+        self._names = {_plain(name) for name, _ in model.named_parameters()}
+        self._is_sharded = any(map(is_fsdp_module, model.modules()))
+        trained = [
+            parameter for parameter in model.parameters() if is_reduced(parameter)
+        ]
+        self._meshes = [p.device_mesh for p in trained if is_dtensor(p)]
+        self.handle = model.register_forward_pre_hook(self, prepend=True)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+    def __call__(self, model: torch.nn.Module, inputs: object) -> None:
+        """Check the model.
+
+        Raises:
+            RuntimeError: it has trained parameters that are not reduced, or DDP averages them.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for name, parameter in model.named_parameters():
+            if self._is_new(name, parameter):
+                raise RuntimeError(
+                    f"{self._what}: expected the parameters that the model had at the call, but "
+                    f"got another one as {name}, which is not reduced (rank {dist.get_rank()}); "
+                    f"call {self._what} after everything that replaces parameters (fully_shard, "
+                    "load_state_dict(assign=True), new layers), or remove() and call it again"
+                )
+        active = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        averaged = getattr(active, "_module_parameters", ())
+        if is_replicated(model) or any(map(self._is_reduced, averaged)):
+            raise RuntimeError(
+                f"{self._what}: expected a model outside DistributedDataParallel, but it is inside "
+                f"one, which averages the gradients (rank {dist.get_rank()}); leave it out"
+            )
+
+    def _is_new(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is trained, and neither reduced nor FSDP's for a while.
+
+        FSDP puts whole parameters in the place of its shards while a module runs. These have
+        known names, and are not on the mesh of the shards.
+        """
+        is_parameter = isinstance(
+            parameter, torch.nn.Parameter
+        )  # not functional_call's
+        if (
+            not is_parameter
+            or not parameter.requires_grad
+            or is_marked_local(parameter)
+        ):
+            return False
+        if self._is_reduced(parameter):
+            return False
+        if not self._is_sharded or _plain(name) not in self._names:
+            return True
+        return is_dtensor(parameter) and parameter.device_mesh in self._meshes
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _nothing() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: the check of a copy."""

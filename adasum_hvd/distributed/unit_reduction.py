@@ -1,0 +1,115 @@
+"""The reduction of one unit's gradients over the replicas, in a lane.
+
+Before the gradients a small row travels: which unit and pass they are of, and their states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.passes import NEW, REDUCED
+from adasum_hvd.distributed.rules import Rule
+from adasum_hvd.distributed.units import Unit
+
+__all__ = ["Place", "UnitReducer"]
+
+_PLACE = 12  # bytes of a place
+_EXPECTED = (
+    "adasum_replicate: expected gradients of one pass and unit from all replicas"
+)
+
+
+class Place(NamedTuple):
+    """The number of a pass, and of a unit in it."""
+
+    number: int
+    unit: int
+
+
+class UnitReducer:
+    """Reduces units, and stops for good if the replicas do not reduce the same one.
+
+    Args:
+        rule: how gradients are joined.
+        widest: the most parameters of a unit. Rows of all units have one length, so that replicas
+            which reduce different ones can tell.
+    """
+
+    def __init__(self, rule: Rule, widest: int):
+        self._rule, self._widest = rule, widest
+        self._problem = ""
+
+    def reduce(
+        self,
+        unit: Unit,
+        gradients: list[torch.Tensor],
+        states: list[int],
+        place: Place,
+        communicator: Communicator,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Reduce a unit's gradients in place.
+
+        Gradients that an earlier pass has reduced, and this one has not touched on any replica,
+        stay as they are: a sum of equal gradients is not the gradient.
+
+        Args:
+            unit: the unit.
+            gradients: this rank's shards of them.
+            states: of the gradients.
+            place: of the unit.
+            communicator: the replicas.
+
+        Returns:
+            The gradients, and uint8 [replicas, parameters]: their states before.
+
+        Raises:
+            RuntimeError: a replica reduces, or has reduced, another unit or pass; on all replicas,
+                and nothing is sent any more. On a CUDA device that is an assertion of the device's.
+
+        Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
+        """
+        if self._problem:
+            raise RuntimeError(self._problem)
+        device = gradients[0].device
+        head = place.number.to_bytes(8, "little") + place.unit.to_bytes(4, "little")
+        row = [*head, *states, *[0] * (self._widest - len(states))]
+        rows = communicator.all_gather(
+            torch.tensor(row, dtype=torch.uint8, device=device)
+        )
+        self._check(rows[:, :_PLACE])
+        everywhere = rows[:, _PLACE : _PLACE + len(states)]
+        is_new = (everywhere == NEW).any(0)
+        if device.type == "cpu" and not is_new.any():
+            return gradients, everywhere
+        kept = {
+            number: gradients[number].clone()
+            for number, state in enumerate(states)
+            if state == REDUCED
+        }
+        unit.reduce(gradients, communicator, self._rule)
+        for number, before in kept.items():
+            found = torch.where(is_new[number], gradients[number], before)
+            gradients[number].copy_(found)
+        return gradients, everywhere
+
+    def _check(self, places: torch.Tensor) -> None:
+        """Raise unless all replicas are at one place; a device's values are not waited for."""
+        is_equal = (places == places[0]).all()
+        if places.device.type == "cuda":
+            torch._assert_async(is_equal, _EXPECTED)
+        elif places.device.type == "cpu" and not is_equal:
+            got = ", ".join(map(_described, places.tolist()))
+            self._problem = (
+                f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
+                "pass fails on one replica, end the job on all of them"
+            )
+            raise RuntimeError(self._problem)
+
+
+def _described(place: list[int]) -> str:
+    number, unit = (int.from_bytes(part, "little") for part in (place[:8], place[8:]))
+    return f"pass {number} unit {unit}"
