@@ -36,6 +36,13 @@ _NAMES = {  # parts of the names of optimizers, in this order, and their studies
     "momentum": "momentum",
     "gradientdescent": "momentum",
 }
+# What a second workload says about a factor above 1.
+_CAUTIONS = {
+    ("momentum", ops.AdasumGrad): (
+        "keep one worker's rate if you do not tune: with a ResNet and 32 workers 1.73 times that "
+        "rate took a third more steps than the rate itself"
+    ),
+}
 # Their names have such parts, but no study has trained with them.
 _OTHERS = frozenset({"adamax", "nadam", "radam", "sparseadam", "asgd"})
 
@@ -138,6 +145,8 @@ def adasum_lr(
     reason = _reason(figures, reduction, size, certainty, rows)
     if advice := variant_advice(reduction, size, study):
         reason += f"; {reduction.name} was {advice}"
+    if factor > 1 and (caution := _CAUTIONS.get((study, reduction))):
+        reason += f"; {caution}"
     if group_op != "adasum" and ops.is_adasum(reduction):
         reason += (
             "; group_size=1 means groups of one rank: pass the real group_size (by default the "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_WRONG = ValueError, KeyError, TypeError, AttributeError, OverflowError
 
 
 def check(record: Mapping[str, Any], where: str) -> None:
@@ -17,9 +20,11 @@ def check(record: Mapping[str, Any], where: str) -> None:
     """
     try:
         int(record["joined"])
-        for values in record["tensors"].values():
-            values.items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for tensor in record["tensors"].values():
+            for name, value in tensor.items():
+                if not (value is None or isinstance(value, numbers.Real)):
+                    raise ValueError(f"{name}={value!r}")
+    except _WRONG as error:
         raise _is_none(where, error) from error
 
 
@@ -49,7 +54,7 @@ def records(file: Path) -> list[dict[str, Any]]:
         try:
             step = int(record["step"])
             {each["orthogonality"] for each in record["tensors"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _WRONG as error:
             raise _is_none(where, error) from error
         check(record, where)
         if found and (step <= found[-1]["step"] or _job(record) != _job(found[-1])):

@@ -104,5 +104,6 @@ def _part(tensor: Mapping[str, float | None]) -> tuple[float, ...] | None:
     if not all(value is not None and math.isfinite(value) for value in values):
         return None
     variance, squared_mean, length, gain = (float(value or 0.0) for value in values)
-    average = (length / gain) ** 2 if gain > 0 else 0.0
-    return variance, squared_mean, length**2, average
+    average = length / gain if gain > 0 else 0.0
+    found = variance, squared_mean, length * length, average * average
+    return found if all(map(math.isfinite, found)) else None

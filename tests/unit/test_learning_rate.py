@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from convergence import plan
+from convergence.tuning import cost, tried
 
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
 from adasum_hvd.advice.learning_rate import FIGURES, Measured, find_study, study_of
 from adasum_hvd.common import ops, options
-from tests.unit.study_results import at_the_end, steps_to_target
+from tests.unit.study_results import RUNS, at_the_end, steps_to_target
 
 adasum_lr = partial(learning_rate.adasum_lr, optimizer="momentum")
 COUNTS = {"adam": [1, 32]}
@@ -98,6 +99,20 @@ def test_the_result_at_one_workers_rate_is_named():
     assert "490 ± 50 steps to 97 % with 32 workers at one worker's rate" in reason
     reason = adasum_lr(0.1, "average", 128).reason
     assert "with 128 workers a seed missed the target at one worker's rate" in reason
+
+
+def test_a_second_workload_cautions_against_a_factor():
+    """Glyphs with 32 workers, whose tuning runs tried one worker's rate and 1.73 times it."""
+    seeds = plan.SEEDS["small"]
+    alone = plan.best_of(plan.Point(plan.GLYPHS, "average", 1), seeds, RUNS.find)
+    setting = plan.Point(plan.GLYPHS, "adasum-grad", 32).setting
+    costs = [
+        cost([RUNS.find(each) for each in tried(setting, alone + more, seeds)]).steps
+        for more in (0, 1)
+    ]
+    assert costs[1] / costs[0] == pytest.approx(1.33, abs=0.05)
+    reasons = [adasum_lr(0.1, "adasum-grad", size).reason for size in (4, 32)]
+    assert ["a third more steps" in reason for reason in reasons] == [False, True]
 
 
 @pytest.mark.parametrize("op", MOMENTUM.rows, ids=lambda op: op.name)
