@@ -18,8 +18,9 @@ _SCALES = {
 def train_changing(setting: Setting) -> dict[str, Any]:
     """Return the record of a run: `levels` at the end of each phase, and `steps` of each.
 
-    The rate is that of the setting after a warm-up over `warm_up` of all examples, times the
-    number of workers (`scaling` "linear") or its root ("root"). The optimizer's state stays.
+    The rate is that of the setting after a warm-up over `warm_up` of all examples (AdaScale: as
+    `Job.warm_up`), times the number of workers (`scaling` "linear") or its root ("root"). The
+    optimizer's state stays.
     """
     began = time.process_time()
     counts = [int(each) for each in setting.phases.split("-")]
@@ -33,6 +34,8 @@ def train_changing(setting: Setting) -> dict[str, Any]:
         for step in range(1, steps + 1):
             done = (phase + step / steps) / len(counts)
             warm = min(1.0, done / setting.warm_up)
+            if setting.op == "adascale":
+                warm = job.warm_up()
             job.step(next(draws), setting.lr * factor * warm, look=False)
         level = job.work.level(job.model)
         record["steps"].append(steps)

@@ -36,7 +36,7 @@ class LAMB(torch.optim.Optimizer):
                 update, ratio = self._direction(weights), 1.0
                 if self._adapts_all or is_matrix(weights):
                     update = update + self._weight_decay * weights
-                    ratio = trust(weights, update)
+                    ratio = trust(weights, norms(update))
                 weights.sub_(group["lr"] * ratio * update)
 
     def _direction(self, weights: torch.Tensor) -> torch.Tensor:
@@ -62,9 +62,9 @@ def is_matrix(weights: torch.Tensor) -> bool:
     return weights.dim() > 2
 
 
-def trust(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return `|w| / |u|` for each worker; 1 if a norm is 0 or not finite."""
-    ratio = norms(weights) / norms(update)
+def trust(weights: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return `|w|` over a length for each worker; 1 if one is 0 or not finite."""
+    ratio = norms(weights) / length
     return torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
 
 

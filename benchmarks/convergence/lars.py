@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
-from convergence.lamb import is_matrix, trust
+from convergence.lamb import is_matrix, norms, trust
 
 
 class LARS(torch.optim.Optimizer):
     """LARS for tensors whose first axis is workers: each has its own norms.
 
-    `v = momentum v + lr |w| / |u| u` with `u = g + weight_decay w`, then `w -= v`; the ratio is
-    1 if a norm is 0. The paper's trust coefficient is part of `lr`. Biases and the weights of
-    norms take `u = g` and the ratio 1, as in `lamb.is_matrix`.
+    `v = momentum v + lr |w| / (|g| + weight_decay |w|) (g + weight_decay w)`, then `w -= v`; the
+    ratio is 1 if a norm is 0. The paper's trust coefficient is part of `lr`. Biases and the
+    weights of norms take `v = momentum v + lr g`, as in `lamb.is_matrix`.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class LARS(torch.optim.Optimizer):
             for weights in group["params"]:
                 update, ratio = weights.grad, 1.0
                 if is_matrix(weights):
+                    length = norms(update) + self._weight_decay * norms(weights)
+                    ratio = trust(weights, length)
                     update = update + self._weight_decay * weights
-                    ratio = trust(weights, update)
                 state = self.state[weights]
                 if not state:
                     state["velocity"] = torch.zeros_like(weights)

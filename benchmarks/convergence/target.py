@@ -34,7 +34,7 @@ def train_to_target(setting: Setting) -> dict[str, Any]:
     began = time.process_time()
     job = Job(setting)
     batch = setting.batch or job.work.batch
-    horizon = job.work.steps(setting.budget, batch, setting.workers)
+    horizon = job.horizon(setting.workers)
     most = max(horizon, setting.most_steps)
     record: dict[str, Any] = {**non_defaults(setting), "steps_to_target": None}
     record |= {"horizon": horizon, "level": None, "curve": [], "noise": []}
@@ -44,8 +44,7 @@ def train_to_target(setting: Setting) -> dict[str, Any]:
         look = step in judged
         if look and setting.workers > 1 and judged[step]:
             record["noise"].append([step, *_noise(job, examples)])
-        rate = setting.lr * min(1.0, step / max(1, round(setting.warm_up * horizon)))
-        job.step(examples, rate, look=False)
+        job.step(examples, setting.lr * job.warm_up(), look=False)
         keep = judged.get(step, False)
         unknown = look and record["steps_to_target"] is None
         level = 0.0

@@ -182,7 +182,24 @@ class Job:
         )
         self._repair = REPAIRS[setting.repair]() if setting.repair else None
         self._since = 0  # steps since the workers last had the same weights
+        # By which a schedule counts: steps, and with AdaScale one worker's steps.
+        self.iterations = 0.0
         self._moments, self._estimates = Moments(0.0, 0.0), 0  # AdaScale's
+
+    def horizon(self, workers: int) -> int:
+        """Return the steps in which so many workers use up the budget."""
+        batch = self.setting.batch or self.work.batch
+        return self.work.steps(self.setting.budget, batch, workers)
+
+    def warm_up(self) -> float:
+        """Return the factor on the next step's rate: linear up to 1 over a share of the budget.
+
+        AdaScale's schedule is one worker's, in which a step is as many iterations as its gain
+        (Johnson et al. 2020, algorithm 1).
+        """
+        workers = 1 if self.setting.op == "adascale" else self.setting.workers
+        over = max(1, round(self.setting.warm_up * self.horizon(workers)))
+        return min(1.0, (math.floor(self.iterations) + 1) / over)
 
     def step(
         self, examples: Sequence[torch.Tensor], rate: float, look: bool
@@ -195,8 +212,10 @@ class Job:
                 # The mean of all is one gradient of one large batch, which is faster.
                 examples = [each.flatten(0, 1)[None] for each in examples]
             gradients = self.workers.alike(examples)
+        factor = self._gain(gradients)
+        self.iterations += factor
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * self._gain(gradients)
+            group["lr"] = rate * factor
         if self.apart:
             return self._step_apart(gradients, rate, look)
         for weights, reduced in zip(self._owned, self._reduce(gradients), strict=True):

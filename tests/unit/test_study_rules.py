@@ -11,7 +11,7 @@ import torch
 from convergence import methods
 from convergence.lars import LARS
 from convergence.reductions import gram, reduce_workers
-from convergence.training import Setting, train
+from convergence.training import Job, Setting, train
 
 from adasum_hvd import reference
 
@@ -136,6 +136,24 @@ def test_adascale_multiplies_the_rate():
     )
 
 
+def test_adascale_warms_up_over_iterations_of_one_worker():
+    """Johnson et al. 2020, algorithm 1: the rate is `gain(t) * lr(floor(sum of gains before))`."""
+    setting = replace(SGD, op="adascale", lr=1e-3, warm_up=0.5, workers=4)
+    job, plain = Job(setting), Job(replace(setting, op="average"))
+    over = round(0.5 * job.horizon(1))
+    assert over > 3 * round(0.5 * job.horizon(4)) > 4
+    draws = job.work.draws(1, 4, job.work.batch)
+    gains = 0.0
+    for step in range(1, 4):
+        assert job.warm_up() == min(1.0, (math.floor(gains) + 1) / over)
+        assert plain.warm_up() == min(1.0, step / round(0.5 * plain.horizon(4)))
+        before, examples = job.iterations, next(draws)
+        job.step(examples, 1e-3, look=False)
+        plain.step(examples, 1e-3, look=False)
+        gains += job.iterations - before
+    assert 1.5 * 3 < gains <= 4 * 3
+
+
 def test_lars_by_hand():
     weights = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])
     bias = torch.tensor([[3.0, 4.0]])
@@ -160,3 +178,14 @@ def test_lars_decays_no_bias():
     optimizer.step()
     torch.testing.assert_close(weights, torch.full_like(weights, 0.9))
     assert torch.equal(bias, torch.ones(1, 2))
+
+
+def test_lars_adds_the_norms_of_gradient_and_decay():
+    """`|w| / (|g| + decay |w|)`, whatever the angle between the two (You et al., section 4.2)."""
+    weights = torch.tensor([[[3.0, 4.0]]])
+    optimizer = LARS([weights], 0.1, weight_decay=0.5)
+    weights.grad = torch.tensor([[[-3.0, -4.0]]])
+    optimizer.step()
+    # The ratio is 5 / (5 + 2.5), and the update g + w / 2.
+    left = 1 + 0.1 * (5 / 7.5) * 0.5
+    torch.testing.assert_close(weights, torch.tensor([[[3.0 * left, 4.0 * left]]]))
