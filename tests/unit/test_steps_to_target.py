@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -433,7 +434,7 @@ def test_the_advice_is_counted():
     rows = advice_report.compared(plan.DIGITS, results)
     assert len(rows) >= 2
     assert sum(row.is_right(row.carried) for row in rows) >= 0.8 * len(rows)
-    assert all(row.is_near for row in rows)
+    assert all(row.is_near(row.expected) for row in rows)
     written = (CONVERGENCE / "tables.md").read_text()
     assert advice_report.table(plan.TASKS["small"], results) in written
     every = [
@@ -447,10 +448,17 @@ def test_the_advice_is_counted():
     assert f"{sentence}{right / len(every):.0%}" in page.replace(" %", "%")
     right = sum(row.is_right(row.tuned) for row in every)
     assert f"the same advice is right at {right} of {len(every)}" in page
-    near = sum(row.is_near for row in every)
+    near = sum(row.is_near(row.expected) for row in every)
     assert f"within 15 % of the runs at {near} of {len(every)} points" in page
+    single = [row.is_near(each.speedup) for row in every for each in row.advice]
+    words = " ".join(page.split())
+    assert f"within 15 % in {sum(single)} of {len(single)} cases" in words
+    whole = [statistics.mean(each.speedup for each in row.whole) for row in every]
+    known = sum(row.is_near(each) for row, each in zip(every, whole, strict=True))
+    assert f"the mean is within 15 % at {known} of {len(every)} points" in words
     monitor = " ".join((CONVERGENCE.parent / "monitor.md").read_text().split())
     assert f"{near} of {len(every)} measured points are within 15 % of it" in monitor
+    assert f"Of single runs {sum(single)} of {len(single)} are" in monitor
 
 
 def test_a_picture_of_few_runs(tmp_path, monkeypatch):
