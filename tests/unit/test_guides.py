@@ -106,13 +106,13 @@ def test_the_first_training_run_shows_the_present_output() -> None:
     assert f"adasum_hvd {__version__} on torch.distributed" in page
     tensor = {"variance": 40.0, "squared_mean": 1.0, "length": 8.0, "gain": 5.0}
     record = {"joined": 4, "inputs": "gradients", "tensors": {"weight": tensor}}
-    for name in ("docs/first_run.md", "docs/monitor.md"):
+    for name, count in (("docs/first_run.md", 11), ("docs/monitor.md", 30)):
         shown = [
             without_figures(line)
             for block in pages.blocks(REPOSITORY / name, "")
             for line in block.splitlines()
         ]
-        for sentence in advise([record] * 10, optimizer="momentum").answer:
+        for sentence in advise([record] * count, optimizer="momentum").answer:
             start = without_figures(sentence).partition(". ")[0]
             assert any(line.startswith(start) for line in shown), sentence
 
