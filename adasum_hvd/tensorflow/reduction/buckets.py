@@ -66,7 +66,7 @@ def reduce_list(
             name = f"{label}.rows{index}"
             results[index] = _gathered(name, tensors[index], options)
         else:
-            kinds[id(variable)] = _on_wire(tensors[index], options)
+            kinds[id(variable)] = _on_wire(tensors[index], variable, options)
     buckets = partition(
         [entry for entry in enumerate(variables) if results[entry[0]] is None],
         lambda variable: kinds[id(variable)],
@@ -93,9 +93,10 @@ def reduce_list(
     return results
 
 
-def _on_wire(tensor: Any, options: Options) -> tuple[tf.DType, int]:
+def _on_wire(tensor: Any, variable: Any, options: Options) -> tuple[tf.DType, int]:
+    """Return dtype and bytes, by the variable's shape: a rank may trace a gradient without one."""
     wire = wire_dtype(tensor.dtype, options.compression)
-    return wire, (tensor.shape.num_elements() or 0) * wire.size
+    return wire, (tf.TensorShape(variable.shape).num_elements() or 0) * wire.size
 
 
 def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
