@@ -230,6 +230,8 @@ def case_exact_resume_and_copies(dtype_name: str) -> None:
 @pytest.mark.parametrize("op", ["adasum-grad", "average"])
 def case_versions_show_reductions(op: str) -> None:
     """On a device an early copy of a gradient is kept while its version stays."""
+    if hvd.size() == 1:
+        pytest.skip("nothing is reduced")
     model = nn.Linear(40, 2, bias=False)
     optimizer = wrapped(model, op)
     for step in range(3):
