@@ -280,7 +280,7 @@ def estimates(task: Task, seeds: Seeds) -> Iterator[Estimate]:
         count = 2 if workers == 1 else len(task.methods)
         count *= 4 * len(seeds.tuning) + 2 * len(seeds.test)
         job = Job(replace(task.setting("adasum-grad", workers), lr=1e-4))
-        horizon = job.work.steps(task.budget, job.work.batch, workers)
+        horizon = job.horizon(workers)
         draws = job.work.draws(1, workers, job.work.batch)
         job.step(next(draws), 1e-4, look=False)
         began = time.process_time()

@@ -209,7 +209,7 @@ class Bucket:
         Args:
             only_views: skip parameters without a gradient, and gradients that cannot be views.
         """
-        gradients, views = [], []
+        gradients, views, written = [], [], []
         for index, (parameter, view) in enumerate(
             zip(self.params, self.views, strict=True)
         ):
@@ -225,8 +225,7 @@ class Bucket:
             elif self.allows_view(index):
                 if gradient is None or not self.holds(index, gradient):
                     self.set_gradient_view(index)
-                # The op has written to it, which torch cannot see; AdamOffload looks at this.
-                torch.autograd.graph.increment_version(parameter.grad)
+                written.append(parameter.grad)
             elif gradient is None or is_sparse:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:
@@ -234,6 +233,10 @@ class Bucket:
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)
+        if (
+            written
+        ):  # AdamOffload keeps its early copy of a gradient whose version stays
+            show_writes(written)
 
     def _is_sparse_somewhere(self, index: int) -> bool:
         """Return whether a rank had a sparse gradient, and all ranks are to have one."""
@@ -262,3 +265,12 @@ def _repeats(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
         and factors == (1.0, 1.0)
         and torch_ops.settings()["group_op"] == "adasum"
     )
+
+
+def show_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Count a write in each tensor's version, for one that torch cannot see: the op's."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)

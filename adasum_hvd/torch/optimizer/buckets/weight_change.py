@@ -10,7 +10,11 @@ from adasum_hvd.common import binding, ops
 from adasum_hvd.common.options import Options, ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
+from adasum_hvd.torch.optimizer.buckets.bucket import (
+    Bucket,
+    NamedParameter,
+    show_writes,
+)
 from adasum_hvd.torch.optimizer.checks.consistency import as_integers
 
 # The op reads and writes the weights of these buckets by address. They must not be freed,
@@ -197,7 +201,7 @@ class ChangeInOpBucket(ChangeBucket):
             super().finish()
         finally:
             _in_flight.discard(self)
-        _note_change(self.params)
+        show_writes(self.params)
 
     def drop(self) -> None:
         """As the base's; the op writes to the weights no more."""
@@ -267,11 +271,3 @@ def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not filled:
         return torch.zeros(())
     return torch.stack(torch._foreach_norm(filled, torch.inf)).max()
-
-
-def _note_change(tensors: Sequence[torch.Tensor]) -> None:
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
