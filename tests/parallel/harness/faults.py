@@ -22,7 +22,10 @@ VICTIM = 1
 SILENCE_SECONDS = 3  # ADASUM_HVD_TIMEOUT_SECONDS, 30 unless set
 STALL_SECONDS = 9  # ADASUM_HVD_STALL_SECONDS, 600 unless set
 GLOO_SECONDS = 5  # HOROVOD_GLOO_TIMEOUT_SECONDS, of Horovod's own negotiation
-STARTS = 3  # of a job whose ranks do not meet within GLOO_SECONDS
+CHECKPOINT_SECONDS = 6  # ADASUM_HVD_CHECKPOINT_SECONDS, 60 unless set
+STARTS = 4  # of a job that a busy machine keeps from its fault
+# In the output of such a job: of Horovod's rendezvous, of its start, and of the op.
+TOO_SLOW = ("Wait timeout after", "Timed out waiting", "did not respond for")
 
 TRANSPORTS = {
     "shared memory, Gloo": ("gloo", "auto"),
@@ -116,10 +119,11 @@ EVERY += [
 def _run_job(
     words: list[str], variables: dict[str, str], folder: Path
 ) -> tuple[int, str]:
-    """Run a job until its fault, again if Horovod's rendezvous timed out before that."""
+    """Run a job until its fault, again if a rank waited for longer than its limit before that."""
     for _ in range(STARTS):
         status, output = run_launcher([*words, str(folder)], variables, 180)
-        if (folder / "fault").exists() or "Wait timeout after" not in output:
+        struck = (folder / "fault").exists()
+        if struck or not any(reason in output for reason in TOO_SLOW):
             break
         for path in folder.iterdir():
             path.unlink()
@@ -133,7 +137,7 @@ def run(fault: Fault) -> Consequence:
         "ADASUM_HVD_LOCAL": local,
         "ADASUM_HVD_TIMEOUT_SECONDS": str(SILENCE_SECONDS),
         "ADASUM_HVD_STALL_SECONDS": str(STALL_SECONDS),
-        "ADASUM_HVD_CHECKPOINT_SECONDS": "2",
+        "ADASUM_HVD_CHECKPOINT_SECONDS": str(CHECKPOINT_SECONDS),
     }
     # It limits the start of a process set, too, which takes seconds on a busy machine.
     if fault.fault in ("stop", "pause"):

@@ -69,6 +69,7 @@ def strike_in_phase(begun: threading.Event) -> None:
         if inside:
             strike()
             return
+        time.sleep(0.0005)  # a thread that sleeps runs soon, also on a busy machine
 
 
 def limit_memory() -> None:
