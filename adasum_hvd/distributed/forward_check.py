@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adasum_hvd.common.frames import is_inside
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
 
@@ -67,6 +68,9 @@ class ForwardCheck:
             return
         for name, parameter in model.named_parameters():
             if self._is_new(name, parameter):
+                # torch.func.functional_call: these parameters are the caller's to reduce.
+                if is_inside("_functional_call", "torch.nn.utils.stateless"):
+                    return
                 raise RuntimeError(
                     f"{self._what}: expected the parameters that the model had at the call, but "
                     f"got another one as {name}, which is not reduced (rank {dist.get_rank()}); "

@@ -15,6 +15,7 @@ References:
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adasum_hvd.common.frames import is_inside
+from adasum_hvd.common.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
@@ -43,10 +46,9 @@ from adasum_hvd.distributed.units import Frozen, Unit, gradient_dtype, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
 
-# By id, the parameters that have hooks: a second handle would reduce the same gradients.
-_hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 # The attribute by which parameters keep their handle. Their hooks do not: autograd's references are
-# none that Python's garbage collector can follow.
+# none that Python's garbage collector can follow. Nor has a handle weak references to parameters:
+# torch does not convert (`model.float()`) a DTensor that has some.
 _KEPT = "_adasum_replicas"
 
 
@@ -86,18 +88,19 @@ class Replicas:
             for k, parameter in enumerate(unit.parameters)
         ]
         self._handles += self._frozen.hooks("adasum_replicate")
-        for unit in units:
-            _hooked.update((id(parameter), parameter) for parameter in unit.parameters)
-        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-        for parameter in model.parameters():
+        self._trained = {id(p) for unit in units for p in unit.parameters}
+        self._parameters = list(model.parameters())
+        for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
-        if communicator.size > 1:
-            check = ForwardCheck("adasum_replicate", model, _is_reduced)
+        self._times_marked = times_marked()
+        # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
+        if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
+            check = ForwardCheck("adasum_replicate", model, _is_kept)
             self._handles.append(check.handle)
 
     def __reduce__(self) -> Any:
-        """A copy of a parameter, or a saved one, has no handle."""
-        return type(None), ()
+        """A copy of a parameter has no handle, nor has a saved one, which `torch.load` accepts."""
+        return OrderedDict, ()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,6 +131,8 @@ class Replicas:
     def synchronize(self) -> None:
         """Reduce the gradients that are there now, which backward has added up in `no_sync()`.
 
+        Gradients that were reduced, and are the same since, stay as they are.
+
         For a program that does not call the last backward pass itself: a pipeline's schedule. And
         for a replica whose step has no backward pass.
 
@@ -140,7 +145,6 @@ class Replicas:
         """
         if self._communicator.size > 1:
             self._break_off()
-            self._reduced.clear()
             whole = bool(self._fsdp) and self._accumulated
             states = self._end()
             if whole and states and all(bool((s == MISSING).all()) for s in states):
@@ -154,12 +158,13 @@ class Replicas:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
-        for progress in self._units:
-            for parameter in progress.unit.parameters:
-                _hooked.pop(id(parameter), None)
-        for reference in self._parameters:
-            if getattr(parameter := reference(), _KEPT, None) is self:
+        for parameter in self._parameters:
+            if getattr(parameter, _KEPT, None) is self:
                 setattr(parameter, _KEPT, None)
+
+    def reduces(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter was trained at the call, and is reduced since."""
+        return id(parameter) in self._trained
 
     def _hook(self, unit: int, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
@@ -169,11 +174,13 @@ class Replicas:
             return
         name = progress.unit.names[number]
         if before is not None and before.writes_to(parameter.grad) == 1:
+            action = _checkpoint_action() or (
+                "call the model's zero_grad() between steps (not grad.data.zero_(), which is not "
+                "seen), and wrap all passes of a step but the last in no_sync()"
+            )
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "
-                "one that was added to the reduced gradient of the last pass; call zero_grad() "
-                "between steps (not grad.data.zero_(), which is not seen), and wrap all passes of "
-                "a step but the last in no_sync()"
+                f"one that was added to the reduced gradient of the last pass; {action}"
             )
         if self._local:
             return
@@ -182,7 +189,8 @@ class Replicas:
             raise RuntimeError(
                 f"adasum_replicate: expected backward to add to the gradient of {name} at most "
                 f"{progress.expected[number]} times, as in earlier passes, but got once more "
-                f"after it was reduced (rank {dist.get_rank()}); pass overlap=False"
+                f"after it was reduced (rank {dist.get_rank()}); "
+                f"{_checkpoint_action() or 'pass overlap=False'}"
             )
         progress.fired[number] += 1
         while (
@@ -200,6 +208,7 @@ class Replicas:
         if self._pass is not None:
             self._break_off()
         self._frozen.check("adasum_replicate")
+        self._check_marks()
         self._pass = current
         if self._accumulated:
             for progress in self._units:
@@ -207,6 +216,21 @@ class Replicas:
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._end))
+
+    def _check_marks(self) -> None:
+        """Raise RuntimeError if a reduced parameter has become a worker-local one."""
+        if self._times_marked == times_marked():
+            return
+        for progress in self._units:
+            unit = progress.unit
+            for name, parameter in zip(unit.names, unit.parameters, strict=True):
+                if is_marked_local(parameter):
+                    raise RuntimeError(
+                        f"adasum_replicate: expected {name} to stay a reduced parameter, but it "
+                        f"was marked as worker-local since (rank {dist.get_rank()}); call "
+                        "mark_worker_local before adasum_replicate, or remove() and call it again"
+                    )
+        self._times_marked = times_marked()
 
     def _launch(self, progress: Progress) -> None:
         """Begin to reduce a unit's gradients."""
@@ -287,9 +311,15 @@ class Replicas:
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
 
 
-def _is_reduced(parameter: torch.Tensor) -> bool:
+def _is_kept(parameter: torch.Tensor) -> bool:
     """Return whether a parameter has a handle, this one or a later one."""
     return isinstance(getattr(parameter, _KEPT, None), Replicas)
+
+
+def _checkpoint_action() -> str:
+    """Return what to do if the pass is one that a reentrant checkpoint runs inside of another."""
+    inside = is_inside("backward", "torch.utils.checkpoint")
+    return "pass use_reentrant=False to checkpoint" if inside else ""
 
 
 def _call(
@@ -369,7 +399,7 @@ def _refuse(model: torch.nn.Module) -> dict[str, object]:
                 "with sparse=False"
             )
     for name, parameter in model.named_parameters():
-        if _hooked.get(id(parameter)) is parameter:
+        if _is_kept(parameter) and getattr(parameter, _KEPT).reduces(parameter):
             raise ValueError(
                 f"expected a model without AdaSum, but the gradient of {name} is reduced by an "
                 "earlier adasum_replicate; call remove() on its handle"

@@ -116,6 +116,12 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             yield f"{name} has dtype {parameter.dtype}; use real parameters"
         elif is_dtensor(parameter):
             yield from _mesh_problem(name, parameter, ranks, rank)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided and not is_marked_local(buffer):
+            yield (
+                f"buffer {name} is sparse, and would be broadcast; make it dense, or call "
+                "mark_worker_local on it if the replicas have equal ones"
+            )
 
 
 def _mesh_problem(

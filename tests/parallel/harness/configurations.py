@@ -81,7 +81,10 @@ TENSORFLOW_OPS = _files("tensorflow", "ops reducer legacy")
 SIMULATED = _files("device", "simulated")
 LAYOUTS = _files("distributed", "sharded_layouts")
 SHARDED = (
-    *_files("distributed", "replicate replicate_passes local_sgd local_sgd_steps"),
+    *_files(
+        "distributed",
+        "replicate replicate_passes replicate_uses local_sgd local_sgd_steps",
+    ),
     *LAYOUTS,
 )
 CANCELLED = _files("distributed", "cancelled_shards")  # of three replicas or more
