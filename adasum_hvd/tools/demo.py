@@ -30,7 +30,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
-        "--output", type=Path, default=Path(), help="folder of demo.json and demo.png"
+        "--output",
+        type=Path,
+        default=Path(),
+        help="folder of demo.json, demo.png, demo-monitor.jsonl and demo-monitor.png; those of "
+        "an earlier demo are replaced",
     )
     parser.set_defaults(run=run)
 

@@ -27,7 +27,7 @@ from adasum_hvd.tools import plot
 from adasum_hvd.tools.torch_engines import ENGINES, Engine
 
 TARGET_ACCURACY = 0.95
-WATCHED, RECORDS = "adasum-grad", "run.jsonl"  # of hvd.AdasumMonitor
+WATCHED, RECORDS = "adasum-grad", "demo-monitor.jsonl"  # of hvd.AdasumMonitor
 
 
 class LeNet5(nn.Module):

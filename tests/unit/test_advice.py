@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from adasum_hvd.common import ops
 from adasum_hvd.monitor.files import records
 from adasum_hvd.monitor.noise import Noise, noise_of
 from adasum_hvd.monitor.statistics import statistics
+from tests.unit.pages import REPOSITORY
 
 N, VARIANCE, SQUARED_MEAN = 8, 30.0, 2.0
 
@@ -76,7 +78,7 @@ def test_the_answer_has_the_figures():
     assert "acts like Average at 2.43 times the learning rate" in text
     assert "about 18.2 times fewer steps" in text and "about 40 workers" in text
     assert "rests on 6 records" in text
-    assert "rests on" not in str(advice.advise([LONG] * 30, optimizer="momentum"))
+    assert "records" not in str(advice.advise([LONG] * 30, optimizer="momentum"))
     assert "use AdasumGrad" in text and "changes" not in text
 
 
@@ -142,6 +144,15 @@ def test_other_numbers_of_workers():
     groups = advice.advise([LONG | {"ranks": 256}] * 10, optimizer="momentum")
     assert "With 32 groups of 8 ranks" in str(groups)
     assert "Up to about 40 groups are worth having" in str(groups)
+    assert "may be wrong by a factor of 2" in str(groups)
+    longer = advice.advise([LONG] * advice.FEW, optimizer="momentum")
+    assert "off by more than 15% in two of five runs" in str(longer)
+
+
+def test_one_runs_estimates_are_as_good_as_it_says():
+    tables = (REPOSITORY / "docs/convergence/tables.md").read_text()
+    (near, runs) = re.findall(r"advice from a single run, (\d+) of (\d+)\.", tables)[0]
+    assert 1 - int(near) / int(runs) == pytest.approx(2 / 5, abs=0.05)
 
 
 def test_the_latest_run_of_a_file(tmp_path: Path):
