@@ -280,7 +280,7 @@ def case_misuse_is_named() -> None:
     replicas = adasum_replicate(model, mesh_of(1)["replica"])
     refused(r"weight is reduced by an earlier .*call remove\(\)", model)
     model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) between steps"):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) between steps"):
         model(torch.ones(1, 3)).sum().backward()
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()  # and goes on
