@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from adasum_hvd import __version__
 from adasum_hvd.install import build as builder
 from adasum_hvd.install.environment import BuildError
-from adasum_hvd.tools import advise, bench, demo, doctor, hosts, plot, timeline
+from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, timeline
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    frameworks = arguments.frameworks.split(",") if arguments.frameworks else None
+    frameworks = (
+        None if arguments.frameworks is None else arguments.frameworks.split(",")
+    )
     try:
+        if frameworks is not None and not {"torch", "tensorflow"}.issuperset(
+            frameworks
+        ):
+            raise BuildError(
+                f"expected --frameworks torch, tensorflow or torch,tensorflow, but got "
+                f"{arguments.frameworks!r}"
+            )
         wheel = builder.build(
             frameworks, arguments.mpi, arguments.gpu, force=arguments.force
         )
@@ -32,15 +42,9 @@ def _exec(arguments: argparse.Namespace) -> int:
     try:
         return command.run(arguments.command, arguments.nprocs)
     except (RuntimeError, OSError) as error:
-        print(f"adasum-hvd exec: {error}", file=sys.stderr)
+        words = str(error).removeprefix("adasum-hvd exec: ")
+        print(f"adasum-hvd exec: {words}", file=sys.stderr)
         return 1
-
-
-def _count(text: str) -> int:
-    """Return a number of processes given on the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, but got {text!r}")
-    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="run a Horovod program as a rank of torchrun, Slurm or Kubernetes, or as --nprocs N",
     )
     program.add_argument(
-        "--nprocs", type=_count, metavar="N", help="start N ranks on this host"
+        "--nprocs", type=jobs.count, metavar="N", help="start N ranks on this host"
     )
     program.add_argument("command", nargs="+", help="-- program and its arguments")
     program.set_defaults(run=_exec)
@@ -87,7 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status."""
     arguments = make_parser().parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class _Ranks:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         words = [sys.executable, "-S", "-c", _TETHERED, str(os.getpid()), *command]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays
+                signal.signal(number, self._on_signal)
         for environment in environments:
             stdin = subprocess.DEVNULL if self._processes else None
             self._processes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import numbers
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ def check(record: Mapping[str, Any], where: str) -> None:
         where: the record's place, for the message.
     """
     try:
-        int(record["joined"])
+        joined, ranks = record["joined"], record.get("ranks") or 1
+        if min(operator.index(joined), operator.index(ranks)) < 1:
+            raise ValueError(f"joined={joined}, ranks={ranks}")
         for tensor in record["tensors"].values():
             for name, value in tensor.items():
                 if not (value is None or isinstance(value, numbers.Real)):
                     raise ValueError(f"{name}={value!r}")
+                float(value or 0)
     except _WRONG as error:
         raise _is_none(where, error) from error
 
@@ -52,7 +56,7 @@ def records(file: Path) -> list[dict[str, Any]]:
                 found, cut = [], cut or _is_none(where, error)
             continue
         try:
-            step = int(record["step"])
+            step = operator.index(record["step"])
             {each["orthogonality"] for each in record["tensors"].values()}
         except _WRONG as error:
             raise _is_none(where, error) from error

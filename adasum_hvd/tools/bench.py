@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -64,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.compare:
             print(_comparison(arguments.compare))
             return 0
-        if arguments.ranks < 1 or arguments.seconds <= 0:
-            raise ValueError("expected --ranks and --seconds above 0")
+        if arguments.ranks < 1 or not 0 < arguments.seconds < math.inf:
+            raise ValueError("expected --ranks and --seconds above 0, and finite")
+        if arguments.output:
+            _check_output(arguments.output)
         measured = measure(arguments.ranks, arguments.seconds)
     except (jobs.JobError, OSError, ValueError, KeyError) as error:
         print(f"adasum-hvd bench: {error}", file=sys.stderr)
@@ -77,6 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
         if picture := draw(measured, arguments.output.with_suffix(".png")):
             print(f"picture: {picture}", file=sys.stderr)
     return 3 if any(row["wrong"] for row in measured["rows"]) else 0
+
+
+def _check_output(file: Path) -> None:
+    """Raise ValueError if the measurement could not be written there."""
+    if file.suffix == ".png":
+        raise ValueError(
+            f"expected a file for JSON as --output, but got {file}; the picture is written next "
+            "to it, with the suffix .png"
+        )
+    if not file.parent.is_dir() or file.is_dir():
+        raise ValueError(f"expected a file in a folder that exists, but got {file}")
 
 
 def measure(ranks: int, seconds: float) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ def add_to(commands: Any) -> None:
         "demo",
         help="train LeNet-5 on digits with Sum, Average and both AdaSum variants",
     )
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=jobs.count, default=4)
     parser.add_argument(
         "--engine",
         choices=["horovod", "torch"],
         help="Horovod's op, or torch.distributed alone (default: horovod if installed)",
     )
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=jobs.count, default=12)
     parser.add_argument(
         "--output",
         type=Path,
@@ -48,11 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return 1
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"adasum-hvd demo: {error}; pass a folder as --output", file=sys.stderr)
+        return 1
     engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
     backend = "gloo" if engine == "horovod" else "torchrun"
-    words = jobs.launcher(backend, max(1, arguments.ranks))
+    words = jobs.launcher(backend, arguments.ranks)
     words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits"]
     words += ["--engine", engine]
     words += ["--epochs", str(arguments.epochs), "--output", str(arguments.output)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(words, env=environment, check=False).returncode
+    return jobs.status_of(words, environment)

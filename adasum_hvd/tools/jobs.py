@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -9,13 +10,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from adasum_hvd.install.environment import scripts_path
 
 _GRACE_SECONDS = 5
+# Of a job around this one, and those with which results differ from plain AdaSum's.
+_NOT_PASSED_ON = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("ADASUM_HVD_GROUP_OP", "ADASUM_HVD_GROUP_SIZE"),
+)
 
 
 class JobError(RuntimeError):
@@ -68,7 +77,7 @@ def run(
     """
     environment = {
         "OMP_NUM_THREADS": "1",
-        **os.environ,
+        **{k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON},
         "PATH": scripts_path(),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -93,16 +102,63 @@ def output_of(words: list[str], environment: Mapping[str, str], seconds: float) 
         words, env=dict(environment), text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
+    with _signals_raise():
         try:
-            shown = process.communicate(timeout=_GRACE_SECONDS)[0]
+            return process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            shown = process.communicate()[0]
-        return f"{shown}\nended after {seconds:g} seconds"
-    except KeyboardInterrupt:
+            return f"{_end(process)}\nended after {seconds:g} seconds"
+        except BaseException:
+            _end(process)
+            raise
+
+
+def status_of(words: list[str], environment: Mapping[str, str]) -> int:
+    """Return the exit status of a command that has this program's input and output, and its end."""
+    process = subprocess.Popen(words, env=dict(environment))
+    with _signals_raise():
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # the launchers end their ranks
+            try:
+                process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a process and its group, and return the rest of its output."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=_GRACE_SECONDS)[0]
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise
+        return process.communicate()[0]
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let signals that would end this program raise SystemExit, so that it ends its job first."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    usual = [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        usual = []
+    for number in usual:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def count(text: str) -> int:
+    """Return a number of processes or epochs given on the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, but got {text!r}")
+    return int(text)

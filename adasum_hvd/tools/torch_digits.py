@@ -108,6 +108,7 @@ def train(engine: Engine, op: str, arguments: argparse.Namespace) -> Result:
     records = arguments.output / RECORDS if op == WATCHED else None
     if records is not None:
         records.unlink(missing_ok=True)
+        records.with_suffix(".png").unlink(missing_ok=True)
     reduced, optimizer, close = engine.train(model, optimizer, op, records)
     batch = arguments.batch_size
     per_epoch = len(train_images) // (batch * engine.size)

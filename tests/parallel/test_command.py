@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,3 +87,38 @@ def test_demo(tmp_path: Path, engine: str) -> None:
     line = ": 2 ranks on 1 host over Gloo; exchange over "
     assert shown.stderr.count(line) == (engine == "horovod")
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("engine", ["horovod", "torch"])
+def test_the_demos_ranks_end_with_it(tmp_path: Path, engine: str) -> None:
+    """SIGTERM reaches the launcher, which ends its ranks."""
+    words = ["demo", "--engine", engine, "--ranks", "2", "--epochs", "9999"]
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "adasum_hvd", *words, "--output", str(tmp_path)],
+        env=environment(),
+    )
+    try:
+        limit = time.monotonic() + 60
+        while len(ranks_of(tmp_path)) < 2:
+            assert time.monotonic() < limit and demo.poll() is None
+            time.sleep(0.1)
+        demo.terminate()
+        assert demo.wait(60) == 128 + signal.SIGTERM
+        while ranks_of(tmp_path):
+            assert time.monotonic() < limit + 60
+            time.sleep(0.1)
+    finally:
+        demo.kill()
+        for process in ranks_of(tmp_path):
+            os.kill(process, signal.SIGKILL)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Return the processes of the demo that writes to the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_text().split("\0")
+            if str(folder) in words and "adasum_hvd.tools.torch_digits" in words[:4]:
+                found.append(int(process.name))
+    return found

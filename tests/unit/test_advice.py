@@ -139,8 +139,15 @@ def test_other_numbers_of_workers():
             ValueError, match="in record 1, but got ValueError: variance="
         ):
             advice.advise([other], optimizer="momentum")
-    with pytest.raises(ValueError, match="but got OverflowError: cannot convert float"):
+    with pytest.raises(ValueError, match=r"but got TypeError: .* integer"):
         advice.advise([LONG | {"joined": math.inf}], optimizer="momentum")
+    for wrong in ({"joined": 2.5}, {"joined": 0}, {"ranks": [1]}, {"joined": "4"}):
+        with pytest.raises(
+            ValueError, match=r"expected a record of hvd\.AdasumMonitor"
+        ):
+            advice.advise([LONG | wrong], optimizer="momentum")
+    with pytest.raises(ValueError, match="OverflowError"):
+        advice.advise([record(a=tensor(10**400, 1, 3, 2))], optimizer="momentum")
     groups = advice.advise([LONG | {"ranks": 256}] * 10, optimizer="momentum")
     assert "With 32 groups of 8 ranks" in str(groups)
     assert "Up to about 40 groups are worth having" in str(groups)

@@ -7,9 +7,11 @@ import io
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,62 @@ def test_a_job_that_hangs_is_ended() -> None:
         "3",
         "seconds",
     ]
+
+
+def test_a_job_ends_with_the_program_that_waits_for_it(monkeypatch) -> None:
+    """SIGTERM raises SystemExit while the job runs; afterwards it has its own effect again."""
+    processes: list[subprocess.Popen[str]] = []
+    popen = subprocess.Popen
+
+    def kept(*words: object, **arguments: object) -> subprocess.Popen[str]:
+        processes.append(popen(*words, **arguments))
+        return processes[-1]
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", kept)
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as left:
+        jobs.output_of(["sleep", "99"], os.environ, 60)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert processes[0].poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_jobs_are_not_told_of_a_job_around_them(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(
+        "import json, os, sys\njson.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    )
+    monkeypatch.setattr(jobs, "launcher", lambda backend, ranks: [])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("ADASUM_HVD_GROUP_OP", "average")
+    monkeypatch.setenv("ADASUM_HVD_TIMEOUT_SECONDS", "7")
+    found = jobs.run("gloo", 2, "shown")
+    assert not {"RANK", "ADASUM_HVD_GROUP_OP"} & found.keys()
+    assert found["ADASUM_HVD_TIMEOUT_SECONDS"] == "7"
+
+
+@pytest.mark.parametrize("words", ["", "torch,", "jax"])
+def test_build_names_the_frameworks_that_it_knows(words: str, capsys) -> None:
+    assert cli.main(["build", "--frameworks", words, "--no-install"]) == 1
+    assert f"or torch,tensorflow, but got {words!r}" in capsys.readouterr().err
+
+
+def test_a_demo_needs_a_folder(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--output", str(tmp_path / "file")]) == 1
+    assert "pass a folder as --output" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--epochs", "0"])
+
+
+def test_a_reader_may_leave() -> None:
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "adasum_hvd", "hosts", "node[1-3]"]
+    shown = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (shown.returncode, shown.stderr) == (1, b"")
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -198,7 +256,15 @@ def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["bench", "compare", "a"], ["bench", "a"], ["bench", "--ranks", "0"]]
+    "words",
+    [
+        ["bench", "compare", "a"],
+        ["bench", "a"],
+        ["bench", "--ranks", "0"],
+        ["bench", "--seconds", "inf"],
+        ["bench", "--output", "x.png"],
+        ["bench", "--output", "no/x.json"],
+    ],
 )
 def test_bench_refuses(words: list[str], capsys) -> None:
     assert cli.main(words) == 1
