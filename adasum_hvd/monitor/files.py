@@ -20,9 +20,10 @@ def check(record: Mapping[str, Any], where: str) -> None:
         where: the record's place, for the message.
     """
     try:
-        joined, ranks = record["joined"], record.get("ranks") or 1
-        if min(operator.index(joined), operator.index(ranks)) < 1:
-            raise ValueError(f"joined={joined}, ranks={ranks}")
+        counts = {"joined": record["joined"], "ranks": record.get("ranks") or 1}
+        for name, value in counts.items():
+            if operator.index(value) < 1:
+                raise ValueError(f"{name}={value!r}")
         for tensor in record["tensors"].values():
             for name, value in tensor.items():
                 if not (value is None or isinstance(value, numbers.Real)):

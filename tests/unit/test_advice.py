@@ -162,6 +162,34 @@ def test_one_runs_estimates_are_as_good_as_it_says():
     assert 1 - int(near) / int(runs) == pytest.approx(2 / 5, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "length", "use"),
+    [
+        ("momentum", 1.4, ops.Average),
+        ("momentum", 1.6, ops.AdasumGrad),
+        ("adamw", 5, ops.Average),
+        ("adamw", 7.5, ops.AdasumGrad),
+    ],
+)
+def test_the_choice_is_that_of_the_runs(
+    optimizer: str, length: float, use: ops.ReduceOp
+):
+    """docs/convergence.md: with AdamW, 5 times is equal, and 10 is better."""
+    found = advice.advise(
+        [record(a=tensor(40.0, 1.0, length, length))], optimizer=optimizer
+    )
+    assert found.lengthening == pytest.approx(length)
+    assert found.use is use
+
+
+def test_more_workers_help_up_to_a_quarter_of_the_noise_scale():
+    for scale, more in ((100.0, False), (160.0, True)):  # 32 workers
+        found = advice.advise(
+            [record(a=tensor(scale, 1.0, 8.0, 5.0))], optimizer="momentum"
+        )
+        assert ("More workers are worth adding" in str(found)) == more
+
+
 def test_the_latest_run_of_a_file(tmp_path: Path):
     """A run begins where steps fall or the number of workers changes; a last line may be torn."""
     file = tmp_path / "run.jsonl"
@@ -174,6 +202,13 @@ def test_the_latest_run_of_a_file(tmp_path: Path):
         records(file)
     file.write_text(whole + json.dumps(LONG | {"step": 60}) + "\n")
     assert [each["step"] for each in records(file)] == [60]
+    file.write_text(
+        json.dumps(second) + "\n" + json.dumps(second | {"ranks": 8}) + "\n"
+    )
+    assert records(file) == [second | {"ranks": 8}]
+    again = second | {"note": "the same step again"}
+    file.write_text(json.dumps(second) + "\n" + json.dumps(again) + "\n")
+    assert records(file) == [again]
 
 
 def test_average_is_named_if_it_is_as_good():

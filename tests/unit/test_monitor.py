@@ -48,18 +48,19 @@ def test_two_levels() -> None:
         [1, 1, math.sqrt(2), 1, 1, 0.5, 0.5],
         [1, 1, math.sqrt(8), 2, 2, 0.25, 0.75],
     ]
-    outer = [0, 1, math.sqrt(5), math.sqrt(5) / 2, math.sqrt(5), 1, 0.5]
+    # The combination 1 and 0.5 of (1, 0) and (0, 2).
+    outer = [0, 1, math.sqrt(5), math.sqrt(5) / 2, math.sqrt(2), 1, 0.5]
     rows = np.array([[*inner[0], *inner[1], *outer]])
     assert width([2, 2]) == rows.shape[1]
     found = {name: value[0] for name, value in statistics(rows, [2, 2]).items()}
     assert found["cosine"] == pytest.approx(2 / 3)
-    assert found["orthogonality"] == pytest.approx(0.5)
-    assert found["gain"] == pytest.approx(2)
+    assert found["orthogonality"] == pytest.approx(0.5 * 2 / 5)
+    assert found["gain"] == pytest.approx(2 * math.sqrt(2 / 5))
     assert (found["lowest"], found["highest"]) == (0.125, 0.5)
     # The vectors of a group are equal: no noise, and the mean of 1 and 4.
     assert found["variance"] == pytest.approx(0)
     assert found["squared_mean"] == pytest.approx(2.5)
-    assert found["length"] == pytest.approx(math.sqrt(5))
+    assert found["length"] == pytest.approx(math.sqrt(2))
 
 
 def test_norms_whose_squares_overflow() -> None:
