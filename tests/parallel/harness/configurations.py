@@ -83,7 +83,7 @@ LAYOUTS = _files("distributed", "sharded_layouts")
 SHARDED = (
     *_files(
         "distributed",
-        "replicate replicate_passes replicate_uses local_sgd local_sgd_steps",
+        "replicate replicate_passes replicate_uses arguments local_sgd local_sgd_steps",
     ),
     *LAYOUTS,
 )
