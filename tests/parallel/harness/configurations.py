@@ -176,7 +176,7 @@ ALL_SIMULATED = [
 ]
 
 # The engine that needs no Horovod; 4 ranks in make soak.
-DISTRIBUTED = _files("distributed", "all_reduce hook")
+DISTRIBUTED = _files("distributed", "all_reduce hook hook_details")
 
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,

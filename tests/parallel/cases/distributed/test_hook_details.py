@@ -1,0 +1,178 @@
+"""DDP's hook that needs no Horovod: its warnings, its monitor's figures and its passes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from adasum_hvd import reference
+from adasum_hvd.distributed import (
+    AdasumMonitor,
+    AdasumState,
+    LocalSGD,
+    adasum_replicate,
+)
+from tests.parallel.cases.distributed.test_all_reduce import HOSTS
+from tests.parallel.cases.distributed.test_all_reduce import align as align
+from tests.parallel.cases.distributed.test_all_reduce import init as init
+from tests.parallel.cases.distributed.test_all_reduce import rank as rank
+from tests.parallel.cases.distributed.test_all_reduce import shutdown as shutdown
+from tests.parallel.cases.distributed.test_hook import ENGINE, check_record, gradients
+from tests.parallel.harness import ddp
+from tests.parallel.harness.models import loss_of, model_of, sgd
+
+
+def with_state(**arguments) -> None:
+    AdasumState(**arguments)
+
+
+def with_replicate(**arguments) -> None:
+    adasum_replicate(nn.Linear(3, 2), dist.group.WORLD, **arguments)
+
+
+def with_local_sgd(**arguments) -> None:
+    model = nn.Linear(3, 2)
+    LocalSGD(sgd(model.parameters()), model, dist.group.WORLD, 2, **arguments)
+
+
+@pytest.mark.parametrize("name", ["state", "replicate", "local_sgd"])
+def case_one_group_of_all_ranks(name: str) -> None:
+    """It leaves AdaSum nothing to combine: one warning, on the first rank."""
+    size = dist.get_world_size()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        globals()[f"with_{name}"](group_op="average", group_size=size)
+    texts = [str(each.message) for each in found]
+    assert [f"one group of all {size} ranks" in text for text in texts] == [True] * (
+        rank() == 0
+    )
+
+
+def trained(
+    state: AdasumState, every: int, steps: int, scaler: torch.amp.GradScaler | None
+) -> tuple[list[dict], list[dict[str, list[np.ndarray]]]]:
+    """Train with a monitor from the third step on, whose buckets are the final ones.
+
+    Returns:
+        The records, and all ranks' gradients of the monitored steps.
+    """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    records: list[dict] = []
+    vectors, monitor, model = [], None, model_of()
+    wrapped = ENGINE.wrapped(model, state)
+    optimizer = sgd(wrapped.parameters())
+    for step in range(2 + steps):
+        if step == 2:
+            monitor = AdasumMonitor(
+                state, every, records.append, model.named_parameters(), scaler
+            )
+        if monitor:
+            vectors.append(gradients(copy.deepcopy(model), step))
+        optimizer.zero_grad()
+        scaler.scale(loss_of(wrapped, rank(), step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    monitor.close()
+    return records, vectors
+
+
+def case_every_second_step_has_a_record() -> None:
+    records, vectors = trained(AdasumState(), 2, 5, None)
+    assert [record["step"] for record in records] == ([] if rank() else [2, 4])
+    for record in records:
+        check_record(record["tensors"], vectors[record["step"] - 1])
+
+
+def case_every_is_the_same_on_all_ranks() -> None:
+    state = AdasumState()
+    with pytest.raises(ValueError, match=r"arguments of AdasumMonitor.*every=[12]"):
+        AdasumMonitor(state, 2 if rank() % 2 else 1)
+    assert not state._on_round
+
+
+def case_a_scaler_does_not_change_figures() -> None:
+    """Records are of unscaled gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain, _ = trained(AdasumState(), 1, 3, None)
+    scaled, _ = trained(AdasumState(), 1, 3, scaler)
+    assert len(plain) == len(scaled) == (0 if rank() else 3)
+    for one, other in zip(plain, scaled, strict=True):
+        for name, tensor in one["tensors"].items():
+            for key in ("variance", "squared_mean", "length"):
+                found = other["tensors"][name][key]
+                assert found == pytest.approx(tensor[key], rel=1e-5), (name, key)
+
+
+def case_records_of_averaged_groups() -> None:
+    """The figures are those of the groups' means, which AdaSum joins."""
+    state = AdasumState(group_op="average", group_size=2)
+    records, vectors = trained(state, 1, 2, None)
+    assert len(records) == (0 if rank() else 2)
+    groups = reference.groups_of(HOSTS, 2)
+    for record in records:
+        for name, several in vectors[record["step"] - 1].items():
+            means = np.stack(
+                [np.mean([several[k] for k in group], 0).ravel() for group in groups]
+            ).astype(np.float64)
+            count, found = len(means), record["tensors"][name]
+            if count < 2:  # nothing is joined
+                assert found["length"] is found["variance"] is None
+                continue
+            length = np.linalg.norm(reference.adasum(several, HOSTS, "average", 2))
+            correct = {
+                "length": length,
+                "variance": means.var(0, ddof=1).sum(),
+                "gain": length / np.linalg.norm(means.mean(0)),
+            }
+            for key, value in correct.items():
+                assert found[key] == pytest.approx(value, rel=1e-5), (name, key)
+
+
+def case_steps_after_a_monitor_is_closed() -> None:
+    """It leaves the state, and writes nothing more."""
+    state, records = AdasumState(), []
+    model = model_of()
+    wrapped = ENGINE.wrapped(model, state)
+    monitor = AdasumMonitor(state, 1, records.append, model.named_parameters())
+    ddp.train(wrapped, sgd(wrapped.parameters()))
+    monitor.close()
+    before = list(records)
+    assert bool(before) == (rank() == 0)
+    ddp.train(wrapped, sgd(wrapped.parameters()))
+    assert records == before and state._on_round == []
+
+
+@pytest.mark.parametrize("views", [False, True])
+def case_versions_show_reductions(views: bool) -> None:
+    """AdamOffload copies a gradient again if its version has changed since its early copy."""
+    model = nn.Linear(3, 2, bias=False)
+    wrapped = ENGINE.wrapped(model, gradient_as_bucket_view=views)
+    changes: list[int] = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        seen: list[int] = []
+        handle = model.weight.register_post_accumulate_grad_hook(
+            lambda parameter, seen=seen: seen.append(parameter.grad._version)
+        )
+        (wrapped(torch.ones(1, 3)) * (1 + rank())).sum().backward()
+        handle.remove()
+        changes.append(model.weight.grad._version - seen[0])
+    assert all(change > 0 for change in changes)
+
+
+def case_means_of_sums_are_sums_of_means() -> None:
+    """Under `rule="mean"` a pass may add to reduced gradients, and nothing warns."""
+    model = nn.Linear(3, 2)
+    wrapped = ENGINE.wrapped(model, AdasumState(rule="mean"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            (wrapped(torch.ones(1, 3)) * (1 + rank())).sum().backward()
+    mean = (1 + dist.get_world_size()) / 2
+    torch.testing.assert_close(model.bias.grad, torch.full((2,), 2 * mean))
