@@ -249,16 +249,16 @@ def case_monitor_of_groups() -> None:
     wrapped = ENGINE.wrapped(model, state)
     ddp.train(wrapped, sgd(wrapped.parameters()))
     monitor.close()
-    groups = -(-dist.get_world_size() // 2)
-    assert [record["step"] for record in records] == ([] if rank() else [3, 4])
-    for record in records:
-        assert record["joined"] == groups and len(record["tensors"]) == 6
     with pytest.raises(ValueError, match="every: "):
         AdasumMonitor(state, 0)
     with pytest.raises(ValueError, match=r"got rule='mean'"):
         AdasumMonitor(AdasumState(rule="mean"))
     with pytest.raises(TypeError, match="expected an AdasumState"):
         AdasumMonitor(model)
+    groups = -(-dist.get_world_size() // 2)
+    assert [record["step"] for record in records] == ([] if rank() else [3, 4])
+    for record in records:
+        assert record["joined"] == groups and len(record["tensors"]) == 6
 
 
 def case_the_noise_scale_is_that_of_per_example_gradients() -> None:

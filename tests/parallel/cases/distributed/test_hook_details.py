@@ -62,7 +62,7 @@ def trained(
     Returns:
         The records, and all ranks' gradients of the monitored steps.
     """
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scaling = scaler or torch.amp.GradScaler("cpu", enabled=False)
     records: list[dict] = []
     vectors, monitor, model = [], None, model_of()
     wrapped = ENGINE.wrapped(model, state)
@@ -75,9 +75,9 @@ def trained(
         if monitor:
             vectors.append(gradients(copy.deepcopy(model), step))
         optimizer.zero_grad()
-        scaler.scale(loss_of(wrapped, rank(), step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaling.scale(loss_of(wrapped, rank(), step)).backward()
+        scaling.step(optimizer)
+        scaling.update()
     monitor.close()
     return records, vectors
 
@@ -143,8 +143,8 @@ def case_steps_after_a_monitor_is_closed() -> None:
     ddp.train(wrapped, sgd(wrapped.parameters()))
     monitor.close()
     before = list(records)
-    assert bool(before) == (rank() == 0)
     ddp.train(wrapped, sgd(wrapped.parameters()))
+    assert bool(before) == (rank() == 0)
     assert records == before and state._on_round == []
 
 
