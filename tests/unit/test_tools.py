@@ -113,7 +113,9 @@ def test_a_job_ends_with_the_program_that_waits_for_it(monkeypatch) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_jobs_have_no_variables_of_a_job_around_them(monkeypatch, tmp_path: Path) -> None:
+def test_jobs_have_no_variables_of_a_job_around_them(
+    monkeypatch, tmp_path: Path
+) -> None:
     (tmp_path / "shown.py").write_text(
         "import json, os, sys\njson.dump(dict(os.environ), open(sys.argv[1], 'w'))"
     )
