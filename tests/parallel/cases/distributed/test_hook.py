@@ -289,16 +289,16 @@ def case_replicas_and_banner() -> None:
     mark_worker_local(*model.buffers())
     assert check_replicas(wrapped, optimizer)
     assert not check_replicas(wrapped, every=5)
-    is_last = float(rank() == dist.get_world_size() - 1)
+    shift = float(rank() == dist.get_world_size() - 1)
     buffer = optimizer.state[model[0][0].bias]["momentum_buffer"]
-    buffer[3] += is_last
+    buffer[3] += shift
     words = r"another module\.0\.0\.bias\.momentum_buffer on ranks"
     with pytest.raises(ReplicaMismatch, match=words):
         check_replicas(wrapped, optimizer)
     assert check_replicas(wrapped)
-    buffer[3] -= is_last
+    buffer[3] -= shift
     with torch.no_grad():
-        model[0][0].bias[3] += is_last
+        model[0][0].bias[3] += shift
     with pytest.raises(ReplicaMismatch, match=r"module\.0\.0\.bias"):
         check_replicas(wrapped)
     assert "learning rate" not in banner(state)
