@@ -189,6 +189,18 @@ def test_advice_needs_a_difference_above_both_deviations():
         assert not any(learning_rate.variant_advice(op, size) for size in (1, 16, 64))
 
 
+@pytest.mark.parametrize(("steps", "worse"), [(115, False), (125, True)])
+def test_a_difference_counts_above_the_sum_of_the_deviations(
+    monkeypatch, steps: int, worse: bool
+):
+    rows = {
+        ops.AdasumGrad: (Measured(8, None, None, 1.0, 100, 10),),
+        ops.AdasumDelta: (Measured(8, None, None, 1.0, steps, 10),),
+    }
+    monkeypatch.setitem(FIGURES, "momentum", MOMENTUM._replace(rows=rows))
+    assert bool(learning_rate.variant_advice(ops.AdasumDelta, 8)) == worse
+
+
 def test_reasons_name_the_rule():
     for size, named in ((2, False), (3, True), (8, True), (64, True)):
         reason = adasum_lr(0.1, "adasum-delta", size).reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -120,6 +121,13 @@ def case_many_in_flight() -> None:
     total = torch.ones(3)
     dist.all_reduce(total)
     assert total[0] == dist.get_world_size()
+    for k in range(8):  # ranks come to these at different times
+        time.sleep(0.002 * rank())
+        own = tensor_of(rank(), 30 + 70 * k, torch.float32, 90 + k)
+        adasum_all_reduce(own)
+        check_close(
+            own, expected(engine(), 30 + 70 * k, torch.float32, 90 + k), torch.float32
+        )
     for k, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         check_close(
