@@ -8,21 +8,18 @@ import sys
 
 from adasum_hvd import __version__
 from adasum_hvd.install import build as builder
-from adasum_hvd.install.environment import BuildError
+from adasum_hvd.install.environment import FRAMEWORKS, BuildError
 from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, timeline
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    frameworks = (
-        None if arguments.frameworks is None else arguments.frameworks.split(",")
-    )
+    given = arguments.frameworks
+    frameworks = None if given is None else given.split(",")
     try:
-        if frameworks is not None and not {"torch", "tensorflow"}.issuperset(
-            frameworks
-        ):
+        if not set(frameworks or ()) <= set(FRAMEWORKS):
             raise BuildError(
-                f"expected --frameworks torch, tensorflow or torch,tensorflow, but got "
-                f"{arguments.frameworks!r}"
+                "expected --frameworks torch, tensorflow or torch,tensorflow, but got "
+                f"{given!r}"
             )
         wheel = builder.build(
             frameworks, arguments.mpi, arguments.gpu, force=arguments.force
@@ -42,8 +39,7 @@ def _exec(arguments: argparse.Namespace) -> int:
     try:
         return command.run(arguments.command, arguments.nprocs)
     except (RuntimeError, OSError) as error:
-        words = str(error).removeprefix("adasum-hvd exec: ")
-        print(f"adasum-hvd exec: {words}", file=sys.stderr)
+        print(f"adasum-hvd exec: {error}", file=sys.stderr)
         return 1
 
 

@@ -31,7 +31,7 @@ from adasum_hvd.distributed.delta import (
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
-from adasum_hvd.distributed.units import Frozen, gradient_dtype, units_of
+from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
 
 __all__ = ["LocalSGD"]
 
@@ -99,7 +99,7 @@ class LocalSGD:
         )
         self._model, self._every, self._outer = model, every, outer_optimizer
         self._optimizer = optimizer
-        self._units, self._frozen = units_of(model), Frozen(model)
+        self._units, self._selection = units_of(model), Selection(model)
         self._local_step = 0  # in the window
         self._windows = 0  # that have ended
         self._compared = False  # the replicas' changes
@@ -115,7 +115,7 @@ class LocalSGD:
         return self._local_step
 
     def _before_step(self, *_: Any) -> None:
-        self._frozen.check("LocalSGD")
+        self._selection.check("LocalSGD")
         if not self._starts and not is_no_training():
             self._starts = [copies_of(unit.locals()) for unit in self._units]
 

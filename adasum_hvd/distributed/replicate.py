@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.common.frames import is_inside
-from adasum_hvd.common.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
@@ -42,7 +41,7 @@ from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
 from adasum_hvd.distributed.unit_reduction import Place, UnitReducer
-from adasum_hvd.distributed.units import Frozen, Unit, gradient_dtype, units_of
+from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
 
 __all__ = ["Replicas", "adasum_replicate"]
 
@@ -70,7 +69,7 @@ class Replicas:
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
         units = units_of(model)
-        self._frozen = Frozen(model)
+        self._selection = Selection(model)
         self._units = [Progress(unit) for unit in units]
         devices = dict.fromkeys(unit.locals()[0].device for unit in units)
         self._lanes = {device: lane_on(device, communicator) for device in devices}
@@ -87,15 +86,13 @@ class Replicas:
             for n, unit in enumerate(units)
             for k, parameter in enumerate(unit.parameters)
         ]
-        self._handles += self._frozen.hooks("adasum_replicate")
-        self._trained = {id(p) for unit in units for p in unit.parameters}
+        self._handles += self._selection.hooks("adasum_replicate")
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
-        self._times_marked = times_marked()
         # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
         if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
-            check = ForwardCheck("adasum_replicate", model, _is_kept)
+            check = ForwardCheck("adasum_replicate", model, _has_handle)
             self._handles.append(check.handle)
 
     def __reduce__(self) -> Any:
@@ -162,10 +159,6 @@ class Replicas:
             if getattr(parameter, _KEPT, None) is self:
                 setattr(parameter, _KEPT, None)
 
-    def reduces(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter was trained at the call, and is reduced since."""
-        return id(parameter) in self._trained
-
     def _hook(self, unit: int, number: int, parameter: torch.Tensor) -> None:
         """Note that backward has added to a gradient."""
         progress = self._units[unit]
@@ -207,8 +200,7 @@ class Replicas:
             return
         if self._pass is not None:
             self._break_off()
-        self._frozen.check("adasum_replicate")
-        self._check_marks()
+        self._selection.check("adasum_replicate")
         self._pass = current
         if self._accumulated:
             for progress in self._units:
@@ -216,21 +208,6 @@ class Replicas:
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._end))
-
-    def _check_marks(self) -> None:
-        """Raise RuntimeError if a reduced parameter has become a worker-local one."""
-        if self._times_marked == times_marked():
-            return
-        for progress in self._units:
-            unit = progress.unit
-            for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                if is_marked_local(parameter):
-                    raise RuntimeError(
-                        f"adasum_replicate: expected {name} to stay a reduced parameter, but it "
-                        f"was marked as worker-local since (rank {dist.get_rank()}); call "
-                        "mark_worker_local before adasum_replicate, or remove() and call it again"
-                    )
-        self._times_marked = times_marked()
 
     def _launch(self, progress: Progress) -> None:
         """Begin to reduce a unit's gradients."""
@@ -311,9 +288,14 @@ class Replicas:
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
 
 
-def _is_kept(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has a handle, this one or a later one."""
-    return isinstance(getattr(parameter, _KEPT, None), Replicas)
+def _handle_of(parameter: torch.Tensor) -> Replicas | None:
+    """Return the handle that a parameter has; a copy of one has another object in its place."""
+    kept = getattr(parameter, _KEPT, None)
+    return kept if isinstance(kept, Replicas) else None
+
+
+def _has_handle(parameter: torch.Tensor) -> bool:
+    return _handle_of(parameter) is not None
 
 
 def _checkpoint_action() -> str:
@@ -399,7 +381,8 @@ def _refuse(model: torch.nn.Module) -> dict[str, object]:
                 "with sparse=False"
             )
     for name, parameter in model.named_parameters():
-        if _is_kept(parameter) and getattr(parameter, _KEPT).reduces(parameter):
+        handle = _handle_of(parameter)
+        if handle is not None and parameter in handle._selection:
             raise ValueError(
                 f"expected a model without AdaSum, but the gradient of {name} is reduced by an "
                 "earlier adasum_replicate; call remove() on its handle"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.common.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
@@ -45,20 +45,23 @@ class Unit(NamedTuple):
         reduce_tensors(tensors, communicator, rule, self.shards)
 
 
-class Frozen:
-    """The parameters of a model that are frozen now, and so belong to no unit."""
+class Selection:
+    """Which parameters of a model belong to units, by their state now: trained, and not marked."""
 
     def __init__(self, model: torch.nn.Module):
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if not parameter.requires_grad
-        }
+        named = dict(model.named_parameters())
+        self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
+        self._reduced = {n: p for n, p in named.items() if _is_reduced(p)}
+        self._ids = {id(parameter) for parameter in self._reduced.values()}
+        self._times_marked = times_marked()
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
 
     def hooks(self, what: str) -> list[RemovableHandle]:
-        """Let backward `check` where a pass reaches one of them, and perhaps no other parameter."""
+        """Let backward `check` where a pass reaches frozen parameters, and perhaps no others."""
         found, check = [], weakref.WeakMethod(self.check)
-        for parameter in self._parameters.values():
+        for parameter in self._frozen.values():
             if parameter.is_floating_point() and not is_marked_local(parameter):
                 parameter.requires_grad_(True)  # torch takes no hook otherwise
                 hook = parameter.register_post_accumulate_grad_hook
@@ -67,18 +70,32 @@ class Frozen:
         return found
 
     def check(self, what: str) -> None:
-        """Raise RuntimeError if one is trained by now, because it would not be reduced.
+        """Raise RuntimeError if other parameters would have to be reduced by now.
 
         Args:
             what: the function or class that reduces the model, for the message.
         """
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and not is_marked_local(parameter):
+        for name, parameter in self._frozen.items():
+            if _is_reduced(parameter):
                 raise RuntimeError(
                     f"{what}: expected {name} to stay frozen, but got requires_grad=True, and it "
                     f"would not be reduced (rank {dist.get_rank()}); call remove(), and {what} "
                     "again, when other parameters are trained"
                 )
+        if self._times_marked == times_marked():
+            return
+        for name, parameter in self._reduced.items():
+            if is_marked_local(parameter):
+                raise RuntimeError(
+                    f"{what}: expected {name} to stay a reduced parameter, but it was marked as "
+                    f"worker-local since (rank {dist.get_rank()}); call mark_worker_local before "
+                    f"{what}, or remove() and call it again"
+                )
+        self._times_marked = times_marked()
+
+
+def _is_reduced(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not is_marked_local(parameter)
 
 
 def _check(check: weakref.WeakMethod[Any], what: str, _: torch.Tensor) -> None:
@@ -109,7 +126,7 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
     found: dict[tuple[Any, ...], list[tuple[str, torch.nn.Parameter]]] = {}
     room: dict[tuple[Any, ...], int] = {}
     for name, parameter in reversed(list(model.named_parameters())):
-        if not parameter.requires_grad or is_marked_local(parameter):
+        if not _is_reduced(parameter):
             continue
         local, dtype = local_of(parameter), gradient_dtype(parameter)
         key = id(owner.get(id(parameter))), local.dtype, dtype, local.device

@@ -54,7 +54,7 @@ def run(command: list[str], processes: int | None) -> int:
     if processes is not None:
         if context is not None or start.starts_by_itself(os.environ, mpi_built=False):
             raise LaunchError(
-                "adasum-hvd exec: expected a process outside of any job for --nprocs, but got one "
+                "expected a process outside of any job for --nprocs, but got one "
                 "that another launcher has started; remove --nprocs"
             )
         return _Ranks(command, _local(processes)).wait()

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,42 +99,56 @@ def run(
 
 def output_of(words: list[str], environment: Mapping[str, str], seconds: float) -> str:
     """Return a command's output; end it and its children after so many seconds."""
-    process = subprocess.Popen(
-        words, env=dict(environment), text=True, errors="replace", start_new_session=True,
+    with _running(
+        words, environment, start_new_session=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    with _signals_raise():
+    ) as process:  # fmt: skip
         try:
             return process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
-            return f"{_end(process)}\nended after {seconds:g} seconds"
-        except BaseException:
-            _end(process)
-            raise
+            return f"{_end(process, whole=True)}\nended after {seconds:g} seconds"
 
 
 def status_of(words: list[str], environment: Mapping[str, str]) -> int:
     """Return the exit status of a command that has this program's input and output, and its end."""
-    process = subprocess.Popen(words, env=dict(environment))
+    with _running(words, environment) as process:
+        return process.wait()
+
+
+@contextmanager
+def _running(
+    words: list[str],
+    environment: Mapping[str, str],
+    start_new_session: bool = False,
+    **streams: Any,
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, and end it if an exception or a signal ends the block."""
     with _signals_raise():
+        process = subprocess.Popen(
+            words,
+            env=dict(environment),
+            text=True,
+            start_new_session=start_new_session,
+            **streams,
+        )
         try:
-            return process.wait()
+            yield process
         except BaseException:
-            process.terminate()  # the launchers end their ranks
-            try:
-                process.wait(_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _end(process, whole=start_new_session)
             raise
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    """End a process and its group, and return the rest of its output."""
-    os.killpg(process.pid, signal.SIGTERM)
+def _end(process: subprocess.Popen[str], whole: bool) -> str:
+    """End a process, or its whole group, and return the rest of its output.
+
+    Alone, a launcher ends its ranks.
+    """
+    send = partial(os.killpg, process.pid) if whole else process.send_signal
+    send(signal.SIGTERM)
     try:
         return process.communicate(timeout=_GRACE_SECONDS)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        send(signal.SIGKILL)
         return process.communicate()[0]
 
 

@@ -233,9 +233,8 @@ class Bucket:
                 views.append(view)
         if gradients:
             torch._foreach_copy_(gradients, views)
-        if (
-            written
-        ):  # AdamOffload keeps its early copy of a gradient whose version stays
+        if written:
+            # AdamOffload keeps its early copy of a gradient whose version stays.
             show_writes(written)
 
     def _is_sparse_somewhere(self, index: int) -> bool:

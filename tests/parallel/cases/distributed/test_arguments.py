@@ -251,3 +251,13 @@ def case_gradients_whose_sums_are_pending() -> None:
         assert mine.grad.placements == (Replicate(),)
         error = np.abs(whole(mine.grad) - expected).max()
         assert error <= TOLERANCE * np.abs(expected).max(), error
+
+
+def case_local_sgd_and_a_late_mark() -> None:
+    model = model_of()
+    optimizer = sgd(model)
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], every=1)
+    own_step(model, optimizer)
+    mark_worker_local(model.bias)
+    with pytest.raises(RuntimeError, match="LocalSGD: expected bias to stay a reduced"):
+        own_step(model, optimizer)
