@@ -16,7 +16,7 @@ from adasum_hvd.distributed.delta import reduce_changes
 from adasum_hvd.distributed.local_sgd import LocalSGD
 from adasum_hvd.distributed.monitor import AdasumMonitor
 from adasum_hvd.distributed.replicas import banner, check_replicas
-from adasum_hvd.distributed.replicate import Replicas, adasum_replicate
+from adasum_hvd.distributed.replicate import ReplicateHandle, adasum_replicate
 
 __all__ = [
     "AdasumMonitor",
@@ -27,7 +27,7 @@ __all__ = [
     "LearningRate",
     "LocalSGD",
     "ReplicaMismatch",
-    "Replicas",
+    "ReplicateHandle",
     "adasum_all_reduce",
     "adasum_hook",
     "adasum_lr",

@@ -10,7 +10,7 @@ import torch
 
 from adasum_hvd.common.agreement import first_difference
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.sharded_types import is_dtensor
+from adasum_hvd.distributed.sharded_types import shard_problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -59,11 +59,8 @@ def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
 def _problem(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"expected tensors, but got {type(tensor).__name__}"
-    if is_dtensor(tensor):
-        return (
-            "expected whole tensors, but got a DTensor; use adasum_replicate or LocalSGD, which "
-            "add up the dot products of its shards"
-        )
+    if problem := shard_problem(tensor):
+        return problem
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         kinds = {"meta": tensor.is_meta, "nested": tensor.is_nested}
         got = next((kind for kind, it_is in kinds.items() if it_is), tensor.layout)

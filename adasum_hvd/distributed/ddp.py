@@ -30,10 +30,11 @@ from adasum_hvd.distributed.lanes import (
     lane_on,
     wait_quietly,
 )
-from adasum_hvd.distributed.passes import LastPass
 from adasum_hvd.distributed.records import Records
+from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
+from adasum_hvd.distributed.sharded_types import shard_problem
 from adasum_hvd.distributed.topology import check_groups
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
@@ -91,14 +92,12 @@ class AdasumState(Rounds):
         agree("AdasumState", call, self.communicator)
         check_groups(self.communicator, self.rule)
         self._lanes: dict[torch.device, Lane] = {}
-        self._known: set[tuple[Any, ...]] = (
-            set()
-        )  # buckets on which the ranks have agreed
+        self._known: set[tuple[Any, ...]] = set()  # buckets that the ranks agree on
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self.records = Records()
-        self.last_pass = LastPass()
+        self._last_pass = LastPass()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled.
@@ -112,7 +111,7 @@ class AdasumState(Rounds):
             "with a new state"
         )
 
-    def start(
+    def _start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
         """Start to reduce a bucket in place.
@@ -123,34 +122,62 @@ class AdasumState(Rounds):
             parameters: those whose gradients they are, in order.
 
         Returns:
-            A future of `flat`. On a CPU :meth:`finish` must be called, too.
+            A future of `flat`. On a CPU :meth:`_finish` must be called, too.
         """
         if self.communicator.size == 1 and flat.layout is torch.strided:
             return _done(flat)
         sizes = tuple(parameter.numel() for parameter in parameters)
         if self.rule.kind != "mean":
-            self.last_pass.check(parameters)
+            self._last_pass.check(parameters)
         entry = f"{index}/{hash(sizes)}"
         self.reduced[entry] = parameters
         lane = self._lane(flat.device)
-        marked = any(map(is_marked_local, parameters))
-        future = lane.submit(partial(_reduce, self, flat, sizes, entry, marked))
+        problem = next(filter(None, map(self._problem, parameters)), "")
+        future = lane.submit(partial(self._reduce, flat, sizes, entry, problem))
         if isinstance(lane, StreamLane):
             lane.keep(flat)
         else:
             self._started.append(future)
         return future
 
+    def _problem(self, parameter: torch.Tensor) -> str:
+        """Return why a parameter's gradient cannot be reduced over DDP's ranks, or ""."""
+        if is_marked_local(parameter):
+            return (
+                "expected parameters that all ranks share, but got one that is marked with "
+                "mark_worker_local, and DDP hands over all gradients; keep it in a module outside "
+                "DistributedDataParallel"
+            )
+        # A mean of parts is a part of the mean.
+        return "" if self.rule.kind == "mean" else shard_problem(parameter)
+
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             self._lanes[device] = lane_on(device, self.communicator)
         return self._lanes[device]
 
-    def agree_on(
+    def _reduce(
         self,
         flat: torch.Tensor,
         sizes: tuple[int, ...],
-        marked: bool,
+        entry: str,
+        problem: str,
+        communicator: Communicator,
+    ) -> torch.Tensor:
+        """Reduce a bucket; runs in the lane."""
+        self._agree(flat, sizes, problem, communicator)
+        sent = flat if self.compression is None else flat.to(self.compression)
+        solution = reduce_buffer(sent, sizes, communicator, self.rule)
+        self.records.add(entry, solution, sizes, communicator, self.rule)
+        if sent is not flat:
+            flat.copy_(sent)
+        return flat
+
+    def _agree(
+        self,
+        flat: torch.Tensor,
+        sizes: tuple[int, ...],
+        problem: str,
         communicator: Communicator,
     ) -> None:
         """Compare a new bucket over the ranks. DDP gives all ranks the same buckets.
@@ -158,30 +185,24 @@ class AdasumState(Rounds):
         Args:
             flat: the bucket's gradients.
             sizes: of the parameters.
-            marked: one of them is marked with `mark_worker_local`.
+            problem: why a parameter cannot be reduced, or "".
             communicator: the ranks.
 
         Raises:
             ValueError: they differ, or cannot be reduced; on every rank.
         """
-        bucket = (flat.dtype, flat.layout, sizes, marked)
+        bucket = (flat.dtype, flat.layout, sizes, problem)
         if bucket not in self._known:
             call = call_of([flat], self.rule.described | {"parameters": sizes})
             if not call.problem and sum(sizes) != flat.numel():
                 # DDP puts two real numbers into the bucket for each complex one.
-                call = Call((), (), "expected real parameters, but got a complex one")
-            elif marked:
-                call = Call(
-                    (),
-                    (),
-                    "expected parameters that all ranks share, but got one that is marked with "
-                    "mark_worker_local, and DDP hands over all gradients; keep it in a module "
-                    "outside DistributedDataParallel",
-                )
+                problem = "expected real parameters, but got a complex one"
+            if problem:
+                call = Call((), (), problem)
             agree("adasum_hook", call, communicator)
             self._known.add(bucket)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait for all buckets on a CPU that have been started; blocks.
 
         Raises:
@@ -207,24 +228,6 @@ def _name(compression: object) -> str:
     return names[compression]
 
 
-def _reduce(
-    state: AdasumState,
-    flat: torch.Tensor,
-    sizes: tuple[int, ...],
-    entry: str,
-    marked: bool,
-    communicator: Communicator,
-) -> torch.Tensor:
-    """Reduce a bucket; runs in the lane."""
-    state.agree_on(flat, sizes, marked, communicator)
-    sent = flat if state.compression is None else flat.to(state.compression)
-    solution = reduce_buffer(sent, sizes, communicator, state.rule)
-    state.records.add(entry, solution, sizes, communicator, state.rule)
-    if sent is not flat:
-        flat.copy_(sent)
-    return flat
-
-
 def _done(flat: torch.Tensor) -> Future:
     future: Future = torch.futures.Future(
         devices=None if flat.is_cpu else [flat.device]
@@ -244,7 +247,9 @@ def adasum_hook(
 
     Raises:
         TypeError: `state` is no AdasumState of this engine, or `bucket` no bucket of DDP's.
-        ValueError, RuntimeError: as :meth:`AdasumState.finish`.
+        ValueError: on every rank: a gradient that cannot be reduced, or that of a parameter which
+            is marked with `mark_worker_local` or sharded (tensor parallelism).
+        RuntimeError: a rank did not respond within the group's timeout.
 
     Warns, once, if backward has added to gradients that were reduced. It cannot notice this with
     `gradient_as_bucket_view`, or if something else has changed the gradients in between.
@@ -266,11 +271,11 @@ def adasum_hook(
             "docs/parallel.md"
         )
     if bucket.index() == 0:
-        state.finish()  # of an interrupted backward pass
+        state._finish()  # of an interrupted backward pass
         state.reduced.clear()
-    future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
+    future = state._start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
-        state.finish()
-        state.last_pass.note(state.reduced)
+        state._finish()
+        state._last_pass.note(state.reduced)
         state.end_round()
     return future

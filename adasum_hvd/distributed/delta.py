@@ -18,6 +18,7 @@ from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.distributed.all_reduce import adasum_all_reduce
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients
+from adasum_hvd.distributed.sharded_types import shard_problem
 
 __all__ = ["reduce_changes"]
 
@@ -192,9 +193,10 @@ def reduce_changes(
 
     def weights() -> list[torch.Tensor]:
         parameters = [p for one in optimizer.param_groups for p in one["params"]]
-        return [
-            p.detach() for p in parameters if p.requires_grad and not is_marked_local(p)
-        ]
+        reduced = [p for p in parameters if p.requires_grad and not is_marked_local(p)]
+        for problem in filter(None, map(shard_problem, reduced)):
+            raise ValueError(f"reduce_changes: {problem}")
+        return [p.detach() for p in reduced]
 
     def before(*_: Any) -> None:
         if not is_no_training():

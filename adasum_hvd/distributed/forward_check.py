@@ -29,7 +29,7 @@ def is_replicated(module: torch.nn.Module) -> bool:
 
 
 class ForwardCheck:
-    """A forward hook that raises if a trained parameter of the model is not a reduced one.
+    """A forward pre-hook that raises if a trained parameter of the model is not a reduced one.
 
     Args:
         what: the function that reduces the model, for the message.
@@ -53,7 +53,7 @@ class ForwardCheck:
             parameter for parameter in model.parameters() if is_reduced(parameter)
         ]
         self._meshes = [p.device_mesh for p in trained if is_dtensor(p)]
-        self.handle = model.register_forward_pre_hook(self, prepend=True)
+        self.passes = 0  # since the owner set it to 0
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -66,6 +66,7 @@ class ForwardCheck:
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        self.passes += 1
         for name, parameter in model.named_parameters():
             if self._is_new(name, parameter):
                 # torch.func.functional_call: these parameters are the caller's to reduce.

@@ -28,30 +28,34 @@ from adasum_hvd.common.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
-from adasum_hvd.distributed.passes import (
-    MISSING,
-    NEW,
-    REDUCED,
-    Progress,
-    Reduced,
-    show_write,
-)
+from adasum_hvd.distributed.progress import Progress
+from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
-from adasum_hvd.distributed.unit_reduction import Place, UnitReducer
+from adasum_hvd.distributed.unit_reduction import (
+    MISSING,
+    NEW,
+    REDUCED,
+    Place,
+    UnitReducer,
+)
 from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
 
-__all__ = ["Replicas", "adasum_replicate"]
+__all__ = ["ReplicateHandle", "adasum_replicate"]
 
-# The attribute by which parameters keep their handle. Their hooks do not: autograd's references are
-# none that Python's garbage collector can follow. Nor has a handle weak references to parameters:
-# torch does not convert (`model.float()`) a DTensor that has some.
+# The attribute by which parameters keep their handle alive. Their hooks must not, because the
+# garbage collector cannot see autograd's references. The handle has no weak references to
+# parameters, because `model.float()` fails on a DTensor that has any.
 _KEPT = "_adasum_replicas"
+_OVERLAP_ACTION = (
+    "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, or pass "
+    "overlap=False"
+)
 
 
-class Replicas:
+class ReplicateHandle:
     """The hooks of `adasum_replicate` on a model's parameters.
 
     Not made by the program. See :func:`adasum_replicate`.
@@ -90,10 +94,11 @@ class Replicas:
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
+        self._forward = ForwardCheck("adasum_replicate", model, _has_handle)
         # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
         if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
-            check = ForwardCheck("adasum_replicate", model, _has_handle)
-            self._handles.append(check.handle)
+            handle = model.register_forward_pre_hook(self._forward, prepend=True)
+            self._handles.append(handle)
 
     def __reduce__(self) -> Any:
         """A copy of a parameter has no handle, nor has a saved one, which `torch.load` accepts."""
@@ -142,7 +147,8 @@ class Replicas:
         """
         if self._communicator.size > 1:
             self._break_off()
-            whole = bool(self._fsdp) and self._accumulated
+            accumulated = self._accumulated or self._forward.passes > 0
+            whole = bool(self._fsdp) and accumulated
             states = self._end()
             if whole and states and all(bool((s == MISSING).all()) for s in states):
                 raise RuntimeError(
@@ -183,7 +189,7 @@ class Replicas:
                 f"adasum_replicate: expected backward to add to the gradient of {name} at most "
                 f"{progress.expected[number]} times, as in earlier passes, but got once more "
                 f"after it was reduced (rank {dist.get_rank()}); "
-                f"{_checkpoint_action() or 'pass overlap=False'}"
+                f"{_checkpoint_action() or _OVERLAP_ACTION}"
             )
         progress.fired[number] += 1
         while (
@@ -202,9 +208,10 @@ class Replicas:
             self._break_off()
         self._selection.check("adasum_replicate")
         self._pass = current
-        if self._accumulated:
-            for progress in self._units:
-                progress.begin_pass(accumulated=True)
+        # FSDP's own switch for accumulation shows by the number of forward passes.
+        accumulated = self._accumulated or self._forward.passes > 1
+        for progress in self._units:
+            progress.begin_pass(accumulated)
         # FSDP's own callbacks may fire hooks, too. Those of this pass are in the queue by its end.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._end))
@@ -263,7 +270,7 @@ class Replicas:
                 found.append(everywhere)
             for progress in self._units:
                 progress.end_pass()
-            self._accumulated = self._local
+            self._accumulated, self._forward.passes = self._local, 0
         finally:
             self._break_off()
         return found
@@ -274,7 +281,7 @@ class Replicas:
             wait_quietly(future)
         self._next, self._futures, self._pass = 0, [], None
         for progress in self._units:
-            progress.begin_pass(self._accumulated)
+            progress.begin_pass(accumulated=False)
 
     def _store(
         self, unit: Unit, gradients: list[torch.Tensor], everywhere: torch.Tensor
@@ -288,10 +295,10 @@ class Replicas:
                 self._reduced[id(parameter)] = Reduced(parameter.grad)
 
 
-def _handle_of(parameter: torch.Tensor) -> Replicas | None:
+def _handle_of(parameter: torch.Tensor) -> ReplicateHandle | None:
     """Return the handle that a parameter has; a copy of one has another object in its place."""
     kept = getattr(parameter, _KEPT, None)
-    return kept if isinstance(kept, Replicas) else None
+    return kept if isinstance(kept, ReplicateHandle) else None
 
 
 def _has_handle(parameter: torch.Tensor) -> bool:
@@ -320,7 +327,7 @@ def adasum_replicate(
     group_op: str | None = None,
     group_size: int | None = None,
     overlap: bool = True,
-) -> Replicas:
+) -> ReplicateHandle:
     """Reduce a model's gradients over replicas by AdaSum of whole tensors, from now on.
 
     After each backward pass all replicas have the same gradients, shard by shard. Each pass must
@@ -368,7 +375,7 @@ def adasum_replicate(
         mesh,
         lambda: (rule_of(rule, group_op, group_size), _refuse(model)),
     )
-    return Replicas(model, communicator, checked, overlap)
+    return ReplicateHandle(model, communicator, checked, overlap)
 
 
 def _refuse(model: torch.nn.Module) -> dict[str, object]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import DTYPES
 from adasum_hvd.distributed.forward_check import is_replicated
-from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
+from adasum_hvd.distributed.sharded_types import (
+    is_dtensor,
+    is_fsdp_module,
+    layout_of,
+    shard_groups,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -56,22 +61,6 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def shard_groups(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return the process groups of the mesh dimensions along which a parameter is sharded.
-
-    The dot product of whole tensors is the sum of the shards' dot products over these groups. A
-    dimension along which the parameter is replicated is not among them.
-    """
-    if not is_dtensor(parameter):
-        return ()
-    mesh = parameter.device_mesh
-    return tuple(
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(dimension) > 1
-    )
-
-
 def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
     """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
 
@@ -114,6 +103,11 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             yield f"{name} is on the meta device; call to_empty(), and initialize it first"
         elif parameter.requires_grad and parameter.dtype not in DTYPES:
             yield f"{name} has dtype {parameter.dtype}; use real parameters"
+        elif not is_dtensor(parameter) and layout_of(parameter) is not None:
+            yield (
+                f"{name} is the local part of a DTensor, which torch makes for "
+                "DistributedDataParallel; pass the module as it is before that"
+            )
         elif is_dtensor(parameter):
             yield from _mesh_problem(name, parameter, ranks, rank)
     for name, buffer in model.named_buffers():

@@ -1,6 +1,6 @@
 """The reduction of one unit's gradients over the replicas, in a lane.
 
-Before the gradients a small row travels: which unit and pass they are of, and their states.
+A small header goes first: pass, unit, and the state of each gradient.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.passes import NEW, REDUCED
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.units import Unit
 
-__all__ = ["Place", "UnitReducer"]
+__all__ = ["MISSING", "NEW", "REDUCED", "Place", "UnitReducer"]
 
+MISSING, REDUCED, NEW = range(3)  # states of a gradient before a reduction
 _PLACE = 12  # bytes of a place
 _EXPECTED = (
     "adasum_replicate: expected gradients of one pass and unit from all replicas"

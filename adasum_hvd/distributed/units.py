@@ -17,8 +17,8 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.sharded_types import is_fsdp_module
-from adasum_hvd.distributed.sharding import local_of, shard_groups
+from adasum_hvd.distributed.sharded_types import is_fsdp_module, shard_groups
+from adasum_hvd.distributed.sharding import local_of
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets
 

@@ -33,6 +33,16 @@ def _named(parameters: Sequence[Any], example: str) -> str:
     return f"{len(parameters)} parameter{plural} {example}"
 
 
+def _is_shard(parameter: Any) -> bool:
+    """Return whether a parameter is a DTensor, or the local part of a sharded one."""
+    if (layout := getattr(parameter, "_st_info", None)) is None:
+        return _is(parameter, "torch.distributed.tensor", "DTensor")
+    return any(  # torch trains local parts under DDP
+        layout.mesh.size(dimension) > 1 and not placement.is_replicate()
+        for dimension, placement in enumerate(layout.placements)
+    )
+
+
 def _in_parameters(
     parameters: Sequence[Any], shard_mode: str
 ) -> Iterator[ParallelModeFinding]:
@@ -45,16 +55,17 @@ def _in_parameters(
     ]
     if flat:
         yield ParallelModeFinding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
-    shards = [p for p in parameters if _is(p, "torch.distributed.tensor", "DTensor")]
+    shards = [p for p in parameters if _is_shard(p)]
     if shards:
-        mesh = shards[0].device_mesh
+        layout = getattr(shards[0], "_st_info", shards[0])
+        mesh = layout.device_mesh
         axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         yield ParallelModeFinding(
             shard_mode,
             _named(
                 shards,
                 f"that are DTensors (FSDP2 or tensor parallelism), placed "
-                f"{tuple(shards[0].placements)} on a mesh of shape {tuple(mesh.shape)}{axes}",
+                f"{tuple(layout.placements)} on a mesh of shape {tuple(mesh.shape)}{axes}",
             ),
         )
     partitioned = [p for p in parameters if hasattr(p, "ds_id")]

@@ -22,7 +22,8 @@ from horovod.torch import mpi_ops
 from adasum_hvd.common import agreement, binding, ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.common.rounds import Rounds
-from adasum_hvd.distributed.passes import LastPass
+from adasum_hvd.distributed.reduced import LastPass
+from adasum_hvd.distributed.sharded_types import shard_problem
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.compression import Compression, compressions
@@ -109,12 +110,17 @@ class AdasumState(Rounds):
             flat: the bucket's gradients, concatenated.
             index: the bucket's number.
             parameters: the bucket's parameters, in the order of their gradients.
+
+        Raises:
+            ValueError: a parameter is sharded (tensor parallelism); on every rank.
         """
         elements = tuple(parameter.numel() for parameter in parameters)
         future = _future_on(flat)
         if self.process_set.size() == 1:
             future.set_result(flat)
             return future
+        for problem in filter(None, map(shard_problem, parameters)):
+            raise ValueError(f"adasum_hook: {problem}")
         self.last_pass.check(parameters)
         sent, _ = self.compression.compress(flat)
         name = self._name(index, elements)

@@ -1,4 +1,4 @@
-"""Records of backward passes: the hooks that have fired, and the gradients already reduced."""
+"""Gradients that were reduced, and whether backward has added to them since."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from adasum_hvd.distributed.sharding import local_of
-from adasum_hvd.distributed.units import Unit
-
-# States of a gradient before a reduction.
-MISSING, REDUCED, NEW = range(3)
 
 
 class Reduced:
@@ -31,6 +27,23 @@ class Reduced:
         if gradient is None or self._gradient() is not gradient:
             return None
         return _version(gradient) - self._version
+
+
+def show_write(gradient: torch.Tensor) -> None:
+    """Count a write by a collective in a gradient's version, which torch does not do.
+
+    AdamOffload takes a gradient whose version is that of its early copy for the same.
+    """
+    torch.autograd.graph.increment_version(local_of(gradient))
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return the count of a gradient's writes in place.
+
+    FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
+    """
+    local = local_of(gradient)
+    return gradient._version + (0 if local is gradient else local._version)
 
 
 class LastPass:
@@ -90,56 +103,3 @@ class LastPass:
             for parameter in present
             if not (self._warned or parameter.grad._is_view())
         }
-
-
-def show_write(gradient: torch.Tensor) -> None:
-    """Count a write by a collective in a gradient's version, which torch does not do.
-
-    AdamOffload takes a gradient whose version is that of its early copy for the same.
-    """
-    torch.autograd.graph.increment_version(local_of(gradient))
-
-
-def _version(gradient: torch.Tensor) -> int:
-    """Return the count of a gradient's writes in place.
-
-    FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
-    """
-    local = local_of(gradient)
-    return gradient._version + (0 if local is gradient else local._version)
-
-
-class Progress:
-    """How far a backward pass has come with a unit."""
-
-    def __init__(self, unit: Unit):
-        self.unit = unit
-        # The most hooks of any pass of a kind so far, if there was one.
-        self._most: dict[bool, list[int]] = {}
-        self.begin_pass(accumulated=False)
-
-    @property
-    def expected(self) -> list[int]:
-        """The most hooks of any pass of this kind so far, at least one for each parameter."""
-        return self._most.get(self._accumulated, [1] * len(self.unit.parameters))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this pass has fired as many hooks as any pass of its kind so far."""
-        return self._accumulated in self._most and self.fired == self.expected
-
-    def begin_pass(self, accumulated: bool) -> None:
-        """Begin a pass, also after one that broke off.
-
-        Args:
-            accumulated: passes inside `no_sync()` came before it. FSDP then fires the hooks of a
-                module that runs twice two times, and otherwise once.
-        """
-        self._accumulated = accumulated
-        self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
-        self.reduced = False
-
-    def end_pass(self) -> None:
-        """Keep the number of hooks that this pass has fired."""
-        if any(self.fired):
-            self._most[self._accumulated] = list(map(max, self.expected, self.fired))
