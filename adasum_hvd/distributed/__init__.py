@@ -11,6 +11,7 @@ from adasum_hvd.advice.run import Advice, advise
 from adasum_hvd.common.marks import mark_worker_local
 from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
+from adasum_hvd.distributed.clipping import clip_grad_norm_
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
 from adasum_hvd.distributed.delta import reduce_changes
 from adasum_hvd.distributed.local_sgd import LocalSGD
@@ -35,6 +36,7 @@ __all__ = [
     "advise",
     "banner",
     "check_replicas",
+    "clip_grad_norm_",
     "mark_worker_local",
     "reduce_changes",
 ]

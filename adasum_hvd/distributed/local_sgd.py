@@ -29,6 +29,7 @@ from adasum_hvd.distributed.delta import (
     restore,
 )
 from adasum_hvd.distributed.replica_mesh import connect
+from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
 from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
@@ -100,6 +101,7 @@ class LocalSGD:
         self._model, self._every, self._outer = model, every, outer_optimizer
         self._optimizer = optimizer
         self._units, self._selection = units_of(model), Selection(model)
+        self._copies = Copies("LocalSGD", model)
         self._local_step = 0  # in the window
         self._windows = 0  # that have ended
         self._compared = False  # the replicas' changes
@@ -172,6 +174,7 @@ class LocalSGD:
             ):
                 apply_changes(starts, changes, unit.locals())
         self._windows += 1
+        self._copies.check()
 
     def _compare(self, reduced: Sequence[Sequence[torch.Tensor]]) -> bool:
         flat = chain.from_iterable

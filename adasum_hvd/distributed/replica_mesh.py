@@ -11,6 +11,7 @@ import torch.distributed as dist
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator, group_of
+from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharded_types import shard_groups
 from adasum_hvd.distributed.sharding import local_of, problems, reshard
@@ -56,10 +57,13 @@ def connect(
     reshard(model)
     communicator = Communicator(mesh, apart=True)
     places = _places(model, communicator)
+    different = Copies(what, model).mismatches()
     rule = Rule("adasum")
     try:
         rule, settings = arguments()
         call = call_of([], rule.described | settings | _described(model))
+        if different:
+            raise ValueError(f"{different[0]}, or call mark_worker_local on it")
         found = next(problems(model, communicator.ranks, dist.get_rank()), "")
         if found := found or _order_problem(places, communicator):
             raise ValueError(

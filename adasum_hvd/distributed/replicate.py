@@ -31,6 +31,7 @@ from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quiet
 from adasum_hvd.distributed.progress import Progress
 from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
+from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 from adasum_hvd.distributed.sharded_types import is_fsdp_module
 from adasum_hvd.distributed.sharding import complete, like, local_of
@@ -81,6 +82,7 @@ class ReplicateHandle:
         self._launched = 0  # passes that have launched a unit
         widest = max((len(unit.parameters) for unit in units), default=0)
         self._reducer = UnitReducer(rule, widest)
+        self._copies = Copies("adasum_replicate", model)
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
         self._reduced: dict[int, Reduced] = {}  # by parameter
@@ -271,6 +273,7 @@ class ReplicateHandle:
             for progress in self._units:
                 progress.end_pass()
             self._accumulated, self._forward.passes = self._local, 0
+            self._copies.check()
         finally:
             self._break_off()
         return found

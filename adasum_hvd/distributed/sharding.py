@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,45 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if is_fsdp_module(module):
             module.reshard()
+
+
+def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]]:
+    """Return by process group the parameters that all its ranks hold alike, inside a replica.
+
+    These are whole parameters next to tensor-parallel ones, replicated DTensors, and DTensors of
+    FSDP on a slice of the mesh of other parameters. Nothing reduces their gradients over the
+    group, so that they stay alike only if its ranks compute alike.
+    """
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if not (is_marked_local(parameter) or parameter.is_meta)
+    ]
+    layouts = [layout_of(parameter) for _, parameter in named]
+    meshes = dict.fromkeys(
+        layout.device_mesh for layout in layouts if layout is not None
+    )
+    found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in named:
+        own, sharded = layout_of(parameter), shard_groups(parameter)
+        groups = (
+            mesh.get_group(dimension)
+            for mesh in meshes
+            if own is None or _contains(mesh, own.device_mesh)
+            for dimension in range(mesh.ndim)
+            if mesh.size(dimension) > 1
+        )
+        for group in dict.fromkeys(groups):
+            if group not in sharded:
+                found.setdefault(group, []).append((name, parameter))
+    return found
+
+
+def _contains(mesh: Any, part: Any) -> bool:
+    """Return whether a mesh is another one, or has all its dimensions."""
+    names, own = (set(one.mesh_dim_names or ()) for one in (mesh, part))
+    ranks, few = (set(one.mesh.flatten().tolist()) for one in (mesh, part))
+    return mesh == part or (bool(own) and own < names and few < ranks)
 
 
 def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
