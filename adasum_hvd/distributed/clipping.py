@@ -55,16 +55,17 @@ def clip_grad_norm_(
     several = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
     if not several:
         return torch.tensor(0.0)
-    norms = _norms(several, float(norm_type), foreach)
+    norm_type = float(norm_type)
+    norms = _norms(several, norm_type, foreach)
     for group, numbers in _by_group(several).items():
         rows = Communicator(group).all_gather(norms[numbers])
         norms[numbers] = torch.linalg.vector_norm(rows, norm_type, dim=0)
     total = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
+        rank = dist.get_rank() if dist.is_initialized() else 0
         raise RuntimeError(
             f"clip_grad_norm_: expected finite gradients, but got a norm of {total.item()} (rank "
-            f"{dist.get_rank()} of {dist.get_world_size()}); skip this step, or leave out "
-            "error_if_nonfinite"
+            f"{rank}); skip this step, or leave out error_if_nonfinite"
         )
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
     gradients = [local_of(p.grad) for p in several if p.grad is not None]

@@ -62,13 +62,13 @@ def connect(
     try:
         rule, settings = arguments()
         call = call_of([], rule.described | settings | _described(model))
-        if different:
-            raise ValueError(f"{different[0]}, or call mark_worker_local on it")
         found = next(problems(model, communicator.ranks, dist.get_rank()), "")
         if found := found or _order_problem(places, communicator):
             raise ValueError(
                 f"expected a model whose replicas AdaSum can reduce, but {found}"
             )
+        if different:
+            raise ValueError(f"{different[0]}, or call mark_worker_local on it")
     except ValueError as error:  # on the other ranks, too
         call = Call((), (), str(error))
     agree_in_job(what, call, communicator)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import DTYPES
@@ -77,20 +78,30 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
     meshes = dict.fromkeys(
         layout.device_mesh for layout in layouts if layout is not None
     )
+    # By ranks, because equal meshes may have groups of their own.
+    groups = {ranks: group for mesh in meshes for ranks, group in _groups(mesh)}
     found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in named:
-        own, sharded = layout_of(parameter), shard_groups(parameter)
-        groups = (
-            mesh.get_group(dimension)
-            for mesh in meshes
-            if own is None or _contains(mesh, own.device_mesh)
-            for dimension in range(mesh.ndim)
-            if mesh.size(dimension) > 1
-        )
-        for group in dict.fromkeys(groups):
-            if group not in sharded:
-                found.setdefault(group, []).append((name, parameter))
+        own = layout_of(parameter)
+        sharded = [_ranks(group) for group in shard_groups(parameter)]
+        wider = [m for m in meshes if own is None or _contains(m, own.device_mesh)]
+        for ranks in dict.fromkeys(
+            ranks for mesh in wider for ranks, _ in _groups(mesh)
+        ):
+            if ranks not in sharded:
+                found.setdefault(groups[ranks], []).append((name, parameter))
     return found
+
+
+def _groups(mesh: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the ranks and the group of each dimension of a mesh that has several ranks."""
+    sizes = enumerate(mesh.shape)
+    groups = [mesh.get_group(dimension) for dimension, size in sizes if size > 1]
+    return [(_ranks(group), group) for group in groups]
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _contains(mesh: Any, part: Any) -> bool:

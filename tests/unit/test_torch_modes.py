@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
 from adasum_hvd.parallel.torch_modes import detect
 
@@ -50,6 +52,15 @@ def test_fsdp2():
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert modes(model.parameters()) == ["dtensor"]
     assert modes(model.parameters(), model=model) == ["fsdp2"]
+
+
+def test_local_parts_on_a_mesh_of_one_rank():
+    model = parallelize_module(
+        nn.Linear(3, 3), init_device_mesh("cpu", (1,)), ColwiseParallel()
+    )
+    assert modes(model.parameters()) == ["dtensor"]
+    _pre_dp_module_transform(model)
+    assert modes(model.parameters()) == []
 
 
 def test_zero_redundancy():

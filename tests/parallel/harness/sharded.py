@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adasum_hvd import reference
+from adasum_hvd.distributed import clip_grad_norm_
 
 # Float32 sums over shards and over the batch, in another order than without shards.
 TOLERANCE = 2e-6
@@ -161,11 +162,10 @@ def check(
     steps: int = 3,
     passes: int = 1,
     same_batch: int = 1,
-    clip: bool = True,
     set_to_none: bool = True,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Train a sharded model, and compare each step's gradients with the unsharded model's.
+    """Train a sharded model, and compare gradients and norms with the unsharded model's.
 
     Args:
         plain: the unsharded model.
@@ -175,7 +175,6 @@ def check(
         steps: how many.
         passes: of each step.
         same_batch: consecutive ranks that have the same data.
-        clip: clip gradients before the step.
         set_to_none: as of `zero_grad`.
         tolerance: relative to a gradient's largest element.
     """
@@ -203,9 +202,9 @@ def check(
             assert error <= tolerance * max(1e-3, np.abs(value).max()), (name, error)
             # Both train on with the same gradient, so that rounding does not add up.
             other.grad = torch.from_numpy(whole(mine.grad)).float()
-        if clip:
-            for each in (model, plain):
-                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected_norm)
         for optimizer in optimizers:
             optimizer.step()
     assert len(set(everyone(digest(model)))) == 1

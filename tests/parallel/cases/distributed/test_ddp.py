@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum_hvd.torch as hvd
@@ -198,3 +201,16 @@ def case_an_optimizer_over_ddp_that_reduces(op: str) -> None:
             ddp.check_same_everywhere(model)
         optimizer.zero_grad()
         del wrapper, optimizer
+
+
+def case_local_parts_of_dtensors_are_refused() -> None:
+    """torch trains them under DDP. AdaSum of parts is not that of whole tensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(nn.Linear(6, 6), mesh, ColwiseParallel())
+    _pre_dp_module_transform(model)
+    parameters = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"2 parameters that are DTensors.*Shard"):
+        hvd.DistributedOptimizer(sgd(parameters), op=hvd.AdasumGrad)
+    wrapper = wrapped(model)
+    with pytest.raises(ValueError, match=r"its local part.*use adasum_replicate"):
+        wrapper(torch.ones(2, 6)).sum().backward()

@@ -140,7 +140,7 @@ def case_a_backward_pass_that_breaks_off() -> None:
         del wrapped
         left, wrapped = list(state._started), ENGINE.wrapped(model, state)
         assert left
-        with mock.patch.object(state, "start", wraps=state.start) as start:
+        with mock.patch.object(state, "_start", wraps=state._start) as start:
             start.side_effect = lambda *_: _check_done(left)
             wrapped.zero_grad()
             loss_of(wrapped, rank(), 0).backward()

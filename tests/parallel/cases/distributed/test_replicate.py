@@ -145,8 +145,7 @@ def case_tensor_parallelism(passes: int) -> None:
     for block in model.blocks:
         parallelize_module(block, mesh_of(2)["shard"], plan)
     replicas = adasum_replicate(model, mesh_of(2)["replica"])
-    # torch clips either DTensors or plain tensors.
-    check(plain, model, replicas, 2, same_batch=2, clip=False, passes=passes)
+    check(plain, model, replicas, 2, same_batch=2, passes=passes)
 
 
 @pytest.mark.parametrize("overlap", (True, False))

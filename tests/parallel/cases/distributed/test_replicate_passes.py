@@ -7,7 +7,9 @@ import gc
 import io
 import time
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -303,14 +305,60 @@ def case_a_container_may_go() -> None:
     assert torch.equal(loaded.weight.grad, torch.ones(2, 3))
 
 
-def case_accumulation_after_a_step_of_one_pass() -> None:
+class OwnSwitch(NamedTuple):
+    """FSDP's own switch, with the handle's name."""
+
+    model: nn.Module
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.model.set_requires_gradient_sync(False)
+        yield
+        self.model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["handle", "fsdp"])
+def case_accumulation_after_a_step_of_one_pass(own: bool) -> None:
     """FSDP fires the hooks of a module that runs twice once, and twice after no_sync()."""
     plain = Model(runs=2)
     model = copy.deepcopy(plain)
     shard(model, 2)
     replicas = adasum_replicate(model, mesh_of(2)["replica"])
+    switch = OwnSwitch(model) if own else replicas
     for passes in (1, 2, 1, 3, 2):
-        check(plain, model, replicas, 2, steps=2, passes=passes)
+        check(plain, model, switch, 2, steps=2, passes=passes)
+
+
+def case_accumulation_that_no_forward_pass_shows() -> None:
+    """FSDP's own switch, in a program that does not call the model but its parts."""
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    for layer in (a, b):
+        fully_shard(layer, mesh=mesh_of(2)["shard"])
+    adasum_replicate(nn.ModuleList([a, b]), mesh_of(2)["replica"])
+
+    def loss() -> torch.Tensor:
+        return b(torch.tanh(a(torch.tanh(a(torch.ones(1, 3)))))).sum()
+
+    loss().backward()
+    for parameter in (*a.parameters(), *b.parameters()):
+        parameter.grad = None
+    for on in (False, True):
+        for layer in (a, b):
+            layer.set_requires_gradient_sync(on)
+        words = r"the handle's no_sync\(\), not by FSDP's set_requires_gradient_sync"
+        with pytest.raises(RuntimeError, match=words) if on else nullcontext():
+            loss().backward()
+
+
+def case_synchronize_after_fsdps_own_switch() -> None:
+    """FSDP keeps whole gradients then, too."""
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=mesh_of(2)["shard"])
+    replicas = adasum_replicate(model, mesh_of(2)["replica"])
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\), because FSDP keeps whole"):
+        replicas.synchronize()
 
 
 def case_remove_leaves_no_handle() -> None:

@@ -1,8 +1,12 @@
-"""`adasum_replicate` on other layouts than one mesh of shards, and in whole training runs."""
+"""Other layouts than one mesh of shards, and whole training runs."""
 
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,13 +19,26 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import AdasumState, adasum_hook, adasum_replicate
+from adasum_hvd.distributed import (
+    AdasumState,
+    LocalSGD,
+    ReplicaMismatch,
+    adasum_all_reduce,
+    adasum_hook,
+    adasum_replicate,
+    check_replicas,
+    clip_grad_norm_,
+    mark_worker_local,
+    reduce_changes,
+)
+from adasum_hvd.distributed.sharding import repeated
 from tests.parallel.harness.sharded import (
     TOLERANCE,
     Model,
@@ -94,7 +111,7 @@ def case_tensor_parallelism_in_fsdp2(passes: int) -> None:
     fully_shard(model, mesh=mesh["shard"])
     replicas = adasum_replicate(model, mesh["replica"])
     ranks = 2 * mesh["shard"].size()
-    check(plain, model, replicas, ranks, same_batch=ranks, passes=passes, clip=False)
+    check(plain, model, replicas, ranks, same_batch=ranks, passes=passes)
 
 
 def case_several_parameter_groups_in_one_module() -> None:
@@ -118,6 +135,7 @@ def case_several_parameter_groups_in_one_module() -> None:
         )
         assert len(block._get_fsdp_state()._fsdp_param_groups) == 2
     fully_shard(model, mesh=mesh["s"])
+    assert not repeated(model)  # so that experts may differ
     adasum_replicate(model, mesh["r"])
     for step in range(3):
         for each in (plain, model):
@@ -185,3 +203,196 @@ def case_communication_overlaps_with_backward() -> None:
         model.zero_grad()
         loss_of(model, number).backward()
     assert begun == [0, 3, 3], begun  # the first pass counts hooks
+
+
+PLAN = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+
+
+def layers_of() -> nn.Sequential:
+    """Return layers of which `PLAN` leaves the first and the last one plain."""
+    torch.manual_seed(0)
+    up, down = nn.Linear(6, 8), nn.Linear(8, 6)
+    return nn.Sequential(nn.LayerNorm(6), up, nn.Tanh(), down, nn.Linear(6, 1))
+
+
+def layouts() -> Iterator[tuple[str, nn.Module]]:
+    """Yield a name and a module: several meshes, plain parameters, and empty shards."""
+    mesh = mesh_with("tensor")
+    yield "plain", layers_of()
+    for name in ("tensor", "tensor in fsdp2", "two meshes"):
+        model = layers_of()
+        if name == "two meshes":
+            fully_shard(model[1], mesh=mesh["tensor"])
+            fully_shard(model, mesh=mesh_of(2)["shard"])
+        else:
+            parallelize_module(model, mesh["tensor"], PLAN)
+        if name == "tensor in fsdp2":
+            fully_shard(model, mesh=mesh["shard"])
+        yield name, model
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, 0.5, "inf", 0, -1.0, "-inf"])
+def case_clipping(norm_type: float) -> None:
+    """One norm on all ranks: torch's of the whole model."""
+    for name, model in layouts():
+        for foreach in (None, False):
+            model.zero_grad()
+            model(torch.arange(24.0).view(4, 6).sin()).square().mean().backward()
+            plain = [nn.Parameter(torch.ones_like(p)) for p in layers_of().parameters()]
+            for mine, own in zip(plain, model.parameters(), strict=True):
+                mine.grad = torch.from_numpy(whole(own.grad)).float()
+            right = nn.utils.clip_grad_norm_(plain, 1e-3, float(norm_type))
+            norm = clip_grad_norm_(model.parameters(), 1e-3, norm_type, foreach=foreach)
+            torch.testing.assert_close(norm, right, rtol=1e-5, atol=0, msg=name)
+            assert len(set(everyone(norm.item()))) == 1
+            for mine, own in zip(plain, model.parameters(), strict=True):
+                np.testing.assert_allclose(whole(own.grad), mine.grad, 1e-4, 1e-9)
+
+
+def case_clipping_without_gradients_and_with_infinite_ones() -> None:
+    for _, model in layouts():
+        assert clip_grad_norm_(model.parameters(), 1.0) == 0
+        used = model[1].weight
+        used.grad = torch.ones_like(used)
+        assert clip_grad_norm_(used, 100.0) == clip_grad_norm_(
+            model.parameters(), 100.0
+        )
+        if rank() == 0:  # only one shard, and only one rank
+            getattr(used.grad, "_local_tensor", used.grad)[0, 0] = np.inf
+        mesh = getattr(used, "device_mesh", None)
+        here = 0 in ([rank()] if mesh is None else mesh.mesh.flatten().tolist())
+        before = whole(used.grad)
+        words = r"expected finite gradients, but got a norm of inf \(rank"
+        with pytest.raises(RuntimeError, match=words) if here else nullcontext():
+            clip_grad_norm_(model.parameters(), 1e9, error_if_nonfinite=True)
+        np.testing.assert_array_equal(whole(used.grad), before)
+    assert clip_grad_norm_([], 1.0) == 0
+
+
+def in_ddp(mesh: DeviceMesh, dimension: str, plan: dict, **arguments) -> nn.Module:
+    """Return DDP with the hook over layers on a dimension of a mesh."""
+    model = parallelize_module(layers_of(), mesh[dimension], plan)
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["replica"])
+    state = AdasumState(mesh["replica"], **arguments)
+    wrapped.register_comm_hook(state, adasum_hook)
+    return wrapped
+
+
+def case_local_parts_of_dtensors_are_refused() -> None:
+    """torch trains them under DDP. AdaSum of parts is not that of whole tensors."""
+    mesh, x = mesh_with("tensor"), torch.ones(2, 6)
+    words = r"but got a DTensor or its local part.*use adasum_replicate or LocalSGD"
+    wrapped = in_ddp(mesh, "tensor", PLAN)
+    parts = [*wrapped.parameters()]
+    optimizer = torch.optim.SGD(parts, 0.1)
+    for reduce in (
+        lambda: wrapped(x).sum().backward(),
+        lambda: adasum_all_reduce(parts, mesh["replica"]),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reduce()
+    end = reduce_changes(optimizer, mesh["replica"])
+    before = [part.detach().clone() for part in parts]
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    end()
+    assert all(map(torch.equal, parts, before))
+    module = in_ddp(mesh, "tensor", PLAN).module
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    words = "1.weight is the local part of a DTensor.*pass the module as it is before"
+    for call in (
+        lambda: adasum_replicate(module, mesh["replica"]),
+        lambda: LocalSGD(optimizer, module, mesh["replica"], 1),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def case_local_parts_that_are_whole_are_reduced() -> None:
+    """On a mesh of one rank, replicated, or by a mean, whose parts are parts of the mean."""
+    mesh = mesh_with("tensor")
+    norm = {"0": SequenceParallel(sequence_dim=0, use_local_output=True)}
+    ones = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replica", "one")
+    )
+    for on, dimension, plan, rule in (
+        (ones, "one", PLAN, "adasum"),
+        (mesh, "tensor", PLAN, "mean"),
+        (mesh, "tensor", norm, "adasum"),
+    ):
+        wrapped = in_ddp(on, dimension, plan, rule=rule)
+        parts = [*wrapped.parameters()]
+        replica = on["replica"].get_local_rank()
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(replica))
+        wrapped(x).square().sum().backward()
+        alone = layers_of()
+        alone(x).square().sum().backward()
+        for number, (part, own) in enumerate(
+            zip(parts, alone.parameters(), strict=True)
+        ):
+            size = on.size() // on["replica"].size()
+            vectors = everyone(own.grad.numpy().reshape(-1))[::size]
+            joined = reference.adasum(vectors)
+            if rule == "mean":
+                joined = np.mean(vectors, 0)
+            right = joined.reshape(own.shape)
+            for side, (full, kept) in enumerate(
+                zip(own.shape, part.shape, strict=True)
+            ):
+                start = kept * on[dimension].get_local_rank() if kept < full else 0
+                right = right.take(range(start, start + kept), side)
+            # Sequence parallelism adds up the norm's gradients of two equal inputs.
+            factor = 2 if plan is norm and number < 2 else 1
+            np.testing.assert_allclose(part.grad, factor * right, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("way", ["tensor", "tensor in fsdp2"])
+def case_copies_in_a_replica(way: str) -> None:
+    """Parameters that tensor parallelism leaves whole must stay alike on all ranks."""
+    mesh = mesh_with("tensor")
+
+    def model_of(seed: int = 0) -> nn.Module:
+        model = layers_of()
+        nn.init.normal_(model[4].weight, generator=torch.Generator().manual_seed(seed))
+        parallelize_module(model, mesh["tensor"], PLAN)
+        if way == "tensor in fsdp2":
+            fully_shard(model, mesh=mesh["shard"])
+        return model
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    own = mesh["tensor"].get_local_rank()
+    words = r"expected equal tensors on all 2 ranks, but got another {} on ranks"
+    other = model_of(seed=own)
+    for call in (
+        lambda: adasum_replicate(other, mesh["replica"]),
+        lambda: LocalSGD(sgd(other), other, mesh["replica"], 1),
+    ):
+        with pytest.raises(ValueError, match=words.format("4.weight")):
+            call()
+    mark_worker_local(other[4].weight)
+    adasum_replicate(other, mesh["replica"])
+    for local in (False, True):
+        model = model_of()
+        optimizer = sgd(model)
+        if local:
+            LocalSGD(optimizer, model, mesh["replica"], 1)
+        else:
+            adasum_replicate(model, mesh["replica"])
+        assert check_replicas(model, group=mesh["replica"])
+        torch.manual_seed(own)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+                model(nn.functional.dropout(x)).square().sum().backward()
+                optimizer.step()
+        name = r"0\.weight|4\.\w+"
+        told = [
+            w for w in caught if re.search(words.format(f"({name})"), str(w.message))
+        ]
+        assert told, [str(w.message) for w in caught]
+        with pytest.raises(ReplicaMismatch, match="expected equal tensors on all 2"):
+            check_replicas(model, group=mesh["replica"])
