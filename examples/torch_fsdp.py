@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from adasum_hvd.distributed import adasum_replicate
+from adasum_hvd.distributed import adasum_replicate, clip_grad_norm_
 
 CONTEXT, WIDTH = 64, 32
 
@@ -101,7 +101,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = model(text[starts + torch.arange(CONTEXT + 1)])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 or step == begun + arguments.steps:
             dist.all_reduce(mean := loss.detach() / dist.get_world_size())

@@ -68,7 +68,7 @@ def connect(
                 f"expected a model whose replicas AdaSum can reduce, but {found}"
             )
         if different:
-            raise ValueError(f"{different[0]}, or call mark_worker_local on it")
+            raise ValueError(different[0])
     except ValueError as error:  # on the other ranks, too
         call = Call((), (), str(error))
     agree_in_job(what, call, communicator)

@@ -390,9 +390,9 @@ def case_copies_in_a_replica(way: str) -> None:
                 model(nn.functional.dropout(x)).square().sum().backward()
                 optimizer.step()
         name = r"0\.weight|4\.\w+"
-        told = [
+        messages = [
             w for w in caught if re.search(words.format(f"({name})"), str(w.message))
         ]
-        assert told, [str(w.message) for w in caught]
+        assert messages, [str(w.message) for w in caught]
         with pytest.raises(ReplicaMismatch, match="expected equal tensors on all 2"):
             check_replicas(model, group=mesh["replica"])
