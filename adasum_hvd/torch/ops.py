@@ -12,6 +12,7 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.common import agreement, binding, ops
 from adasum_hvd.common.namespaces import with_signature_of
+from adasum_hvd.distributed.sharded_types import is_dtensor
 from adasum_hvd.elastic import rendezvous
 from adasum_hvd.launch import start as launch
 from adasum_hvd.startup import after_init, groups, preflight
@@ -138,13 +139,19 @@ def check_tensors(
     Raises:
         TypeError: an element is not a tensor.
         SparseAdasumError: a tensor is sparse, and the reduction is AdaSum.
-        ValueError: a tensor is sparse, or Horovod does not support its dtype.
+        ValueError: a tensor is sparse or a DTensor, or Horovod does not support its dtype.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"allreduce {_label(name)}: expected a tensor, but got {type(tensor).__name__} "
                 f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
+            )
+        if is_dtensor(tensor):  # whose memory Horovod would look for in vain
+            raise ValueError(
+                f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor (rank "
+                f"{mpi_ops.rank()} of {mpi_ops.size()}); reduce its to_local(), or with AdaSum "
+                "call adasum_hvd.distributed.adasum_replicate"
             )
         adasum = ops.is_adasum(op)
         if tensor.layout is torch.strided:

@@ -207,6 +207,10 @@ def case_local_parts_of_dtensors_are_refused() -> None:
     """torch trains them under DDP. AdaSum of parts is not that of whole tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = parallelize_module(nn.Linear(6, 6), mesh, ColwiseParallel())
+    with pytest.raises(
+        ValueError, match=r"of x: expected a plain tensor, but got a DT"
+    ):
+        hvd.allreduce(model.weight, name="x", op=hvd.Adasum)
     _pre_dp_module_transform(model)
     parameters = list(model.parameters())
     with pytest.raises(RuntimeError, match=r"2 parameters that are DTensors.*Shard"):
