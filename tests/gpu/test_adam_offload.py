@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from adasum_hvd.torch.adam_offload import AdamOffload
-from adasum_hvd.torch.adam_offload.cuda import Transfers, pinned
+from adasum_hvd.adam_offload import AdamOffload
+from adasum_hvd.adam_offload.cuda import Transfers, pinned
 from tests.unit import offload_parts
 
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.adam_offload import AdamOffload
 from tests.unit.offload_parts import (
     equal,
     offload,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from adasum_hvd import adam_offload
+from adasum_hvd.adam_offload import state
+from adasum_hvd.adam_offload.host import PIECE_ELEMENTS
 from adasum_hvd.common import adam
-from adasum_hvd.torch import adam_offload
-from adasum_hvd.torch.adam_offload import state
-from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 from tests.unit.offload_parts import (
     Reference,
     equal,

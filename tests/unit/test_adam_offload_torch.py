@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from adasum_hvd.torch import AdamOffload
+from adasum_hvd.adam_offload import AdamOffload
 from tests.unit.offload_parts import (
     TOLERANCE,
     Reference,

@@ -9,17 +9,23 @@ gradients, Nesterov) are split into pieces, so that a batch of them fits in the 
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from horovod.torch import mpi_ops
 
-from adasum_hvd.torch.adam_offload.settings import Settings
+from adasum_hvd.adam_offload.settings import Settings
 
 PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
+# The number of ranks on the host, as launchers tell it; the innermost launcher first.
+_LOCAL_SIZES = (
+    *("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
 
 
 @dataclass(slots=True)
@@ -73,14 +79,50 @@ class Update:
 
 
 def ranks_here() -> int:
-    """Return the ranks on this host; 1 before `hvd.init()`."""
-    return mpi_ops.local_size() if mpi_ops.is_initialized() else 1
+    """Return the ranks on this host by the launcher's variables; 1 without a launcher."""
+    found = (os.environ.get(name, "") for name in _LOCAL_SIZES)
+    return max(1, next((int(size) for size in found if size.isdecimal()), 1))
+
+
+@functools.cache
+def cores_of_host() -> int:
+    """Return the cores that the host, or the job's control group, has for all ranks together."""
+    allowed: list[int] = []
+
+    def widen() -> None:
+        # Linux leaves out the cores of other control groups. The binding is this thread's own.
+        os.sched_setaffinity(0, range(1 << 13))
+        allowed.extend(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=widen)
+    thread.start()
+    thread.join()
+    return len(allowed)
+
+
+def cores_of_rank() -> int:
+    """Return this rank's share of the host's cores, at most those that it is bound to."""
+    bound = len(os.sched_getaffinity(0))
+    return max(1, min(bound, cores_of_host() // ranks_here()))
 
 
 def thread_budget() -> int:
-    """Return this rank's share of its cores, at most the number of threads that torch uses."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(torch.get_num_threads(), cores // ranks_here()))
+    """Return the cores of this rank, at most the number of threads that torch uses."""
+    return min(torch.get_num_threads(), cores_of_rank())
+
+
+def hint_of_threads() -> str:
+    """Return how to use this rank's cores if torchrun restricts torch to one; "" otherwise."""
+    cores, variables = cores_of_rank(), os.environ
+    restricted = (
+        "TORCHELASTIC_RUN_ID" in variables and variables.get("OMP_NUM_THREADS") == "1"
+    )
+    if not restricted or thread_budget() == cores:
+        return ""
+    return (
+        f"AdamOffload: a step uses 1 of this rank's {cores} cores, because torchrun sets "
+        f"OMP_NUM_THREADS=1; pass num_threads={cores}"
+    )
 
 
 @contextmanager

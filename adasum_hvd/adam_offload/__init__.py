@@ -10,19 +10,25 @@ masters) and its state dicts, `plan.py` their bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
+from adasum_hvd.adam_offload import settings
+from adasum_hvd.adam_offload.host import (
+    HostAdam,
+    Update,
+    hint_of_threads,
+    thread_budget,
+    threads,
+)
+from adasum_hvd.adam_offload.plan import Plan
+from adasum_hvd.adam_offload.settings import Group, Settings
+from adasum_hvd.adam_offload.state import HostStateOptimizer
 from adasum_hvd.common import adam
 from adasum_hvd.common.logging import logger
-from adasum_hvd.torch.adam_offload import settings
-from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, threads
-from adasum_hvd.torch.adam_offload.plan import Plan
-from adasum_hvd.torch.adam_offload.settings import Group, Settings
-from adasum_hvd.torch.adam_offload.state import HostStateOptimizer
 
 _CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
 
@@ -64,7 +70,7 @@ class AdamOffload(HostStateOptimizer):
         decoupled_weight_decay: decay the weights directly and not through gradients; with
             `torch_eps=True` this is `torch.optim.AdamW`.
         num_threads: threads of this rank's step; by default its share of the host's cores, at
-            most as many as torch uses.
+            most those that it is bound to, and as many as torch uses.
         verbose: log :meth:`plan` on rank 0, at INFO.
         **foreign: arguments of other Adams (amsgrad, use_lazy, use_offload, ...), accepted if
             they ask for this algorithm.
@@ -144,8 +150,10 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        if adam.check("verbose", verbose):
+        if adam.check("verbose", verbose) and os.environ.get("RANK", "0") == "0":
             logger.info("%s", self.plan())
+            if num_threads is None and hint_of_threads():
+                logger.info("%s", hint_of_threads())
 
     def _begin(self) -> None:
         super()._begin()
