@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -78,32 +78,44 @@ class Update:
             yield Update(self.settings, *piece)
 
 
+def _launched() -> tuple[str, int]:
+    """Return a variable of the launcher and its value, the ranks on this host."""
+    found = ((name, os.environ.get(name, "")) for name in _LOCAL_SIZES)
+    return next(((n, int(size)) for n, size in found if size.isdecimal()), ("", 1))
+
+
 def ranks_here() -> int:
-    """Return the ranks on this host by the launcher's variables; 1 without a launcher."""
-    found = (os.environ.get(name, "") for name in _LOCAL_SIZES)
-    return max(1, next((int(size) for size in found if size.isdecimal()), 1))
+    """Return the ranks on this host; 1 without a launcher."""
+    return max(1, _launched()[1])
 
 
 @functools.cache
-def cores_of_host() -> int:
-    """Return the cores that the host, or the job's control group, has for all ranks together."""
-    allowed: list[int] = []
+def cores_of_launcher(variable: str) -> int:
+    """Return the cores that this host's ranks have together: those of their launcher.
 
-    def widen() -> None:
-        # Linux leaves out the cores of other control groups. The binding is this thread's own.
-        os.sched_setaffinity(0, range(1 << 13))
-        allowed.extend(os.sched_getaffinity(0))
+    It binds ranks, but not itself. Processes between it and a rank, such as a shell that sets up
+    the rank's environment, are bound as the rank.
 
-    thread = threading.Thread(target=widen)
-    thread.start()
-    thread.join()
-    return len(allowed)
+    Args:
+        variable: set by the launcher in all of these.
+    """
+    pid, mark = os.getppid(), f"\0{variable}=".encode()
+    with suppress(OSError):  # the process of another user, or of another container
+        while mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+            pid = int(fields.split()[1])
+    try:
+        return len(os.sched_getaffinity(pid))
+    except OSError:
+        return len(os.sched_getaffinity(0))
 
 
 def cores_of_rank() -> int:
-    """Return this rank's share of the host's cores, at most those that it is bound to."""
-    bound = len(os.sched_getaffinity(0))
-    return max(1, min(bound, cores_of_host() // ranks_here()))
+    """Return this rank's share of the launcher's cores, at most those that it is bound to."""
+    bound, (variable, ranks) = len(os.sched_getaffinity(0)), _launched()
+    if ranks < 2:
+        return bound
+    return max(1, min(bound, cores_of_launcher(variable) // ranks))
 
 
 def thread_budget() -> int:

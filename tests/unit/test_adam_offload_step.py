@@ -42,7 +42,7 @@ def test_schedulers_and_groups_of_other_optimizers():
     assert len({g["lr"] for g in optimizer.param_groups}) == 1
 
 
-def test_frozen_parameters_new_groups_and_one_count_of_steps():
+def test_frozen_parameters_and_new_groups_count_their_own_steps():
     a, b, c = parameters(shapes=[(5,), (5,), (5,)])
     b.requires_grad_(False)
     optimizer = offload([a, b], 0.01)
@@ -54,14 +54,15 @@ def test_frozen_parameters_new_groups_and_one_count_of_steps():
     optimizer.add_param_group({"params": [c], "lr": 0.1})
     b.requires_grad_(True)
     set_gradients([a, b, c], 3)
-    reference = Reference([b], lr=0.01)
-    reference.t = 3
-    reference.step()
+    references = Reference([b], lr=0.01), Reference([c], lr=0.1)
+    for reference in references:
+        reference.step()
     optimizer.step()
-    reference.check([b])
-    steps = {float(s["step"]) for s in optimizer.state_dict()["state"].values()}
-    assert steps == {4.0}
-    assert {g["step"] for g in optimizer.param_groups} == {4}
+    for reference in references:
+        reference.check(reference.params)
+    saved = optimizer.state_dict()["state"]
+    assert [float(saved[place]["step"]) for place in range(3)] == [4.0, 1.0, 1.0]
+    assert {g["step"] for g in optimizer.param_groups} == {4}  # of schedules
 
 
 def test_closure_zero_grad_and_accumulation():
