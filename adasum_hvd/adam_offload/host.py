@@ -80,13 +80,13 @@ class Update:
 
 def _launched() -> tuple[str, int]:
     """Return a variable of the launcher and its value, the ranks on this host."""
-    found = ((name, os.environ.get(name, "")) for name in _LOCAL_SIZES)
-    return next(((n, int(size)) for n, size in found if size.isdecimal()), ("", 1))
+    sizes = ((name, os.environ.get(name, "")) for name in _LOCAL_SIZES)
+    return next(((n, int(size)) for n, size in sizes if size.isdecimal()), ("", 1))
 
 
 def ranks_here() -> int:
     """Return the ranks on this host; 1 without a launcher."""
-    return max(1, _launched()[1])
+    return _launched()[1]
 
 
 @functools.cache
@@ -179,20 +179,35 @@ class HostAdam:
 
     def _update(self, batch: list[Update]) -> None:
         settings = batch[0].settings
-        decay = settings.weight_decay
+        decay, decoupled = settings.weight_decay, settings.decoupled_weight_decay
         weights = [update.weights for update in batch]
         grads = [update.grad for update in batch]
         exp_avgs = [update.exp_avg for update in batch]
         exp_avg_sqs = [update.exp_avg_sq for update in batch]
         if batch[0].copies_gradient:
             grads = self._unscaled(settings, weights, grads)
-            decay = settings.weight_decay - settings.l2_penalty
+            decay -= settings.l2_penalty
         if settings.use_nesterov:
             torch._foreach_lerp_(exp_avgs, grads, 1.0 - settings.betas[0])
             _, copies = self._scratch_like(exp_avgs, 1)
             torch._foreach_copy_(copies, exp_avgs)
             exp_avgs = copies
-        _kernel(settings, decay, weights, grads, exp_avgs, exp_avg_sqs)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [settings.kernel_step] * len(weights),
+            lr=settings.lr,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=decay,
+            eps=settings.kernel_eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _unscaled(
         self,
@@ -248,30 +263,3 @@ def _batches(
             filled += elements
     if batch:
         yield batch
-
-
-def _kernel(
-    settings: Settings,
-    weight_decay: float,
-    weights: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-) -> None:
-    decoupled = settings.decoupled_weight_decay
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        weights,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [settings.kernel_step] * len(weights),
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=weight_decay,
-        eps=settings.kernel_eps,
-        amsgrad=False,
-        maximize=False,
-    )

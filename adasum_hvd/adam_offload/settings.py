@@ -34,26 +34,14 @@ _OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps",
              "order", "name", "param_names"}  # fmt: skip
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 _MEANINGLESS = ("foreach", "capturable", "fused", "grad_centralization")
-_CHECKED = ("eps", "loss_scale", "use_nesterov", "torch_eps", "decoupled_weight_decay")
+_FIXED = ("eps", "use_nesterov", "torch_eps", "decoupled_weight_decay")
 # By setting, the key of its schedule.
 SCHEDULES = {"lr": "schedule", "weight_decay": "decay_schedule"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of the formula in one step, for parameters that share them.
-
-    Attributes:
-        lr: learning rate of this step.
-        betas: decay rates of the moments.
-        eps: the user's value.
-        weight_decay: L2 penalty, or the factor of the decoupled decay.
-        loss_scale: factor of the gradients.
-        use_nesterov: Nesterov's numerator.
-        torch_eps: eps is added to the bias-corrected root, as torch does.
-        decoupled_weight_decay: weights decay, not gradients.
-        step: of these parameters, counted from 1.
-    """
+    """The formula's numbers in one step, for parameters that share them: see `common/adam.py`."""
 
     lr: float
     betas: tuple[float, float]
@@ -63,11 +51,11 @@ class Settings:
     use_nesterov: bool
     torch_eps: bool
     decoupled_weight_decay: bool
-    step: int
+    step: int  # of these parameters, counted from 1
 
     @classmethod
     def of(cls, group: Group, decayed: bool, grad_scale: float, step: int) -> Settings:
-        """Return the settings of a group's next step.
+        """Return the settings of a group's parameters in a step.
 
         Args:
             group: one of the optimizer's.
@@ -78,13 +66,10 @@ class Settings:
         return cls(
             lr=float(group["lr"]),
             betas=group["betas"],
-            eps=group["eps"],
             weight_decay=group["weight_decay"] if decayed else 0.0,
             loss_scale=group["loss_scale"] * grad_scale,
-            use_nesterov=group["use_nesterov"],
-            torch_eps=group["torch_eps"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
             step=step,
+            **{key: group[key] for key in _FIXED},
         )
 
     @property
@@ -238,7 +223,10 @@ def checked(group: Group) -> Group:
             f"AdamOffload: betas: expected two floats in (0, 1), but got {betas!r}"
         )
     group["betas"] = adam.check("beta1", betas[0]), adam.check("beta2", betas[1])
-    return {**group, **{key: adam.check(key, group[key]) for key in _CHECKED}}
+    return {
+        **group,
+        **{key: adam.check(key, group[key]) for key in (*_FIXED, "loss_scale")},
+    }
 
 
 def drop_foreign(group: Group) -> None:
