@@ -257,6 +257,12 @@ def _tensors(
             raise TypeError(
                 f"AdamOffload: params: expected real parameters, but got {tensor.dtype}"
             )
+        if hasattr(tensor, "device_mesh"):
+            raise NotImplementedError(
+                "AdamOffload: params: expected plain tensors, but got a DTensor of FSDP2 or tensor "
+                "parallelism; use torch.optim.AdamW, and CPUOffloadPolicy to keep its state on the "
+                "host"
+            )
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
                 "AdamOffload: params: expected parameters on the CPU or a CUDA device, but got "
