@@ -243,7 +243,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_fits(place, state.get(place, {}), param)
     shielded = {
         place: {
-            key: _Shield(value) if isinstance(value, torch.Tensor) else value
+            key: _Shield(value) if torch.is_tensor(value) else value
             for key, value in values.items()
         }
         for place, values in state.items()
@@ -286,14 +286,10 @@ def _count(steps: Any) -> torch.Tensor:
 def _settled(
     param: torch.Tensor, old: dict[str, torch.Tensor], values: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return one parameter's state on the host, in the tensors of its old state.
+    """Return a parameter's new state on the host, in the tensors of its old state, if any.
 
-    A master must keep its memory, because buckets may have views of it.
-
-    Args:
-        param: the parameter.
-        old: its old state, may be empty.
-        values: its new state, shielded or not; missing tensors are initialized.
+    A master must keep its memory, because buckets may have views of it. Missing tensors are
+    initialized.
     """
     steps = values.get("step", 0)
     steps = steps.tensor if isinstance(steps, _Shield) else steps

@@ -37,28 +37,19 @@ class _Rule(NamedTuple):
     range_words: str
 
 
-def _positive(x: float) -> bool:
-    return 0.0 < x < math.inf
-
-
-def _not_negative(x: float) -> bool:
-    return 0.0 <= x < math.inf
-
-
+_POSITIVE = (lambda x: 0.0 < x < math.inf), "a finite number > 0"
+_NOT_NEGATIVE = (lambda x: 0.0 <= x < math.inf), "a finite number >= 0"
 _BETA = _Rule(float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
 _BOOL = _Rule(bool, "a bool", lambda _: True, "a bool")
 _RULES = {
     "beta1": _BETA,
     "beta2": _BETA,
-    "eps": _Rule(float, "a float", _positive, "a finite number > 0"),
-    "loss_scale": _Rule(_NUMBER, "a float", _positive, "a finite number > 0"),
+    "eps": _Rule(float, "a float", *_POSITIVE),
+    "loss_scale": _Rule(_NUMBER, "a float", *_POSITIVE),
     "weight_decay": _Rule(
-        _NUMBER,
-        "an int, a float or a function of the step",
-        _not_negative,
-        "a finite number >= 0",
+        _NUMBER, "an int, a float or a function of the step", *_NOT_NEGATIVE
     ),
-    "lr": _Rule(_NUMBER, "numbers", _not_negative, "a finite number >= 0"),
+    "lr": _Rule(_NUMBER, "numbers", *_NOT_NEGATIVE),
     "use_locking": _BOOL,
     "use_nesterov": _BOOL,
     "torch_eps": _BOOL,

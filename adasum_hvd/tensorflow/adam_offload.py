@@ -7,6 +7,7 @@ steps. The bias correction is therefore a part of the learning rate, in float64.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -202,31 +203,18 @@ class AdamOffload(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self._moments: list[tuple[Any, Any]] = []
+        self._moments: list[tuple[Any, ...]] = []
         self._masters: list[Any] = []
         for variable in variables:
             dtype = "float64" if variable.dtype == "float64" else "float32"
             base = variable.path.replace("/", "_")
+            zeros = functools.partial(self.add_variable, variable.shape, "zeros", dtype)
+            own = variable.dtype == dtype and "GPU" not in variable.value.device
             with tf.device(_HOST):
-                self._moments.append(
-                    (
-                        self.add_variable(
-                            variable.shape, "zeros", dtype, name=f"{base}_momentum"
-                        ),
-                        self.add_variable(
-                            variable.shape, "zeros", dtype, name=f"{base}_velocity"
-                        ),
-                    )
-                )
+                moments = (zeros(name=f"{base}_{n}") for n in ("momentum", "velocity"))
+                self._moments.append(tuple(moments))
                 # Zeros differ from the variable, so the first step copies the variable.
-                own = variable.dtype == dtype and "GPU" not in variable.value.device
-                self._masters.append(
-                    None
-                    if own
-                    else self.add_variable(
-                        variable.shape, "zeros", dtype, name=f"{base}_master"
-                    )
-                )
+                self._masters.append(None if own else zeros(name=f"{base}_master"))
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its moments."""
