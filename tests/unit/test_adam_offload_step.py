@@ -243,7 +243,7 @@ def run_bound(program: str, variables: dict[str, str]) -> subprocess.CompletedPr
     )
 
 
-def test_the_launcher_is_found_behind_a_wrapper():
+def test_the_launcher_is_found_above_a_wrapper():
     program = (
         "from adasum_hvd.adam_offload import host;"
         "print(host.cores_of_rank(), host.cores_of_launcher('LOCAL_WORLD_SIZE'))"
