@@ -152,7 +152,9 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        if adam.check("verbose", verbose) and os.environ.get("RANK", "0") == "0":
+        # With Horovod only rank 0 logs anyway: see `common/logging.py`.
+        rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        if adam.check("verbose", verbose) and rank == "0":
             logger.info("%s", self.plan())
             if num_threads is None and hint_of_threads():
                 logger.info("%s", hint_of_threads())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
@@ -256,6 +257,19 @@ def case_counts_of_steps_are_a_ranks_own() -> None:
         state["step"] += hvd.rank()
     train(optimizer, model, 1, 3)
     hvd.check_replicas(model)
+
+
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_reading_the_state_before_training(op: str) -> None:
+    results = []
+    for read in (False, True):
+        model = model_of(torch.float32)
+        optimizer = wrapped(model, op, lr=[0.01 / (1 + i) for i in range(STEPS)])
+        if read:
+            get_optimizer_state_dict(model, optimizer)
+        train(optimizer, model, 0, STEPS)
+        results.append(list(model.parameters()))
+    check_equal(*results)
 
 
 def case_broadcast_offloaded_state() -> None:
