@@ -25,8 +25,8 @@ import jobs
 import numpy as np
 import torch
 
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.common import adam
-from adasum_hvd.torch.adam_offload import AdamOffload
 
 LR = 1e-3
 TENSOR_ELEMENTS = 1_000_000

@@ -37,25 +37,19 @@ class _Rule(NamedTuple):
     range_words: str
 
 
-def _positive(x: float) -> bool:
-    return 0.0 < x < math.inf
-
-
-def _not_negative(x: float) -> bool:
-    return 0.0 <= x < math.inf
-
-
+_POSITIVE = (lambda x: 0.0 < x < math.inf), "a finite number > 0"
+_NOT_NEGATIVE = (lambda x: 0.0 <= x < math.inf), "a finite number >= 0"
 _BETA = _Rule(float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
 _BOOL = _Rule(bool, "a bool", lambda _: True, "a bool")
 _RULES = {
     "beta1": _BETA,
     "beta2": _BETA,
-    "eps": _Rule(float, "a float", _positive, "a finite number > 0"),
-    "loss_scale": _Rule(_NUMBER, "a float", _positive, "a finite number > 0"),
+    "eps": _Rule(float, "a float", *_POSITIVE),
+    "loss_scale": _Rule(_NUMBER, "a float", *_POSITIVE),
     "weight_decay": _Rule(
-        _NUMBER, "an int or a float", _not_negative, "a finite number >= 0"
+        _NUMBER, "an int, a float or a function of the step", *_NOT_NEGATIVE
     ),
-    "lr": _Rule(_NUMBER, "numbers", _not_negative, "a finite number >= 0"),
+    "lr": _Rule(_NUMBER, "numbers", *_NOT_NEGATIVE),
     "use_locking": _BOOL,
     "use_nesterov": _BOOL,
     "torch_eps": _BOOL,
@@ -128,14 +122,26 @@ def drop_foreign(arguments: dict[str, Any]) -> None:
             )
 
 
-def check_rate(value: Any) -> float:
-    """Return one learning rate, a number or a 0-d array, as a float.
+def check_value(name: str, value: Any) -> float:
+    """Return a number of one step ("lr" or "weight_decay"), or a 0-d array, as a float.
 
     Raises:
         TypeError: it is not a number.
         ValueError: it is negative or not finite.
     """
-    return check("lr", value.item() if hasattr(value, "item") else value)
+    return check(name, value.item() if hasattr(value, "item") else value)
+
+
+def parse(name: str, value: Any) -> float | Schedule:
+    """Return the meaning of "lr" or "weight_decay": a float, or a schedule of the steps.
+
+    Raises:
+        TypeError: `value` is of no accepted type; see :func:`parse_lr`.
+        ValueError: it is out of range.
+    """
+    if name == "lr":
+        return parse_lr(value)
+    return value if callable(value) else check(name, value)
 
 
 def parse_lr(value: Any) -> float | Schedule:
@@ -154,7 +160,7 @@ def parse_lr(value: Any) -> float | Schedule:
         ValueError: a rate is negative, or the array has more than one dimension or no value.
     """
     if _is_number(value):
-        return check_rate(value)
+        return check("lr", value)
     if hasattr(value, "__array__") and not callable(value):
         array = np.asarray(value, dtype=np.float64)
         if array.ndim > 1:
@@ -163,7 +169,7 @@ def parse_lr(value: Any) -> float | Schedule:
                 f"{array.shape}"
             )
         if array.ndim == 0:
-            return check_rate(array)
+            return check_value("lr", array)
         value = array
     if callable(value):
         return value
@@ -173,22 +179,22 @@ def parse_lr(value: Any) -> float | Schedule:
             "AdamOffload: lr: expected an int, a float, a tensor, a sequence or a schedule "
             f"(called with the step), {_got(value)}"
         )
-    rates = tuple(check_rate(rate) for rate in value)
+    rates = tuple(check_value("lr", rate) for rate in value)
     if not rates:
         raise ValueError("AdamOffload: lr: expected at least one value, but got none")
     return rates
 
 
-def rate_at(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of a step, counted from 0.
+def value_at(name: str, schedule: Schedule, step: int) -> float:
+    """Return "lr" or "weight_decay" of a step, counted from 0.
 
     Raises:
         IndexError: a vector of rates has no value for this step.
         TypeError: a schedule did not return a number.
-        ValueError: a schedule returned a negative rate.
+        ValueError: a schedule returned a negative number.
     """
     if callable(schedule):
-        return check_rate(schedule(step))
+        return check_value(name, schedule(step))
     if step >= len(schedule):
         raise IndexError(
             f"AdamOffload: lr: expected a rate for step {step} (counted from 0), but got a vector "

@@ -7,6 +7,7 @@ steps. The bias correction is therefore a part of the learning rate, in float64.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,23 +54,24 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
-    """A learning rate from any Python function of the step, counted from 0.
+    """A learning rate or weight decay from any Python function of the step, counted from 0.
 
     Keras calls its own callables without the step. In a graph the function also runs in every
     step, as plain Python.
 
     Args:
-        function: a function of the step, an int, that returns a rate.
+        function: a function of the step, an int, that returns a number.
+        of: "lr" or "weight_decay".
     """
 
-    def __init__(self, function: Callable[[int], Any]):
-        self.function = function
+    def __init__(self, function: Callable[[int], Any], of: str = "lr"):
+        self.function, self.of = function, of
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the rate of a step; the step fails unless the rate is a number >= 0."""
+        """Return the value of a step; the step fails unless it is a number >= 0."""
 
         def rate(step: Any) -> float:
-            return adam.check_rate(np.asarray(self.function(int(step))))
+            return adam.check_value(self.of, np.asarray(self.function(int(step))))
 
         with tf.device(_HOST):
             found = tf.py_function(rate, [tf.cast(step, tf.int64)], tf.float32)
@@ -78,12 +80,18 @@ class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
-        return {"function": keras.saving.serialize_keras_object(self.function)}
+        function = keras.saving.serialize_keras_object(self.function)
+        return {"function": function, "of": self.of}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> RateFunction:
         """Return the schedule of a configuration from :meth:`get_config`."""
-        return cls(keras.saving.deserialize_keras_object(config["function"]))
+        function = keras.saving.deserialize_keras_object(config["function"])
+        return cls(function, config.get("of", "lr"))
+
+
+def _is_schedule(value: Any) -> bool:
+    return isinstance(value, keras.optimizers.schedules.LearningRateSchedule)
 
 
 def _keras_rate(value: Any) -> Any:
@@ -104,9 +112,7 @@ def _keras_rate(value: Any) -> Any:
     rate = adam.parse_lr(value)
     if isinstance(rate, tuple):
         return RateVector(rate)
-    if not callable(rate) or isinstance(
-        rate, keras.optimizers.schedules.LearningRateSchedule
-    ):
+    if not callable(rate) or _is_schedule(rate):
         return rate
     try:
         inspect.signature(rate).bind(0)
@@ -132,7 +138,8 @@ class AdamOffload(keras.optimizers.Optimizer):
         use_locking: the kernel locks variable and moments while it updates them.
         use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
         weight_decay: L2 penalty >= 0, or the decoupled decay, except for variables with "beta"
-            or "gamma" in their path and those of `exclude_from_weight_decay()`.
+            or "gamma" in their path and those of `exclude_from_weight_decay()`; or a Keras
+            schedule, or a Python function of the step, counted from 0.
         loss_scale: the factor of the loss, > 0.
         name: the optimizer's name.
         decoupled_weight_decay: decay the variables and not through their gradients, as
@@ -163,7 +170,7 @@ class AdamOffload(keras.optimizers.Optimizer):
         eps: float = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
-        weight_decay: float = 0.0,
+        weight_decay: Any = 0.0,
         loss_scale: float = 1.0,
         name: str = "adam_offload",
         decoupled_weight_decay: bool = False,
@@ -177,7 +184,9 @@ class AdamOffload(keras.optimizers.Optimizer):
         self.eps = adam.check("eps", eps)
         self.use_locking = adam.check("use_locking", use_locking)
         self.use_nesterov = adam.check("use_nesterov", use_nesterov)
-        self.decay = adam.check("weight_decay", weight_decay)
+        self.decay = adam.parse("weight_decay", weight_decay)
+        if callable(self.decay) and not _is_schedule(self.decay):
+            self.decay = RateFunction(self.decay, "weight_decay")
         self.decoupled_weight_decay = adam.check(
             "decoupled_weight_decay", decoupled_weight_decay
         )
@@ -194,31 +203,18 @@ class AdamOffload(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self._moments: list[tuple[Any, Any]] = []
+        self._moments: list[tuple[Any, ...]] = []
         self._masters: list[Any] = []
         for variable in variables:
             dtype = "float64" if variable.dtype == "float64" else "float32"
             base = variable.path.replace("/", "_")
+            zeros = functools.partial(self.add_variable, variable.shape, "zeros", dtype)
+            own = variable.dtype == dtype and "GPU" not in variable.value.device
             with tf.device(_HOST):
-                self._moments.append(
-                    (
-                        self.add_variable(
-                            variable.shape, "zeros", dtype, name=f"{base}_momentum"
-                        ),
-                        self.add_variable(
-                            variable.shape, "zeros", dtype, name=f"{base}_velocity"
-                        ),
-                    )
-                )
+                moments = (zeros(name=f"{base}_{n}") for n in ("momentum", "velocity"))
+                self._moments.append(tuple(moments))
                 # Zeros differ from the variable, so the first step copies the variable.
-                own = variable.dtype == dtype and "GPU" not in variable.value.device
-                self._masters.append(
-                    None
-                    if own
-                    else self.add_variable(
-                        variable.shape, "zeros", dtype, name=f"{base}_master"
-                    )
-                )
+                self._masters.append(None if own else zeros(name=f"{base}_master"))
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its moments."""
@@ -236,8 +232,8 @@ class AdamOffload(keras.optimizers.Optimizer):
                     tf.where(same, master.value, tf.cast(here, master.dtype))
                 )
             weights = variable.value if master is None else master.value
-            decay = self._decay_of(variable)
-            if decay and self.decoupled_weight_decay:
+            decay = self._decay_of(variable, weights.dtype)
+            if decay is not None and self.decoupled_weight_decay:
                 rate = tf.cast(learning_rate, weights.dtype)
                 weights.assign_sub(weights * rate * decay)
             tf.raw_ops.ResourceApplyAdam(
@@ -250,7 +246,7 @@ class AdamOffload(keras.optimizers.Optimizer):
                 beta1=tf.constant(self.beta1, weights.dtype),
                 beta2=tf.constant(self.beta2, weights.dtype),
                 epsilon=tf.constant(self.eps, weights.dtype),
-                grad=self._unscaled(gradient, variable, weights),
+                grad=self._unscaled(gradient, decay, weights),
                 use_locking=self.use_locking,
                 use_nesterov=self.use_nesterov,
             )  # fmt: skip
@@ -268,14 +264,18 @@ class AdamOffload(keras.optimizers.Optimizer):
         correction = tf.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return tf.cast(learning_rate, tf.float64) * correction
 
-    def _decay_of(self, variable: Any) -> float:
+    def _decay_of(self, variable: Any, dtype: tf.DType) -> Any:
+        """Return the variable's weight decay in this step, or None."""
         decayed = adam.is_decayed(variable.path) and self._use_weight_decay(variable)
-        return self.decay if decayed else 0.0
+        if not decayed or self.decay == 0.0:
+            return None
+        if callable(self.decay):
+            return tf.cast(self.decay(self.iterations), dtype)
+        return self.decay
 
-    def _unscaled(self, gradient: Any, variable: Any, weights: Any) -> tf.Tensor:
+    def _unscaled(self, gradient: Any, decay: Any, weights: Any) -> tf.Tensor:
         gradient = tf.cast(tf.convert_to_tensor(gradient), weights.dtype)
-        decay = self._decay_of(variable)
-        if decay and not self.decoupled_weight_decay:
+        if decay is not None and not self.decoupled_weight_decay:
             gradient += decay * self.loss_scale * weights
         return gradient if self.loss_scale == 1.0 else gradient / self.loss_scale
 
@@ -288,7 +288,15 @@ class AdamOffload(keras.optimizers.Optimizer):
             "eps": self.eps,
             "use_locking": self.use_locking,
             "use_nesterov": self.use_nesterov,
-            "weight_decay": self.decay,
+            "weight_decay": keras.saving.serialize_keras_object(self.decay),
             "loss_scale": self.loss_scale,
             "decoupled_weight_decay": self.decoupled_weight_decay,
         }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Return the optimizer of a configuration from :meth:`get_config`."""
+        decay = keras.saving.deserialize_keras_object(
+            config.get("weight_decay", 0.0), custom_objects
+        )
+        return super().from_config({**config, "weight_decay": decay}, custom_objects)

@@ -170,6 +170,32 @@ void QuotasAreShared() {
   }
 }
 
+// Bound ranks have their processors to themselves; unbound ranks share them.
+void SharesWithoutSharedMemory() {
+  const cpu_set_t all = Allowed();
+  const int processors = CPU_COUNT(&all);
+  constexpr int kRanks = 2;
+  if (processors < kRanks || ReadProcessorQuota().processors < processors) {
+    throw Skipped("needs two processors and no quota");
+  }
+  for (const bool bound : {false, true}) {
+    Board board(kRanks);
+    InThreads(kRanks, [&](int rank) {
+      cpu_set_t mine = all;
+      if (bound) {
+        const cpu_set_t first = FirstOf(all, 1), both = FirstOf(all, 2);
+        mine = first;
+        if (rank == 1) {
+          CPU_XOR(&mine, &both, &first);
+        }
+      }
+      Check(sched_setaffinity(0, sizeof mine, &mine) == 0, "sched_setaffinity");
+      const double share = ShareOfProcessors(Ranks(kRanks), board.For(rank));
+      Check(std::abs(share - (bound ? 1 : processors / 2.0)) < 1e-6, "share of processors");
+    });
+  }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -181,5 +207,6 @@ int main(int argc, char** argv) {
                       {"quotas are read", QuotasAreRead},
                       {"quotas of the kernel are read", QuotasOfTheKernelAreRead},
                       {"quotas are shared", QuotasAreShared},
+                      {"shares without shared memory", SharesWithoutSharedMemory},
                   });
 }

@@ -11,7 +11,7 @@ import tensorflow as tf
 import torch
 
 from adasum_hvd.tensorflow.adam_offload import AdamOffload as KerasAdamOffload
-from tests.unit.offload_parts import equal, offload, parameters, train
+from tests.unit.offload_parts import equal, offload, parameters, set_gradients, train
 
 DECOUPLED = {"decoupled_weight_decay": True, "torch_eps": True}
 SHAPES = [(7,), (33, 5), (300_000,)]
@@ -74,6 +74,30 @@ def test_a_run_is_that_of_torchs_adamw(loss_scale):
     if loss_scale == 1.0:
         assert equal(ours, of_torch)
     assert relative_error(ours, of_torch) < 1e-6
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_gradient_that_is_missing_every_second_step(capturable):
+    """Each parameter counts its own steps; also in a state of torch's, whose dtype differs."""
+    ours, of_torch = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    offloaded = offload(ours, 0.01, weight_decay=0.1, **DECOUPLED)
+    adamw = torch.optim.AdamW(of_torch, 0.01, weight_decay=0.1, fused=True)
+    for step in range(12):
+        for optimizer, params in ((offloaded, ours), (adamw, of_torch)):
+            set_gradients(params, step)
+            if step % 2:
+                params[1].grad = None
+            optimizer.step()
+        if step == 5:
+            saved = copy.deepcopy(adamw.state_dict())
+            saved["param_groups"][0]["capturable"] = capturable
+            for state in saved["state"].values():
+                state["step"] = state["step"].double() if capturable else state["step"]
+            offloaded = offload(ours, 0.01, weight_decay=0.1, **DECOUPLED)
+            offloaded.load_state_dict(saved)
+    assert equal(ours, of_torch)
+    for p, q in zip(ours, of_torch, strict=True):
+        assert torch.equal(offloaded.state[p]["step"], adamw.state[q]["step"])
 
 
 def test_masters_of_bfloat16_parameters_follow_adamw():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.unit.offload_parts import (
     Reference,
@@ -161,6 +163,20 @@ Q = nn.Parameter(torch.ones(3))
 def test_refuses(params, kwargs, error, message):
     with pytest.raises(error, match=message):
         offload(params, **kwargs)
+
+
+def test_sharded_parameters_are_refused():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(
+            NotImplementedError, match=r"got a DTensor.*CPUOffloadPolicy"
+        ):
+            offload(model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_conversions():

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 import torch
 
+from adasum_hvd.adam_offload import AdamOffload as TorchAdamOffload
 from adasum_hvd.common import adam
 from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
-from adasum_hvd.torch.adam_offload import AdamOffload as TorchAdamOffload
 
 STEPS = 100
 SETTINGS = {
@@ -193,6 +193,48 @@ def test_rate_function_is_saved_with_the_optimizer():
     again = AdamOffload.from_config(optimizer.get_config())
     assert again._learning_rate.function is halving
     assert float(again.learning_rate) == pytest.approx(0.1)
+
+
+@keras.saving.register_keras_serializable(package="test")
+def growing(step):
+    return 0.1 * step
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_weight_decay_of_the_step(graph, decoupled):
+    """Counted from 0; also a Keras schedule, and after a configuration."""
+    schedule = keras.optimizers.schedules.PolynomialDecay(
+        0.0, 9, 0.9
+    )  # growing's values
+    results = []
+    for decay in (growing, schedule):
+        optimizer = AdamOffload(
+            0.01, weight_decay=decay, decoupled_weight_decay=decoupled
+        )
+        optimizer = AdamOffload.from_config(optimizer.get_config())
+        kernel = keras.Variable(np.linspace(-1, 1, 8), name="kernel")
+        gamma = keras.Variable(np.linspace(-1, 1, 8), name="gamma")
+        optimizer.build([kernel, gamma])
+        run = tf.function(optimizer.apply) if graph else optimizer.apply
+        (w, m, v), (x, n, u) = (
+            [np.linspace(-1, 1, 8), np.zeros(8), np.zeros(8)] for _ in range(2)
+        )
+        for step in range(6):
+            g = gradient(step, (8,)).astype(np.float64)
+            run([tf.constant(g, tf.float32)] * 2)
+            more = {"weight_decay": 0.1 * step, "decoupled_weight_decay": decoupled}
+            adam.reference_step(w, g, m, v, step + 1, lr=0.01, **more)
+            adam.reference_step(x, g, n, u, step + 1, lr=0.01)
+        assert np.abs(kernel.numpy() - w).max() < 1e-6
+        assert np.abs(gamma.numpy() - x).max() < 1e-6
+        results.append(kernel.numpy())
+    assert np.allclose(*results, atol=1e-6)
+    for wrong in (lambda step: -1.0, lambda step: "much"):
+        with pytest.raises(
+            tf.errors.OpError, match="AdamOffload: weight_decay: expected"
+        ):
+            AdamOffload(0.1, weight_decay=wrong).apply([tf.ones(8)], [kernel])
 
 
 @pytest.mark.parametrize("locking", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.adam_offload import AdamOffload
 from tests.unit.offload_parts import (
     equal,
     offload,
@@ -99,6 +99,7 @@ def test_state_exchanges_with_torch_both_ways():
     assert equal(params, expected)
     # A tensor shared by all parameters would have been counted up once for each of them.
     assert {float(state["step"]) for state in adams.state.values()} == {12.0}
+    assert {float(state["step"]) for state in ours.state.values()} == {12.0}
     assert ours.param_groups[0]["step"] == 12
 
 
@@ -127,14 +128,29 @@ def test_loading_reports_what_cannot_be_taken_over():
         ValueError, match=r"exp_avg of parameter 1: expected shape \(5,\)"
     ):
         ours.load_state_dict(other.state_dict())
-    adams = torch.optim.Adam(params)
-    train(adams, params[:1], 0, 1)
-    params[0].grad = None
-    params[1].grad = torch.ones(5)
-    adams.step()
-    adams.step()
-    with pytest.warns(UserWarning, match="one count for all here, which is set to 2"):
-        ours.load_state_dict(adams.state_dict())
+
+
+@pytest.mark.parametrize("how", ["state dict", "pickle"])
+def test_states_with_one_count_for_all_parameters(how):
+    """As 0.3.0 wrote them: state dicts with equal counts, pickles with a group's only."""
+    params = parameters(shapes=[(7,), (5,)])
+    optimizer = offload(params, 0.01)
+    train(optimizer, params, 0, 3)
+    if how == "pickle":
+        for state in optimizer.state.values():
+            del state["step"]
+        again, resumed = copy.deepcopy((params, optimizer))
+    else:
+        again = copy.deepcopy(params)
+        resumed = offload(again, 0.01)
+        saved = optimizer.state_dict()
+        saved["param_groups"][0].pop("decay_schedule")
+        resumed.load_state_dict(copy.deepcopy(saved))
+    assert {float(state["step"]) for state in resumed.state.values()} == {3.0}
+    unbroken = parameters(shapes=[(7,), (5,)])
+    train(offload(unbroken, 0.01), unbroken, 0, 5)
+    train(resumed, again, 3, 5)
+    assert equal(again, unbroken)
 
 
 def test_hooks_of_the_user_see_plain_tensors():
@@ -172,7 +188,8 @@ def test_plan(caplog):
     assert (plan.params, plan.moments, plan.masters) == (1010, 8080, 40)
     assert (plan.pinned, plan.kept_on_device) == (0, 0)
     train(optimizer, params, 0, 1)
-    kept = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    counts = 4 * len(params)
+    kept = sum(t.nbytes for s in optimizer.state.values() for t in s.values()) - counts
     assert kept == plan.moments + plan.masters
     scratch = optimizer._host._scratch.values()
     assert 0 < sum(t.nbytes for t in scratch) <= plan.scratch

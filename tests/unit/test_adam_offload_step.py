@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -11,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from adasum_hvd import adam_offload
+from adasum_hvd.adam_offload import AdamOffload, host, state
+from adasum_hvd.adam_offload.host import PIECE_ELEMENTS
 from adasum_hvd.common import adam
-from adasum_hvd.torch import adam_offload
-from adasum_hvd.torch.adam_offload import state
-from adasum_hvd.torch.adam_offload.host import PIECE_ELEMENTS
 from tests.unit.offload_parts import (
     Reference,
     equal,
@@ -42,7 +45,7 @@ def test_schedulers_and_groups_of_other_optimizers():
     assert len({g["lr"] for g in optimizer.param_groups}) == 1
 
 
-def test_frozen_parameters_new_groups_and_one_count_of_steps():
+def test_frozen_parameters_and_new_groups_count_their_own_steps():
     a, b, c = parameters(shapes=[(5,), (5,), (5,)])
     b.requires_grad_(False)
     optimizer = offload([a, b], 0.01)
@@ -54,14 +57,15 @@ def test_frozen_parameters_new_groups_and_one_count_of_steps():
     optimizer.add_param_group({"params": [c], "lr": 0.1})
     b.requires_grad_(True)
     set_gradients([a, b, c], 3)
-    reference = Reference([b], lr=0.01)
-    reference.t = 3
-    reference.step()
+    references = Reference([b], lr=0.01), Reference([c], lr=0.1)
+    for reference in references:
+        reference.step()
     optimizer.step()
-    reference.check([b])
-    steps = {float(s["step"]) for s in optimizer.state_dict()["state"].values()}
-    assert steps == {4.0}
-    assert {g["step"] for g in optimizer.param_groups} == {4}
+    for reference in references:
+        reference.check(reference.params)
+    saved = optimizer.state_dict()["state"]
+    assert [float(saved[place]["step"]) for place in range(3)] == [4.0, 1.0, 1.0]
+    assert {g["step"] for g in optimizer.param_groups} == {4}  # of schedules
 
 
 def test_closure_zero_grad_and_accumulation():
@@ -201,6 +205,74 @@ def test_threads_are_given_back():
     optimizer.step()
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("bound", "launcher", "ranks", "expected"),
+    [(2, 8, 4, 2), (8, 64, 2, 8), (8, 8, 4, 2), (16, 32, 8, 4), (1, 2, 8, 1), (6, 2, 1, 6)],
+    ids=["bound", "two of few", "unbound", "to a socket", "crowded", "alone"],
+)  # fmt: skip
+def test_threads_are_the_cores_of_the_rank(
+    monkeypatch, bound, launcher, ranks, expected
+):
+    for name in host._LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    if ranks > 1:
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+    monkeypatch.setattr(host, "cores_of_launcher", lambda _: launcher)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert (host.ranks_here(), host.thread_budget()) == (ranks, expected)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert host.thread_budget() == 1
+
+
+def run_bound(program: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run a program in a shell's place: bound to one core, below a process that is, too."""
+    first = min(os.sched_getaffinity(0))
+    wrapper = (
+        f"import os, subprocess, sys; os.sched_setaffinity(0, {{{first}}});"
+        "sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", wrapper, program],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_the_launcher_is_found_above_a_wrapper():
+    program = (
+        "from adasum_hvd.adam_offload import host;"
+        "print(host.cores_of_rank(), host.cores_of_launcher('LOCAL_WORLD_SIZE'))"
+    )
+    sizes = dict.fromkeys(host._LOCAL_SIZES, "") | {"LOCAL_WORLD_SIZE": "2"}
+    found = run_bound(program, sizes).stdout.split()
+    assert found == ["1", str(len(os.sched_getaffinity(0)))]
+
+
+def test_torchruns_one_thread_gives_one_hint(monkeypatch, caplog):
+    monkeypatch.setattr(host, "cores_of_rank", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+
+    def logged(rank, **settings):
+        caplog.clear()
+        monkeypatch.setenv("RANK", rank)
+        AdamOffload(parameters(shapes=[(4,)]), **settings)
+        return [record.getMessage() for record in caplog.records]
+
+    _, hint = logged("0")
+    assert hint.endswith(
+        "8 cores, because torchrun sets OMP_NUM_THREADS=1; pass num_threads=8"
+    )
+    assert len(logged("0", num_threads=8)) == 1
+    assert not logged("1") and not logged("0", verbose=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert len(logged("0")) == 1
 
 
 def test_default_device_and_dtype_do_not_matter():

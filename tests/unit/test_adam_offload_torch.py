@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from adasum_hvd.torch import AdamOffload
+from adasum_hvd.adam_offload import AdamOffload
 from tests.unit.offload_parts import (
     TOLERANCE,
     Reference,
@@ -119,6 +119,70 @@ def test_torchs_distributed_checkpoint_loads_into_a_new_optimizer(lr):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     assert resumed.param_groups[0]["step"] == 3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("lr", [[0.0, 0.2, 0.1], lambda step: 0.1 / (1 + step), 0.1])
+def test_reading_the_state_before_training_changes_nothing(lr, nesterov):
+    """torch makes the state by a step that is not one of the training."""
+    weights = []
+    for read in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = offload(
+            model.parameters(), lr, weight_decay=0.5, use_nesterov=nesterov
+        )
+        if read:
+            get_optimizer_state_dict(model, optimizer)
+            assert {float(s["step"]) for s in optimizer.state.values()} == {0.0}
+            assert optimizer.param_groups[0]["step"] == 0
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        weights.append(list(model.parameters()))
+    assert equal(*weights)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_of_the_step(decoupled):
+    """A function, for all groups or for one; as MindSpore's, counted from 0."""
+    a, b, c = params = parameters(shapes=[(33,)] * 3)
+    references = [Reference([p], decoupled_weight_decay=decoupled) for p in params]
+    groups = [
+        {"params": [a]},
+        {"params": [b], "weight_decay": lambda step: torch.tensor(0.5 / (1 + step))},
+        {"params": [c], "weight_decay": 0.25},
+    ]
+    decay = lambda step: 0.1 * step
+    settings = {"weight_decay": decay, "decoupled_weight_decay": decoupled}
+    optimizer = offload(groups, 0.01, **settings)
+    for step in range(STEPS):
+        if step == STEPS // 2:  # functions are the program's, and not of its state
+            saved = optimizer.state_dict()
+            optimizer = offload(groups, 0.01, **settings)
+            optimizer.load_state_dict(saved)
+        set_gradients(params, step)
+        decays = 0.1 * step, 0.5 / (1 + step), 0.25
+        for reference, of_step in zip(references, decays, strict=True):
+            reference.step(weight_decay=of_step)
+        optimizer.step()
+        found = [group["weight_decay"] for group in optimizer.param_groups]
+        assert found == pytest.approx(decays)
+    for reference in references:
+        reference.check(reference.params, DECAY_TOLERANCE)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, "much"])
+def test_wrong_weight_decay_of_a_step_changes_nothing(wrong):
+    params = parameters(shapes=[(3,)])
+    optimizer = offload(params, weight_decay=lambda step: wrong if step else 0.1)
+    set_gradients(params, 0)
+    optimizer.step()
+    before = params[0].detach().clone()
+    with pytest.raises((TypeError, ValueError), match="AdamOffload: weight_decay: exp"):
+        optimizer.step()
+    assert torch.equal(before, params[0])
 
 
 @pytest.mark.parametrize(

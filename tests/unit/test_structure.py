@@ -19,6 +19,7 @@ PACKAGE = TESTS.parent / "adasum_hvd"
 # By room of `adasum_hvd`, the rooms that it imports; all may import `reference` and `__version__`.
 ROOMS: dict[str, set[str]] = {
     "common": set(),
+    "adam_offload": {"common"},
     "advice": {"common", "monitor"},
     "startup": {"common", "advice"},
     "elastic": {"common"},
@@ -34,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
         *("distributed", "advice", "monitor"),
     },
     "torch": {
-        *("common", "advice", "startup", "elastic"),
+        *("common", "advice", "startup", "elastic", "adam_offload"),
         *("parallel", "mindspore", "monitor", "launch", "distributed"),
     },
     "tensorflow": {
@@ -137,15 +138,17 @@ def test_imports_between_rooms_have_one_direction() -> None:
 def test_only_the_frameworks_rooms_import_a_framework() -> None:
     for module, path in modules().items():
         mine = re.findall(r"^adasum_hvd\.(torch|tensorflow)\b", module)
-        mine += ["torch"] if module.startswith("adasum_hvd.distributed") else []
+        rooms = ("adasum_hvd.distributed", "adasum_hvd.adam_offload")
+        mine += ["torch"] if module.startswith(rooms) else []
         mine += PER_FRAMEWORK.findall(str(path.relative_to(PACKAGE)))
         for name in imported(path):
             framework = FRAMEWORKS.get(name.split(".")[0])
             assert framework is None or framework in mine, (module, name)
 
 
-def test_the_engine_of_torch_distributed_needs_no_horovod() -> None:
-    program = "import sys; sys.modules['horovod'] = None; import adasum_hvd.distributed"
+@pytest.mark.parametrize("room", ["distributed", "adam_offload"])
+def test_what_needs_no_horovod(room: str) -> None:
+    program = f"import sys; sys.modules['horovod'] = None; import adasum_hvd.{room}"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

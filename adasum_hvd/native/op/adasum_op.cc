@@ -9,7 +9,6 @@
 #include <system_error>
 
 #include <link.h>
-#include <sched.h>
 
 #include "failure/shut_down.h"
 #include "horovod/common/controller.h"
@@ -31,12 +30,6 @@ constexpr int kMostThreads = 8; // of a rank by default; more threads are limite
 
 // Read by the threads that enqueue.
 std::atomic<bool> left_to_horovod{false};
-
-double ProcessorsOfThisProcess() {
-  cpu_set_t allowed;
-  const int count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
-  return std::min<double>(count, ReadProcessorQuota().processors);
-}
 
 // Horovod's libraries in this process: torch's and TensorFlow's each hold a copy of the op.
 int CopiesOfTheOp() {
@@ -81,11 +74,12 @@ MonitoredLoop LoopOf(hvd::HorovodGlobalState& global_state, int checkpoint_secon
           }};
 }
 
-// The processors that this rank may use, shared with the ranks of the host that may use the same.
-int ThreadsFor(const std::vector<int>& host, const LocalTransport* local) {
-  const double mine = local != nullptr ? local->ShareOfProcessors()
-                                       : ProcessorsOfThisProcess() / static_cast<double>(host.size());
-  return std::clamp(static_cast<int>(mine / CopiesOfTheOp()), 1, kMostThreads);
+// The number that the user has set, or the processors that this rank may use, shared with the ranks of the
+// host that may use the same. Collective.
+int ThreadsFor(int set, const std::vector<int>& host, const LocalTransport* local,
+               const AllgatherTwo& allgather) {
+  const double mine = local != nullptr ? local->ShareOfProcessors() : ShareOfProcessors(host, allgather);
+  return set > 0 ? set : std::clamp(static_cast<int>(mine / CopiesOfTheOp()), 1, kMostThreads);
 }
 
 } // namespace
@@ -173,7 +167,7 @@ AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
         if (process_set_id == 0 && state.local != nullptr && monitor_ != nullptr) {
           monitor_->MonitorHost(state.local->group());
         }
-        state.threads = settings_.threads > 0 ? settings_.threads : ThreadsFor(state.host, state.local.get());
+        state.threads = ThreadsFor(settings_.threads, state.host, state.local.get(), allgather);
         return PathText(state, path);
       });
 }

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.common.options import Options
-from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer

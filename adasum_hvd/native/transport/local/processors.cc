@@ -1,12 +1,37 @@
 // The processors on which the ranks of a host run.
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <string_view>
 
 #include <sched.h>
 
 #include "transport/local/transport.h"
 
 namespace adasum_hvd {
+
+namespace {
+
+constexpr double kRounding = 1e-9; // three thirds are one
+
+} // namespace
+
+double ShareOfProcessors(const std::vector<int>& host, const AllgatherTwo& allgather) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  const std::string_view bytes(reinterpret_cast<const char*>(&allowed), sizeof allowed);
+  const ProcessorQuota quota = ReadProcessorQuota();
+  const int set = static_cast<int>(std::hash<std::string_view>()(bytes));
+  const int group = static_cast<int>(quota.group);
+  const std::vector<int> all = allgather(set, group);
+  double sharing = 0, under = 0;
+  for (int rank : host) {
+    sharing += all[2 * rank] == set ? 1 : 0;
+    under += all[2 * rank + 1] == group ? 1 : 0;
+  }
+  return std::min(CPU_COUNT(&allowed) / sharing, quota.processors / under) + kRounding;
+}
 
 double LocalTransport::ShareOfProcessors() const {
   const SegmentHeader& mine = group_->header(rank());
@@ -21,7 +46,7 @@ double LocalTransport::ShareOfProcessors() const {
     }
   }
   share = std::min(share, mine.quota.processors / group_->RanksUnder(mine.quota));
-  return share + 1e-9; // rounding: three thirds are one
+  return share + kRounding;
 }
 
 // Linux moves a rank that is woken to the processor of the rank that wakes it. The two then share it for up

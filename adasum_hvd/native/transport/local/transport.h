@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "failure/abort_notice.h"
 #include "failure/idle_clock.h"
@@ -19,6 +20,10 @@
 #include "transport/transport.h"
 
 namespace adasum_hvd {
+
+// As LocalTransport::ShareOfProcessors, without shared memory: ranks share processors if they may use the
+// same set. `host` has the ranks of this host, in the numbers of the process set. Collective over that set.
+double ShareOfProcessors(const std::vector<int>& host, const AllgatherTwo& allgather);
 
 class LocalTransport : public Transport {
 public:

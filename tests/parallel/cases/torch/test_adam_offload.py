@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
@@ -249,10 +250,26 @@ def case_counts_of_steps_are_a_ranks_own() -> None:
     """After an uneven join(), or an elastic job's restart, the delta variant goes on."""
     model = model_of(torch.float32)
     optimizer = wrapped(model)
+    train(optimizer, model, 0, 1)
     for group in optimizer.param_groups:
         group["step"] += hvd.rank()
-    train(optimizer, model, 0, 2)
+    for state in optimizer.state.values():
+        state["step"] += hvd.rank()
+    train(optimizer, model, 1, 3)
     hvd.check_replicas(model)
+
+
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_reading_the_state_before_training(op: str) -> None:
+    results = []
+    for read in (False, True):
+        model = model_of(torch.float32)
+        optimizer = wrapped(model, op, lr=[0.01 / (1 + i) for i in range(STEPS)])
+        if read:
+            get_optimizer_state_dict(model, optimizer)
+        train(optimizer, model, 0, STEPS)
+        results.append(list(model.parameters()))
+    check_equal(*results)
 
 
 def case_broadcast_offloaded_state() -> None:
@@ -345,7 +362,10 @@ def case_new_groups_and_torch_exchange() -> None:
     assert (extra < 1).all()
     plain = torch.optim.Adam([{"params": model.parameters()}, {"params": [extra]}])
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert {float(s["step"]) for s in plain.state.values()} == {3.0}
+    *others, of_extra = (
+        float(plain.state[p]["step"]) for p in [*model.parameters(), extra]
+    )
+    assert set(others) == {3.0} and of_extra == 1.0
     optimizer.load_state_dict(plain.state_dict())
     train(optimizer, model, 3, 4)
     check_same_everywhere(model)

@@ -10,19 +10,26 @@ masters) and its state dicts, `plan.py` their bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
+from adasum_hvd.adam_offload import settings
+from adasum_hvd.adam_offload.host import (
+    HostAdam,
+    Update,
+    hint_of_threads,
+    thread_budget,
+    threads,
+)
+from adasum_hvd.adam_offload.plan import Plan
+from adasum_hvd.adam_offload.settings import Group, Settings
+from adasum_hvd.adam_offload.state import HostStateOptimizer
 from adasum_hvd.common import adam
+from adasum_hvd.common.frames import is_making_state
 from adasum_hvd.common.logging import logger
-from adasum_hvd.torch.adam_offload import settings
-from adasum_hvd.torch.adam_offload.host import HostAdam, Update, thread_budget, threads
-from adasum_hvd.torch.adam_offload.plan import Plan
-from adasum_hvd.torch.adam_offload.settings import Group, Settings
-from adasum_hvd.torch.adam_offload.state import HostStateOptimizer
 
 _CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
 
@@ -46,7 +53,7 @@ class AdamOffload(HostStateOptimizer):
             "weight_decay"; a separate dict {"order_params": [...]} gives an order. Updates go
             through the parameters in reverse order.
         lr: a number or a 0-d tensor; a 1-d tensor or finite iterable with a rate per step; or
-            a schedule, called with the step counted from 0. The last three set every group's
+            a schedule, called with the step counted from 0. The last three set the group's
             "lr" in each step, so do not combine them with torch's schedulers.
         beta1: decay rate of the first moment, a float in (0, 1).
         beta2: decay rate of the second moment, a float in (0, 1).
@@ -54,8 +61,9 @@ class AdamOffload(HostStateOptimizer):
         use_locking: hold :attr:`lock` while weights and state change, so that a thread that
             holds the lock reads complete steps only.
         use_nesterov: use `beta1 m + (1 - beta1) g` instead of m.
-        weight_decay: L2 penalty >= 0, or the decoupled decay. Without groups, and given names,
-            it leaves out the parameters with "beta" or "gamma" in their names.
+        weight_decay: L2 penalty >= 0, or the decoupled decay; or a schedule, as of `lr`. Without
+            groups, and given names, it leaves out the parameters with "beta" or "gamma" in their
+            names.
         loss_scale: factor of the loss, > 0.
         learning_rate: MindSpore's name of `lr`, which it overrides.
         betas: torch's name of (beta1, beta2), which it overrides.
@@ -63,8 +71,8 @@ class AdamOffload(HostStateOptimizer):
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
         decoupled_weight_decay: decay the weights directly and not through gradients; with
             `torch_eps=True` this is `torch.optim.AdamW`.
-        num_threads: threads of this rank's step; by default its share of the host's cores, at
-            most as many as torch uses.
+        num_threads: threads of this rank's step; by default its share of the launcher's cores, at
+            most those that it is bound to, and as many as torch uses.
         verbose: log :meth:`plan` on rank 0, at INFO.
         **foreign: arguments of other Adams (amsgrad, use_lazy, use_offload, ...), accepted if
             they ask for this algorithm.
@@ -144,15 +152,19 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        if adam.check("verbose", verbose):
+        # With Horovod only rank 0 logs anyway: see `common/logging.py`.
+        rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        if adam.check("verbose", verbose) and rank == "0":
             logger.info("%s", self.plan())
+            if num_threads is None and hint_of_threads():
+                logger.info("%s", hint_of_threads())
 
     def _begin(self) -> None:
         super()._begin()
         self._host = HostAdam()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group as torch does; it shares the count of steps.
+        """Add a group as torch does; its schedules go on with the step of the others.
 
         Raises:
             TypeError: as the constructor.
@@ -220,22 +232,22 @@ class AdamOffload(HostStateOptimizer):
         if found_inf is not None and float(found_inf):
             return loss
         with self._guard():
-            self._take_step()
+            work = [item for item in self._ordered() if item[2].grad is not None]
+            if not self.state and is_making_state():
+                for _, _, param in work:
+                    self._state_of(param)
+                return loss
+            self._take_step(work)
             for group in self.param_groups:
                 group["step"] += 1
         return loss
 
-    def _take_step(self) -> None:
-        work = [
-            (group, index, param)
-            for group, index, param in self._ordered()
-            if param.grad is not None
-        ]
+    def _take_step(self, work: list[tuple[Group, int, torch.Tensor]]) -> None:
         if any(param.grad.is_sparse for _, _, param in work):
             raise RuntimeError(
                 "AdamOffload: expected dense gradients, but got a sparse one; use sparse=False"
             )
-        self._set_rates()
+        self._follow_schedules()
         on_cuda = [param for _, _, param in work if param.is_cuda]
         grad_scale = getattr(self, "grad_scale", None)
         # A scaler that passes no scale (it may be None) has unscaled in place.
@@ -252,34 +264,40 @@ class AdamOffload(HostStateOptimizer):
         if self._publishing:
             self._agree(on_cuda)
 
-    def _set_rates(self) -> None:
-        """Set every group's "lr" from its schedule; if one raises, change no group.
-
-        A rate of 0 before the first step stays: torch.distributed.checkpoint sets it to create
-        the state by a step that changes no weight.
-        """
-        rates = [
-            group["lr"]
-            if group["schedule"] is None or (group["step"] == 0 and not group["lr"])
-            else adam.rate_at(group["schedule"], group["step"])
+    def _follow_schedules(self) -> None:
+        """Set every group's values of this step; if a schedule raises, change no group."""
+        values = [
+            {
+                key: adam.value_at(key, group[name], group["step"])
+                for key, name in settings.SCHEDULES.items()
+                if group.get(name) is not None
+            }
             for group in self.param_groups
         ]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, found in zip(self.param_groups, values, strict=True):
+            group.update(found)
 
     def _updates(
         self, work: list[tuple[Group, int, torch.Tensor]], grad_scale: float
     ) -> Iterator[Update]:
-        shared: dict[tuple[int, bool], Settings] = {}
-        for group, index, param in work:
+        if not work:
+            return
+        counts = [self._state_of(param)["step"] for _, _, param in work]
+        # A number instead of this tensor would take four times as long.
+        torch._foreach_add_(
+            counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0
+        )
+        steps = torch.stack(counts).tolist()
+        shared: dict[tuple[int, bool, float], Settings] = {}
+        for (group, index, param), step in zip(work, steps, strict=True):
             decayed = not ("no_decay" in group and group["no_decay"][index])
-            key = id(group), decayed
+            key = id(group), decayed, step
             if key not in shared:
-                shared[key] = Settings.of(group, decayed, grad_scale)
+                shared[key] = Settings.of(group, decayed, grad_scale, int(step))
             yield self._update_of(param, shared[key])
 
     def _update_of(self, param: torch.Tensor, shared: Settings) -> Update:
-        state = self._state_of(param)
+        state = self.state[param]
         moments = state["exp_avg"], state["exp_avg_sq"]
         if "master" not in state:
             return Update(shared, param, param.grad.contiguous(), *moments)

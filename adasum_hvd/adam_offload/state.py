@@ -1,23 +1,21 @@
 """The state of `AdamOffload` on the host: moments, float32 masters, and their state dicts.
 
-A state dict is that of torch's Adam, plus masters if there are any. Every parameter in it gets its
-own "step", because torch's Adam reads it there and increments it in place. Loading shields tensors
-from `Optimizer.load_state_dict`, which would move them to the parameter's device and dtype.
+A state dict is that of torch's Adam, plus masters if there are any. Loading shields tensors from
+`Optimizer.load_state_dict`, which would move them to the parameter's device and dtype.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from adasum_hvd.torch.adam_offload import settings
-from adasum_hvd.torch.adam_offload.cuda import Transfers
-from adasum_hvd.torch.adam_offload.plan import is_own_master, master_dtype
+from adasum_hvd.adam_offload import settings
+from adasum_hvd.adam_offload.cuda import Transfers
+from adasum_hvd.adam_offload.plan import is_own_master, master_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ALL_GROUPS = ("_use_locking", "_num_threads")  # attributes that copies keep
@@ -51,10 +49,11 @@ class HostStateOptimizer(torch.optim.Optimizer):
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         state, dtype = self.state[param], master_dtype(param)
         if "exp_avg" not in state:
+            state["step"] = _count(0)
             for key in MOMENTS:
                 state[key] = torch.zeros(param.shape, dtype=dtype, device="cpu")
         elif state["exp_avg"].dtype != dtype:  # the model went to float64, or back
-            state.update({key: value.to(dtype) for key, value in state.items()})
+            state.update({k: v.to(dtype) for k, v in state.items() if k != "step"})
         if "master" not in state and not is_own_master(param):
             state["master"] = torch.empty(param.shape, dtype=dtype, device="cpu").copy_(
                 param.detach()
@@ -177,10 +176,15 @@ class HostStateOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_transfers" not in self.__dict__:
             self._begin()
-        for param in [p for p in {**old, **self.state} if isinstance(p, torch.Tensor)]:
-            values = self.state.get(param, {})
-            if values or "master" in old.get(param, {}):
-                self.state[param] = _settled(param, old.get(param, {}), values)
+        for group in self.param_groups:
+            for param in group["params"]:
+                values = self.state.get(param, {})
+                if (
+                    values
+                ):  # an optimizer pickled by 0.3 has the count in its groups only
+                    values = {"step": group["step"], **values}
+                if values or "master" in old.get(param, {}):
+                    self.state[param] = _settled(param, old.get(param, {}), values)
         self._agreed.clear()
 
 
@@ -203,16 +207,12 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     It omits schedules that are functions: they are part of the program, not of its state.
     """
-    step = float(optimizer.param_groups[0]["step"])
     state = {
-        place: {
-            "step": torch.tensor(step, dtype=torch.float32, device="cpu"),
-            **{key: _alone(value) for key, value in values.items()},
-        }
+        place: {key: _alone(value) for key, value in values.items()}
         for place, values in state_dict["state"].items()
     }
     param_groups = [
-        {k: v for k, v in group.items() if k != "schedule" or not callable(v)}
+        {key: value for key, value in group.items() if not callable(value)}
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": state, "param_groups": param_groups}
@@ -228,18 +228,12 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = [dict(group) for group in state_dict["param_groups"]]
     state = state_dict["state"]
     ours = optimizer.param_groups
-    steps = {float(values["step"]) for values in state.values() if "step" in values}
-    if len(steps) > 1:
-        warnings.warn(
-            f"AdamOffload: the saved state counts steps per parameter ({sorted(steps)}); there "
-            f"is one count for all here, which is set to {max(steps):g}",
-            stacklevel=4,
-        )
+    steps = [float(values["step"]) for values in state.values() if "step" in values]
     for group, own in zip(saved, ours, strict=False):
         settings.drop_foreign(group)
         _check_same_decay(group, own)
         # torch's Adam keeps our groups' "step", but does not increment it.
-        group["step"] = int(max(steps, default=group.get("step", 0)))
+        group["step"] = int(max([group.get("step", 0), *steps]))
         for key, value in own.items():
             if key != "params":
                 group.setdefault(key, value)
@@ -249,7 +243,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_fits(place, state.get(place, {}), param)
     shielded = {
         place: {
-            key: _Shield(value) if isinstance(value, torch.Tensor) else value
+            key: _Shield(value) if torch.is_tensor(value) else value
             for key, value in values.items()
         }
         for place, values in state.items()
@@ -285,19 +279,21 @@ def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None
             )
 
 
+def _count(steps: Any) -> torch.Tensor:
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
 def _settled(
     param: torch.Tensor, old: dict[str, torch.Tensor], values: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return one parameter's state on the host, in the tensors of its old state.
+    """Return a parameter's new state on the host, in the tensors of its old state, if any.
 
-    A master must keep its memory, because buckets may have views of it.
-
-    Args:
-        param: the parameter.
-        old: its old state, may be empty.
-        values: its new state, shielded or not; missing tensors are initialized.
+    A master must keep its memory, because buckets may have views of it. Missing tensors are
+    initialized.
     """
-    new: dict[str, torch.Tensor] = {}
+    steps = values.get("step", 0)
+    steps = steps.tensor if isinstance(steps, _Shield) else steps
+    new = {"step": _count(steps)}
     needs_master = "master" in old or not is_own_master(param)
     for key in (*MOMENTS, "master") if needs_master else MOMENTS:
         value, home = values.get(key), old.get(key)

@@ -1,10 +1,10 @@
 """The user's settings: param groups with their names and order.
 
 `AdamOffload`'s groups are torch's, with these keys in addition to "params", "lr", "betas",
-"eps" and "weight_decay": "schedule" (None, a tuple of rates or a callable), "step" (steps
-taken, the same in all groups), "use_nesterov", "loss_scale", "torch_eps",
-"decoupled_weight_decay", and, parallel to "params" and only where needed, "no_decay" and
-"order".
+"eps" and "weight_decay": "schedule" (of "lr": None, a tuple of rates or a callable),
+"decay_schedule" (of "weight_decay": None or a callable), "step" (calls of `step()`, the same in
+all groups, which schedules count), "use_nesterov", "loss_scale", "torch_eps",
+"decoupled_weight_decay", and, parallel to "params" and only where needed, "no_decay" and "order".
 """
 
 from __future__ import annotations
@@ -30,29 +30,18 @@ _MINDSPORE_KEYS = {
     "grad_centralization",
 }
 _OWN_KEYS = {"betas", "eps", "use_nesterov", "loss_scale", "torch_eps",
-             "decoupled_weight_decay", "step", "schedule", "no_decay", "order", "name",
-             "param_names"}  # fmt: skip
+             "decoupled_weight_decay", "step", "schedule", "decay_schedule", "no_decay",
+             "order", "name", "param_names"}  # fmt: skip
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 _MEANINGLESS = ("foreach", "capturable", "fused", "grad_centralization")
-_CHECKED = ("weight_decay", "eps", "loss_scale", "use_nesterov", "torch_eps",
-            "decoupled_weight_decay")  # fmt: skip
+_FIXED = ("eps", "use_nesterov", "torch_eps", "decoupled_weight_decay")
+# By setting, the key of its schedule.
+SCHEDULES = {"lr": "schedule", "weight_decay": "decay_schedule"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of the formula in one step, for parameters that share them.
-
-    Attributes:
-        lr: learning rate of this step.
-        betas: decay rates of the moments.
-        eps: the user's value.
-        weight_decay: L2 penalty, or the factor of the decoupled decay.
-        loss_scale: factor of the gradients.
-        use_nesterov: Nesterov's numerator.
-        torch_eps: eps is added to the bias-corrected root, as torch does.
-        decoupled_weight_decay: weights decay, not gradients.
-        step: of this update, counted from 1.
-    """
+    """The formula's numbers in one step, for parameters that share them: see `common/adam.py`."""
 
     lr: float
     betas: tuple[float, float]
@@ -62,27 +51,25 @@ class Settings:
     use_nesterov: bool
     torch_eps: bool
     decoupled_weight_decay: bool
-    step: int
+    step: int  # of these parameters, counted from 1
 
     @classmethod
-    def of(cls, group: Group, decayed: bool, grad_scale: float) -> Settings:
-        """Return the settings of a group's next step.
+    def of(cls, group: Group, decayed: bool, grad_scale: float, step: int) -> Settings:
+        """Return the settings of a group's parameters in a step.
 
         Args:
             group: one of the optimizer's.
             decayed: whether weight decay applies to these parameters.
             grad_scale: a gradient scaler's additional factor of the loss.
+            step: of these parameters, counted from 1.
         """
         return cls(
             lr=float(group["lr"]),
             betas=group["betas"],
-            eps=group["eps"],
             weight_decay=group["weight_decay"] if decayed else 0.0,
             loss_scale=group["loss_scale"] * grad_scale,
-            use_nesterov=group["use_nesterov"],
-            torch_eps=group["torch_eps"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            step=group["step"] + 1,
+            step=step,
+            **{key: group[key] for key in _FIXED},
         )
 
     @property
@@ -205,10 +192,9 @@ def complete(
             f"{', '.join(sorted(_OWN_KEYS))}; got "
             + (f"unknown {unknown}" if unknown else "no params")
         )
-    inherited = dict(defaults)
-    if "lr" in group:  # its own rate takes precedence over the default schedule
-        inherited["schedule"] = None
-    group = {**inherited, **group}
+    # A group's own value takes precedence over the default schedule.
+    own = {name: None for key, name in SCHEDULES.items() if key in group}
+    group = {**defaults, **own, **group}
     group["params"], group_names = _tensors(group["params"], names or {})
     drop_foreign(group)
     return checked(group), group_names
@@ -217,27 +203,30 @@ def complete(
 def checked(group: Group) -> Group:
     """Return a group, or the defaults, with the formula's settings checked.
 
-    "lr" becomes a number; if it was a schedule, "schedule" keeps it.
+    "lr" and "weight_decay" become numbers; :data:`SCHEDULES` names what keeps a schedule.
 
     Raises:
         TypeError: a setting has a wrong type.
         ValueError: a setting is out of range.
     """
-    group = {"schedule": None, **group}
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, torch.Tensor):
-        lr = lr.detach().cpu().double().numpy()
-    rate = adam.parse_lr(lr)
-    if isinstance(rate, float):
-        group["lr"] = rate
-    else:
-        group["lr"], group["schedule"] = adam.rate_at(rate, 0), rate
+    group = {**dict.fromkeys(SCHEDULES.values()), **group}
+    betas = group["betas"]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"] = group["lr"].detach().cpu().double().numpy()
+    for key, name in SCHEDULES.items():
+        value = adam.parse(key, group[key])
+        if not isinstance(value, float):
+            group[name], value = value, adam.value_at(key, value, 0)
+        group[key] = value
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise TypeError(
             f"AdamOffload: betas: expected two floats in (0, 1), but got {betas!r}"
         )
     group["betas"] = adam.check("beta1", betas[0]), adam.check("beta2", betas[1])
-    return {**group, **{key: adam.check(key, group[key]) for key in _CHECKED}}
+    return {
+        **group,
+        **{key: adam.check(key, group[key]) for key in (*_FIXED, "loss_scale")},
+    }
 
 
 def drop_foreign(group: Group) -> None:
@@ -267,6 +256,12 @@ def _tensors(
         if tensor.is_complex():
             raise TypeError(
                 f"AdamOffload: params: expected real parameters, but got {tensor.dtype}"
+            )
+        if hasattr(tensor, "device_mesh"):
+            raise NotImplementedError(
+                "AdamOffload: params: expected plain tensors, but got a DTensor of FSDP2 or tensor "
+                "parallelism; use torch.optim.AdamW, and CPUOffloadPolicy to keep its state on the "
+                "host"
             )
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(

@@ -9,17 +9,23 @@ gradients, Nesterov) are split into pieces, so that a batch of them fits in the 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from horovod.torch import mpi_ops
 
-from adasum_hvd.torch.adam_offload.settings import Settings
+from adasum_hvd.adam_offload.settings import Settings
 
 PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
+# The number of ranks on the host, as launchers tell it; the innermost launcher first.
+_LOCAL_SIZES = (
+    *("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
 
 
 @dataclass(slots=True)
@@ -72,15 +78,63 @@ class Update:
             yield Update(self.settings, *piece)
 
 
+def _launched() -> tuple[str, int]:
+    """Return a variable of the launcher and its value, the ranks on this host."""
+    sizes = ((name, os.environ.get(name, "")) for name in _LOCAL_SIZES)
+    return next(((n, int(size)) for n, size in sizes if size.isdecimal()), ("", 1))
+
+
 def ranks_here() -> int:
-    """Return the ranks on this host; 1 before `hvd.init()`."""
-    return mpi_ops.local_size() if mpi_ops.is_initialized() else 1
+    """Return the ranks on this host; 1 without a launcher."""
+    return _launched()[1]
+
+
+@functools.cache
+def cores_of_launcher(variable: str) -> int:
+    """Return the cores that this host's ranks have together: those of their launcher.
+
+    It binds ranks, but not itself. Processes between it and a rank, such as a shell that sets up
+    the rank's environment, are bound as the rank.
+
+    Args:
+        variable: set by the launcher in all of these.
+    """
+    pid, mark = os.getppid(), f"\0{variable}=".encode()
+    with suppress(OSError):  # the process of another user, or of another container
+        while mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+            pid = int(fields.split()[1])
+    try:
+        return len(os.sched_getaffinity(pid))
+    except OSError:
+        return len(os.sched_getaffinity(0))
+
+
+def cores_of_rank() -> int:
+    """Return this rank's share of the launcher's cores, at most those that it is bound to."""
+    bound, (variable, ranks) = len(os.sched_getaffinity(0)), _launched()
+    if ranks < 2:
+        return bound
+    return max(1, min(bound, cores_of_launcher(variable) // ranks))
 
 
 def thread_budget() -> int:
-    """Return this rank's share of its cores, at most the number of threads that torch uses."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(torch.get_num_threads(), cores // ranks_here()))
+    """Return the cores of this rank, at most the number of threads that torch uses."""
+    return min(torch.get_num_threads(), cores_of_rank())
+
+
+def hint_of_threads() -> str:
+    """Return how to use this rank's cores if torchrun restricts torch to one; "" otherwise."""
+    cores, variables = cores_of_rank(), os.environ
+    restricted = (
+        "TORCHELASTIC_RUN_ID" in variables and variables.get("OMP_NUM_THREADS") == "1"
+    )
+    if not restricted or thread_budget() == cores:
+        return ""
+    return (
+        f"AdamOffload: a step uses 1 of this rank's {cores} cores, because torchrun sets "
+        f"OMP_NUM_THREADS=1; pass num_threads={cores}"
+    )
 
 
 @contextmanager
@@ -125,20 +179,35 @@ class HostAdam:
 
     def _update(self, batch: list[Update]) -> None:
         settings = batch[0].settings
-        decay = settings.weight_decay
+        decay, decoupled = settings.weight_decay, settings.decoupled_weight_decay
         weights = [update.weights for update in batch]
         grads = [update.grad for update in batch]
         exp_avgs = [update.exp_avg for update in batch]
         exp_avg_sqs = [update.exp_avg_sq for update in batch]
         if batch[0].copies_gradient:
             grads = self._unscaled(settings, weights, grads)
-            decay = settings.weight_decay - settings.l2_penalty
+            decay -= settings.l2_penalty
         if settings.use_nesterov:
             torch._foreach_lerp_(exp_avgs, grads, 1.0 - settings.betas[0])
             _, copies = self._scratch_like(exp_avgs, 1)
             torch._foreach_copy_(copies, exp_avgs)
             exp_avgs = copies
-        _kernel(settings, decay, weights, grads, exp_avgs, exp_avg_sqs)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [settings.kernel_step] * len(weights),
+            lr=settings.lr,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=decay,
+            eps=settings.kernel_eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _unscaled(
         self,
@@ -194,30 +263,3 @@ def _batches(
             filled += elements
     if batch:
         yield batch
-
-
-def _kernel(
-    settings: Settings,
-    weight_decay: float,
-    weights: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-) -> None:
-    decoupled = settings.decoupled_weight_decay
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        weights,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [settings.kernel_step] * len(weights),
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=weight_decay,
-        eps=settings.kernel_eps,
-        amsgrad=False,
-        maximize=False,
-    )
