@@ -21,3 +21,13 @@ def is_inside(function: str, module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_making_state() -> bool:
+    """Return whether the optimizer step that runs only makes state: it is not training.
+
+    The functions of `torch.distributed.checkpoint.state_dict`, which accelerate and Lightning
+    call, take a step with gradients and rates of zero if an optimizer has neither state nor
+    gradients.
+    """
+    return is_inside("_init_optim_state", "torch.distributed.checkpoint.state_dict")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common.frames import is_inside
+from adasum_hvd.common.frames import is_making_state
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.distributed.all_reduce import adasum_all_reduce
@@ -22,15 +22,6 @@ from adasum_hvd.distributed.rules import Coefficients
 __all__ = ["reduce_changes"]
 
 _NONE, _EQUAL, _OTHERS = range(3)
-
-
-def is_no_training() -> bool:
-    """Return whether this step only makes an optimizer's state.
-
-    The functions of `torch.distributed.checkpoint.state_dict` take a step with gradients and rates
-    of zero if an optimizer has neither state nor gradients.
-    """
-    return is_inside("_init_optim_state", "torch.distributed.checkpoint.state_dict")
 
 
 def check_local(who: str, optimizer: torch.optim.Optimizer) -> None:
@@ -197,12 +188,12 @@ def reduce_changes(
         ]
 
     def before(*_: Any) -> None:
-        if not is_no_training():
+        if not is_making_state():
             starts[:] = copies_of(weights())
 
     def after(*_: Any) -> None:
         nonlocal compared
-        if is_no_training():
+        if is_making_state():
             return
         changes = changes_since(starts, weights())
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.common.frames import is_making_state
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.delta import (
@@ -25,7 +26,6 @@ from adasum_hvd.distributed.delta import (
     check_first,
     check_local,
     copies_of,
-    is_no_training,
     restore,
 )
 from adasum_hvd.distributed.replica_mesh import connect
@@ -116,11 +116,11 @@ class LocalSGD:
 
     def _before_step(self, *_: Any) -> None:
         self._selection.check("LocalSGD")
-        if not self._starts and not is_no_training():
+        if not self._starts and not is_making_state():
             self._starts = [copies_of(unit.locals()) for unit in self._units]
 
     def _after_step(self, *_: Any) -> None:
-        if is_no_training():
+        if is_making_state():
             return
         self._local_step += 1
         if self._local_step >= self._every:
