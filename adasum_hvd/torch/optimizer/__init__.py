@@ -165,8 +165,8 @@ def DistributedOptimizer(
         num_groups: deprecated name of `groups`.
         groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
             of parameters that share one.
-        sparse_as_dense: reduce sparse gradients densely (no effect in the delta variant, whose
-            gradients stay local).
+        sparse_as_dense: reduce sparse gradients densely, and give them back sparse (no effect in
+            the delta variant, whose gradients stay local).
         process_set: the ranks that reduce; others step locally.
         start_copy: "device" or "host": where the delta variant keeps the weights from
             before the step.

@@ -25,7 +25,11 @@ from adasum_hvd.torch.optimizer.buckets import (
     change_bucket,
 )
 from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
-from adasum_hvd.torch.optimizer.checks.consistency import checksum_of, epoch
+from adasum_hvd.torch.optimizer.checks.consistency import (
+    checksum_of,
+    epoch,
+    hyperparameters,
+)
 from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
 
 # Hyperparameters that may differ between ranks: learning rates, and the implementation.
@@ -74,6 +78,7 @@ class DeltaReducer:
         self._epoch: int | None = (
             None  # of `consistency.epoch`, when all ranks agreed on a start
         )
+        self._recorded_in: int | None = None
         self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False
         self.reduction.connect(self.rebuild)
@@ -158,6 +163,7 @@ class DeltaReducer:
 
     # ---- the step ----
 
+    @torch.no_grad()
     def _begin_window(self) -> None:
         """Record the start of the window."""
         first = self._epoch != epoch()  # since the job's start or the last join()
@@ -190,14 +196,37 @@ class DeltaReducer:
 
     def _settings(self, first: bool) -> dict[str, Any]:
         """Return the settings that must be equal in the first step; schedules may differ later."""
-        if not first:
-            return {}
-        everything = self.reduction.settings()
-        return {n: v for n, v in everything.items() if not _OF_A_RANK.search(n)}
+        before = self._settings_before if first else {}
+        return {n: v for n, v in before.items() if not _OF_A_RANK.search(n)}
+
+    def _record_settings(self) -> None:
+        """Keep the settings from before the first step, which changes an optimizer's state."""
+        if self._recorded_in != epoch():
+            self._recorded_in = epoch()
+            self._settings_before = self.reduction.settings()
+            self._had_state = bool(self.optimizer.state)
+
+    def _state_names(self) -> set[str]:
+        """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
+
+        The optimizer's own step has changed them; or, before this step, an earlier one or a
+        checkpoint: they are not the defaults.
+        """
+        before, after = self._settings_before, self.reduction.settings()
+        names = {n for n, value in before.items() if after.get(n) != value}
+        if self._had_state:
+            defaults = hyperparameters([getattr(self.optimizer, "defaults", {})])
+            defaults["optimizer"] = before["optimizer"]
+            names |= {
+                n for n, v in before.items() if defaults.get(n.rpartition(".")[2]) != v
+            }
+        return names
 
     def _next_round(self, check: ConsistencyCheck) -> None:
         """Compare the ranks, and their starts if weights were changed between steps. Collective."""
-        if not check.next_round(self._settings, lambda: self._replaced):
+        if not check.next_round(
+            self._settings, lambda: self._replaced, self._state_names
+        ):
             return
         self._replaced = False
         checksums = check.ask("changed", checksum_of(self._common_starts()))
@@ -262,6 +291,7 @@ class DeltaReducer:
         """
         self.reduction.follow_parameters(self._announce_change, self.rebuild)
         self.reduction.drop_frozen_gradients()
+        self._record_settings()
         self._scaled = getattr(self.optimizer, "found_inf", None) is not None
         skip = scaling.must_skip(self.optimizer, consistent=self.reduction.alone)
         try:
@@ -270,17 +300,20 @@ class DeltaReducer:
             if skip:
                 self._end_step()
                 return None
-            return self.optimizer._adasum_hooked_step(*closure)
+            # Between the optimizer's pre and post hooks, which torch's decorator runs.
+            hooked = torch.optim.Optimizer.profile_hook_step(self._step_and_reduce)
+            return hooked(self.optimizer, *closure)
         except HorovodInternalError as error:
             if "Mismatched data types" in str(error):
                 self.rebuild()  # raises an error that names the difference
             raise
 
-    def hooked_step(self, *closure: Any) -> Any:
-        """Take the local step and reduce, between the optimizer's pre and post hooks."""
+    def _step_and_reduce(self, optimizer: Any, *closure: Any) -> Any:
+        step = optimizer._base.step
+        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
             with self.reduction.evaluating():
-                result = self.optimizer._adasum_unhooked_step(*closure)
+                result = unhooked(optimizer, *closure)
         except BaseException:
             self._restore()
             raise
@@ -288,6 +321,7 @@ class DeltaReducer:
         self._end_step()
         return result
 
+    @torch.no_grad()
     def _end_step(self) -> None:
         self._local_step += 1
         if self._local_step >= self.options.local_steps:
@@ -325,6 +359,7 @@ class DeltaReducer:
                 "for float32 master weights"
             )
 
+    @torch.no_grad()
     def _restore(self) -> None:
         """Set every parameter to the start."""
         for bucket in self.buckets:

@@ -73,8 +73,6 @@ class GradientReducer:
             self.options.factors,
             process_set,
             with_flags=True,
-            keeps_sparse=not self.options.sparse_as_dense
-            and self.options.op in (ops.Average, ops.Sum),
         )
 
     def _dense(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
@@ -146,7 +144,7 @@ class GradientReducer:
 
         Gradients are dropped if a reduction of them was interrupted.
         """
-        if any(bucket.is_under_way for bucket in self.reduction.buckets):
+        if any(bucket.has_begun for bucket in self.reduction.buckets):
             torch.optim.Optimizer.zero_grad(self.optimizer)
         for bucket in self.buckets:
             bucket.drop()
@@ -165,7 +163,7 @@ class GradientReducer:
                 self._check_sparse(parameter)
         bucket.fill(gradients)
         if bucket in self.reduction.buckets and self._is_changing():
-            bucket.announce_change()
+            bucket.flags.announce_change()
         bucket.start()
 
     def _check_sparse(self, parameter: torch.Tensor) -> None:
@@ -230,7 +228,9 @@ class GradientReducer:
         self.reduction.drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
-        if any(bucket.announces_change for bucket in self.reduction.common_buckets):
+        if any(
+            bucket.flags.announces_change for bucket in self.reduction.common_buckets
+        ):
             self._drop_round()
             self.rebuild()  # raises an error that names the difference
         for bucket in self.buckets:
@@ -284,9 +284,11 @@ class GradientReducer:
         self._reduce()
         self._of_synchronize = [p.grad for c in self.buckets for p in c.params]
 
-    def _settings(self, _: bool) -> dict[str, Any]:
+    def _settings(self, first: bool) -> dict[str, Any]:
         passes = self.options.backward_passes_per_step
         settings = {**self.reduction.settings(), "backward_passes_per_step": passes}
+        if first:
+            settings["has state"] = self.parameters.any_has_state()
         if self.loss_scale is not None:
             settings["GradScaler's scale"] = self.loss_scale.item()
         return settings
@@ -340,7 +342,7 @@ class GradientReducer:
             return None
         if not self.synchronized:
             self._reduce()
-        return self.optimizer._adasum_step()
+        return self.optimizer._base.step(self.optimizer)
 
     def _step_with(self, closure: Any) -> Any:
         losses: list[Any] = []
@@ -352,7 +354,7 @@ class GradientReducer:
             return self._mean_loss(losses[-1])
 
         with self.reduction.evaluating():
-            self.optimizer._adasum_step(reduced_closure)
+            self.optimizer._base.step(self.optimizer, reduced_closure)
         return losses[0] if losses else None
 
     def _mean_loss(self, loss: Any) -> Any:

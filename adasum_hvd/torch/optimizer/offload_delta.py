@@ -64,6 +64,7 @@ class OffloadDeltaReducer(DeltaReducer):
     def _publish(self) -> None:
         self.optimizer.publish(p for members in self.members for p in members)
 
+    @torch.no_grad()
     def _restore(self) -> None:
         super()._restore()
         self._publish()

@@ -164,10 +164,7 @@ class Reduction:
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks; see :class:`ConsistencyCheck`."""
         groups = self.parameters.common_groups()
-        found = hyperparameters(groups)
-        if self._options.is_delta:  # AdamOffload counts its steps, which are state
-            found = {k: v for k, v in found.items() if k.rpartition(".")[2] != "step"}
-        return {"optimizer": self._optimizer_name, **found}
+        return {"optimizer": self._optimizer_name, **hyperparameters(groups)}
 
     def note_step(self) -> None:
         """Count a step."""
