@@ -126,8 +126,7 @@ def wrap(
     )
     _drop_patched_methods(distributed)
     distributed._wrapped = weakref.ref(optimizer)
-    distributed._adasum = reducer_of(distributed, names, options)
-    distributed._adasum.reduction.allows_ddp = allows_ddp
+    distributed._adasum = reducer_of(distributed, names, options, allows_ddp)
     return distributed
 
 

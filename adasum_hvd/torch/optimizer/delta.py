@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -30,47 +28,24 @@ from adasum_hvd.torch.optimizer.checks.consistency import (
     epoch,
     hyperparameters,
 )
-from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
+from adasum_hvd.torch.optimizer.reducer import Reducer
 
 # Hyperparameters that may differ between ranks: learning rates, and the implementation.
 _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$")
 
 
-class DeltaReducer:
+class DeltaReducer(Reducer):
     """Reducer of weight changes after a local step. Parameters hold weights at all times.
-
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        reduction: its parameters, ranks and buckets.
-        options: those of `DistributedOptimizer`.
 
     Attributes:
         change_overflowed: a reduced change was not finite; read and cleared by the scaler.
     """
 
     reduces_gradients = False
-    skip_synchronize = False
     keeps_masters = False
-
-    def __init__(self, optimizer: Any, reduction: Reduction, options: Options):
-        self._optimizer = weakref.ref(optimizer)
-        self.reduction, self.options = reduction, options
-        self.parameters = reduction.parameters
-        self._local_step = 0  # steps taken since the replicas were last equal
-        self._waiting: dict[str, Any] | None = (
-            None  # a loaded window, until there are buckets
-        )
-        self._connect()
-
-    @property
-    def optimizer(self) -> Any:
-        """The distributed optimizer."""
-        return self._optimizer()
-
-    @property
-    def buckets(self) -> list[ChangeBucket]:
-        """The buckets of weights."""
-        return self.reduction.buckets
+    buckets: list[ChangeBucket]
+    _local_step = 0  # steps taken since the replicas were last equal
+    _waiting: dict[str, Any] | None = None  # a loaded window, until there are buckets
 
     def _connect(self) -> None:
         self._scaled = False  # a gradient scaler called this step()
@@ -81,18 +56,7 @@ class DeltaReducer:
         self._recorded_in: int | None = None
         self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False
-        self.reduction.connect(self.rebuild)
-
-    def synchronize(self) -> None:
-        """Do nothing: backward starts no reduction."""
-
-    def before_zero_grad(self) -> None:
-        """Do nothing: gradients are local."""
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
-        check_count("backward_passes_per_step", passes)
-        self.options = replace(self.options, backward_passes_per_step=passes)
+        super()._connect()
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -105,10 +69,6 @@ class DeltaReducer:
             self.options,
             process_set,
         )
-
-    def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that holds the parameter's weights; steps change it in place."""
-        return parameter
 
     def check_may_change(self) -> None:
         """Raise RuntimeError inside a window of local steps."""
@@ -134,7 +94,7 @@ class DeltaReducer:
         else:
             names = [
                 bucket.entry.removeprefix("allreduce.")
-                for bucket in self.reduction.common_buckets
+                for bucket in self.common_buckets
             ]
         none = torch.zeros(1, dtype=torch.int64)
         process_set = self.options.process_set
@@ -154,12 +114,12 @@ class DeltaReducer:
         """Build the buckets again. Collective; blocks."""
         self.check_may_change()
         self.members: list[list[torch.Tensor]] = []  # parameters by bucket
-        self.reduction.build(self._make_bucket, travels_as=self.weights_of)
+        super().rebuild()
 
     def own_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept in addition to the optimizer's."""
         starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
-        return [*(bucket.flat for bucket in self.buckets), *starts]
+        return [*super().own_tensors(), *starts]
 
     # ---- the step ----
 
@@ -169,8 +129,8 @@ class DeltaReducer:
         first = self._epoch != epoch()  # since the job's start or the last join()
         for index in range(len(self.buckets)):
             self._replaced |= self._begin_bucket(index)
-        if first and self.reduction.consistency is not None:
-            self._agree_on_start(self.reduction.consistency)
+        if first and self.consistency is not None:
+            self._agree_on_start(self.consistency)
             self._replaced = False
         self._epoch = epoch()
 
@@ -188,7 +148,7 @@ class DeltaReducer:
             )
 
     def _common_starts(self) -> list[torch.Tensor]:
-        return [bucket.start_weights for bucket in self.reduction.common_buckets]
+        return [bucket.start_weights for bucket in self.common_buckets]
 
     def _begin_bucket(self, index: int) -> bool:
         """Record a bucket's start; return whether its weights differ from the agreed ones."""
@@ -203,7 +163,7 @@ class DeltaReducer:
         """Keep the settings from before the first step, which changes an optimizer's state."""
         if self._recorded_in != epoch():
             self._recorded_in = epoch()
-            self._settings_before = self.reduction.settings()
+            self._settings_before = self._shared_settings()
             self._had_state = bool(self.optimizer.state)
 
     def _state_names(self) -> set[str]:
@@ -212,7 +172,7 @@ class DeltaReducer:
         The optimizer's own step has changed them; or, before this step, an earlier one or a
         checkpoint: they are not the defaults.
         """
-        before, after = self._settings_before, self.reduction.settings()
+        before, after = self._settings_before, self._shared_settings()
         names = {n for n, value in before.items() if after.get(n) != value}
         if self._had_state:
             defaults = hyperparameters([getattr(self.optimizer, "defaults", {})])
@@ -247,7 +207,7 @@ class DeltaReducer:
         """
         for bucket in self.buckets:
             bucket.finish()
-        if self._scaled and self.reduction.reducing and not self._changes_are_finite():
+        if self._scaled and self.reducing and not self._changes_are_finite():
             self._restore()
             self.change_overflowed = True
             return
@@ -289,11 +249,11 @@ class DeltaReducer:
                 different steps, or their weights were changed differently (on every rank).
             ValueError: the ranks' parameters differ; on every rank.
         """
-        self.reduction.follow_parameters(self._announce_change, self.rebuild)
-        self.reduction.drop_frozen_gradients()
+        self._follow_parameters()
+        self._drop_frozen_gradients()
         self._record_settings()
         self._scaled = getattr(self.optimizer, "found_inf", None) is not None
-        skip = scaling.must_skip(self.optimizer, consistent=self.reduction.alone)
+        skip = scaling.must_skip(self.optimizer, consistent=self.alone)
         try:
             if self._local_step == 0:
                 self._begin_window()
@@ -312,7 +272,7 @@ class DeltaReducer:
         step = optimizer._base.step
         unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
-            with self.reduction.evaluating():
+            with self._evaluating():
                 result = unhooked(optimizer, *closure)
         except BaseException:
             self._restore()
@@ -327,17 +287,17 @@ class DeltaReducer:
         if self._local_step >= self.options.local_steps:
             self._local_step = 0
             try:
-                if self.reduction.consistency is not None:
-                    self._check_duplicates(self.reduction.consistency)
-                    self._next_round(self.reduction.consistency)
+                if self.consistency is not None:
+                    self._check_duplicates(self.consistency)
+                    self._next_round(self.consistency)
                 for bucket in self.buckets:
                     bucket.start()
                 self._apply()
             except Exception:
-                abandon(self.buckets)
+                self._abandon()
                 self._restore()
                 raise
-        self.reduction.note_step()
+        self._note_step()
 
     def _check_duplicates(self, check: ConsistencyCheck) -> None:
         """Raise on every rank if an optimizer keeps a copy of the weights. Collective."""
@@ -384,7 +344,7 @@ class DeltaReducer:
             ValueError: the window's starts are not those of these parameters.
         """
         self._local_step, self._waiting = 0, None
-        if not window or not self.reduction.reducing:
+        if not window or not self.reducing:
             return
         if (
             not self.buckets
@@ -407,7 +367,5 @@ class DeltaReducer:
     def restart(self) -> None:
         """Restart with the job's current ranks; a window of local steps continues."""
         window, self._local_step = self.window(), 0
-        for bucket in self.buckets:
-            bucket.drop()
-        self._connect()
+        super().restart()
         self.load_window(window)

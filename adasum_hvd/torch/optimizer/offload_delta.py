@@ -71,7 +71,7 @@ class OffloadDeltaReducer(DeltaReducer):
 
     def step(self, *closure: Any) -> Any:
         """As the base's. Masters change before the reduction, parameters after it."""
-        if self.reduction.reducing and self._local_step + 1 >= self.options.local_steps:
+        if self.reducing and self._local_step + 1 >= self.options.local_steps:
             self.optimizer.hold_back()
         return super().step(*closure)
 

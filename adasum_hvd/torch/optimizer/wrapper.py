@@ -16,37 +16,36 @@ from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
-from adasum_hvd.torch.optimizer.reduction import Reduction
+from adasum_hvd.torch.optimizer.parameters import Names
+from adasum_hvd.torch.optimizer.reducer import Reducer
 
 _STATE_KEY = "adasum_delta"
 StepClosure = Callable[[], Any] | None
 
 
 def reducer_of(
-    optimizer: Any, names: Names, options: Options
-) -> GradientReducer | DeltaReducer:
+    optimizer: Any, names: Names, options: Options, allows_ddp: bool
+) -> Reducer:
     """Return the reducer that the op asks for. Collective; blocks.
 
     Args:
         optimizer: the distributed optimizer, held weakly.
         names: of its parameters.
         options: those of `DistributedOptimizer`.
+        allows_ddp: DistributedDataParallel may have reduced the gradients before.
     """
-    kind: type = GradientReducer
+    kind: type[Reducer] = GradientReducer
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         kind = OffloadDeltaReducer if offloaded else DeltaReducer
-    parameters = ReducedParameters(optimizer, names, options)
-    name = f"{optimizer._base.__module__}.{optimizer._base.__qualname__}"
-    return kind(optimizer, Reduction(parameters, options, name), options)
+    return kind(optimizer, names, options, allows_ddp)
 
 
 class DistributedWrapper(torch.optim.Optimizer):
     """Mixin before the user's optimizer class; the reducer is `_adasum`."""
 
     _base: type  # the user's class
-    _adasum: GradientReducer | DeltaReducer
+    _adasum: Reducer
     _wrapped: weakref.ref[torch.optim.Optimizer]  # the original object
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
@@ -114,7 +113,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         """
         if not is_making_state():
             self._adasum.before_zero_grad()
-            self._adasum.reduction.note_zero_grad()
+            self._adasum.note_zero_grad()
         super().zero_grad(*args, **kwargs)
 
     # ---- state ----
