@@ -45,7 +45,8 @@ def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "DistributedOptimizer: expected a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__}; create one from the model's parameters first"
+            f"{type(optimizer).__name__}; create one from the model's parameters, or pass the one "
+            "that this object wraps"
         )
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

@@ -46,14 +46,14 @@ class DeltaReducer(Reducer):
     buckets: list[ChangeBucket]
     _local_step = 0  # steps taken since the replicas were last equal
     _waiting: dict[str, Any] | None = None  # a loaded window, until there are buckets
+    _epoch: int | None
+    _recorded_in: int | None
 
     def _connect(self) -> None:
         self._scaled = False  # a gradient scaler called this step()
         self._replaced = False  # weights were changed since all ranks agreed
-        self._epoch: int | None = (
-            None  # of `consistency.epoch`, when all ranks agreed on a start
-        )
-        self._recorded_in: int | None = None
+        # `consistency.epoch` when all ranks agreed on a start, and of `_settings_before`.
+        self._epoch = self._recorded_in = None
         self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False
         super()._connect()
@@ -105,9 +105,8 @@ class DeltaReducer(Reducer):
             for name in names
         ]
         for handle in handles:
-            with suppress(
-                HorovodInternalError
-            ):  # the comparison in rebuild() names the difference
+            # The comparison in rebuild() names the difference.
+            with suppress(HorovodInternalError):
                 wire.synchronize(handle)
 
     def rebuild(self) -> None:
@@ -346,9 +345,7 @@ class DeltaReducer(Reducer):
         self._local_step, self._waiting = 0, None
         if not window or not self.reducing:
             return
-        if (
-            not self.buckets
-        ):  # the buckets were not built: the ranks could not be reached
+        if not self.buckets:  # not built: the ranks could not be reached
             self._waiting = window
             return
         places = [bucket.start_weights for bucket in self.buckets]

@@ -107,9 +107,8 @@ class GradientReducer(Reducer):
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
-        self._of_synchronize: list[
-            torch.Tensor | None
-        ] = []  # gradients after synchronize()
+        # Gradients after synchronize().
+        self._of_synchronize: list[torch.Tensor | None] = []
         if self._counter:
             self._counter.reset()
 
@@ -252,7 +251,9 @@ class GradientReducer(Reducer):
                 taken different steps, or have other hyperparameters (on every rank).
         """
         self._reduce()
-        self._of_synchronize = [p.grad for c in self.buckets for p in c.params]
+        self._of_synchronize = [
+            p.grad for bucket in self.buckets for p in bucket.params
+        ]
 
     def _settings(self, first: bool) -> dict[str, Any]:
         passes = self.options.backward_passes_per_step
@@ -276,7 +277,7 @@ class GradientReducer(Reducer):
             )
         scaled = getattr(self.optimizer, "found_inf", None) is not None
         if self.synchronized and not self.skip_synchronize and not scaled:
-            parameters = (p for c in self.buckets for p in c.params)
+            parameters = (p for bucket in self.buckets for p in bucket.params)
             for p, gradient in zip(parameters, self._of_synchronize, strict=False):
                 if p.grad is not gradient:
                     raise RuntimeError(
