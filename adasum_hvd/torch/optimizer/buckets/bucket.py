@@ -126,7 +126,8 @@ class Bucket:
         self.flags.set_dense()
         views, tensors = [], []
         for index, source in enumerate(sources):
-            self.flags.set_from(index, source)
+            if source is None or source.is_sparse:
+                self.flags.set_from(index, source)
             if source is None:
                 self.views[index].zero_()
             elif not self.holds(index, source):

@@ -49,12 +49,10 @@ class Flags:
 
     def set_from(self, index: int, gradient: torch.Tensor | None) -> None:
         """Set a parameter's code, if its gradient is not a dense one."""
-        if not self._numbers.numel():
-            return
         if gradient is None:
-            self._numbers[index] = NONE
+            self._numbers[index : index + 1] = NONE
         elif gradient.is_sparse and self._tells_sparse:
-            self._numbers[index] = self._sparse
+            self._numbers[index : index + 1] = self._sparse
 
     def announce_change(self) -> None:
         """Notify all ranks, by this reduction, that this rank's parameters change."""
