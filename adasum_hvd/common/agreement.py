@@ -20,7 +20,8 @@ OPTIMIZER = (
 # What it says of an optimizer's.
 HYPERPARAMETERS = (
     "hyperparameters",
-    "make the same optimizer on every rank, and change its hyperparameters on all of them alike",
+    "make the same optimizer on every rank, change its hyperparameters on all of them alike, and "
+    "broadcast_optimizer_state() if one rank alone has loaded or read a state",
 )
 Described = tuple[str, tuple[int, ...], str]  # name, shape, dtype of a parameter
 

@@ -28,6 +28,8 @@ def is_making_state() -> bool:
 
     The functions of `torch.distributed.checkpoint.state_dict`, which accelerate and Lightning
     call, take a step with gradients and rates of zero if an optimizer has neither state nor
-    gradients.
+    gradients. Horovod's own `broadcast_optimizer_state` takes one with zero gradients.
     """
-    return is_inside("_init_optim_state", "torch.distributed.checkpoint.state_dict")
+    return is_inside(
+        "_init_optim_state", "torch.distributed.checkpoint.state_dict"
+    ) or is_inside("broadcast_optimizer_state", "horovod.torch.functions")

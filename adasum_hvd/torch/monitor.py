@@ -150,8 +150,7 @@ class AdasumMonitor:
 
     def _entries_of_optimizer(self) -> Entries:
         return {
-            bucket.entry: bucket.names
-            for bucket in self._source._adasum.reduction.common_buckets
+            bucket.entry: bucket.names for bucket in self._source._adasum.common_buckets
         }
 
     def _entries_of_state(self) -> Entries:

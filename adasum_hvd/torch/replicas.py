@@ -83,14 +83,13 @@ def banner(optimizer: Any) -> str:
         ...     print(hvd.banner(optimizer))
     """
     wire = {
-        str(b.flat.dtype).removeprefix("torch.")
-        for b in optimizer._adasum.reduction.buckets
+        str(b.flat.dtype).removeprefix("torch.") for b in optimizer._adasum.flat_buckets
     }
     path = binding.transport_description(
         LIBRARY, optimizer._adasum.options.process_set.process_set_id
     )
     if (
-        any(b.flat.is_cuda for b in optimizer._adasum.reduction.buckets)
+        any(b.flat.is_cuda for b in optimizer._adasum.flat_buckets)
         and "devices" not in path
     ):
         on_devices = binding.reduces_on_devices(LIBRARY)

@@ -45,7 +45,8 @@ def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "DistributedOptimizer: expected a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__}; create one from the model's parameters first"
+            f"{type(optimizer).__name__}; create one from the model's parameters, or pass the one "
+            "that this object wraps"
         )
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -126,8 +127,7 @@ def wrap(
     )
     _drop_patched_methods(distributed)
     distributed._wrapped = weakref.ref(optimizer)
-    distributed._adasum = reducer_of(distributed, names, options)
-    distributed._adasum.reduction.allows_ddp = allows_ddp
+    distributed._adasum = reducer_of(distributed, names, options, allows_ddp)
     return distributed
 
 
@@ -165,8 +165,8 @@ def DistributedOptimizer(
         num_groups: deprecated name of `groups`.
         groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
             of parameters that share one.
-        sparse_as_dense: reduce sparse gradients densely (no effect in the delta variant, whose
-            gradients stay local).
+        sparse_as_dense: reduce sparse gradients densely, and give them back sparse (no effect in
+            the delta variant, whose gradients stay local).
         process_set: the ranks that reduce; others step locally.
         start_copy: "device" or "host": where the delta variant keeps the weights from
             before the step.

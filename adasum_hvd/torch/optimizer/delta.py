@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.distributed import duplicate_weights
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -25,69 +23,40 @@ from adasum_hvd.torch.optimizer.buckets import (
     change_bucket,
 )
 from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
-from adasum_hvd.torch.optimizer.checks.consistency import checksum_of, epoch
-from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
+from adasum_hvd.torch.optimizer.checks.consistency import (
+    checksum_of,
+    epoch,
+    hyperparameters,
+)
+from adasum_hvd.torch.optimizer.reducer import Reducer
 
 # Hyperparameters that may differ between ranks: learning rates, and the implementation.
 _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$")
 
 
-class DeltaReducer:
+class DeltaReducer(Reducer):
     """Reducer of weight changes after a local step. Parameters hold weights at all times.
-
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        reduction: its parameters, ranks and buckets.
-        options: those of `DistributedOptimizer`.
 
     Attributes:
         change_overflowed: a reduced change was not finite; read and cleared by the scaler.
     """
 
     reduces_gradients = False
-    skip_synchronize = False
     keeps_masters = False
-
-    def __init__(self, optimizer: Any, reduction: Reduction, options: Options):
-        self._optimizer = weakref.ref(optimizer)
-        self.reduction, self.options = reduction, options
-        self.parameters = reduction.parameters
-        self._local_step = 0  # steps taken since the replicas were last equal
-        self._waiting: dict[str, Any] | None = (
-            None  # a loaded window, until there are buckets
-        )
-        self._connect()
-
-    @property
-    def optimizer(self) -> Any:
-        """The distributed optimizer."""
-        return self._optimizer()
-
-    @property
-    def buckets(self) -> list[ChangeBucket]:
-        """The buckets of weights."""
-        return self.reduction.buckets
+    buckets: list[ChangeBucket]
+    _local_step = 0  # steps taken since the replicas were last equal
+    _waiting: dict[str, Any] | None = None  # a loaded window, until there are buckets
+    _epoch: int | None
+    _recorded_in: int | None
 
     def _connect(self) -> None:
         self._scaled = False  # a gradient scaler called this step()
         self._replaced = False  # weights were changed since all ranks agreed
-        self._epoch: int | None = (
-            None  # of `consistency.epoch`, when all ranks agreed on a start
-        )
+        # `consistency.epoch` when all ranks agreed on a start, and of `_settings_before`.
+        self._epoch = self._recorded_in = None
         self._stepped_here = self._looked_for_copies = False
         self.change_overflowed = False
-        self.reduction.connect(self.rebuild)
-
-    def synchronize(self) -> None:
-        """Do nothing: backward starts no reduction."""
-
-    def before_zero_grad(self) -> None:
-        """Do nothing: gradients are local."""
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
-        check_count("backward_passes_per_step", passes)
-        self.options = replace(self.options, backward_passes_per_step=passes)
+        super()._connect()
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -100,10 +69,6 @@ class DeltaReducer:
             self.options,
             process_set,
         )
-
-    def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that holds the parameter's weights; steps change it in place."""
-        return parameter
 
     def check_may_change(self) -> None:
         """Raise RuntimeError inside a window of local steps."""
@@ -129,7 +94,7 @@ class DeltaReducer:
         else:
             names = [
                 bucket.entry.removeprefix("allreduce.")
-                for bucket in self.reduction.common_buckets
+                for bucket in self.common_buckets
             ]
         none = torch.zeros(1, dtype=torch.int64)
         process_set = self.options.process_set
@@ -140,31 +105,31 @@ class DeltaReducer:
             for name in names
         ]
         for handle in handles:
-            with suppress(
-                HorovodInternalError
-            ):  # the comparison in rebuild() names the difference
+            # The comparison in rebuild() names the difference.
+            with suppress(HorovodInternalError):
                 wire.synchronize(handle)
 
     def rebuild(self) -> None:
         """Build the buckets again. Collective; blocks."""
         self.check_may_change()
         self.members: list[list[torch.Tensor]] = []  # parameters by bucket
-        self.reduction.build(self._make_bucket, travels_as=self.weights_of)
+        super().rebuild()
 
     def own_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept in addition to the optimizer's."""
         starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
-        return [*(bucket.flat for bucket in self.buckets), *starts]
+        return [*super().own_tensors(), *starts]
 
     # ---- the step ----
 
+    @torch.no_grad()
     def _begin_window(self) -> None:
         """Record the start of the window."""
         first = self._epoch != epoch()  # since the job's start or the last join()
         for index in range(len(self.buckets)):
             self._replaced |= self._begin_bucket(index)
-        if first and self.reduction.consistency is not None:
-            self._agree_on_start(self.reduction.consistency)
+        if first and self.consistency is not None:
+            self._agree_on_start(self.consistency)
             self._replaced = False
         self._epoch = epoch()
 
@@ -182,7 +147,7 @@ class DeltaReducer:
             )
 
     def _common_starts(self) -> list[torch.Tensor]:
-        return [bucket.start_weights for bucket in self.reduction.common_buckets]
+        return [bucket.start_weights for bucket in self.common_buckets]
 
     def _begin_bucket(self, index: int) -> bool:
         """Record a bucket's start; return whether its weights differ from the agreed ones."""
@@ -190,14 +155,37 @@ class DeltaReducer:
 
     def _settings(self, first: bool) -> dict[str, Any]:
         """Return the settings that must be equal in the first step; schedules may differ later."""
-        if not first:
-            return {}
-        everything = self.reduction.settings()
-        return {n: v for n, v in everything.items() if not _OF_A_RANK.search(n)}
+        before = self._settings_before if first else {}
+        return {n: v for n, v in before.items() if not _OF_A_RANK.search(n)}
+
+    def _record_settings(self) -> None:
+        """Keep the settings from before the first step, which changes an optimizer's state."""
+        if self._recorded_in != epoch():
+            self._recorded_in = epoch()
+            self._settings_before = self._shared_settings()
+            self._had_state = bool(self.optimizer.state)
+
+    def _state_names(self) -> set[str]:
+        """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
+
+        The optimizer's own step has changed them; or, before this step, an earlier one or a
+        checkpoint: they are not the defaults.
+        """
+        before, after = self._settings_before, self._shared_settings()
+        names = {n for n, value in before.items() if after.get(n) != value}
+        if self._had_state:
+            defaults = hyperparameters([getattr(self.optimizer, "defaults", {})])
+            defaults["optimizer"] = before["optimizer"]
+            names |= {
+                n for n, v in before.items() if defaults.get(n.rpartition(".")[2]) != v
+            }
+        return names
 
     def _next_round(self, check: ConsistencyCheck) -> None:
         """Compare the ranks, and their starts if weights were changed between steps. Collective."""
-        if not check.next_round(self._settings, lambda: self._replaced):
+        if not check.next_round(
+            self._settings, lambda: self._replaced, self._state_names
+        ):
             return
         self._replaced = False
         checksums = check.ask("changed", checksum_of(self._common_starts()))
@@ -218,7 +206,7 @@ class DeltaReducer:
         """
         for bucket in self.buckets:
             bucket.finish()
-        if self._scaled and self.reduction.reducing and not self._changes_are_finite():
+        if self._scaled and self.reducing and not self._changes_are_finite():
             self._restore()
             self.change_overflowed = True
             return
@@ -260,27 +248,31 @@ class DeltaReducer:
                 different steps, or their weights were changed differently (on every rank).
             ValueError: the ranks' parameters differ; on every rank.
         """
-        self.reduction.follow_parameters(self._announce_change, self.rebuild)
-        self.reduction.drop_frozen_gradients()
+        self._follow_parameters()
+        self._drop_frozen_gradients()
+        self._record_settings()
         self._scaled = getattr(self.optimizer, "found_inf", None) is not None
-        skip = scaling.must_skip(self.optimizer, consistent=self.reduction.alone)
+        skip = scaling.must_skip(self.optimizer, consistent=self.alone)
         try:
             if self._local_step == 0:
                 self._begin_window()
             if skip:
                 self._end_step()
                 return None
-            return self.optimizer._adasum_hooked_step(*closure)
+            # Between the optimizer's pre and post hooks, which torch's decorator runs.
+            hooked = torch.optim.Optimizer.profile_hook_step(self._step_and_reduce)
+            return hooked(self.optimizer, *closure)
         except HorovodInternalError as error:
             if "Mismatched data types" in str(error):
                 self.rebuild()  # raises an error that names the difference
             raise
 
-    def hooked_step(self, *closure: Any) -> Any:
-        """Take the local step and reduce, between the optimizer's pre and post hooks."""
+    def _step_and_reduce(self, optimizer: Any, *closure: Any) -> Any:
+        step = optimizer._base.step
+        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
-            with self.reduction.evaluating():
-                result = self.optimizer._adasum_unhooked_step(*closure)
+            with self._evaluating():
+                result = unhooked(optimizer, *closure)
         except BaseException:
             self._restore()
             raise
@@ -288,22 +280,23 @@ class DeltaReducer:
         self._end_step()
         return result
 
+    @torch.no_grad()
     def _end_step(self) -> None:
         self._local_step += 1
         if self._local_step >= self.options.local_steps:
             self._local_step = 0
             try:
-                if self.reduction.consistency is not None:
-                    self._check_duplicates(self.reduction.consistency)
-                    self._next_round(self.reduction.consistency)
+                if self.consistency is not None:
+                    self._check_duplicates(self.consistency)
+                    self._next_round(self.consistency)
                 for bucket in self.buckets:
                     bucket.start()
                 self._apply()
             except Exception:
-                abandon(self.buckets)
+                self._abandon()
                 self._restore()
                 raise
-        self.reduction.note_step()
+        self._note_step()
 
     def _check_duplicates(self, check: ConsistencyCheck) -> None:
         """Raise on every rank if an optimizer keeps a copy of the weights. Collective."""
@@ -325,6 +318,7 @@ class DeltaReducer:
                 "for float32 master weights"
             )
 
+    @torch.no_grad()
     def _restore(self) -> None:
         """Set every parameter to the start."""
         for bucket in self.buckets:
@@ -349,11 +343,9 @@ class DeltaReducer:
             ValueError: the window's starts are not those of these parameters.
         """
         self._local_step, self._waiting = 0, None
-        if not window or not self.reduction.reducing:
+        if not window or not self.reducing:
             return
-        if (
-            not self.buckets
-        ):  # the buckets were not built: the ranks could not be reached
+        if not self.buckets:  # not built: the ranks could not be reached
             self._waiting = window
             return
         places = [bucket.start_weights for bucket in self.buckets]
@@ -372,7 +364,5 @@ class DeltaReducer:
     def restart(self) -> None:
         """Restart with the job's current ranks; a window of local steps continues."""
         window, self._local_step = self.window(), 0
-        for bucket in self.buckets:
-            bucket.drop()
-        self._connect()
+        super().restart()
         self.load_window(window)

@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer import scaling
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter, SparseBucket
 from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
 from adasum_hvd.torch.optimizer.ready_counter import GradientReadyCounter
-from adasum_hvd.torch.optimizer.reduction import Reduction, abandon
+from adasum_hvd.torch.optimizer.reducer import Reducer
 
 
-class GradientReducer:
+class GradientReducer(Reducer):
     """Reducer of gradients: starts during backward, and `step()` waits for the last bucket.
 
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        reduction: its parameters, ranks and buckets.
-        options: those of `DistributedOptimizer`.
-
     Attributes:
-        buckets: flat buckets, and the bucket of sparse rows.
-        skip_synchronize: `step()` uses the gradients as they are.
         loss_scale: a GradScaler's scale, during its reduction.
         scaler: a weak reference to our GradScaler that has unscaled last, or None.
     """
 
     reduces_gradients = True
-
-    def __init__(self, optimizer: Any, reduction: Reduction, options: Options):
-        self._optimizer = weakref.ref(optimizer)
-        self.reduction, self.options = reduction, options
-        self.parameters = reduction.parameters
-        self._counter: GradientReadyCounter | None = None
-        self.skip_synchronize = False
-        self.loss_scale: torch.Tensor | None = None
-        self.scaler: Callable[[], Any] | None = None
-        self._connect()
-
-    @property
-    def optimizer(self) -> Any:
-        """The distributed optimizer."""
-        return self._optimizer()
+    loss_scale: torch.Tensor | None = None
+    scaler: Callable[[], Any] | None = None
+    _counter: GradientReadyCounter | None = None
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return self.parameters.name_of(parameter)
@@ -60,7 +39,7 @@ class GradientReducer:
         self._sparse_due = False  # a rank has found another sparse gradient
         self._sparse: list[SparseBucket] = []
         self._reset(synchronized=False)
-        self.reduction.connect(self.rebuild)
+        super()._connect()
 
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
@@ -73,11 +52,9 @@ class GradientReducer:
             self.options.factors,
             process_set,
             with_flags=True,
-            keeps_sparse=not self.options.sparse_as_dense
-            and self.options.op in (ops.Average, ops.Sum),
         )
 
-    def _dense(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+    def _flat(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
         """Return the parameters whose gradients have been dense so far."""
         rows = [(name, p) for name, p in named if name in self._sparse_names]
         self._sparse = []
@@ -94,13 +71,9 @@ class GradientReducer:
         if self._counter:
             self._counter.close()
         self._members = self._current_members()
-        self.buckets: list[Any] = []
-        self.reduction.build(self._make_bucket, self._dense)
-        self.buckets = [*self.reduction.buckets, *self._sparse]
+        super().rebuild()
+        self.buckets = [*self.flat_buckets, *self._sparse]
         self._count()
-
-    def check_may_change(self) -> None:
-        """Parameters may be added at any time."""
 
     def _count(self) -> None:
         self._counter = GradientReadyCounter(
@@ -118,8 +91,7 @@ class GradientReducer:
                 "or zero_grad(), but got one, whose gradients may be reduced already; call step() "
                 "or zero_grad() of this optimizer first"
             )
-        check_count("backward_passes_per_step", passes)
-        self.options = replace(self.options, backward_passes_per_step=passes)
+        super().set_backward_passes_per_step(passes)
         if self._counter:
             self._counter.close()
         self._count()
@@ -135,9 +107,8 @@ class GradientReducer:
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
-        self._of_synchronize: list[
-            torch.Tensor | None
-        ] = []  # gradients after synchronize()
+        # Gradients after synchronize().
+        self._of_synchronize: list[torch.Tensor | None] = []
         if self._counter:
             self._counter.reset()
 
@@ -146,11 +117,9 @@ class GradientReducer:
 
         Gradients are dropped if a reduction of them was interrupted.
         """
-        if any(bucket.is_under_way for bucket in self.reduction.buckets):
+        if any(bucket.has_begun for bucket in self.flat_buckets):
             torch.optim.Optimizer.zero_grad(self.optimizer)
-        for bucket in self.buckets:
-            bucket.drop()
-        self._connect()
+        super().restart()
 
     # ---- one reduction of all buckets, on all ranks ----
 
@@ -164,8 +133,8 @@ class GradientReducer:
             if gradient is not None and gradient.is_sparse:
                 self._check_sparse(parameter)
         bucket.fill(gradients)
-        if bucket in self.reduction.buckets and self._is_changing():
-            bucket.announce_change()
+        if bucket in self.flat_buckets and self._is_changing():
+            bucket.flags.announce_change()
         bucket.start()
 
     def _check_sparse(self, parameter: torch.Tensor) -> None:
@@ -183,14 +152,14 @@ class GradientReducer:
             if not bucket.in_flight:
                 self._start(bucket)
         try:
-            if self.reduction.consistency is not None:
-                self._sparse_due |= self.reduction.consistency.next_round(
+            if self.consistency is not None:
+                self._sparse_due |= self.consistency.next_round(
                     self._settings, lambda: bool(self._new_sparse_names())
                 )
             for bucket in self.buckets:
                 bucket.finish()
         except Exception:
-            abandon(self.buckets)
+            self._abandon()
             self._reset(synchronized=False)
             raise
 
@@ -221,16 +190,16 @@ class GradientReducer:
             self._follow_sparse()
 
     def _drop_round(self) -> None:
-        for bucket in self.reduction.buckets:
+        for bucket in self.flat_buckets:
             bucket.write_back(only_views=True)
         self._reset(synchronized=False)
 
     def _reduce(self) -> None:
-        self.reduction.follow_parameters(self._announce_change, self.rebuild)
-        self.reduction.drop_frozen_gradients()
+        self._follow_parameters()
+        self._drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
-        if any(bucket.announces_change for bucket in self.reduction.common_buckets):
+        if any(bucket.flags.announces_change for bucket in self.common_buckets):
             self._drop_round()
             self.rebuild()  # raises an error that names the difference
         for bucket in self.buckets:
@@ -255,7 +224,7 @@ class GradientReducer:
             return []
         return [
             self.parameters.name_of(parameter)
-            for bucket in self.reduction.common_buckets
+            for bucket in self.common_buckets
             for parameter in bucket.params
             if parameter.grad is not None and parameter.grad.is_sparse
         ]
@@ -282,18 +251,22 @@ class GradientReducer:
                 taken different steps, or have other hyperparameters (on every rank).
         """
         self._reduce()
-        self._of_synchronize = [p.grad for c in self.buckets for p in c.params]
+        self._of_synchronize = [
+            p.grad for bucket in self.buckets for p in bucket.params
+        ]
 
-    def _settings(self, _: bool) -> dict[str, Any]:
+    def _settings(self, first: bool) -> dict[str, Any]:
         passes = self.options.backward_passes_per_step
-        settings = {**self.reduction.settings(), "backward_passes_per_step": passes}
+        settings = {**self._shared_settings(), "backward_passes_per_step": passes}
+        if first:
+            settings["has state"] = self.parameters.any_has_state()
         if self.loss_scale is not None:
             settings["GradScaler's scale"] = self.loss_scale.item()
         return settings
 
     def _check_synchronized(self) -> None:
         """Raise if `step()` leaves out the reduction although gradients are not reduced."""
-        if self.reduction.alone:
+        if self.alone:
             return
         if self.skip_synchronize and not self.synchronized:
             scaling.forget_scaler(self.optimizer)
@@ -304,7 +277,7 @@ class GradientReducer:
             )
         scaled = getattr(self.optimizer, "found_inf", None) is not None
         if self.synchronized and not self.skip_synchronize and not scaled:
-            parameters = (p for c in self.buckets for p in c.params)
+            parameters = (p for bucket in self.buckets for p in bucket.params)
             for p, gradient in zip(parameters, self._of_synchronize, strict=False):
                 if p.grad is not gradient:
                     raise RuntimeError(
@@ -325,22 +298,22 @@ class GradientReducer:
                 gradient. There is nothing to reduce. Steps or hyperparameters differ between
                 ranks (on every rank).
         """
-        self.reduction.drop_frozen_gradients()
+        self._drop_frozen_gradients()
         result = self._step_with(*closure) if closure else self._plain_step()
         self._reset(synchronized=False)
-        self.reduction.note_step()
+        self._note_step()
         return result
 
     def _plain_step(self) -> Any:
         self._check_synchronized()
         partial = self.parameters.any_partial
-        consistent = self.reduction.alone or (self.synchronized and not partial)
+        consistent = self.alone or (self.synchronized and not partial)
         if scaling.must_skip(self.optimizer, consistent):
             self._drain()
             return None
         if not self.synchronized:
             self._reduce()
-        return self.optimizer._adasum_step()
+        return self.optimizer._base.step(self.optimizer)
 
     def _step_with(self, closure: Any) -> Any:
         losses: list[Any] = []
@@ -351,13 +324,13 @@ class GradientReducer:
             self._reduce()
             return self._mean_loss(losses[-1])
 
-        with self.reduction.evaluating():
-            self.optimizer._adasum_step(reduced_closure)
+        with self._evaluating():
+            self.optimizer._base.step(self.optimizer, reduced_closure)
         return losses[0] if losses else None
 
     def _mean_loss(self, loss: Any) -> Any:
         """Return the ranks' average loss, so that a line search is the same on all."""
-        if self.reduction.alone or loss is None:
+        if self.alone or loss is None:
             return loss
         local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
         return torch_ops.allreduce(
@@ -371,13 +344,3 @@ class GradientReducer:
         """Wait for gradients that are being reduced, and drop them."""
         self._drain()
         self._reset(synchronized=False)
-
-    def window(self) -> None:
-        """Return None: there are no local steps."""
-
-    def load_window(self, window: Any) -> None:
-        """Ignore a window of the delta variant."""
-
-    def own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are kept in addition to the optimizer's."""
-        return [bucket.flat for bucket in self.reduction.buckets]

@@ -64,13 +64,14 @@ class OffloadDeltaReducer(DeltaReducer):
     def _publish(self) -> None:
         self.optimizer.publish(p for members in self.members for p in members)
 
+    @torch.no_grad()
     def _restore(self) -> None:
         super()._restore()
         self._publish()
 
     def step(self, *closure: Any) -> Any:
         """As the base's. Masters change before the reduction, parameters after it."""
-        if self.reduction.reducing and self._local_step + 1 >= self.options.local_steps:
+        if self.reducing and self._local_step + 1 >= self.options.local_steps:
             self.optimizer.hold_back()
         return super().step(*closure)
 

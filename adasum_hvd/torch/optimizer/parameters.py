@@ -111,6 +111,11 @@ class ReducedParameters:
             if any(p.requires_grad and not marks.is_marked(p) for p in group["params"])
         ]
 
+    def any_has_state(self) -> bool:
+        """Return whether the optimizer keeps state of a parameter that all ranks reduce."""
+        state: Any = getattr(self._optimizer(), "state", ())
+        return any(p in state for p in self.reduced() if not marks.is_marked(p))
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name."""
         return self._names[parameter]

@@ -11,41 +11,41 @@ from typing import Any
 import torch
 
 from adasum_hvd.adam_offload import AdamOffload
+from adasum_hvd.common.frames import is_making_state
 from adasum_hvd.common.options import Options
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
-from adasum_hvd.torch.optimizer.reduction import Reduction
+from adasum_hvd.torch.optimizer.parameters import Names
+from adasum_hvd.torch.optimizer.reducer import Reducer
 
 _STATE_KEY = "adasum_delta"
 StepClosure = Callable[[], Any] | None
 
 
 def reducer_of(
-    optimizer: Any, names: Names, options: Options
-) -> GradientReducer | DeltaReducer:
+    optimizer: Any, names: Names, options: Options, allows_ddp: bool
+) -> Reducer:
     """Return the reducer that the op asks for. Collective; blocks.
 
     Args:
         optimizer: the distributed optimizer, held weakly.
         names: of its parameters.
         options: those of `DistributedOptimizer`.
+        allows_ddp: DistributedDataParallel may have reduced the gradients before.
     """
-    kind: type = GradientReducer
+    kind: type[Reducer] = GradientReducer
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         kind = OffloadDeltaReducer if offloaded else DeltaReducer
-    parameters = ReducedParameters(optimizer, names, options)
-    name = f"{optimizer._base.__module__}.{optimizer._base.__qualname__}"
-    return kind(optimizer, Reduction(parameters, options, name), options)
+    return kind(optimizer, names, options, allows_ddp)
 
 
 class DistributedWrapper(torch.optim.Optimizer):
     """Mixin before the user's optimizer class; the reducer is `_adasum`."""
 
     _base: type  # the user's class
-    _adasum: GradientReducer | DeltaReducer
+    _adasum: Reducer
     _wrapped: weakref.ref[torch.optim.Optimizer]  # the original object
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
@@ -54,33 +54,20 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     # ---- the step ----
 
-    @torch.no_grad()
     def step(self, closure: StepClosure = None) -> Any:
         """Take the step and reduce. Collective; blocks; see the reducers.
 
         Raises:
             RuntimeError: see :meth:`GradientReducer.step` and :meth:`DeltaReducer.step`.
         """
-        result = self._adasum.step(*[] if closure is None else [closure])
+        arguments = [] if closure is None else [closure]
+        if is_making_state():  # perhaps on one rank alone
+            return super().step(*arguments)
+        result = self._adasum.step(*arguments)
         plain = self._wrapped()
         if plain is not None:  # read by a scheduler that was made before the wrapping
             plain._opt_called = True
         return result
-
-    def _adasum_step(self, *closure: Any) -> Any:
-        """Take the step of the user's class, with its hooks."""
-        return super().step(*closure)
-
-    @torch.optim.Optimizer.profile_hook_step  # it calls the hooks
-    def _adasum_hooked_step(self, *closure: Any) -> Any:
-        assert isinstance(self._adasum, DeltaReducer)
-        return self._adasum.hooked_step(*closure)
-
-    def _adasum_unhooked_step(self, *closure: Any) -> Any:
-        """Take the step of the user's class without its hooks, which would run too early."""
-        step: Any = super().step.__func__
-        unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
-        return unhooked(self, *closure)
 
     # ---- the contract of Horovod's optimizer ----
 
@@ -124,8 +111,9 @@ class DistributedWrapper(torch.optim.Optimizer):
         has not been followed by `step()`. Warns if weights change and gradients are dropped
         without `step()`.
         """
-        self._adasum.before_zero_grad()
-        self._adasum.reduction.note_zero_grad()
+        if not is_making_state():
+            self._adasum.before_zero_grad()
+            self._adasum.note_zero_grad()
         super().zero_grad(*args, **kwargs)
 
     # ---- state ----
@@ -145,16 +133,15 @@ class DistributedWrapper(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; a state dict of a plain optimizer starts a new window.
-
-        Param groups stay the same list, which schedulers made before share.
-        """
+        """As torch's; a state dict of a plain optimizer starts a new window."""
         state_dict = dict(state_dict)
         window = state_dict.pop(_STATE_KEY, None)
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        groups[:] = self.param_groups
-        self.param_groups = groups
+        plain = self._wrapped()
+        # A scheduler that was made before the wrapping has the original object. Where groups are
+        # a property, they are an inner optimizer's, which both objects have.
+        if plain is not None and "param_groups" in vars(self):
+            plain.param_groups = self.param_groups
         self._adasum.load_window(window)
 
     def restart(self) -> None:
@@ -175,7 +162,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a plain optimizer of the user's class; not collective."""
-        return _plain_copy, (self._base, self.__getstate__())
+        return _plain_copy, (self._base,), self.__getstate__()
 
     # ---- for scalers, monitors, wrap cells and programs that know Horovod's optimizer ----
 
@@ -190,16 +177,15 @@ class DistributedWrapper(torch.optim.Optimizer):
 
 
 # torch wraps step() with its hooks once per class; the inner optimizer's is wrapped already.
-DistributedWrapper.step.hooked = True
+_step: Any = DistributedWrapper.step
+_step.hooked = True
 
 
-def _plain_copy(base: type, state: dict[str, Any]) -> Any:
-    """Return a plain optimizer with the state of a distributed one."""
+def _plain_copy(base: type) -> Any:
+    """Return a plain optimizer, which gets the state of a distributed one."""
     warnings.warn(
         f"{base.__name__}: the copy of a DistributedOptimizer is a plain optimizer; wrap it to "
         "reduce with it",
         stacklevel=2,
     )
-    plain: Any = object.__new__(base)
-    plain.__setstate__(state)
-    return plain
+    return object.__new__(base)

@@ -8,7 +8,6 @@ bucketing never changes a result.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,8 @@ from adasum_hvd.common import binding, ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
+from adasum_hvd.torch.optimizer.buckets.flags import Flags
+from adasum_hvd.torch.optimizer.buckets.without_graph import without_graph
 
 # `fill` copies smaller gradients together: one call per gradient would cost more than its copy.
 LARGE_BYTES = 64 << 10
@@ -29,6 +30,7 @@ class Bucket:
     Attributes:
         names: of the parameters.
         entry: name of the flat tensor in Horovod.
+        flags: what the ranks had to reduce, if the bucket was made with flags.
 
     Args:
         label: makes the bucket's name in Horovod unique.
@@ -37,10 +39,7 @@ class Bucket:
         op: the reduction.
         factors: prescale and postscale factor.
         process_set: the ranks that reduce.
-        with_flags: append one scalar per parameter, which is not zero if any rank had a tensor to
-            reduce.
-        keeps_sparse: gradients stay sparse where a rank has a sparse one, on all ranks; needs flags
-            and no AdaSum. False makes them dense.
+        with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Bucket:
         factors: tuple[float, float],
         process_set: ProcessSet,
         with_flags: bool = False,
-        keeps_sparse: bool = False,
     ):
         self.params = [parameter for _, parameter in named]
         self.names = [name for name, _ in named]
@@ -62,19 +60,15 @@ class Bucket:
         self.flat = self._make_flat(
             sum(sizes) + flags, wire_dtype, self.params[0].device
         )
-        *pieces, self.flags = self.flat.split([*sizes, flags])
+        *pieces, numbers = self.flat.split([*sizes, flags])
+        self.flags = Flags(numbers, op, process_set.size())
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._repeats = _repeats(op, factors)
+        self._is_idempotent = _is_idempotent(op, factors)
         self._addresses = [view.data_ptr() for view in self.views]
         self._factors, self.process_set = factors, process_set
-        # A flag for sparse gradients, above the sum of all ranks' flags for dense ones. Infinity
-        # has a meaning of its own.
-        ranks = process_set.size()
-        fits = 2 * ranks * ranks < torch.finfo(wire_dtype).max
-        self._sparse_flag = 2.0 * ranks if keeps_sparse and fits else 1.0
         self._handle: int | None = None
         shape_hash = hashlib.sha256(
             repr([(name, tuple(p.shape)) for name, p in named]).encode()
@@ -99,7 +93,7 @@ class Bucket:
         """
         parameter, view = self.params[index], self.views[index]
         return (
-            self._repeats
+            self._is_idempotent
             and parameter.dtype == view.dtype
             and parameter.device == view.device
             and parameter.is_contiguous()
@@ -128,34 +122,23 @@ class Bucket:
         return self._handle is not None
 
     def fill(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Copy in one tensor per parameter, densely; None becomes zeros and clears the flag."""
-        self.flags.fill_(1)
+        """Copy in one tensor per parameter, densely; None becomes zeros."""
+        self.flags.set_dense()
         views, tensors = [], []
         for index, source in enumerate(sources):
+            if source is None or source.is_sparse:
+                self.flags.set_from(index, source)
             if source is None:
                 self.views[index].zero_()
-                if self.flags.numel():
-                    self.flags[index] = 0
             elif not self.holds(index, source):
-                if source.is_sparse and self.flags.numel():
-                    self.flags[index] = self._sparse_flag
                 views.append(self.views[index])
                 tensors.append(source.to_dense() if source.is_sparse else source)
         if tensors:
             torch._foreach_copy_(views, tensors)
 
-    def announce_change(self) -> None:
-        """Notify all ranks, by this reduction, that this rank's parameters change."""
-        self.flags.fill_(math.inf)
-
-    @property
-    def announces_change(self) -> bool:
-        """Whether a rank has announced a change. False on devices: reading would stall them."""
-        return self.flags.is_cpu and not bool(self.flags.isfinite().all())
-
     def copies_eagerly(self, index: int) -> bool:
         """Return whether a parameter's gradients are large enough for `copy_in`."""
-        return self._repeats and self.views[index].nbytes >= LARGE_BYTES
+        return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
         """Copy a gradient into the bucket and make `.grad` its view there.
@@ -196,7 +179,7 @@ class Bucket:
         wire.synchronize(handle)
 
     @property
-    def is_under_way(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the bucket is in flight, or holds a gradient that waits for the others."""
         return self.in_flight or any(
             parameter.grad is not None and self.holds(index, parameter.grad)
@@ -216,34 +199,30 @@ class Bucket:
             gradient = parameter.grad
             if only_views and (gradient is None or not self.allows_view(index)):
                 continue
+            if gradient is None and self.flags.is_none(index):
+                continue
             is_sparse = gradient is not None and gradient.is_sparse
-            if gradient is None and self.flags[index] == 0:
-                continue  # no rank has one
-            if (is_sparse or gradient is None) and self._is_sparse_somewhere(index):
+            has_graph = gradient is not None and gradient.requires_grad
+            if is_sparse or (gradient is None and self.flags.is_sparse(index)):
                 rows = gradient.sparse_dim() if gradient is not None else 1
                 parameter.grad = view.to(parameter.dtype).to_sparse(rows)
             elif self.allows_view(index):
                 if gradient is None or not self.holds(index, gradient):
                     self.set_gradient_view(index)
                 written.append(parameter.grad)
-            elif gradient is None or is_sparse:
+            elif gradient is None or has_graph:
                 parameter.grad = view.to(parameter.dtype, copy=True)
             else:
                 gradients.append(gradient)
                 views.append(view)
+            if has_graph and parameter.grad is not None:
+                name = self.names[index]
+                parameter.grad = without_graph(parameter, parameter.grad, name)
         if gradients:
             torch._foreach_copy_(gradients, views)
         if written:
             # AdamOffload keeps its early copy of a gradient whose version stays.
             show_writes(written)
-
-    def _is_sparse_somewhere(self, index: int) -> bool:
-        """Return whether a rank had a sparse gradient, and all ranks are to have one."""
-        if self._sparse_flag == 1.0:
-            return False
-        ranks = self.process_set.size() if self._op is ops.Sum else 1
-        dense = ranks * math.prod(self._factors)
-        return bool(self.flags[index].abs() > 1.5 * abs(dense))
 
     def drop(self) -> None:
         """Forget a reduction that was interrupted by Horovod's end."""
@@ -257,7 +236,7 @@ class Bucket:
             binding.forget_weights(wire.LIBRARY, self.entry)
 
 
-def _repeats(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
+def _is_idempotent(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
     """Return whether reducing a result again leaves it unchanged."""
     return (
         ops.is_adasum(op)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class ConsistencyCheck:
         self,
         settings_of: Callable[[bool], Mapping[str, Any]],
         has_report: Callable[[], bool],
+        own_names: Callable[[], Collection[str]] = tuple,
     ) -> bool:
         """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
 
@@ -86,6 +87,8 @@ class ConsistencyCheck:
             settings_of: returns, by name, the settings that must be the same on all ranks; called
                 with whether this is the first round.
             has_report: returns whether this rank has found something that all must look at.
+            own_names: returns the names of settings that need not be equal if this rank or
+                another one returns them.
 
         Returns:
             Whether any rank has a report; the same on all ranks.
@@ -101,14 +104,21 @@ class ConsistencyCheck:
         by_rank = self._gathered([self._steps, _checksum(repr(settings)), has_report()])
         _compare_steps({rank: steps for rank, (steps, _, _) in by_rank.items()})
         if len({checksum for _, checksum, _ in by_rank.values()}) > 1:
-            self._name_difference(settings)
+            self._name_difference(settings, own_names())
         return any(report for _, _, report in by_rank.values())
 
-    def _name_difference(self, settings: Mapping[str, Any]) -> None:
-        """Raise RuntimeError with the first setting that differs. Collective."""
-        of_ranks = allgather_object(
-            settings, f"{self._name}.settings", self._process_set
+    def _name_difference(
+        self, settings: Mapping[str, Any], own_names: Collection[str]
+    ) -> None:
+        """Raise RuntimeError with the first setting that must not differ. Collective."""
+        gathered = allgather_object(
+            (settings, own_names), f"{self._name}.settings", self._process_set
         )
+        own = set().union(*(names for _, names in gathered))
+        of_ranks = [
+            {name: value for name, value in each.items() if name not in own}
+            for each, _ in gathered
+        ]
         try:
             compare_settings(
                 of_ranks, mpi_ops.rank(), *HYPERPARAMETERS, self._process_set.ranks

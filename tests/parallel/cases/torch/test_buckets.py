@@ -44,7 +44,7 @@ def case_gradients_are_views_of_buckets() -> None:
             optimizer.step()
             memory = {
                 b.flat.untyped_storage().data_ptr()
-                for b in optimizer._adasum.reduction.buckets
+                for b in optimizer._adasum.flat_buckets
             }
             for parameter in model.parameters():
                 assert parameter.grad.untyped_storage().data_ptr() in memory

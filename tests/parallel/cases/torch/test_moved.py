@@ -36,8 +36,7 @@ def case_large_gradients_move_into_their_bucket_at_once() -> None:
         for one in (model, mine):
             backward(one, step)
         memory = {
-            b.flat.untyped_storage().data_ptr()
-            for b in optimizer._adasum.reduction.buckets
+            b.flat.untyped_storage().data_ptr() for b in optimizer._adasum.flat_buckets
         }
         for parameter in model.parameters():
             moved = parameter.grad.untyped_storage().data_ptr() in memory

@@ -1,0 +1,260 @@
+"""The part that both reducers share: parameters, buckets and checks for the job's current ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from adasum_hvd.common import agreement
+from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.parallel.torch_modes import reduced_by_ddp
+from adasum_hvd.torch import marks, wire
+from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.checks import ConsistencyCheck, MissedStepCheck
+from adasum_hvd.torch.optimizer.checks.consistency import hyperparameters
+from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
+
+
+class Reducer:
+    """The base of both reducers: a distributed optimizer's reductions.
+
+    Args:
+        optimizer: the distributed optimizer; held weakly.
+        names: of its parameters.
+        options: those of `DistributedOptimizer`.
+        allows_ddp: DistributedDataParallel may have reduced the gradients before.
+
+    Attributes:
+        reduces_gradients: gradients are reduced, not changes of weights.
+        alone: this rank is the only one, or outside the process set.
+        reducing: gradients or changes pass through buckets.
+        flat_buckets: the buckets with a flat tensor.
+        buckets: all buckets.
+        consistency: the check of the ranks, None for a single rank.
+        skip_synchronize: `step()` uses the gradients as they are.
+    """
+
+    reduces_gradients: bool
+    skip_synchronize = False
+
+    def __init__(
+        self,
+        optimizer: Any,
+        names: Names,
+        options: Options,
+        allows_ddp: bool = False,
+    ):
+        self._optimizer = weakref.ref(optimizer)
+        self.options = options
+        self.parameters = ReducedParameters(optimizer, names, options)
+        self.flat_buckets: list[Any] = []
+        self.buckets: list[Any] = []
+        self._allows_ddp, self._looked_for_ddp = allows_ddp, False
+        self._in_step = False  # a closure runs; its `zero_grad()` drops no gradient
+        self._connect()
+
+    @property
+    def optimizer(self) -> Any:
+        """The distributed optimizer."""
+        return self._optimizer()
+
+    # ---- the job's current ranks ----
+
+    def _connect(self) -> None:
+        """Set up for the job's current ranks. Collective."""
+        process_set = self.options.process_set
+        included = process_set.included()
+        self.alone = not included or process_set.size() == 1
+        # A single rank needs buckets only for options other than the reduction.
+        self.reducing = included and (
+            not self.alone or self.options.clip_delta_norm is not None
+        )
+        self._missed_step = MissedStepCheck()
+        self.consistency: ConsistencyCheck | None = None
+        self.rebuild()
+        # The count of Horovod's starts at the connection.
+        self._met = wire.generation() if wire.ranks_meet() else 0
+        if self.reducing and not self.alone:
+            name = f"adasum.rounds.{self.parameters.instance}"
+            self.consistency = ConsistencyCheck(name, process_set)
+
+    def restart(self) -> None:
+        """Restart with the job's current ranks. Collective."""
+        for bucket in self.buckets:
+            bucket.drop()
+        self._connect()
+
+    def rebuild(self) -> None:
+        """Compare the parameters with the other ranks, and make the buckets. Collective; blocks.
+
+        Raises:
+            ValueError: the ranks' parameters or options differ; on every rank.
+        """
+        for bucket in self.flat_buckets:
+            bucket.close()
+        self.buckets = self.flat_buckets = []
+        self._in_buckets: dict[int, tuple[Any, ...]] = {}  # kinds of parameters, by id
+        self._fingerprint = self.parameters.fingerprint()
+        if not self.reducing:
+            return
+        named = self.parameters.named()
+        if wire.ranks_meet():
+            self.parameters.compare(named)
+        self._in_buckets = self.parameters.kinds()
+        lists = self.parameters.partition(self._flat(named), self.weights_of)
+        self.buckets = self.flat_buckets = [self._make_bucket(*each) for each in lists]
+
+    def _flat(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+        """Return the parameters for flat buckets."""
+        return named
+
+    def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that holds the parameter's weights; steps change it in place."""
+        return parameter
+
+    def _make_bucket(
+        self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
+    ) -> Any:
+        raise NotImplementedError
+
+    @property
+    def common_buckets(self) -> list[Any]:
+        """The flat buckets that all ranks of the optimizer's process set reduce."""
+        process_set = self.options.process_set
+        return [b for b in self.flat_buckets if b.process_set is process_set]
+
+    def _follow_parameters(self) -> None:
+        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since.
+
+        Raises:
+            RuntimeError: there is nothing to reduce on several ranks.
+        """
+        self._check_ranks()
+        if not self.reducing:
+            return
+        self._check_ddp()
+        fingerprint = self.parameters.fingerprint()
+        if fingerprint != self._fingerprint:
+            if self.parameters.kinds() == self._in_buckets:
+                self._fingerprint = fingerprint
+            else:
+                self._rebuild_for_changes()
+        if not self._in_buckets:
+            raise RuntimeError(
+                "DistributedOptimizer: expected parameters to reduce over "
+                f"{self.options.process_set.size()} ranks, but got none that requires a "
+                "gradient and is not marked worker-local; the replicas would diverge"
+            )
+
+    def _rebuild_for_changes(self) -> None:
+        self.parameters.name_new()
+        self.parameters.changes = True
+        try:
+            if self.consistency is not None and wire.ranks_meet():
+                self._announce_change(self.consistency)
+            self.rebuild()
+        finally:
+            self.parameters.changes = False
+
+    def _announce_change(self, check: ConsistencyCheck) -> None:
+        """Notify ranks whose parameters are unchanged: they rebuild, too, which raises on all."""
+        raise NotImplementedError
+
+    # ---- checks ----
+
+    def _check_ranks(self) -> None:
+        """Raise RuntimeError if the ranks have changed since they were connected."""
+        if self._met != wire.generation() and agreement.is_elastic():
+            raise RuntimeError(
+                "DistributedOptimizer: expected an optimizer that is connected to the ranks of "
+                "the job, but got one from before they changed; in an elastic job pass it to "
+                "TorchState"
+            )
+
+    def _check_ddp(self) -> None:
+        """Raise RuntimeError if DDP has reduced the gradients before."""
+        if self.alone or self._allows_ddp or self._looked_for_ddp:
+            return
+        self._looked_for_ddp = True  # once, because it searches all objects
+        if reduced_by_ddp(self.parameters.reduced()):
+            raise RuntimeError(
+                "DistributedOptimizer: expected gradients of this rank alone, but "
+                "DistributedDataParallel has reduced them already; register keep_local_hook on the "
+                "DDP model, run it inside no_sync(), or use adasum_hook and a plain optimizer (see "
+                "adasum_hvd.torch.ddp); allow_modes=['ddp'] lets it pass"
+            )
+
+    def check_may_change(self) -> None:
+        """Raise RuntimeError unless parameters may be added now."""
+
+    def _drop_frozen_gradients(self) -> None:
+        """Drop gradients that frozen parameters have kept: they differ between ranks."""
+        for p in self.parameters if self.reducing else ():
+            if not (p.requires_grad or p.grad is None or marks.is_worker_local(p)):
+                p.grad = None
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return the settings that must be equal on all ranks; see :class:`ConsistencyCheck`."""
+        base = self.optimizer._base
+        found = hyperparameters(self.parameters.common_groups())
+        return {"optimizer": f"{base.__module__}.{base.__qualname__}", **found}
+
+    # ---- the step ----
+
+    def step(self, *closure: Any) -> Any:
+        """Take the optimizer's step and reduce. Collective; blocks."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait until every `.grad` holds the reduced gradient, if gradients are reduced."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
+        check_count("backward_passes_per_step", passes)
+        self.options = replace(self.options, backward_passes_per_step=passes)
+
+    def before_zero_grad(self) -> None:
+        """Wait for gradients that are being reduced, and drop them."""
+
+    def note_zero_grad(self) -> None:
+        """Check a `zero_grad()` of the user's script."""
+        if self.reducing and not self.alone and not self._in_step:
+            self._missed_step.note(self.parameters)
+
+    def _note_step(self) -> None:
+        if self.consistency is not None:
+            self.consistency.note_step()
+        self._missed_step.forget()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Run the user's step, whose closure may call `zero_grad()`."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _abandon(self) -> None:
+        """Wait for buckets in flight, so that no reduction writes after an error."""
+        for bucket in self.buckets:
+            if bucket.in_flight:
+                with suppress(Exception):
+                    bucket.finish()
+
+    # ---- state ----
+
+    def window(self) -> Any:
+        """Return an unfinished window of local steps, or None."""
+
+    def load_window(self, window: Any) -> None:
+        """Continue a window of local steps; None begins a new one."""
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept in addition to the optimizer's."""
+        return [bucket.flat for bucket in self.flat_buckets]
