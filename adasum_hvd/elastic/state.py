@@ -20,11 +20,16 @@ from horovod.common.elastic import ObjectState, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.runner.elastic.worker import HostUpdateResult
 
+from adasum_hvd.elastic.attributes import is_stateful, pack, unpack
+
 Result = TypeVar("Result")
 
 
 class SharedState(ObjectState):
     """The first base class of a framework's state: all ranks get the newest committed state.
+
+    An attribute with `state_dict()` and `load_state_dict()` stays the object that it is, and gets
+    the committed state. Every other one is replaced by a copy of its committed value.
 
     When a rank dies during a commit, some of the other ranks have finished it and some have not,
     so ranks count their commits.
@@ -39,17 +44,54 @@ class SharedState(ObjectState):
     _broadcast: Callable[..., Any]
 
     def _sync_trained(self, root: int) -> None:
-        """Copy the root's models, optimizers and samplers to every rank. Collective."""
+        """Copy the root's models and optimizers to every rank. Collective."""
+        raise NotImplementedError
+
+    def _trained(self) -> Callable[[Any], bool]:
+        """Return whether an object belongs to a model or optimizer, as a function of it."""
         raise NotImplementedError
 
     @property
     def _survived(self) -> bool:
         return self._commits > 0
 
+    def _stateful(self) -> set[str]:
+        return {name for name in self._saved_state if is_stateful(getattr(self, name))}
+
+    def _pack(self, stateful: set[str]) -> bytes:
+        values = {name: getattr(self, name) for name in self._saved_state}
+        kept, is_trained = {id(values[name]) for name in stateful}, self._trained()
+        for name in stateful:
+            values[name] = values[name].state_dict()
+        return pack(
+            type(self).__name__, values, lambda obj: id(obj) in kept or is_trained(obj)
+        )
+
+    def _load(self, name: str, content: Any, stateful: bool) -> None:
+        if stateful:
+            getattr(self, name).load_state_dict(content)
+        else:
+            setattr(self, name, content)
+
+    def _commit(self) -> None:
+        """Keep the current values."""
+        self._packed = self._pack(self._stateful())
+
     def save(self) -> None:
-        """Commit the current state, without checking for host updates."""
+        """Commit the current state, without checking for host updates.
+
+        Raises:
+            TypeError: an attribute cannot be pickled, or refers to a model or optimizer.
+        """
+        self._commit()
         super().save()
         self._commits += self._survived
+
+    def restore(self) -> None:
+        """Restore the last commit, also inside lists, dictionaries and arrays."""
+        super().restore()  # sets the attributes to the objects of that commit
+        for name, content in unpack(self._packed):
+            self._load(name, content, is_stateful(getattr(self, name)))
 
     def sync(self) -> None:
         """Copy the state of the rank with the newest commit to every rank, and commit it.
@@ -57,20 +99,43 @@ class SharedState(ObjectState):
         Collective: every rank; blocks.
 
         Raises:
-            ValueError: models, optimizers or settings differ between ranks; on every rank.
+            ValueError: models, optimizers or settings differ between ranks, or an attribute
+                cannot be copied; on every rank.
             HorovodInternalError: a rank has died (TensorFlow: a `tf.errors.OpError`).
         """
         self._agree()
-        commits = self._gather(self._commits, name="adasum.elastic.commits")
+        mine = self._commits, self._stateful()
+        by_rank = self._gather(mine, name="adasum.elastic.commits")
+        commits, stateful = zip(*by_rank, strict=True)
         root = commits.index(max(commits))
         self._sync_trained(root)
-        mine = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state: dict[str, Any] = self._broadcast(
-            mine, root, name="adasum.elastic.objects"
-        )
-        self._set_attrs()
+        self._sync_attributes(root, set.intersection(*stateful))
         self.save()
         self._commits = max(commits) + 1
+
+    def _sync_attributes(self, root: int, stateful: set[str]) -> None:
+        """Copy the root's attributes, of which all ranks have the `stateful` objects."""
+        is_root, packed, failure = self._rank() == root, b"", ""
+        try:
+            packed = self._pack(stateful) if is_root else b""
+        except Exception as error:  # raised by an attribute; every rank reports it
+            failure = str(error)
+        packed = self._broadcast(packed, root, name="adasum.elastic.objects")
+        try:
+            for name, content in unpack(packed):
+                self._saved_state.setdefault(name)
+                if name in stateful or not is_root:
+                    self._load(name, content, name in stateful)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        failures = self._gather(failure, name="adasum.elastic.loaded")
+        for rank, text in enumerate(failures):
+            if text:
+                raise ValueError(
+                    f"{type(self).__name__}: expected attributes that every rank gets from rank "
+                    f"{root}, but got an error on rank {rank} of {len(failures)}: {text}; "
+                    "create the same attributes on every rank before the state"
+                )
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt if any rank has received a host update.

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+_WITH_VARIABLES = (
+    *(keras.Layer, keras.Optimizer, keras.Metric, keras.Variable),
+    *(tf.Variable, tf.Module),
+)
 
 
 class _State(SharedState):
@@ -49,8 +53,12 @@ class _State(SharedState):
     _broadcast = staticmethod(broadcast_object)
 
     def __init__(self, **kwargs: Any):
-        self._commit()
         super().__init__(broadcast_object, mpi_ops.rank, **kwargs)
+        self._commit()
+
+    def _trained(self) -> Callable[[Any], bool]:
+        # Optimizers and traced functions use no copy of a variable.
+        return lambda obj: isinstance(obj, _WITH_VARIABLES)
 
     def _kept(self) -> list[Any]:
         """Return all variables of a commit."""
@@ -64,12 +72,8 @@ class _State(SharedState):
             native(variable).assign(value)
 
     def _commit(self) -> None:
+        super()._commit()
         self._committed = self._read(self._kept())
-
-    def save(self) -> None:
-        """Commit the current values, without a check for changed hosts."""
-        self._commit()
-        super().save()
 
     def restore(self) -> None:
         """Restore the values of the last commit."""

@@ -9,13 +9,13 @@ References:
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.elastic import ElasticSampler as ElasticSampler
+from horovod.torch.elastic import ElasticSampler as HorovodSampler
 from horovod.torch.elastic import TorchState as HorovodState
 from horovod.torch.elastic import state as horovod_state
 
@@ -35,6 +35,26 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+
+
+class ElasticSampler(HorovodSampler):
+    """A sampler whose state counts the samples that all ranks have processed, as Horovod's.
+
+    Every rank gets the same number of indices of the rest of the epoch, and none after its end.
+    They are repeated as often as needed, also if less than half as many samples as ranks are left.
+
+    Args:
+        dataset: of constant length.
+        shuffle: whether to shuffle the indices.
+        seed: of the shuffle; the same on all ranks.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        """Return this rank's indices."""
+        endless = itertools.cycle(self.remaining_indices)
+        own = itertools.islice(endless, self.rank, self.total_size, self.num_replicas)
+        self.indices = list(own)
+        return iter(self.indices)
 
 
 class _Model(horovod_state.ModelStateHandler):
@@ -79,41 +99,9 @@ class _Optimizer(horovod_state.OptimizerStateHandler):
             self.value._adasum.load_window(window)
 
 
-class _Sampler(horovod_state.SamplerStateHandler):
-    """A sampler: all ranks get the root's progress."""
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        state = broadcast_object(
-            self.value.state_dict(), root, "adasum.elastic.sampler"
-        )
-        self.value.load_state_dict(state)
-
-
-class _Scaler(horovod_state.StateHandler):
-    """A gradient scaler: all ranks get the root's scale."""
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        super().__init__(scaler)
-        self.save()
-
-    def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        # Empty if the scaler is disabled; torch refuses to load an empty state.
-        if self._saved:
-            self.value.load_state_dict(self._saved)
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        state = broadcast_object(self.value.state_dict(), root, "adasum.elastic.scaler")
-        if state and self.value.is_enabled():
-            self.value.load_state_dict(state)
-
-
 _HANDLERS: dict[type, Callable[[Any], Any]] = {
     horovod_state.ModelStateHandler: _Model,
     horovod_state.OptimizerStateHandler: _Optimizer,
-    horovod_state.SamplerStateHandler: _Sampler,
 }
 
 
@@ -123,8 +111,14 @@ class TorchState(SharedState, HorovodState):
     Args:
         model: a module.
         optimizer: an optimizer. Every distributed optimizer of the job must be in a state.
-        **kwargs: more modules, optimizers, samplers and gradient scalers, and picklable objects;
-            each becomes an attribute of the state.
+        **kwargs: more modules and optimizers; objects with `state_dict()` and
+            `load_state_dict()`, such as samplers, learning rate schedulers and gradient scalers;
+            and objects that pickle. Each becomes an attribute of the state.
+
+    Raises:
+        TypeError: an object has no `state_dict()`, and cannot be pickled or refers to a model or
+            optimizer.
+        NotImplementedError: Horovod's registry has a handler of its own for an object.
     """
 
     _agree = staticmethod(ops.agree)
@@ -137,27 +131,36 @@ class TorchState(SharedState, HorovodState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ):
-        scalers = {
-            name: value
-            for name, value in kwargs.items()
-            if isinstance(value, torch.amp.GradScaler)
-        }
-        rest = {name: value for name, value in kwargs.items() if name not in scalers}
-        super().__init__(model, optimizer, **rest)
-        for name, handler in self._handlers.items():
-            self._handlers[name] = _HANDLERS.get(type(handler), _foreign)(handler.value)
-        for name, scaler in scalers.items():
-            setattr(self, name, scaler)
-            self._handlers[name] = _Scaler(scaler)
+        super().__init__(model, optimizer, **kwargs)
+        for name, handler in list(self._handlers.items()):
+            if isinstance(handler, horovod_state.SamplerStateHandler):
+                self._saved_state[name] = self._handlers.pop(name).value
+            else:
+                known = _HANDLERS.get(type(handler), _foreign)
+                self._handlers[name] = known(handler.value)
+        self._commit()
 
     def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
             handler.sync_from(root, self._survived)
 
+    def _trained(self) -> Callable[[Any], bool]:
+        own: set[int] = set()
+        for handler in self._handlers.values():
+            own |= {id(handler.value), *map(id, _parts(handler.value))}
+        return lambda obj: id(obj) in own or isinstance(obj, DistributedWrapper)
+
+
+def _parts(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
+    if isinstance(trained, torch.nn.Module):
+        yield from (*trained.modules(), *trained.parameters(), *trained.buffers())
+    else:
+        yield from (p for group in trained.param_groups for p in group["params"])
+
 
 def _foreign(value: Any) -> Any:
     raise NotImplementedError(
-        "TorchState: expected modules, optimizers, samplers, scalers and objects, but got a "
+        "TorchState: expected modules, optimizers and objects, but got a "
         f"{type(value)} with a handler of its own in Horovod's registry; "
         "keep its state_dict() in the state"
     )

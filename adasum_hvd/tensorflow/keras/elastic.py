@@ -42,7 +42,35 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, **kwargs)
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class _BatchCallback(keras.callbacks.Callback):
+    """Knows how many batches of an epoch this `fit` has finished.
+
+    Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, and
+    later versions that of its last one. All pass the first one to `on_train_batch_begin`.
+    """
+
+    def __init__(self, state: SharedState):
+        super().__init__()
+        self.state = state
+        self._begun = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the first batch of an execution."""
+        self._begun = batch
+
+    def _finished(self) -> int:
+        return self._begun + batches_of(self.model)
+
+    def _ends(self, finished: int) -> bool:
+        """Return whether an epoch ends after so many batches; unknown ends are never reached.
+
+        The last execution may be longer than the rest of the epoch.
+        """
+        steps = (self.params or {}).get("steps")
+        return bool(steps and finished >= steps)
+
+
+class CommitStateCallback(_BatchCallback):
     """Commits after every so many batches, and at the end of every epoch; put it last.
 
     Args:
@@ -52,9 +80,8 @@ class CommitStateCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, state: SharedState, batches_per_commit: int = 1):
-        super().__init__()
-        self.state, self.batches_per_commit = state, batches_per_commit
-        self.batches_remaining = batches_per_commit
+        super().__init__(state)
+        self.batches_per_commit = self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Start a new count, as all ranks do here."""
@@ -63,8 +90,8 @@ class CommitStateCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit if it is due; after the last batch `on_epoch_end` commits."""
         self.batches_remaining -= batches_of(self.model)
-        last = batch + 1 == (self.params or {}).get("steps")
-        if self.batches_remaining <= 0 and not (last or self.model.stop_training):
+        is_last = self._ends(self._finished()) or self.model.stop_training
+        if self.batches_remaining <= 0 and not is_last:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -76,7 +103,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(_BatchCallback):
     """Counts the finished batches of an epoch in `state.batch`.
 
     If Keras knows the number of batches in an epoch, the first epoch of a `fit` is shortened by the
@@ -87,20 +114,18 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, state: SharedState):
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self._done_before = 0
         self._ends_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record where the epoch continues."""
-        self._done_before = self.state.batch
+        self._done_before, self._ends_epoch = self.state.batch, False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count, and end a shortened epoch."""
-        self.state.batch = self._done_before + batch + 1
-        steps = (self.params or {}).get("steps")
-        if self._done_before and steps and self.state.batch >= steps:
+        self.state.batch = self._done_before + self._finished()
+        if self._done_before and self._ends(self.state.batch):
             # The only way to end an epoch early; `on_epoch_end` resets it.
             self.model.stop_training = self._ends_epoch = True
 

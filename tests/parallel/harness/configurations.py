@@ -68,6 +68,7 @@ CELLS = _files("torch", "wrap_cells")
 MODES = _files("torch", "parallel_modes local_sgd")
 DRIFT = _files("torch", "drift weights misuse other_optimizers")
 CONVERGENCE = _files("torch", "convergence")
+ELASTIC = _files("torch", "elastic")
 KERAS_OPTIMIZER = _files("keras", "optimizer")
 KERAS_MONITOR = _files("keras", "monitor")
 KERAS_MODES = _files("keras", "modes scales callbacks elastic")
@@ -142,12 +143,12 @@ def simulated(
 # Most of it runs over MPI: a message of Horovod's costs several times as much over Gloo, where
 # ranks share few processors. What is about Gloo, and more ranks, are in make soak, too.
 ALONE = torch("gloo", 1, *OPTIMIZER, *TOOLS, *MONITOR, *OFFLOAD, *CELLS)
-GLOO_2 = torch("gloo", 2, *OPTIMIZER, *TOOLS, *MONITOR, *DRIFT)
+GLOO_2 = torch("gloo", 2, *OPTIMIZER, *TOOLS, *MONITOR, *DRIFT, *ELASTIC)
 GLOO_3 = torch("gloo", 3, environment=NETWORK)
 GLOO_4 = torch("gloo", 4)  # for its bits and its path; all of it in make soak
 MPI_2 = torch("mpi", 2, *OPTIMIZER, *TOOLS, *MODES, environment=NETWORK)
 MPI_3 = torch("mpi", 3, *OPTIMIZER, *TOOLS, *OFFLOAD, *CELLS)  # 8 in make soak
-MPI_4 = torch("mpi", 4, *MODES, *CONVERGENCE, environment=NETWORK)
+MPI_4 = torch("mpi", 4, *MODES, *CONVERGENCE, *ELASTIC, environment=NETWORK)
 MPI_5 = torch("mpi", 5, environment=NETWORK)  # and on Gloo in make soak
 TINY_MPI = torch("mpi", 3, *MONITOR, environment=TINY + NETWORK)
 PORTABLE_MPI = torch("mpi", 4, environment=PORTABLE)

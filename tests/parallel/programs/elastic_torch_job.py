@@ -30,9 +30,9 @@ sampler = hvd.elastic.ElasticSampler(range(SAMPLES), shuffle=True)
 scaler = hvd.GradScaler(
     "cpu", 2.0 ** (5 + hvd.rank()), enabled=plan["op"] != "adasum-grad"
 )
-state = hvd.elastic.TorchState(
-    model, optimizer, sampler=sampler, scaler=scaler, epoch=0, step=0
-)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+objects = {"sampler": sampler, "scaler": scaler, "schedule": schedule}
+state = hvd.elastic.TorchState(model, optimizer, **objects, epoch=0, step=0)
 
 
 def weights() -> str:
@@ -52,6 +52,7 @@ def train(state: hvd.elastic.TorchState) -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+            state.schedule.step()
             state.sampler.record_batch(position // BATCH, len(chosen))
             plan.write(
                 step=state.step, epoch=state.epoch, samples=chosen, weights=weights(),

@@ -358,6 +358,102 @@ def case_elastic_callbacks_of_keras() -> None:
     assert state.commits == [(0, 2), (0, 4), (0, 6), (1, 0)]
 
 
+def case_elastic_executions_that_do_not_divide_an_epoch() -> None:
+    """12 batches in executions of 5: Keras trains 15, and none twice where a host joins."""
+    inputs = tf.zeros((4, numerics.INPUTS)), tf.zeros((4, numerics.OUTPUTS))
+    data = tf.data.Dataset.from_tensors(inputs).repeat()
+    optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-grad")
+    model = compiled(optimizer, steps_per_execution=5)
+    expected = [(0, 5), (0, 10), (1, 0), (1, 5), (1, 10), (2, 0)]
+    for joins_at in range(len(expected)):
+        optimizer.iterations.assign(0)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        state.sync()
+        commits: list[tuple[int, int]] = []
+
+        def commit(state=state, commits=commits, joins_at=joins_at) -> None:
+            commits.append((state.epoch, state.batch))
+            if len(commits) == joins_at + 1:
+                raise HostsUpdatedInterrupt(skip_sync=False)
+
+        state.commit = commit
+        callbacks = [
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, 5),
+        ]
+        for _ in range(2):
+            epochs = {"epochs": 2, "initial_epoch": state.epoch, "verbose": 0}
+            try:
+                model.fit(data, steps_per_epoch=12, callbacks=callbacks, **epochs)
+            except HostsUpdatedInterrupt:
+                state.save()
+                state.sync()
+        assert commits == expected
+        assert int(optimizer.iterations) == 30
+
+
+class Schedule:
+    """Halves an optimizer's rate; keeps its count as torch's schedules do."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.optimizer.learning_rate.assign(0.5**self.count)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def case_elastic_attributes() -> None:
+    """An object with a state keeps its optimizer; others are restored inside; no copies."""
+    optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-grad")
+    model = compiled(optimizer)
+    fit(model, 1)
+    schedule = Schedule(optimizer)
+    for made, *trained in (
+        (hvd.elastic.KerasState, model),
+        (hvd.elastic.TensorFlowState, optimizer.variables),
+    ):
+        kept = {"log": [1], "array": np.zeros(2), "deep": {"set": {1}}}
+        state = made(*trained, schedule=schedule, **kept)
+        state.sync()
+        assert state.schedule is schedule and schedule.optimizer is optimizer
+        schedule.step()
+        state.save()
+        for _ in range(2):
+            schedule.step()
+            state.log.append(2)
+            state.array += 1
+            state.deep["set"].add(2)
+            state.restore()
+            assert (schedule.count, float(optimizer.learning_rate)) == (1, 0.5)
+            assert state.log == [1] and state.deep == {"set": {1}}
+            assert state.array.tolist() == [0, 0]
+        schedule.count = 4 + hvd.rank()
+        state._commits = int(hvd.rank() == 0)
+        state.sync()
+        assert schedule.count == 4 and state.schedule is schedule
+        schedule.count = 0
+        optimizer.learning_rate.assign(1.0)
+    for copied in (
+        [model],
+        [optimizer],
+        {"layer": model.layers[0]},
+        [tf.Variable(1.0)],
+        lambda: optimizer,
+        [Schedule(optimizer)],
+        keras.metrics.Mean(),
+    ):
+        with pytest.raises(TypeError, match=r"expected attr.*: it refers to a"):
+            hvd.elastic.KerasState(model, copied=copied)
+
+
 IN_GRAPH = """Graph execution error:
 
 Detected at node {node} defined at (most recent call last):
