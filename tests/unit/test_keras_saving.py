@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -75,6 +77,50 @@ def test_h5_files_do_not_resume(tmp_path, saved, distributed):
     loaded = keras.models.load_model(tmp_path / "model.h5")
     with pytest.raises(ValueError, match="Unknown variable"):
         loaded.fit(*one, verbose=0)
+
+
+def test_a_model_that_was_not_compiled(tmp_path, saved):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras")
+    assert not loaded.compiled
+    assert np.array_equal(loaded.get_weights()[0], model.get_weights()[0])
+    with pytest.warns(
+        UserWarning, match="op has no effect: the model was saved without"
+    ):
+        hvd.load_model(tmp_path / "model.keras", op=hvd.AdasumGrad)
+
+
+@pytest.fixture
+def mixed_float16() -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("load", [hvd.load_model, keras.models.load_model])
+def test_mixed_precision_without_a_loss_scale(tmp_path, saved, mixed_float16, load):
+    """Keras does not save that a model has none; loaded, it must take the same steps."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    plain = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, op=hvd.AdasumGrad)
+    hvd.compile(model, optimizer, "mse", auto_scale_loss=False)
+    data = np.ones((6, 2)), np.ones((6, 1))
+    model.fit(*data, batch_size=2, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*optimizer")
+        loaded = load(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    for each in (model, loaded):
+        each.fit(*data, batch_size=2, verbose=0)
+    for mine, its in zip(
+        [*loaded.weights, *loaded.optimizer.variables],
+        [*model.weights, *model.optimizer.variables],
+        strict=True,
+    ):
+        assert np.array_equal(np.array(mine), np.array(its))
 
 
 def test_with_the_project_but_no_horovod(saved):

@@ -94,10 +94,11 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         kwargs["jit_compile"] = False
     optimizer: Any = given.get("optimizer")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scales = kwargs.get("auto_scale_loss", True)
     if (
         is_distributed(optimizer)
         and not scaled
-        and kwargs.get("auto_scale_loss", True)
+        and scales
         and model.dtype_policy.name == "mixed_float16"
     ):
         inside = keras.optimizers.LossScaleOptimizer(optimizer._plain())
@@ -106,6 +107,9 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
         kwargs = {k: new if v is optimizer else v for k, v in kwargs.items()}
     model.compile(*args, **kwargs)
     model.jit_compile = False  # for a `compile` without that argument
+    if not scales and hasattr(model, "_compile_config"):
+        # Keras does not save this argument, and would load the model with a loss scale.
+        model._compile_config.config["auto_scale_loss"] = False
 
 
 def load_model(
@@ -128,7 +132,7 @@ def load_model(
             saved distributed optimizer keeps its own.
 
     Returns:
-        The model; its optimizer, if it has one, is distributed.
+        The model; its optimizer is distributed. A model that was saved without one has none.
 
     Raises:
         TypeError: `custom_optimizers` is not a list of classes.
@@ -144,16 +148,17 @@ def load_model(
     model = keras.models.load_model(
         filepath, custom_objects={**known, **(custom_objects or {})}
     )
-    if model.optimizer is not None:
-        if is_distributed(model.optimizer) and options:
-            warnings.warn(
-                f"load_model: {', '.join(options)} has no effect: the optimizer was saved "
-                "distributed, and keeps its own options",
-                stacklevel=2,
-            )
-        if not is_distributed(model.optimizer):
+    optimizer = getattr(model, "optimizer", None)
+    if options and (optimizer is None or is_distributed(optimizer)):
+        warnings.warn(
+            f"load_model: {', '.join(options)} has no effect: the model was saved without an "
+            "optimizer, or with a distributed one, which keeps its own options",
+            stacklevel=2,
+        )
+    if optimizer is not None:
+        if not is_distributed(optimizer):
             model.optimizer = tf_optimizer.DistributedOptimizer(
-                model.optimizer, compression=compression, **options
+                optimizer, compression=compression, **options
             )
         model.jit_compile = False
     return model
