@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 import operator
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,21 +31,23 @@ def check(record: Mapping[str, Any], where: str) -> None:
                     raise ValueError(f"{name}={value!r}")
                 float(value or 0)
     except _WRONG as error:
-        raise _is_none(where, error) from error
+        raise _not_a_record(where, error) from error
 
 
 def records(file: Path) -> list[dict[str, Any]]:
     """Return the records of the latest run in a file, to which every run appends.
 
     A run ends where the step does not rise, where the number of inputs or ranks changes, or with a
-    line that is not JSON, which was cut when its run was killed. A last line without its end, which
-    a run may be writing, is no record yet.
+    line that is not JSON, which was cut when its run was killed. An unterminated last line is
+    ignored: a run may still be writing it. A run that begins with the step of the record before it
+    warns, because its steps may have been counted wrongly.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it has no records, or a line is not a record.
     """
     found: list[dict[str, Any]] = []
+    repeats = False  # whether the latest run begins with the step before it
     cut: ValueError | None = None
     for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
         if not line.strip():
@@ -54,15 +57,17 @@ def records(file: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError as error:
             if line.endswith("\n"):
-                found, cut = [], cut or _is_none(where, error)
+                found, repeats = [], False
+                cut = cut or _not_a_record(where, error)
             continue
         try:
             step = operator.index(record["step"])
             {each["orthogonality"] for each in record["tensors"].values()}
         except _WRONG as error:
-            raise _is_none(where, error) from error
+            raise _not_a_record(where, error) from error
         check(record, where)
         if found and (step <= found[-1]["step"] or _job(record) != _job(found[-1])):
+            repeats = step == found[-1]["step"]
             found = []
         found.append(record)
     if cut and not found:
@@ -72,10 +77,17 @@ def records(file: Path) -> list[dict[str, Any]]:
             f"expected records of hvd.AdasumMonitor, but got none in {file}; a job of one rank "
             "records nothing"
         )
+    if repeats:
+        warnings.warn(
+            f"{file}: the record before the latest run has its first step, {found[0]['step']}, "
+            "too, and is left out with all earlier ones. If they are of one run, its steps were "
+            "not counted; pass rising numbers to AdasumMonitor.step",
+            stacklevel=2,
+        )
     return found
 
 
-def _is_none(where: str, error: Exception) -> ValueError:
+def _not_a_record(where: str, error: Exception) -> ValueError:
     return ValueError(
         f"expected a record of hvd.AdasumMonitor in {where}, but got "
         f"{type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,18 @@ def test_a_record_that_was_cut_ends_a_run(tmp_path: Path, capsys) -> None:
     to(record(5, b=0.5))
     file.write_text(file.read_text() + "\n")  # a line without anything
     assert [one["step"] for one in files.records(file)] == [4, 5]
+
+
+def test_a_run_that_begins_with_the_step_before_it(tmp_path: Path) -> None:
+    """As if nothing had counted the steps."""
+    uncounted = written(tmp_path / "a.jsonl", *(record(0, a=0.5) for _ in range(4)))
+    with pytest.warns(UserWarning, match=r"has its first step, 0, too.*rising numbers"):
+        assert len(files.records(uncounted)) == 1
+    steps = (0, 0, 50, 100, 50, 100)  # the latest run is counted
+    counted = written(tmp_path / "b.jsonl", *(record(step, a=0.5) for step in steps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [one["step"] for one in files.records(counted)] == [50, 100]
 
 
 def test_folders_that_cannot_be_created(tmp_path: Path) -> None:

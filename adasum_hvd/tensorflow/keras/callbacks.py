@@ -81,7 +81,8 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the step; collective and blocking if it is recorded."""
         if self._monitor is not None:
-            self._monitor.step(int(self.model.optimizer.iterations))
+            # Keras before 3.9 counts only inside a loss scale.
+            self._monitor.step(int(inner(self.model.optimizer).iterations))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the sinks. Collective."""

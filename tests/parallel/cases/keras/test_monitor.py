@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import adasum_hvd.tensorflow as hvd
+import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd.common import binding
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.keras.callbacks import AdasumMonitorCallback
+from adasum_hvd.tensorflow.keras.callbacks import (
+    AdasumMonitorCallback,
+    BroadcastGlobalVariablesCallback,
+)
 from tests.parallel.cases.keras.test_optimizer import align as align
 from tests.parallel.cases.keras.test_optimizer import digest_of, fit, model_of
 from tests.parallel.harness import expected_records
@@ -67,6 +70,26 @@ def case_keras_monitor_records_both_variants(op: str) -> None:
     for record in records:
         step = record["step"] - 1
         check(record, names, weights[step], step)
+
+
+def case_keras_monitor_counts_in_every_fit() -> None:
+    """Also inside a loss scale, which Keras before 3.9 does not count, and after `evaluate`."""
+    for scaled in (False, True):
+        model, records, plain = model_of(), [], keras.optimizers.SGD(0.05)
+        plain = keras.optimizers.LossScaleOptimizer(plain) if scaled else plain
+        optimizer = hvd.DistributedOptimizer(plain, op="adasum-grad")
+        hvd.compile(model, optimizer, "mse")
+        callbacks = [
+            BroadcastGlobalVariablesCallback(0),
+            AdasumMonitorCallback(2, records.append),
+        ]
+        fit(model, STEPS, callbacks=callbacks)
+        images, targets = numerics.data_of(hvd.rank(), STEPS)
+        model.evaluate(images, targets, verbose=0, callbacks=callbacks)
+        fit(model, STEPS, epochs=3, initial_epoch=1, callbacks=callbacks)
+        steps = [] if hvd.rank() else [2, 4, 6, 8, 10, 12]
+        assert [record["step"] for record in records] == steps, scaled
+        assert len(set(hvd.allgather_object(digest_of(model)))) == 1
 
 
 def case_tf1_monitor() -> None:
