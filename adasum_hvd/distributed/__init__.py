@@ -17,6 +17,7 @@ from adasum_hvd.distributed.local_sgd import LocalSGD
 from adasum_hvd.distributed.monitor import AdasumMonitor
 from adasum_hvd.distributed.replicas import banner, check_replicas
 from adasum_hvd.distributed.replicate import Replicas, adasum_replicate
+from adasum_hvd.distributed.trainers import register_adasum_hook
 
 __all__ = [
     "AdasumMonitor",
@@ -37,4 +38,5 @@ __all__ = [
     "check_replicas",
     "mark_worker_local",
     "reduce_changes",
+    "register_adasum_hook",
 ]
