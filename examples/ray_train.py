@@ -22,7 +22,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from adasum_hvd.distributed import AdasumState, adasum_hook, check_replicas
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
 from adasum_hvd.tools.torch_digits import LeNet5, digits
 
 
@@ -37,7 +37,7 @@ def train(settings: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(
         LeNet5()
     )  # DDP, of the workers' process group
-    model.register_comm_hook(AdasumState(), adasum_hook)
+    register_adasum_hook(model)
     optimizer = torch.optim.SGD(model.parameters(), settings["lr"], momentum=0.9)
     for epoch in range(settings["epochs"]):
         sampler.set_epoch(epoch)

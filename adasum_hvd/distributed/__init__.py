@@ -18,6 +18,7 @@ from adasum_hvd.distributed.local_sgd import LocalSGD
 from adasum_hvd.distributed.monitor import AdasumMonitor
 from adasum_hvd.distributed.replicas import banner, check_replicas
 from adasum_hvd.distributed.replicate import ReplicateHandle, adasum_replicate
+from adasum_hvd.distributed.trainers import register_adasum_hook
 
 __all__ = [
     "AdasumMonitor",
@@ -39,4 +40,5 @@ __all__ = [
     "clip_grad_norm_",
     "mark_worker_local",
     "reduce_changes",
+    "register_adasum_hook",
 ]

@@ -126,39 +126,38 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
-def _horovod_hook() -> tuple[Any, Any]:
+def _register_horovods(model: Any) -> Any:
     import adasum_hvd.torch as hvd
     from adasum_hvd.torch import ddp
 
     hvd.init()  # with the ranks of the process group
-    return ddp.AdasumState(), ddp.adasum_hook
+    state = ddp.AdasumState()
+    model.register_comm_hook(state, ddp.adasum_hook)
+    return state
 
 
-def _torch_hook() -> tuple[Any, Any]:
+def _register_torchs(model: Any) -> Any:
     from adasum_hvd import distributed
 
-    return distributed.AdasumState(), distributed.adasum_hook
+    return distributed.register_adasum_hook(model)
 
 
-HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "horovod": _horovod_hook,
-    "torch": _torch_hook,
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "horovod": _register_horovods,
+    "torch": _register_torchs,
 }
 
 
-def register_hook(
-    model: torch.nn.parallel.DistributedDataParallel, engine: str
-) -> Callable[[], int]:
+def register_hook(model: torch.nn.Module, engine: str) -> Callable[[], int]:
     """Register an engine's hook on a DDP model. Collective; blocks.
 
-    In a program of one engine these are two lines: the import of `AdasumState` and `adasum_hook`
-    from `adasum_hvd.distributed`, and `model.register_comm_hook(AdasumState(), adasum_hook)`.
+    In a program of one engine this is a line: `adasum_hvd.distributed.register_adasum_hook(model)`.
 
     Returns:
         A function that returns the number of backward passes that AdaSum has reduced.
     """
-    state, hook = HOOKS[engine]()
-    model.register_comm_hook(state, hook)
+    state = HOOKS[engine](model)
     passes: list[None] = []
-    state.on_round(lambda: passes.append(None))
+    if state is not None:
+        state.on_round(lambda: passes.append(None))
     return passes.__len__

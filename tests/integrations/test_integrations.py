@@ -107,3 +107,27 @@ def test_ray_train() -> None:
     # Ray starts a run again if its workers were slow to come.
     ((ranks, accuracy),) = set(re.findall(r"(\d+) ranks, test accuracy (\S+)", output))
     assert ranks == "2" and float(accuracy) > 0.9, output[-3000:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("loop", "passes"),
+    # Passes of both trainings in each rank; Lightning wraps a single process in DDP, too.
+    [
+        ("accelerate", {1: 0, 2: 24}),
+        ("lightning", {1: 32, 2: 16}),
+        ("transformers", {1: 0, 2: 12}),
+    ],
+)
+def test_a_second_training(
+    loop: str, passes: dict[int, int], ranks: int, tmp_path: Path
+) -> None:
+    pytest.importorskip(loop)
+    starts = [sys.executable] if ranks == 1 else [*UNDER_TORCHRUN, str(ranks)]
+    words = [*starts, "-m", "tests.integrations.trainings", loop, str(tmp_path)]
+    status, output = run_launcher(words, environment(), SECONDS)
+    assert status == 0, output[-3000:]
+    (found,) = re.findall(
+        r"^(\d) ranks, (\d+) passes, \d+ losses, falls: (\w+)$", output, re.M
+    )
+    assert found == (str(ranks), str(passes[ranks]), "True"), output[-3000:]

@@ -28,6 +28,7 @@ from adasum_hvd.distributed import (
     banner,
     check_replicas,
     mark_worker_local,
+    register_adasum_hook,
 )
 from adasum_hvd.distributed.reduction import reduce_buffer
 from tests.parallel.cases.distributed.test_all_reduce import HOSTS
@@ -385,3 +386,21 @@ def case_arguments_of_a_partial_rule_are_compared() -> None:
 
 def scaled(gram: torch.Tensor, by: int) -> torch.Tensor:
     return torch.full_like(gram[:, 0], by)
+
+
+def case_a_trainers_model_has_the_hook_once() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model_of())
+    state = register_adasum_hook(wrapped, compression=Compression.bf16)
+    assert isinstance(state, AdasumState)
+    assert register_adasum_hook(wrapped, compression=Compression.bf16) is state
+    with pytest.raises(ValueError, match="expected the arguments of the first call"):
+        register_adasum_hook(wrapped)
+    other = nn.parallel.DistributedDataParallel(model_of())
+    assert register_adasum_hook(other) is not state
+    words = "expected a model of DistributedDataParallel, but got Sequential"
+    with pytest.raises(TypeError, match=words):
+        register_adasum_hook(model_of())
+    reduced: list[None] = []
+    state.on_round(lambda: reduced.append(None))
+    loss_of(wrapped, rank(), 0).backward()
+    assert len(reduced) == 1

@@ -1,0 +1,177 @@
+"""Two trainings in a row by one of other people's loops, in one process or several.
+
+    python -m tests.integrations.trainings lightning FOLDER
+    torchrun --nproc-per-node 2 -m tests.integrations.trainings transformers FOLDER
+
+Every rank has batches of its own. Prints what AdaSum has reduced, and whether replicas are equal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
+
+FOLDER = sys.argv[2]  # for checkpoints, of all ranks
+RANK = int(os.environ.get("RANK", "0"))
+ROWS, BATCH = 32, 4
+reduced: list[None] = []
+watched: list[object] = []
+
+
+def register(model: nn.Module) -> None:
+    """Register the hook, and count the backward passes of each state once."""
+    state = register_adasum_hook(model)
+    if state is not None and state not in watched:
+        watched.append(state)
+        state.on_round(lambda: reduced.append(None))
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(ROWS, 5, generator=generator)
+    return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), BATCH)
+
+
+def report(model: nn.Module, losses: list[float]) -> None:
+    """Print a line on the first rank, after a comparison of the replicas."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        check_replicas(model)
+    if RANK == 0:
+        ranks = dist.get_world_size() if several else 1
+        falls = losses[-1] < losses[0]
+        print(
+            f"{ranks} ranks, {len(reduced)} passes, {len(losses)} losses, falls: {falls}"
+        )
+
+
+def transformers() -> None:
+    """Train, evaluate, train again, and resume from a checkpoint."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )  # fmt: skip
+
+    class AdasumCallback(TrainerCallback):
+        def __init__(self, trainer: Trainer):
+            self.trainer = trainer
+
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            register(self.trainer.model_wrapped)
+
+    config = GPT2Config(
+        vocab_size=21, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    rows = [torch.arange(k % 16, k % 16 + 5) for k in range(ROWS)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    settings = TrainingArguments(
+        FOLDER, num_train_epochs=1, per_device_train_batch_size=BATCH, learning_rate=1e-2,
+        use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None,
+        save_strategy="epoch", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data)
+    trainer.add_callback(AdasumCallback(trainer))
+    # Not `evaluate`: before the first `train` it makes this Trainer's ranks train alone.
+    inputs = torch.stack(rows)
+    losses = [model(input_ids=inputs, labels=inputs).loss.item()]
+    trainer.train()
+    losses.append(trainer.evaluate()["eval_loss"])
+    trainer.train()
+    trainer.args.num_train_epochs = 2
+    trainer.train(resume_from_checkpoint=True)
+    losses.append(trainer.evaluate()["eval_loss"])
+    if dist.is_initialized():
+        dist.barrier()
+    report(model, losses)
+
+
+def accelerate() -> None:
+    """Train, save and load the state, and train again with a model prepared once more."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    net, losses = nn.Linear(5, 1), []
+    accelerator = Accelerator(cpu=True)
+    for _ in range(2):
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        model, optimizer, batches = accelerator.prepare(net, optimizer, loader())
+        register(model)
+        for _ in range(3):
+            total = 0.0
+            for inputs, targets in batches:
+                loss = (model(inputs) - targets).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                total += loss.item()
+            losses.append(total)
+        net = accelerator.unwrap_model(model)
+    report(net, losses)
+
+
+def lightning() -> None:
+    """Fit, validate and fit again."""
+    from lightning import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class AdasumStrategy(DDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            register(self.model)
+
+    class Line(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = nn.Linear(5, 1), []
+
+        def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            loss = self._loss(batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+            self.log("loss", self._loss(batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    module = Line()
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=AdasumStrategy(), max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader(), loader())
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader(), loader())
+    report(module, module.losses)
+
+
+LOOPS: dict[str, Callable[[], None]] = {
+    "accelerate": accelerate, "lightning": lightning, "transformers": transformers,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    LOOPS[sys.argv[1]]()
+    if dist.is_initialized():
+        dist.destroy_process_group()
