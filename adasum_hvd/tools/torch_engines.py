@@ -126,7 +126,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
-def _register_horovods(model: Any) -> Any:
+def _register_on_op(model: Any) -> Any:
     import adasum_hvd.torch as hvd
     from adasum_hvd.torch import ddp
 
@@ -136,15 +136,15 @@ def _register_horovods(model: Any) -> Any:
     return state
 
 
-def _register_torchs(model: Any) -> Any:
+def _register_on_torch(model: Any) -> Any:
     from adasum_hvd import distributed
 
     return distributed.register_adasum_hook(model)
 
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
-    "horovod": _register_horovods,
-    "torch": _register_torchs,
+    "horovod": _register_on_op,
+    "torch": _register_on_torch,
 }
 
 
