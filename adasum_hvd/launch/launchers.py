@@ -98,22 +98,6 @@ class Launcher:
                 return depth
         return len(chain)
 
-    def numbers(
-        self, environment: Environment, above: Sequence[Process]
-    ) -> tuple[str | None, str | None]:
-        """Return rank and size as far as the launcher, the first process of `above`, set them."""
-        size = environment.get(self.size)
-        if self is PMIX or (above and above[0].environment.get(self.size) == size):
-            size = (
-                None  # the user's, or of an outer launcher that uses the same variable
-            )
-        return environment.get(self.rank_variable(environment)), size
-
-    def has_started(self, environment: Environment, started: Sequence[Process]) -> bool:
-        """Return whether the last of these processes is the one that it names as its task."""
-        task = environment.get(self.task)
-        return bool(started) and task == str(started[-1].pid)
-
     def context(self, environment: Environment, process: str = "") -> LaunchContext:
         """Return the place of this process in the job.
 
@@ -261,21 +245,68 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
+class _Row(NamedTuple):
+    """A launcher whose variables are set, its place, and the numbers that it gave."""
+
+    depth: int
+    level: int
+    launcher: Launcher
+    rank: str | None
+    size: str | None
+
+    def contradicts(self, other: _Row) -> bool:
+        """Return whether the two cannot be of one job."""
+        pairs = (self.rank, other.rank), (self.size, other.size)
+        return any(mine != theirs for mine, theirs in pairs if mine and theirs)
+
+    def is_copied_from(self, other: _Row) -> bool:
+        """Return whether these are variables that a script has made of an MPI launcher's."""
+        return (
+            self.launcher is EXPORTED
+            and other.launcher.level == EXPORTED.level
+            and (self.size is None or self.depth <= other.depth)
+            and (self.size is None or not self.contradicts(other))
+        )
+
+
+def _row(
+    launcher: Launcher, environment: Environment, chain: Sequence[Process]
+) -> _Row:
+    depth = launcher.depth(environment, chain)
+    size = environment.get(launcher.size)
+    if launcher is PMIX or (
+        chain[depth:] and chain[depth].environment.get(launcher.size) == size
+    ):
+        size = None  # the user's, or of an outer launcher that uses the same variable
+    # srun's daemon has another environment than srun, so that its depth tells nothing.
+    is_task = depth and environment.get(launcher.task) == str(chain[depth - 1].pid)
+    level = -1 if is_task else launcher.level
+    return _Row(
+        depth,
+        level,
+        launcher,
+        environment.get(launcher.rank_variable(environment)),
+        size,
+    )
+
+
 @dataclass(frozen=True)
 class Seen:
     """The innermost launcher of a process.
 
     Attributes:
         launcher: its row of the table.
-        environment: all variables.
+        environment: all variables, without those of outer launchers that it reads, too.
         process: a name of the launcher's process on this host, "" if it is unknown.
-        outer: launchers with other numbers.
+        equal: the launchers whose variables it has set, itself first.
+        outer: the other launchers that are seen.
     """
 
     launcher: Launcher
     environment: Environment
-    process: str = ""
-    outer: tuple[Launcher, ...] = ()
+    process: str
+    equal: Sequence[Launcher]
+    outer: Sequence[Launcher]
 
     def context(self) -> LaunchContext:
         """Return the place of this process in the job; raises as `Launcher.context`."""
@@ -283,8 +314,13 @@ class Seen:
 
     def is_read_by(self, mpi: str) -> bool:
         """Return whether an MPI library of a family learns this rank's number."""
-        names = _READ_BY_MPI.get(mpi, ()) if self.launcher.has_mpi else ()
-        return any(self.environment.get(name) for name in names)
+        names = {
+            name
+            for one in self.equal
+            for name in one.rank
+            if self.environment.get(name)
+        }
+        return self.launcher.has_mpi and not names.isdisjoint(_READ_BY_MPI.get(mpi, ()))
 
 
 def innermost(
@@ -310,48 +346,29 @@ def innermost(
         True
     """
     seen = [launcher for launcher in LAUNCHERS if launcher.is_seen(environment)]
-    chain = _chain() if chain is None and seen else chain or ()
-    depth = {one: one.depth(environment, chain) for one in seen}
-    numbers = {one: one.numbers(environment, chain[depth[one] :]) for one in seen}
-    if EXPORTED in seen and _are_copies(numbers):
-        seen.remove(EXPORTED)
     if not seen:
         return None
-    place = {
-        one: (
-            depth[one],
-            one.level if not one.has_started(environment, chain[: depth[one]]) else -1,
-        )
-        for one in seen
-    }
-    first, *same = [one for one in seen if place[one] == min(place.values())]
-    contrary = [one for one in seen if _contradict(numbers[one], numbers[first])]
-    if unordered := [one for one in same if one in contrary]:
-        found = [said(one, environment) for one in (first, *unordered)]
+    chain = _chain() if chain is None else chain
+    rows = [_row(launcher, environment, chain) for launcher in seen]
+    rows = [one for one in rows if not any(map(one.is_copied_from, {*rows} - {one}))]
+    first = min(rows, key=lambda row: row[:2])
+    unordered = [row for row in rows if row[:2] == first[:2] and row.contradicts(first)]
+    if unordered:
+        found = [said(row.launcher, environment) for row in (first, *unordered)]
         raise LaunchError(
             f"launchers: expected variables of one job, but got those of {' and '.join(found)}; "
             "unset those of the outer one (env -u NAME) in the command that it starts"
         )
-    # All that agree describe one job; the first of them says most.
-    equal = [one for one in seen if depth[one] == depth[first] and one not in contrary]
-    is_started = 0 < depth[first] < len(chain)
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    process = f"{namespace}.{chain[depth[first]].pid}" if is_started else ""
-    return Seen(equal[0], environment, process, tuple(contrary))
-
-
-def _contradict(one: Sequence[str | None], other: Sequence[str | None]) -> bool:
-    return any(a != b for a, b in zip(one, other, strict=True) if a and b)
-
-
-def _are_copies(numbers: Mapping[Launcher, Sequence[str | None]]) -> bool:
-    """Return whether RANK and WORLD_SIZE say nothing new to an MPI launcher's variables."""
-    mine = numbers[EXPORTED]
-    return any(
-        mine[1] is None or not _contradict(theirs, mine)
-        for launcher, theirs in numbers.items()
-        if launcher.level == EXPORTED.level and launcher is not EXPORTED
-    )
+    # Those that agree describe one job; the first of them says most.
+    equal = [r for r in rows if r.depth == first.depth and not r.contradicts(first)]
+    outer = [row.launcher for row in rows if row not in equal]
+    if any("MASTER_PORT" in launcher.required for launcher in outer):
+        names = environment.keys() - {"MASTER_ADDR", "MASTER_PORT"}
+        environment = {name: environment[name] for name in names}
+    namespace, above = os.stat("/proc/self/ns/pid").st_ino, chain[first.depth :]
+    process = f"{namespace}.{above[0].pid}" if first.depth and above else ""
+    agreeing = [row.launcher for row in equal]
+    return Seen(agreeing[0], environment, process, agreeing, outer)
 
 
 def said(launcher: Launcher, environment: Environment) -> str:

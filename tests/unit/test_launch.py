@@ -170,6 +170,24 @@ def rank_and_size(environment: dict[str, str], chain: Sequence[Process] = ()) ->
     return [environment.get(name) for name in names]
 
 
+def test_the_port_and_the_mpi_of_an_outer_job_are_not_the_inner_ones() -> None:
+    """torchrun's rank starts mpiexec: its MASTER_PORT is in use. mpirun's PMIX_RANK is not read."""
+    both = TORCHRUN | OPEN_MPI | {"PMIX_RANK": "1"} | PMI
+    chain = [
+        Process(4, "python", both),
+        Process(3, "hydra_pmi_proxy", without(both, *PMI)),
+    ]
+    seen = innermost(both, [*chain, Process(1, "init", {})])
+    assert (seen.context().port, seen.context().address) == (None, "127.0.0.1")
+    assert not seen.is_read_by(OPEN_MPI_LIBRARY) and seen.is_read_by("MPICH")
+    assert {one.name for one in seen.outer} == {
+        "torchrun",
+        "Open MPI",
+        "PMIx",
+        "RANK and WORLD_SIZE",
+    }
+
+
 def test_numbers_that_a_process_has_given_itself_are_the_innermost() -> None:
     """Ray's workers, and programs that form several jobs of one step's tasks."""
     exported = RUN_BY["RANK and WORLD_SIZE"]
