@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from horovod.runner.http.http_server import KVStoreHandler, RendezvousHTTPServer
+from horovod.runner.util.threads import in_thread
 
 from adasum_hvd.launch import slurm_lists, start
 from adasum_hvd.launch.assignment import RankInfo, assign, server_address
 from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.launchers import LAUNCHERS, Process, innermost
 from adasum_hvd.launch.launchers import OPEN_MPI as OPEN_MPI_LIBRARY
+from adasum_hvd.launch.rendezvous import HttpStore
 from adasum_hvd.launch.route import Route, find, interface_with
 
 OF_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -341,6 +347,30 @@ def test_another_size_than_the_launchers_is_an_error() -> None:
     start.after_init(3, start.Expected("of PMIx", None))
     start.after_init(1, expected, [0])  # Horovod's own argument: these ranks only
     start.after_init(1, None)
+
+
+def test_a_computed_port_in_use_leaves_the_next_one() -> None:
+    """Another program has the first port, another job's store the second one."""
+    first = LaunchContext("PMI", 0, 2, "127.0.0.1", job=f"{os.getpid()} first")
+    other = replace(first, job="other")
+    with socket.socket() as taken:
+        taken.bind(("", first.ports[0]))
+        taken.listen()
+        in_front = RendezvousHTTPServer(("", first.ports[1]), KVStoreHandler, 0)
+        in_thread(target=in_front.serve_forever)
+        stores = [HttpStore(replace(first, rank=rank), 20) for rank in (0, 1)]
+        stores[1].set("key", "value")
+        assert stores[0].get("key") == b"value"
+        assert stores[1]._ports == [first.ports[2]]
+        given = replace(first, port=first.ports[0] - 1)
+        with pytest.raises(
+            LaunchError, match=r"a free port among \d+, .*; set MASTER_PORT"
+        ):
+            HttpStore(given, 1)
+        with pytest.raises(TimeoutError):  # not the other job's store
+            HttpStore(replace(other, rank=1, port=first.ports[1] - 1), 1).get("key")
+        in_front.shutdown()
+        in_front.server_close()
 
 
 def infos(
