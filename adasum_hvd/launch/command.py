@@ -74,7 +74,8 @@ def _local(processes: int) -> list[dict[str, str]]:
         LaunchContext("adasum-hvd exec", rank, processes, "127.0.0.1")
         for rank in range(processes)
     ]
-    reply = start.serve([RankInfo(context, name, stays) for context in contexts])
+    infos = [RankInfo(context, name, stays) for context in contexts]
+    reply = start.serve(infos, ends_last=False)
     return [
         {**os.environ, **start.variables_of(reply, rank, os.environ)}
         for rank in range(processes)

@@ -91,10 +91,10 @@ class Launcher:
         names = {*self.rank, self.local_rank, self.cross_rank}
         names |= {*self.job, *self.signs}
         for depth, process in enumerate(chain):
-            theirs = process.environment
-            if process.name in self.daemons or any(
-                theirs.get(name) != environment.get(name) for name in names
-            ):
+            has_these = all(
+                process.environment.get(name) == environment.get(name) for name in names
+            )
+            if process.name in self.daemons or not has_these:
                 return depth
         return len(chain)
 
@@ -257,7 +257,7 @@ class _Row(NamedTuple):
     def contradicts(self, other: _Row) -> bool:
         """Return whether the two cannot be of one job."""
         pairs = (self.rank, other.rank), (self.size, other.size)
-        return any(mine != theirs for mine, theirs in pairs if mine and theirs)
+        return any(one != two for one, two in pairs if one and two)
 
     def is_copied_from(self, other: _Row) -> bool:
         """Return whether these are variables that a script has made of an MPI launcher's."""
@@ -354,7 +354,9 @@ def innermost(
     first = min(rows, key=lambda row: row[:2])
     unordered = [row for row in rows if row[:2] == first[:2] and row.contradicts(first)]
     if unordered:
-        found = [said(row.launcher, environment) for row in (first, *unordered)]
+        found = [
+            name_with_numbers(row.launcher, environment) for row in (first, *unordered)
+        ]
         raise LaunchError(
             f"launchers: expected variables of one job, but got those of {' and '.join(found)}; "
             "unset those of the outer one (env -u NAME) in the command that it starts"
@@ -371,7 +373,7 @@ def innermost(
     return Seen(agreeing[0], environment, process, agreeing, outer)
 
 
-def said(launcher: Launcher, environment: Environment) -> str:
+def name_with_numbers(launcher: Launcher, environment: Environment) -> str:
     """Return a launcher's name with its values of rank and size, for messages."""
     names = launcher.rank_variable(environment), launcher.size
     return f"{launcher.name} ({', '.join(f'{n}={environment.get(n)}' for n in names)})"

@@ -82,8 +82,11 @@ def launcher() -> DoctorFinding:
         return DoctorFinding("launcher", found, State.BROKEN, fix)
     if seen is None:
         return DoctorFinding("launcher", "none has started this process")
-    names = [launchers.said(one, os.environ) for one in (seen.launcher, *seen.outer)]
-    return DoctorFinding("launcher", ", inside ".join(names))
+    shown = [
+        launchers.name_with_numbers(one, os.environ)
+        for one in (seen.launcher, *seen.outer)
+    ]
+    return DoctorFinding("launcher", ", inside ".join(shown))
 
 
 def distributed() -> DoctorFinding:

@@ -142,14 +142,14 @@ def test_the_innermost_launcher_counts(outer: str, inner: str) -> None:
         with pytest.raises(LaunchError, match="unset those of the outer one"):
             innermost(both, chain)
         return
-    mine, theirs = rank_and_size(RUN_BY[inner]), rank_and_size(around)
-    assert rank_and_size(both, chain) == mine
+    expected, of_outer = rank_and_size(RUN_BY[inner]), rank_and_size(around)
+    assert rank_and_size(both, chain) == expected
     assert innermost(both, chain).process.endswith(".2")
     # On a host on which the other processes cannot be seen, levels decide, or it is an error.
     # The last two have their size from the user.
     try:
         hidden = rank_and_size(both, chain[:2])
-        assert hidden in (mine, theirs) or inner in ("PMIx", "Kubernetes")
+        assert hidden in (expected, of_outer) or inner in ("PMIx", "Kubernetes")
     except LaunchError as error:
         assert "unset those of the outer one" in str(error)
 
