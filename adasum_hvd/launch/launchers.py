@@ -50,7 +50,7 @@ class Launcher:
         job: variables that together name the job, and no other one.
         signs: any of them shows the launcher; by default, those of the rank.
         only_with: a variable that it always sets, too.
-        required: variables of a job of several ranks, besides rank and size.
+        required: variables of a job of several ranks, in addition to rank and size.
         remedy: an action if a variable is missing or wrong.
         has_mpi: whether an MPI library may find the ranks by itself.
         daemons: names of its processes that start ranks.

@@ -196,13 +196,16 @@ def before_init(
     return Expected(source, int(size) if size and size.isdecimal() else None)
 
 
-def after_init(size: int, expected: Expected | None, comm: Any = None, *_: Any) -> None:
+def after_init(
+    size: int, expected: Expected | None, comm: Any = None, process_sets: Any = None
+) -> None:
     """Check that Horovod has found all ranks.
 
     Args:
         size: the number of ranks that it has found.
         expected: the launcher's, of :func:`before_init`.
         comm: Horovod's argument: some of the ranks.
+        process_sets: Horovod's argument.
 
     Raises:
         LaunchError: the launcher has started other ranks; on every rank.

@@ -346,7 +346,7 @@ def test_another_size_than_the_launchers_is_an_error() -> None:
     start.after_init(2, expected)
     start.after_init(3, start.Expected("of PMIx", None))
     start.after_init(1, expected, [0])  # Horovod's own argument: these ranks only
-    start.after_init(1, None)
+    start.after_init(1, None, process_sets=[])
 
 
 def test_a_computed_port_in_use_leaves_the_next_one() -> None:
