@@ -75,7 +75,7 @@ def _local(processes: int) -> list[dict[str, str]]:
         for rank in range(processes)
     ]
     infos = [RankInfo(context, name, stays) for context in contexts]
-    reply = start.serve(infos, ends_last=False)
+    reply = start.serve(infos)
     return [
         {**os.environ, **start.variables_of(reply, rank, os.environ)}
         for rank in range(processes)

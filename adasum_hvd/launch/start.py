@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.rendezvous import HttpStore, Rendezvous, Reply, StoreRendezvous
 
 START_TIMEOUT_SECONDS = 300.0
-END_TIMEOUT_SECONDS = 5.0  # a rank that has failed deletes nothing
 
 
 class Expected(NamedTuple):
@@ -81,14 +78,13 @@ def context_to_start(environment: Mapping[str, str], mpi: str) -> LaunchContext 
     return LaunchContext("one process", 0, 1, "127.0.0.1") if asks_gloo else None
 
 
-def serve(infos: Sequence[RankInfo], ends_last: bool = True) -> Reply:
+def serve(infos: Sequence[RankInfo]) -> Reply:
     """Start Horovod's rendezvous server; return its address and every rank's slot.
 
     The server runs as long as the process: later process sets and starts use it, too.
 
     Args:
         infos: of all ranks.
-        ends_last: whether this process waits for the last rank when it ends.
     """
     try:
         slots = assign(infos)
@@ -99,21 +95,11 @@ def serve(infos: Sequence[RankInfo], ends_last: bool = True) -> Reply:
     # With the slots, the server would clear a scope after it has counted them. It sometimes
     # counts wrong, and a later start then finds old addresses. Without, each rank deletes its own.
     server.init([])
-    if ends_last:
-        # Runs after Horovod's own shutdown, which init registers later.
-        atexit.register(_wait_for_the_last_rank, server)
     return {
         "address": server_address(infos),
         "port": port,
         "slots": [asdict(slot) for slot in slots],
     }
-
-
-def _wait_for_the_last_rank(server: RendezvousServer) -> None:
-    """Wait until all ranks have deleted their addresses; Horovod aborts ranks that cannot."""
-    limit = time.monotonic() + END_TIMEOUT_SECONDS
-    while server._httpd.cache and time.monotonic() < limit:
-        time.sleep(0.02)
 
 
 def variables_of(
