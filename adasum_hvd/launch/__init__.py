@@ -2,8 +2,8 @@
 
 A rank's start runs through these files:
 
-- `schedulers/`: one file each, a pure function from an environment to a `LaunchContext`;
-- `launch_context.py`: that class, and reading of environment variables;
+- `launchers.py`: the table of launchers' variables, and the innermost launcher;
+- `launch_context.py`: a rank's place, as its launcher describes it;
 - `slurm_lists.py`: Slurm's compressed lists of nodes and of tasks;
 - `route.py`: addresses and network interfaces;
 - `rendezvous.py`: exchange of `RankInfo` through a key-value store;

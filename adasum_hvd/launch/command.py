@@ -50,9 +50,10 @@ def run(command: list[str], processes: int | None) -> int:
             although `processes` is given.
         OSError: there is no such program.
     """
-    context = start.context_to_start(os.environ, mpi_built=False)
+    context = start.context_to_start(os.environ, mpi="")
     if processes is not None:
-        if context is not None or start.starts_by_itself(os.environ, mpi_built=False):
+        is_rank = context is None and start.starts_by_itself(os.environ, mpi="")
+        if is_rank or (context is not None and context.size > 1):
             raise LaunchError(
                 "expected a process outside of any job for --nprocs, but got one "
                 "that another launcher has started; remove --nprocs"
@@ -70,10 +71,11 @@ def _local(processes: int) -> list[dict[str, str]]:
     """Start a rendezvous server; return the environments of ranks on this host."""
     name, stays = socket.gethostname(), Route("127.0.0.1", "127.0.0.1")
     contexts = [
-        LaunchContext("adasum-hvd exec", rank, processes, "127.0.0.1", 0)
+        LaunchContext("adasum-hvd exec", rank, processes, "127.0.0.1")
         for rank in range(processes)
     ]
-    reply = start.serve([RankInfo(context, name, stays) for context in contexts])
+    infos = [RankInfo(context, name, stays) for context in contexts]
+    reply = start.serve(infos)
     return [
         {**os.environ, **start.variables_of(reply, rank, os.environ)}
         for rank in range(processes)

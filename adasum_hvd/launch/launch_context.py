@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_FIRST_PORT, _PORTS, _TRIED = 20000, 12000, 10
 
 
 class LaunchError(RuntimeError):
@@ -20,7 +22,8 @@ class LaunchContext:
         rank: this process's number in the job.
         size: ranks in the job.
         address: rank 0's host: a name, or an IPv4 address.
-        port: of a store on that host; the next port is used, too.
+        port: MASTER_PORT, of torch's store on that host; None if it is not set.
+        job: a name that no other job has; "" if there is none.
         local_rank: this process's number on its host.
         local_size: ranks on this host.
         cross_rank: this host's number in the job.
@@ -31,7 +34,8 @@ class LaunchContext:
     rank: int
     size: int
     address: str
-    port: int
+    port: int | None = None
+    job: str = ""
     local_rank: int | None = None
     local_size: int | None = None
     cross_rank: int | None = None
@@ -50,52 +54,15 @@ class LaunchContext:
                     f"{number} of {count}; check the variables that it sets"
                 )
 
+    @property
+    def ports(self) -> Sequence[int]:
+        """The ports that rank 0 tries for a store without torch, in this order.
 
-class Variables:
-    """The variables of one scheduler.
-
-    Args:
-        scheduler: its name, for messages.
-        environment: all variables.
-        remedy: what the user should do if one is missing or wrong.
-    """
-
-    def __init__(self, scheduler: str, environment: Mapping[str, str], remedy: str):
-        self._scheduler, self._environment = scheduler, environment
-        self._remedy = remedy
-
-    def require(self, names: Collection[str]) -> None:
-        """Raise LaunchError if one of these variables is missing."""
-        missing = [name for name in names if not self._environment.get(name)]
-        if missing:
-            raise LaunchError(
-                f"{self._scheduler}: expected {', '.join(names)} in the environment, but got "
-                f"no {', '.join(missing)}; {self._remedy}"
-            )
-
-    def text(self, name: str) -> str:
-        """Return a required variable."""
-        self.require([name])
-        return self._environment[name]
-
-    def number(self, name: str) -> int:
-        """Return a required variable that holds an integer >= 0."""
-        value = self.text(name)
-        if not value.isdecimal():
-            raise LaunchError(
-                f"{self._scheduler}: expected an integer >= 0 in {name}, but got {value!r}; "
-                f"{self._remedy}"
-            )
-        return int(value)
-
-    def number_if_any(self, name: str) -> int | None:
-        """Return the integer in a variable, None if it is not set."""
-        return self.number(name) if self._environment.get(name) else None
-
-    def port(self, job: str) -> int:
-        """Return MASTER_PORT, else a port computed from the job's name.
-
-        It is below 32768, where Linux begins to give ports to outgoing connections.
+        They are below 32768, where Linux begins to give ports to outgoing connections. Only a
+        store that knows the job's name can be found on another port than the first one.
         """
-        chosen = self.number_if_any("MASTER_PORT")
-        return 20000 + zlib.crc32(job.encode()) % 6000 * 2 if chosen is None else chosen
+        if self.port is not None:
+            return [self.port + 1]
+        name = self.job or self.address
+        first = _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
+        return range(first, first + (_TRIED if self.job else 1))

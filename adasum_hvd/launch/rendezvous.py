@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from adasum_hvd.launch.route import Route
 Reply = dict[str, Any]  # JSON
 # Takes this rank's info and rank 0's function from all infos to a reply; returns that reply.
 Rendezvous = Callable[[RankInfo, Callable[[Sequence[RankInfo]], Reply]], Reply]
-_SCOPE, _POLL_SECONDS = "adasum", 0.05
+_OPEN, _POLL_SECONDS = "open", 0.05
 _LATE = (TimeoutError, RuntimeError)  # the latter is torch's DistStoreError
 
 
@@ -38,32 +39,27 @@ class HttpStore:
     """A store on Horovod's own key-value server, for ranks without torch.
 
     Args:
-        context: this process's; rank 0 listens on the port after `context.port`.
+        context: this process's; rank 0 listens on the first of `context.ports` that is free.
         timeout_seconds: how long to wait for a value.
 
     Raises:
-        LaunchError: the port is in use.
+        LaunchError: the ports are in use.
     """
 
     def __init__(self, context: LaunchContext, timeout_seconds: float):
         self._host = "127.0.0.1" if context.rank == 0 else context.address
-        self._port, self._timeout_seconds = context.port + 1, timeout_seconds
+        self._scope = f"adasum.{zlib.crc32(context.job.encode())}"
+        self._ports, self._timeout_seconds = context.ports, timeout_seconds
         if context.rank == 0:
-            try:
-                server = RendezvousHTTPServer(("", self._port), KVStoreHandler, 0)
-            except OSError as error:
-                raise LaunchError(
-                    f"MASTER_PORT: expected the next port to be free, but got {self._port} in use "
-                    f"({error}); set MASTER_PORT to another one on all ranks"
-                ) from error
-            server.daemon_threads = True
-            in_thread(target=server.serve_forever)
+            self._ports = [_serve(context.ports, self._scope)]
 
-    def _request(self, method: str, key: str, body: str | None = None) -> bytes | None:
+    def _request(
+        self, port: int, method: str, key: str, body: str | None = None
+    ) -> bytes | None:
         """Return the server's response; None if it has no value or does not run yet."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=5)
+        connection = http.client.HTTPConnection(self._host, port, timeout=5)
         try:
-            connection.request(method, f"/{_SCOPE}/{key}", body)
+            connection.request(method, f"/{self._scope}/{key}", body)
             response = connection.getresponse()
             content = response.read()
             return content if response.status == http.client.OK else None
@@ -74,11 +70,17 @@ class HttpStore:
 
     def _until_there(self, method: str, key: str, body: str | None = None) -> bytes:
         limit = time.monotonic() + self._timeout_seconds
-        while (reply := self._request(method, key, body)) is None:
+        while True:
+            for port in self._ports:
+                # Other programs, and other jobs' ranks, may listen on the ports in front.
+                if self._request(port, "GET", _OPEN) is not None:
+                    self._ports = [port]
+                    if (reply := self._request(port, method, key, body)) is not None:
+                        return reply
             if time.monotonic() > limit:
-                raise TimeoutError(f"no value for {key} on {self._host}:{self._port}")
+                ports = ", ".join(map(str, self._ports))
+                raise TimeoutError(f"no value for {key} on {self._host}, port {ports}")
             time.sleep(_POLL_SECONDS)
-        return reply
 
     def set(self, key: str, value: str) -> None:
         """Wait for rank 0's server, then store a value."""
@@ -91,6 +93,24 @@ class HttpStore:
             TimeoutError: nobody stored it in time.
         """
         return self._until_there("GET", key)
+
+
+def _serve(ports: Sequence[int], scope: str) -> int:
+    """Start a server on the first port that is free; return its number."""
+    for port in ports:
+        try:
+            server = RendezvousHTTPServer(("", port), KVStoreHandler, 0)
+        except OSError as error:
+            in_use = error
+            continue
+        server.cache[scope] = {_OPEN: b""}
+        server.daemon_threads = True
+        in_thread(target=server.serve_forever)
+        return port
+    raise LaunchError(
+        f"MASTER_PORT: expected a free port among {', '.join(map(str, ports))}, but got all of "
+        f"them in use ({in_use}); set MASTER_PORT on all ranks, and leave the next one free"
+    ) from in_use
 
 
 def _pack(info: RankInfo) -> str:
@@ -148,7 +168,6 @@ class StoreRendezvous:
 def _missing(context: LaunchContext, rank: int, error: Exception) -> str:
     return (
         f"{context.scheduler}: expected {context.size} ranks with rank 0 on {context.address}, "
-        f"ports {context.port} and {context.port + 1}, but rank {rank} did not respond ({error}); "
-        "start all ranks with the same MASTER_ADDR and MASTER_PORT, or raise "
-        "HOROVOD_START_TIMEOUT"
+        f"but rank {rank} did not respond ({error}); start all ranks with the same MASTER_ADDR "
+        "and MASTER_PORT, or raise HOROVOD_START_TIMEOUT"
     )

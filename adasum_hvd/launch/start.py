@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from horovod.runner.http.http_server import RendezvousServer
 
-from adasum_hvd.launch import route, schedulers
+from adasum_hvd.launch import launchers, route
 from adasum_hvd.launch.assignment import RankInfo, assign, server_address
 from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.rendezvous import HttpStore, Rendezvous, Reply, StoreRendezvous
 
 START_TIMEOUT_SECONDS = 300.0
-# If one of them is set, a launcher or an earlier start of ours has chosen already.
-_HOROVOD_VARIABLES = (
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-)
+
+
+class Expected(NamedTuple):
+    """A number of ranks and its source, for messages; None if the source does not tell it."""
+
+    source: str
+    size: int | None
 
 
 def timeout_seconds(environment: Mapping[str, str]) -> float:
@@ -39,41 +41,41 @@ def timeout_seconds(environment: Mapping[str, str]) -> float:
         ) from error
 
 
-def starts_by_itself(environment: Mapping[str, str], mpi_built: bool) -> bool:
-    """Return whether Horovod can start without the variables of a scheduler.
+def starts_by_itself(environment: Mapping[str, str], mpi: str) -> bool:
+    """Return whether Horovod finds the ranks without our variables.
 
-    It can if its own variables are set, in elastic jobs, and if MPI knows the ranks.
+    It does if its own variables are set, and if MPI knows the ranks.
 
     Args:
         environment: such as `os.environ`. HOROVOD_CONTROLLER, `gloo` or `mpi`, decides if an
             MPI launcher has started the ranks.
-        mpi_built: whether Horovod was built with MPI.
+        mpi: the family of Horovod's MPI, "" without MPI: `preflight.mpi_of`.
     """
+    seen = launchers.innermost(environment)
+    if seen is not None and seen.launcher is launchers.HOROVOD:
+        return True
     controller = environment.get("HOROVOD_CONTROLLER", "").lower()
-    asks_mpi = mpi_built and not controller and schedulers.by_mpi(environment)
-    return (
-        environment.get("HOROVOD_ELASTIC") == "1"
-        or any(environment.get(name) for name in _HOROVOD_VARIABLES)
-        or controller == "mpi"
-        or asks_mpi
-    )
+    read_by_mpi = controller == "mpi" or (seen is not None and seen.is_read_by(mpi))
+    return bool(mpi) and controller != "gloo" and read_by_mpi
 
 
-def context_to_start(
-    environment: Mapping[str, str], mpi_built: bool
-) -> LaunchContext | None:
+def context_to_start(environment: Mapping[str, str], mpi: str) -> LaunchContext | None:
     """Return this process's context if Horovod needs our variables, else None.
 
     Args:
         environment: see :func:`starts_by_itself`.
-        mpi_built: see :func:`starts_by_itself`.
+        mpi: see :func:`starts_by_itself`.
 
     Raises:
-        LaunchError: a scheduler's variables are incomplete or contradictory.
+        LaunchError: a launcher's variables are incomplete or contradictory.
     """
-    if starts_by_itself(environment, mpi_built):
+    if starts_by_itself(environment, mpi):
         return None
-    return schedulers.read(environment)
+    if seen := launchers.innermost(environment):
+        return seen.context()
+    # Without our variables, Horovod would send by MPI, which it has not started.
+    asks_gloo = environment.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    return LaunchContext("one process", 0, 1, "127.0.0.1") if asks_gloo else None
 
 
 def serve(infos: Sequence[RankInfo]) -> Reply:
@@ -116,6 +118,7 @@ def variables_of(
         "gloo_rendezvous_port": reply["port"],
         "controller": "gloo",
         "cpu_operations": "gloo",
+        "elastic": 0,
     }
     if not environment.get("HOROVOD_GLOO_IFACE"):
         source = route.source_to(reply["address"])
@@ -141,46 +144,64 @@ def start(context: LaunchContext, rendezvous: Rendezvous) -> None:
     os.environ.update(variables_of(reply, context.rank, os.environ))
 
 
+@functools.cache
 def over_http_store(context: LaunchContext) -> Rendezvous:
     """Return a rendezvous through an HTTP store that lives as long as rank 0's process."""
+    if context.size == 1:
+        return lambda mine, reply_to: reply_to([mine])
     return StoreRendezvous(HttpStore(context, timeout_seconds(os.environ)))
 
 
 def before_init(
-    mpi_built: bool,
-    rendezvous_of: Callable[[LaunchContext], Rendezvous] = over_http_store,
-) -> None:
+    mpi: str, rendezvous_of: Callable[[LaunchContext], Rendezvous] = over_http_store
+) -> Expected | None:
     """Set Horovod's variables, if another launcher has started this process.
 
     Args:
-        mpi_built: whether Horovod was built with MPI.
+        mpi: the family of Horovod's MPI, "" without MPI.
         rendezvous_of: returns the rendezvous of a rank with this context.
 
+    Returns:
+        The number of ranks that Horovod must find, None if no launcher is seen.
+
     Raises:
-        LaunchError: see :func:`context_to_start` and :func:`start`.
+        LaunchError: see :func:`launchers.innermost`, :func:`context_to_start` and :func:`start`.
 
     Collective: every rank; blocks until all respond.
     """
-    context = context_to_start(os.environ, mpi_built)
+    context = context_to_start(os.environ, mpi)
     if context is not None:
         start(context, rendezvous_of(context))
+    seen = launchers.innermost(os.environ)
+    if seen is None or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return None  # an elastic job may have other ranks by now
+    size = os.environ.get(seen.launcher.size)
+    if size is None and seen.launcher is launchers.HOROVOD:
+        return None
+    source = f"the value of {seen.launcher.size} ({seen.launcher.name})"
+    return Expected(source, int(size) if size and size.isdecimal() else None)
 
 
-def after_init(size: int) -> None:
-    """Check that MPI, if Horovod uses it, has found all ranks.
+def after_init(
+    size: int, expected: Expected | None, comm: Any = None, process_sets: Any = None
+) -> None:
+    """Check that Horovod has found all ranks.
 
     Args:
-        size: number of ranks that Horovod has found.
+        size: the number of ranks that it has found.
+        expected: the launcher's, of :func:`before_init`.
+        comm: Horovod's argument: some of the ranks.
+        process_sets: Horovod's argument.
 
     Raises:
-        LaunchError: it found one rank, and the launcher has started more.
+        LaunchError: the launcher has started other ranks; on every rank.
     """
-    if size > 1 or os.environ.get("HOROVOD_CONTROLLER") == "gloo":
+    if expected is None or comm is not None or size == expected.size:
         return
-    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        count = os.environ.get(name, "1")
-        if schedulers.by_mpi(os.environ) and count != "1":
-            raise LaunchError(
-                f"MPI: expected {count} ranks, the value of {name}, but got 1: the MPI of this "
-                "Horovod does not work with this launcher; export HOROVOD_CONTROLLER=gloo"
-            )
+    if expected.size is None and size > 1:
+        return
+    count = "a number of" if expected.size is None else expected.size
+    raise LaunchError(
+        f"hvd.init(): expected {count} ranks, {expected.source}, but got hvd.size() {size}: the "
+        "MPI of this Horovod does not work with this launcher; export HOROVOD_CONTROLLER=gloo"
+    )

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
 class RankTableError(ValueError):
@@ -95,7 +95,7 @@ def _server(server: Any, where: str) -> tuple[str, list[int]]:
     _require(isinstance(server, dict), f"an object as {where}", server)
     name = server.get("server_id")
     _require(
-        isinstance(name, str) and _HOST_NAME.fullmatch(name),
+        isinstance(name, str) and HOST_NAME.fullmatch(name),
         f"a host name or IPv4 address as server_id of {where}",
         name,
     )

@@ -30,6 +30,18 @@ def has_mpi(framework: str) -> bool:
     return path is not None and b"MPI_Init_thread" in path.read_bytes()
 
 
+def mpi_of(library: ctypes.CDLL, built: bool) -> str:
+    """Return the family of Horovod's MPI: "Open MPI", "MPICH" for others, "" without MPI.
+
+    Args:
+        library: the framework's Horovod library.
+        built: whether Horovod was built with MPI.
+    """
+    if not built:
+        return ""
+    return "Open MPI" if hasattr(library, "ompi_mpi_comm_world") else "MPICH"
+
+
 def _no_op_error(framework: str, actual: str) -> ImportError:
     return ImportError(
         f"adasum_hvd.{framework}: expected a Horovod built with the AdaSum op for "

@@ -78,9 +78,10 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     Collective: every rank; blocks until all have.
     """
     preflight.require_unfinished_mpi(LIBRARY)
-    launch.before_init(mpi_ops.mpi_built())
+    mpi = preflight.mpi_of(LIBRARY, mpi_ops.mpi_built())
+    expected = launch.before_init(mpi)
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
-    launch.after_init(mpi_ops.size())
+    launch.after_init(mpi_ops.size(), expected, *args, **kwargs)
     after_init.after_init(mpi_ops, LIBRARY)
     after_init.log_startup(mpi_ops, LIBRARY, "")  # no reduction yet: no path
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 
 from adasum_hvd.install import environment, findings
 from adasum_hvd.install.findings import BUILD, DoctorFinding, State
+from adasum_hvd.launch import launchers
+from adasum_hvd.launch.launch_context import LaunchError
 from adasum_hvd.startup.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine, selfcheck
 
@@ -62,12 +65,28 @@ def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[DoctorFindin
         hosts: other hosts of the job, checked over ssh.
         reduce: start ranks and compare their results with the reference.
     """
-    found = [*findings.installed(), *machine.findings(hosts)]
+    found = [*findings.installed(), *machine.findings(hosts), launcher()]
     if reduce and (frameworks := findings.with_op()):
         found += reductions(frameworks)
     if reduce and "torch" in environment.installed_frameworks():
         found.append(distributed())
     return found
+
+
+def launcher() -> DoctorFinding:
+    """Return the launcher by whose variables this process is a rank of a job."""
+    try:
+        seen = launchers.innermost(os.environ)
+    except LaunchError as error:
+        found, _, fix = str(error).partition("; ")
+        return DoctorFinding("launcher", found, State.BROKEN, fix)
+    if seen is None:
+        return DoctorFinding("launcher", "none has started this process")
+    shown = [
+        launchers.name_with_numbers(one, os.environ)
+        for one in (seen.launcher, *seen.outer)
+    ]
+    return DoctorFinding("launcher", ", inside ".join(shown))
 
 
 def distributed() -> DoctorFinding:

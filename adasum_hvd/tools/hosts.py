@@ -17,9 +17,7 @@ from typing import Any
 from adasum_hvd.launch import slurm_lists
 from adasum_hvd.launch.slurm_lists import MOST, ListError
 from adasum_hvd.mindspore import rank_table
-from adasum_hvd.mindspore.rank_table import Host, arguments, hostfile
-
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+from adasum_hvd.mindspore.rank_table import HOST_NAME, Host, arguments, hostfile
 
 
 def add_to(commands: Any) -> None:
@@ -104,7 +102,9 @@ def parse(text: str, slots: str = "1") -> list[Host]:
     names = [host.name for host in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ListError(
-            f"expected each host once, but got {', '.join(sorted(twice))} twice"
+            f"expected each host once, as 'a slots=2' or 'a:2', but got "
+            f"{', '.join(sorted(twice))} twice; a node file of PBS has a line for each rank: "
+            "count them with sort FILE | uniq -c"
         )
     return found
 
@@ -123,9 +123,10 @@ def _of_line(line: str) -> Iterator[tuple[str, int | None]]:
             )
         count = None if given is None else int(given)
         for expanded in islice(slurm_lists.expand(name), MOST + 1):
-            if not _NAME.fullmatch(expanded):
+            if not HOST_NAME.fullmatch(expanded):
                 raise ListError(
-                    f"expected a host name or address, but got {expanded!r}"
+                    f"expected a host name or address, and no more than slots=N after it, but "
+                    f"got {expanded!r} in {line[:60]!r}"
                 )
             yield expanded, count
 

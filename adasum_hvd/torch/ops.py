@@ -87,9 +87,9 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     """
     note_start(complete=False)
     preflight.require_unfinished_mpi(LIBRARY)
-    launch_rendezvous.before_init()
+    expected = launch_rendezvous.before_init()
     rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
-    launch.after_init(mpi_ops.size())
+    launch.after_init(mpi_ops.size(), expected, *args, **kwargs)
     after_init.after_init(mpi_ops, LIBRARY)
     keep_freed_memory()
     forget()

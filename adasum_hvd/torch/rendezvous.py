@@ -11,32 +11,40 @@ from datetime import timedelta
 import torch.distributed as dist
 from horovod.torch import mpi_ops
 
-from adasum_hvd.launch import schedulers, start
+from adasum_hvd.launch import launchers, start
 from adasum_hvd.launch.assignment import RankInfo
 from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
+from adasum_hvd.launch.start import Expected
+from adasum_hvd.startup import preflight
+from adasum_hvd.torch.wire import LIBRARY
 
 
-def before_init() -> None:
+def before_init() -> Expected | None:
     """Set Horovod's variables, if another launcher has started this process.
 
-    An initialized process group gives the ranks; without one, the environment does.
+    A process group of several ranks gives their numbers; without one, the environment does.
+
+    Returns:
+        The number of ranks that Horovod must find, None if it is not known.
 
     Raises:
         LaunchError: see :func:`adasum_hvd.launch.start.before_init`.
 
     Collective: every rank; blocks until all respond.
     """
-    mpi_built = mpi_ops.mpi_built()
-    in_group = dist.is_available() and dist.is_initialized()
-    if not in_group:
-        start.before_init(mpi_built, _over_torchs_store)
-    elif dist.get_world_size() > 1 and not start.starts_by_itself(
-        os.environ, mpi_built
+    mpi = preflight.mpi_of(LIBRARY, mpi_ops.mpi_built())
+    if not (
+        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     ):
-        here = [os.environ.get("MASTER_ADDR") or socket.gethostname()]
-        dist.broadcast_object_list(here, 0, _group())
-        start.start(_context_in_group(here[0]), _over_group)
+        return start.before_init(mpi, _over_torchs_store)
+    of_group = Expected("the size of torch's process group", dist.get_world_size())
+    if start.starts_by_itself(os.environ, mpi):
+        return start.before_init(mpi) or of_group
+    here = [os.environ.get("MASTER_ADDR") or socket.gethostname()]
+    dist.broadcast_object_list(here, 0, _group())
+    start.start(_context_in_group(here[0]), _over_group)
+    return of_group
 
 
 @functools.cache
@@ -49,12 +57,14 @@ def _group() -> dist.ProcessGroup | None:
 
 def _context_in_group(address: str) -> LaunchContext:
     rank, size = dist.get_rank(), dist.get_world_size()
-    context = schedulers.read(os.environ) if "RANK" in os.environ else None
+    seen = launchers.innermost(os.environ) if "RANK" in os.environ else None
+    context = seen.context() if seen else None
     if context is not None and (context.rank, context.size) == (rank, size):
         return context
     local_rank = os.environ.get("LOCAL_RANK", "")
     known = int(local_rank) if local_rank.isdecimal() else None
-    return LaunchContext("torch.distributed", rank, size, address, 0, known)
+    name = "torch.distributed"
+    return LaunchContext(name, rank, size, address, local_rank=known)
 
 
 def _over_group(
@@ -69,14 +79,14 @@ def _over_group(
 
 
 @functools.cache
-def _store_of(context: LaunchContext) -> dist.Store:
+def _store_of(context: LaunchContext, port: int) -> dist.Store:
     """Return torch's store on MASTER_PORT; a later process group shares it."""
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     seconds = start.timeout_seconds(os.environ)
     try:
         store = dist.TCPStore(
             context.address,
-            context.port,
+            port,
             is_master=context.rank == 0 and not agent_has_it,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
@@ -85,11 +95,13 @@ def _store_of(context: LaunchContext) -> dist.Store:
     except RuntimeError as error:
         raise LaunchError(
             f"{context.scheduler}: expected rank 0's store on {context.address}, port "
-            f"{context.port}, but it did not respond ({error}; rank {context.rank} of "
+            f"{port}, but it did not respond ({error}; rank {context.rank} of "
             f"{context.size}); start all ranks, with the same MASTER_ADDR and a free MASTER_PORT"
         ) from error
     return dist.PrefixStore("adasum_hvd", store)
 
 
 def _over_torchs_store(context: LaunchContext) -> Rendezvous:
-    return StoreRendezvous(_store_of(context))
+    if context.port is None or context.size == 1:
+        return start.over_http_store(context)
+    return StoreRendezvous(_store_of(context, context.port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -228,6 +229,81 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         assert status == 1 and "DONE" not in output
         assert "Slurm: expected 3 ranks" in output, output
         assert "HOROVOD_START_TIMEOUT" in output
+
+
+def pmi(rank: int) -> dict[str, str]:
+    """Return the variables of MPICH's mpiexec, which Open MPI does not read."""
+    own = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": ""}
+    return own | {"MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+
+
+# Of the proxy, which srun has started: one task on each node.
+STEP = slurm(0, 1) | {"SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize("outer", [{}, STEP])
+def test_open_mpi_under_another_mpi_launcher(
+    tmp_path: Path, outer: dict[str, str]
+) -> None:
+    script = write(tmp_path, REDUCE + "hvd.init()\ncheck(['a'] * 2)\nprint('DONE')")
+    check_done(
+        start_each([*python(), script], [outer | pmi(rank) for rank in range(2)])
+    )
+
+
+@pytest.mark.skipif(not shutil.which("mpiexec.hydra"), reason="required MPICH")
+def test_two_jobs_of_mpichs_mpiexec_at_once(tmp_path: Path) -> None:
+    script = write(tmp_path, REDUCE + "hvd.init()\ncheck(['a'] * 2)\nprint('DONE')")
+    # Not a fork of the harness, which has no process of mpiexec's above it.
+    words = ["mpiexec.hydra", "-n", "2", sys.executable, script]
+    ranks = start_each(words, [{"MASTER_PORT": ""}] * 2)
+    for status, output in ranks:
+        assert status == 0 and output.count("DONE") == 2, output[-3000:]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "{}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        {
+            "PMIX_RANK": "0"
+        },  # PMIx does not tell the size, so every rank must ask for it
+    ],
+)
+def test_mpi_that_finds_one_rank_of_several(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    script = write(
+        tmp_path, "import adasum_hvd.torch as hvd\nhvd.init()\nprint('DONE')"
+    )
+    ranks = [
+        {name: value.format(rank) for name, value in variables.items()}
+        | {"HOROVOD_CONTROLLER": "mpi"}
+        for rank in range(2)
+    ]
+    for status, output in start_each([*python(), script], ranks):
+        assert status == 1 and "DONE" not in output
+        assert "1: the MPI of this Horovod does not work with this launcher" in output
+        assert "export HOROVOD_CONTROLLER=gloo" in output
+
+
+@pytest.mark.parametrize("words", [[], [*EXEC, "--"]])
+def test_one_process_over_gloo(tmp_path: Path, words: list[str]) -> None:
+    script = write(
+        tmp_path, PLAIN if words else "import adasum_hvd.torch as h; h.init()"
+    )
+    variables = environment((("HOROVOD_CONTROLLER", "gloo"),))
+    status, output = run_launcher(
+        [*words, sys.executable, script, "1"], variables, SECONDS
+    )
+    assert status == 0, output[-3000:]
+
+
+def test_exec_starts_ranks_although_a_controller_is_chosen(tmp_path: Path) -> None:
+    words = [*EXEC, "--nprocs", "2", "--", sys.executable, write(tmp_path, PLAIN), "2"]
+    variables = environment((("HOROVOD_CONTROLLER", "mpi"),))
+    status, output = run_launcher(words, variables, SECONDS)
+    assert status == 0 and output.count("DONE") == 2, output[-3000:]
 
 
 @pytest.mark.parametrize(

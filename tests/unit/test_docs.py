@@ -154,12 +154,24 @@ def test_every_page_is_in_the_site() -> None:
         assert (REPOSITORY / name).exists(), name
 
 
+def script(name: str) -> ModuleType:
+    """Return a program of docs/ as a module."""
+    path = REPOSITORY / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_page", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_launcher_is_in_the_table_of_clusters() -> None:
+    launchers = script("launchers")
+    text = launchers.PAGE.read_text()
+    assert launchers.page(text) == text, "run `python docs/launchers.py`"
+    assert launchers.table().count("| `") > 12 and launchers.table() in text
+
+
 def test_every_error_message_is_in_the_list_with_an_action() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "messages_page", REPOSITORY / "docs" / "messages.py"
-    )
-    messages = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(messages)
+    messages = script("messages")
     page = messages.PAGE.read_text()
     missing = [row for row in messages.rows() if row not in page]
     assert not missing, f"run `python docs/messages.py` for {missing}"

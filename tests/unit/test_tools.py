@@ -201,6 +201,19 @@ esac
 """
 
 
+def test_doctor_names_the_launcher(monkeypatch) -> None:
+    assert "none" in doctor.launcher().found
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert doctor.launcher().found == (
+        "PMI (PMI_RANK=1, PMI_SIZE=2), inside Slurm (SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=1)"
+    )
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    found = doctor.launcher()
+    assert found.state == State.BROKEN and "unset those of the outer one" in found.fix
+
+
 def test_hosts_are_asked_over_ssh(tmp_path: Path, monkeypatch) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text(SSH)
@@ -307,11 +320,17 @@ def test_lists_of_hosts(tmp_path: Path, text: str, slots: str, expected: list) -
             r"ranges such as \[01-12,17\] in node\[3-1\], but got '3-1'",
         ),
         ("node[1-99999999]", "1", "ranges such as"),
-        ("a,b,a", "1", "each host once, but got a twice"),
+        ("a,b,a", "1", "each host once, as 'a slots=2' or 'a:2', but got a twice"),
+        ("a\na\nb\n", "1", "got a twice; a node file of PBS .* sort FILE | uniq -c"),
+        (
+            "a slots=8 max_slots=9",
+            "1",
+            "no more than slots=N .*'a slots=8 max_slots=9'",
+        ),
         ("a:0", "1", "a number of slots of a, at least 1, but got '0'"),
         ("a,b", "2(x3)", "one count for each of 2 hosts"),
         ("a", "x", r"a number or counts such as 2\(x3\),1, but got 'x'"),
-        ("no/such_file", "1", "a host name or address, but got 'no/such_file'"),
+        ("no/such_file", "1", "a host name or address, .* but got 'no/such_file'"),
     ],
 )
 def test_bad_lists_of_hosts(text: str, slots: str, match: str) -> None:
