@@ -6,7 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -33,8 +33,9 @@ class DistributedGradReducer(GradReducer):
     Sparse gradients are `tf.IndexedSlices`. Eagerly and in `tf.function`.
 
     Example:
-        >>> reducer = DistributedGradReducer(model.trainable_variables)  # doctest: +SKIP
-        >>> gradients = reducer(tape.gradient(loss, model.trainable_variables))  # doctest: +SKIP
+        >>> variables = model.trainable_variables                 # doctest: +SKIP
+        >>> reducer = DistributedGradReducer(variables, mean=True)  # doctest: +SKIP
+        >>> gradients = reducer(tape.gradient(loss, variables))   # doctest: +SKIP
 
     References:
         docs/mindspore.md.
@@ -56,14 +57,10 @@ class DistributedGradReducer(GradReducer):
     def _is_sparse(self, gradient: Any) -> bool:
         return isinstance(gradient, tf.IndexedSlices)
 
-    def _start(self, name: str, gradients: list[Any]) -> Callable[[], list[Any]]:
-        totals = reduce_named(
-            [tf.cast(gradient, tf.float32) for gradient in gradients],
-            name,
-            ops.Sum,
-            self._group,
-        )
-        return lambda: [
+    def _reduce(self, name: str, gradients: list[Any]) -> list[Any]:
+        wide = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        totals = reduce_named(wide, name, ops.Sum, self._group)
+        return [
             tf.cast(total * self._factor, tf.convert_to_tensor(gradient).dtype)
             for total, gradient in zip(totals, gradients, strict=True)
         ]

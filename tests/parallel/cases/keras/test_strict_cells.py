@@ -66,9 +66,9 @@ def case_strict_refusals(variant: str) -> None:
 
 def case_boost_switch() -> None:
     """AdaSum of changes that the group averages, and plain averages of accumulated passes."""
-    manual = {"mode": "manual", "adasum": True}
+    manual = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": True}
     accumulated = {
-        "boost": {"mode": "manual", "grad_accumulation": True},
+        "boost": {**manual, "adasum": False, "grad_accumulation": True},
         "grad_accumulation": {"grad_accumulation_step": 2},
     }
     mine = np.array([1.0, -1.0], np.float32) * (hvd.rank() + 1)
@@ -76,7 +76,7 @@ def case_boost_switch() -> None:
     for config, passes in (({"boost": manual}, 1), (accumulated, 2)):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="boost grad_accumulation")
-            switch = boost.switch("O0", config, gradients_mean=True)
+            switch = boost.switch("O2", config, gradients_mean=True)
         assert switch.adasum == (passes == 1)
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.5), **switch.optimizer_arguments(hvd)
@@ -87,7 +87,7 @@ def case_boost_switch() -> None:
         expected = np.array([1, 2]) - 0.5 * passes * mean
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
     other = boost.switch(
-        "O0", {"boost": manual, "common": {"device_number": 2}}, gradients_mean=True
+        "O2", {"boost": manual, "common": {"device_number": 2}}, gradients_mean=True
     )
     with pytest.raises(RuntimeError, match=r"hvd.init\(\*\*boost.init_arguments"):
         other.optimizer_arguments(hvd)

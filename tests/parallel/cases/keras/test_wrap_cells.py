@@ -61,6 +61,28 @@ def case_steps(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])
+@pytest.mark.parametrize("in_group", [False, True])
+def case_order_of_the_variables(variant: str, in_group: bool) -> None:
+    """Gradients come in the given order, not in that in which the optimizer was built."""
+    first, second = (keras.Variable([0.0, 0.0], name=name) for name in "ab")
+    hvd.mark_worker_local(second)
+    optimizer = hvd.AdamOffload(0.1)
+    optimizer.build([second, first])
+    cell = CELLS[variant](
+        optimizer,
+        [first, second],
+        relaxed=True,
+        gradient_group=hvd.global_process_set if in_group else None,
+    )
+    sign = 1.0 if hvd.rank() == 0 else -1.0
+    result = cell([tf.ones(2), tf.fill([2], sign)])
+    if variant == "delta":
+        assert result[0] is first and result[1] is second
+    np.testing.assert_allclose(first.numpy(), [-0.1, -0.1], rtol=1e-6)
+    np.testing.assert_allclose(second.numpy(), [-0.1 * sign] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["grad", "delta"])
 def case_attributes_are_the_optimizers(variant: str) -> None:
     """Written ones too, as schedules and callbacks do."""
     variables = [keras.Variable([1.0, 2.0])]

@@ -120,6 +120,36 @@ def case_is_used_as_an_optimizer(variant: str) -> None:
         _ = cell.nonsense
 
 
+@pytest.mark.parametrize("variant", ["grad", "delta"])
+@pytest.mark.parametrize("in_group", [False, True])
+def case_order_params(variant: str, in_group: bool) -> None:
+    """Gradients come in AdamOffload's given order, not in that of its groups."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    first, second, late = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    hvd.mark_worker_local(second)  # the reducer of the group must take the right one
+    optimizer = hvd.AdamOffload(
+        [{"params": [second]}, {"params": [first]}, {"order_params": [first, second]}],
+        learning_rate=0.1,
+        verbose=False,
+    )
+    group = hvd.global_process_set if in_group else None
+    cell = CELLS[variant](optimizer, relaxed=True, gradient_group=group)
+    order = [first, second]
+    assert [*map(id, cell.parameters)] == [*map(id, order)]
+    sign = 1.0 if hvd.rank() == 0 else -1.0
+    result = cell((torch.ones(3), torch.full((3,), sign)))
+    if variant == "delta":
+        assert [*map(id, result)] == [*map(id, order)]
+    # Adam's first step is -lr times the sign of the gradient; the second one is local.
+    torch.testing.assert_close(first.detach(), torch.full((3,), -0.1))
+    torch.testing.assert_close(second.detach(), torch.full((3,), -0.1 * sign))
+    cell.add_param_group({"params": [late]})
+    assert [*map(id, cell.parameters)] == [*map(id, [*order, late])]
+    first.requires_grad_(False)
+    assert [*map(id, cell.parameters)] == [id(second), id(late)]
+
+
 def case_wrong_gradients() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
