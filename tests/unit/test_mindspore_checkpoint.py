@@ -1,0 +1,339 @@
+"""MindSpore's checkpoints: files that MindSpore 2.10.0 wrote, both directions, damaged files.
+
+`tests/integrations/mindspore_program.py write` made the files; `make integrations` checks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adasum_hvd import mindspore_checkpoint
+from adasum_hvd.mindspore_checkpoint import (
+    CheckpointError,
+    Entry,
+    load,
+    read,
+    save,
+    write,
+)
+from adasum_hvd.torch.adam_offload import AdamOffload
+
+FILES = Path(__file__).with_name("mindspore")
+FIRST = FILES / "adam_offload-2.10.0.ckpt"
+LATER = FILES / "adam_offload-2.10.0-later.ckpt"
+STEPS = 5  # before each of the files
+NAMES = {  # of MindSpore's parameters, in its order
+    "fc.weight": "fc.weight",
+    "fc.bias": "fc.bias",
+    "bn.weight": "bn.gamma",
+    "bn.bias": "bn.beta",
+    "table.weight": "table.embedding_table",
+}
+
+
+class Net(nn.Module):
+    """The network of mindspore_program.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.table = nn.Embedding(5, 2)
+
+
+def training() -> tuple[Net, AdamOffload]:
+    model = Net()
+    params = [(NAMES[name], p) for name, p in model.named_parameters()]
+    # MindSpore's names, because those of beta and gamma are not decayed.
+    return model, AdamOffload(params, 0.01, weight_decay=0.1, verbose=False)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+    for step in range(first, first + STEPS):
+        for parameter in model.parameters():
+            index = torch.arange(parameter.numel(), dtype=torch.float64) + step
+            values = torch.cos(index).to(parameter.dtype)
+            parameter.grad = values.reshape(parameter.shape)
+        optimizer.step()
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Check weights and state against a file of MindSpore."""
+    entries = read(path)
+    state = optimizer.state_dict()["state"]
+    for place, (name, parameter) in enumerate(model.named_parameters()):
+        assert int(state[place]["step"]) == entries["global_step"].array()
+        for actual, expected in (
+            (parameter, NAMES[name]),
+            (state[place]["exp_avg"], f"moment1.{NAMES[name]}"),
+            (state[place]["exp_avg_sq"], f"moment2.{NAMES[name]}"),
+        ):
+            np.testing.assert_allclose(
+                actual.detach().numpy(), entries[expected].array(), atol=1e-6
+            )
+
+
+def test_the_entries_of_a_file():
+    entries = read(FIRST)
+    assert len(entries) == 26
+    assert entries["fc.weight"][1:3] == ("Float32", (4, 3))
+    assert entries["global_step"].array().tolist() == [5]
+    assert entries["single"].shape == () and entries["single"].array() == 2.5
+    assert entries["brain"].dtype == "BFloat16"
+    assert entries["brain"].array().tolist() == [1.0, -2.5]
+    assert entries["half"].array().dtype == np.float16
+    assert str(entries["note"].array()) == "café"
+
+
+def test_training_continues_as_in_mindspore():
+    model, optimizer = training()
+    rest = load(FIRST, model, optimizer)
+    assert set(rest) == {
+        *("learning_rate", "epoch_num", "note"),
+        "single",
+        "brain",
+        "half",
+    }
+    check(model, optimizer, FIRST)
+    moving = read(FIRST)["bn.moving_variance"].array()
+    assert np.array_equal(model.bn.running_var.numpy(), moving)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    steps(model, optimizer, STEPS)
+    check(model, optimizer, LATER)
+
+
+def test_there_and_back(tmp_path: Path):
+    path = tmp_path / "ours.ckpt"
+    model, optimizer = training()
+    load(FIRST, model, optimizer)
+    save(path, model, optimizer)
+    theirs, ours = read(FIRST), read(path)
+    only = set(theirs) - set(ours)
+    assert only == {*("learning_rate", "epoch_num", "note"), "single", "brain", "half"}
+    for name, entry in ours.items():
+        assert entry[:3] == theirs[name][:3]
+        if not name.endswith("_power"):
+            assert bytes(entry.data) == bytes(theirs[name].data), name
+    again, second = training()
+    assert load(path, again, second) == {}
+    steps(again, second, STEPS)
+    check(again, second, LATER)
+    assert [p.name for p in tmp_path.iterdir()] == ["ours.ckpt"]  # no partial file
+
+
+def test_a_file_is_written_as_by_mindspore(tmp_path: Path):
+    write(tmp_path / "copy.ckpt", read(LATER).values())
+    assert (tmp_path / "copy.ckpt").read_bytes() == LATER.read_bytes()
+
+
+def test_torch_adam_and_a_fresh_optimizer(tmp_path: Path):
+    model, _ = training()
+    plain = torch.optim.Adam(model.parameters())
+    load(FIRST, model, plain)
+    check(model, plain, FIRST)
+    plain.step()
+    fresh, optimizer = training()
+    save(tmp_path / "fresh.ckpt", fresh, optimizer)
+    assert not optimizer.state_dict()["state"]  # saving makes no state
+    entries = read(tmp_path / "fresh.ckpt")
+    assert entries["global_step"].array() == 0 and entries["beta1_power"].array() == 1
+    load(tmp_path / "fresh.ckpt", model, plain)
+    assert plain.state_dict()["state"][0]["exp_avg"].abs().sum() == 0
+
+
+def test_half_precision_keeps_masters(tmp_path: Path):
+    model, optimizer = training()
+    model.bfloat16()
+    load(FIRST, model, optimizer)
+    exact = torch.tensor(read(FIRST)["fc.weight"].array())
+    assert torch.equal(model.fc.weight, exact.bfloat16())
+    assert torch.equal(optimizer.master(model.fc.weight), exact)
+    save(tmp_path / "ours.ckpt", model, optimizer)
+    assert torch.equal(
+        torch.tensor(read(tmp_path / "ours.ckpt")["fc.weight"].array()), exact
+    )
+    save(tmp_path / "alone.ckpt", model)
+    entry = read(tmp_path / "alone.ckpt")["fc.weight"]
+    assert entry.dtype == "BFloat16"
+    assert np.array_equal(entry.array(), exact.bfloat16().float().numpy())
+
+
+def test_names_ties_and_shapes(tmp_path: Path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3)
+            self.head = nn.Linear(3, 4, bias=False)
+            self.head.weight = self.table.weight
+            self.single = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(2, 0))
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("count", torch.tensor(7))
+
+    model, path = Tied(), tmp_path / "tied.ckpt"
+    optimizer = AdamOffload(model.parameters(), verbose=False)
+    (model.single + model.table.weight.sum()).backward()
+    optimizer.step()
+    names = {"single": "scale"}
+    save(path, model, optimizer, names)
+    entries = read(path)
+    assert entries["scale"].shape == () and entries["flags"].dtype == "Bool"
+    assert ("head.weight" in entries) + ("table.embedding_table" in entries) == 1
+    other = Tied()
+    load(path, other, AdamOffload(other.parameters(), verbose=False), names)
+    assert torch.equal(other.head.weight, model.table.weight)
+    assert other.single == model.single and other.count == 7
+    with pytest.raises(
+        CheckpointError, match=r"expected single, but got .*names=\{'si"
+    ):
+        load(path, other)
+    with pytest.raises(
+        ValueError, match=r"names in model\.state_dict\(\), but got \['x"
+    ):
+        load(path, other, names={"x": "scale"})
+
+
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path):
+    entries = read(FIRST)
+    wrong = {
+        "expected fc.bias, but got fc.weight": {"fc.bias": None},
+        r"fc.bias: expected shape \(4,\)": {"fc.bias": entries["half"]},
+        r"a dtype for torch.float32, but got \(4,\) of Int32": {
+            "fc.bias": Entry("", "Int32", (4,), bytes(16))
+        },
+        r"fc\.bias: expected one of .* but got dtype 'Int4'": {
+            "fc.bias": Entry("", "Int4", (4,), bytes(2))
+        },
+        "expected moment2.bn.beta, but got none": {"moment2.bn.beta": None},
+        r"moment1.fc.bias: expected shape \(4,\)": {"moment1.fc.bias": entries["half"]},
+        "expected global_step and moments of Adam": {"global_step": None},
+    }
+    model, optimizer = training()
+    before = [p.detach().clone() for p in model.state_dict().values()]
+    for match, changes in wrong.items():
+        path = tmp_path / "wrong.ckpt"
+        changed = {**entries, **changes}
+        kept = [e._replace(name=n) for n, e in changed.items() if e is not None]
+        write(path, kept)
+        with pytest.raises(CheckpointError, match=match):
+            load(path, model, optimizer)
+        assert all(map(torch.equal, model.state_dict().values(), before))
+        assert not optimizer.state_dict()["state"]
+    load(FIRST, model)  # the model alone
+    with pytest.raises(TypeError, match="expected an AdamOffload or torch"):
+        load(FIRST, model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(TypeError, match="of the model's parameters, but got one with"):
+        load(FIRST, model, training()[1])
+
+
+def test_other_betas_and_counts_warn(tmp_path: Path):
+    model, _ = training()
+    optimizer = AdamOffload(model.parameters(), beta1=0.8, verbose=False)
+    with pytest.warns(UserWarning, match="got 0.59049; create the optimizer") as caught:
+        load(FIRST, model, optimizer)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(FIRST, *training())
+    adam = torch.optim.Adam(model.parameters())
+    for names in (("fc",), ("fc", "bn")):
+        for name, parameter in model.named_parameters():
+            parameter.grad = None
+            if name.startswith(names):
+                parameter.grad = torch.ones_like(parameter)
+        adam.step()
+    with pytest.warns(UserWarning, match=r"but got \[1, 2\]: MindSpore has one count"):
+        save(tmp_path / "adam.ckpt", model, adam)
+
+
+def test_cut_and_damaged_files(tmp_path: Path):
+    """A file that is cut anywhere is an error, unless only whole entries are lost."""
+    content, path = LATER.read_bytes(), tmp_path / "cut.ckpt"
+    whole, entries = 0, [*read(LATER).values()]
+    for size in range(1, len(content)):
+        path.write_bytes(content[:size])
+        try:
+            found = read(path)
+        except CheckpointError as error:
+            assert "is cut or damaged; copy it again" in str(error)
+            continue
+        whole += 1
+        assert [*found.values()] == entries[: len(found)]
+        with pytest.raises(CheckpointError, match="expected"):
+            load(path, *training())
+    assert whole == len(entries) - 1
+    content = FIRST.read_bytes()
+    path.write_bytes(content[:200] + b"\x00" + content[201:])
+    with pytest.raises(CheckpointError, match="a checksum that fits"):
+        read(path)
+    for other in (b"", b"PK\x03\x04 torch", b"\x80\x00\x00\x00{safetensors}", b"text"):
+        path.write_bytes(other)
+        with pytest.raises(CheckpointError, match="expected a file of save_checkpoint"):
+            read(path)
+    random = np.random.default_rng(0)
+    for _ in range(300):  # nothing but the two errors
+        damaged = bytearray(LATER.read_bytes())
+        for place in random.integers(0, len(damaged), 3):
+            damaged[place] = random.integers(0, 256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError, NotImplementedError):
+            load(path, *training())
+
+
+def message(number: int, content: bytes) -> bytes:
+    """Return a field of fewer than 128 bytes."""
+    return struct.pack("BB", number << 3 | 2, len(content)) + content
+
+
+def test_parts_older_scalars_and_hash_tables(tmp_path: Path):
+    def part(name: bytes, dims: bytes, data: bytes, kind: bytes = b"Float32") -> bytes:
+        tensor = dims + message(2, kind) + message(3, data)
+        return message(1, message(1, name) + message(2, tensor))
+
+    path = tmp_path / "made.ckpt"
+    values = np.arange(4, dtype=np.float32).tobytes()
+    two = b"\x08\x02\x08\x02"
+    content = part(b"w", two, values[:8]) + part(b"w", two, values[8:])
+    content += part(b"old", b"\x08\x00", values[:4])  # a 0-d tensor before 2.10
+    crc = b"crc_num" + zlib.crc32(content).to_bytes(10, "big")
+    path.write_bytes(content + crc)
+    assert read(path)["w"].array().tolist() == [[0, 1], [2, 3]]
+    assert read(path)["old"].shape == ()
+    for rest, match in (
+        (part(b"v", two, values[:8]), r"16 bytes of Float32 for v \(2, 2\), but got 8"),
+        (part(b"w", b"\x08\x04", values), "parts of different shapes"),
+        (b"\x12\x00", "got an unknown field 2 after 3"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "more than 10 bytes"),
+        (message(1, message(1, b"\xff")), "cut or damaged"),
+    ):
+        path.write_bytes(content + rest)
+        with pytest.raises(CheckpointError, match=match):
+            read(path)
+    path.write_bytes(message(1, message(1, b"table") + message(3, b"")))
+    with pytest.raises(
+        NotImplementedError, match="table: expected a tensor, but got a h"
+    ):
+        read(path)
+    path.write_bytes(part(b"w", b"\x08\x01", b"1", b"HiFloat8"))
+    with pytest.raises(
+        CheckpointError, match=r"w: .* but got dtype 'HiFloat8'; convert"
+    ):
+        read(path)["w"].array()
+
+
+def test_other_names_and_dtypes(tmp_path: Path):
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = mindspore_checkpoint.nonsense
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(NotImplementedError, match=r"0: .* but got torch\.complex64"):
+        save(tmp_path / "complex.ckpt", model)
+    assert not [*tmp_path.iterdir()]
