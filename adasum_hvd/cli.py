@@ -9,7 +9,17 @@ import sys
 from adasum_hvd import __version__
 from adasum_hvd.install import build as builder
 from adasum_hvd.install.environment import FRAMEWORKS, BuildError
-from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, timeline
+from adasum_hvd.tools import (
+    advise,
+    bench,
+    demo,
+    doctor,
+    hosts,
+    jobs,
+    mindspore_checkpoint,
+    plot,
+    timeline,
+)
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -79,7 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     program.add_argument("command", nargs="+", help="-- program and its arguments")
     program.set_defaults(run=_exec)
-    for tool in (doctor, bench, demo, plot, advise, timeline, hosts):
+    tools = (doctor, bench, demo, plot, advise, timeline, hosts, mindspore_checkpoint)
+    for tool in tools:
         tool.add_to(commands)
     return parser
 

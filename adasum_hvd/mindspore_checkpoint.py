@@ -18,4 +18,6 @@ def __getattr__(name: str) -> Any:
         from adasum_hvd.mindspore import torch_checkpoint
 
         return getattr(torch_checkpoint, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; use one of {', '.join(__all__)}"
+    )

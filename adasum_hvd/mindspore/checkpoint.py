@@ -112,9 +112,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
         for _, field in _fields(content, {1: bytes}):
             entry = _entry(field)
             parts.setdefault(entry.name, []).append(entry)
-    except (_MalformedError, UnicodeDecodeError) as error:
-        complete = f"{error} after {sum(map(len, parts.values()))} complete entries"
-        raise _damaged(path, "whole entries", complete) from None
+    except (_MalformedError, UnicodeDecodeError):
+        count = sum(map(len, parts.values()))
+        raise _damaged(path, "whole entries", f"only {count}") from None
     return {name: _joined(path, entries) for name, entries in parts.items()}
 
 
@@ -213,10 +213,10 @@ def _fields(content: memoryview, kinds: dict[int, type]) -> Iterator[tuple[int, 
         if key & 7 not in (0, 2) or kinds.get(number) is not (
             bytes if is_bytes else int
         ):
-            raise _MalformedError(f"an unknown field {number}")
+            raise _MalformedError
         if is_bytes:
             if at + value > len(content):
-                raise _MalformedError("an end inside a field")
+                raise _MalformedError
             yield number, content[at : at + value]
             at += value
         else:
@@ -228,13 +228,13 @@ def _read_number(content: memoryview, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(content):
-            raise _MalformedError("an end inside a field")
+            raise _MalformedError
         byte = content[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise _MalformedError("a number of more than 10 bytes")
+    raise _MalformedError
 
 
 def _number(value: int) -> bytes:

@@ -61,8 +61,8 @@ def load(
     Args:
         path: a file of MindSpore's `save_checkpoint`.
         model: its parameters and buffers get the values; they keep their dtypes and devices.
-        optimizer: an `AdamOffload`, also a distributed one, or `torch.optim.Adam`. It gets the
-            moments and the number of steps; learning rates and other settings stay.
+        optimizer: an `AdamOffload` or `torch.optim.Adam`, also a distributed one or a wrap cell
+            around one. It gets the moments and the number of steps; its settings stay.
         names: by a name in `model.state_dict()`, the name in the file. Without one it is
             the same name, or for normalization, embedding and PReLU also MindSpore's (`gamma`).
 
@@ -138,9 +138,10 @@ def save(
     state: list[Entry] = []
     if optimizer is not None:
         parameters = _parameters(optimizer, named)
-        # Masters have the precision that half-precision weights lack.
+        # AdamOffload's masters have the precision that half-precision weights lack.
+        master_of = getattr(optimizer, "master", lambda param: param)
         weights |= {
-            named[param]: optimizer.master(param)
+            named[param]: master_of(param)
             for param in parameters
             if "master" in optimizer.state.get(param, {})
         }
@@ -189,7 +190,7 @@ def _parameters(optimizer: Any, named: dict[torch.Tensor, str]) -> list[torch.Te
     if not (offloaded or isinstance(optimizer, torch.optim.Adam)):
         raise TypeError(
             "MindSpore checkpoint: expected an AdamOffload or torch.optim.Adam, but got "
-            f"{type(optimizer).__name__}; for a wrap cell pass cell.optimizer"
+            f"{type(optimizer).__name__}; pass one, or a wrap cell around one"
         )
     parameters = [param for group in groups for param in group["params"]]
     if any(param not in named for param in parameters):
@@ -256,9 +257,8 @@ def _adam_entries(
     steps = sorted({int(values["step"]) for values in state.values()}) or [0]
     if len(steps) > 1:
         warnings.warn(
-            f"MindSpore checkpoint: expected as many steps for all parameters, but got {steps}: "
-            f"MindSpore has one count, which is set to {steps[-1]}; the bias correction of the "
-            "others will end",
+            f"MindSpore checkpoint: expected as many steps for all parameters, but got {steps}; "
+            f"MindSpore has one count, which is set to {steps[-1]}",
             stacklevel=3,
         )
     yield _entry("global_step", torch.tensor(steps[-1:], dtype=torch.int32))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from adasum_hvd import mindspore_checkpoint
+from adasum_hvd import cli, mindspore_checkpoint
 from adasum_hvd.mindspore_checkpoint import (
     CheckpointError,
     Entry,
@@ -116,13 +116,13 @@ def test_there_and_back(tmp_path: Path):
     model, optimizer = training()
     load(FIRST, model, optimizer)
     save(path, model, optimizer)
-    theirs, ours = read(FIRST), read(path)
-    only = set(theirs) - set(ours)
+    expected, ours = read(FIRST), read(path)
+    only = set(expected) - set(ours)
     assert only == {*("learning_rate", "epoch_num", "note"), "single", "brain", "half"}
     for name, entry in ours.items():
-        assert entry[:3] == theirs[name][:3]
+        assert entry[:3] == expected[name][:3]
         if not name.endswith("_power"):
-            assert bytes(entry.data) == bytes(theirs[name].data), name
+            assert bytes(entry.data) == bytes(expected[name].data), name
     again, second = training()
     assert load(path, again, second) == {}
     steps(again, second, STEPS)
@@ -231,6 +231,8 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path):
     load(FIRST, model)  # the model alone
     with pytest.raises(TypeError, match="expected an AdamOffload or torch"):
         load(FIRST, model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(TypeError, match="but got object; pass one, or a wrap cell"):
+        load(FIRST, model, object())
     with pytest.raises(TypeError, match="of the model's parameters, but got one with"):
         load(FIRST, model, training()[1])
 
@@ -251,7 +253,7 @@ def test_other_betas_and_counts_warn(tmp_path: Path):
             if name.startswith(names):
                 parameter.grad = torch.ones_like(parameter)
         adam.step()
-    with pytest.warns(UserWarning, match=r"but got \[1, 2\]: MindSpore has one count"):
+    with pytest.warns(UserWarning, match=r"but got \[1, 2\]; MindSpore has one count"):
         save(tmp_path / "adam.ckpt", model, adam)
 
 
@@ -311,8 +313,8 @@ def test_parts_older_scalars_and_hash_tables(tmp_path: Path):
     for rest, match in (
         (part(b"v", two, values[:8]), r"16 bytes of Float32 for v \(2, 2\), but got 8"),
         (part(b"w", b"\x08\x04", values), "parts of different shapes"),
-        (b"\x12\x00", "got an unknown field 2 after 3"),
-        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "more than 10 bytes"),
+        (b"\x12\x00", "expected whole entries, but got only 3: the file is cut"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "but got only 3"),
         (message(1, message(1, b"\xff")), "cut or damaged"),
     ):
         path.write_bytes(content + rest)
@@ -337,3 +339,70 @@ def test_other_names_and_dtypes(tmp_path: Path):
     with pytest.raises(NotImplementedError, match=r"0: .* but got torch\.complex64"):
         save(tmp_path / "complex.ckpt", model)
     assert not [*tmp_path.iterdir()]
+
+
+# ---- adasum-hvd mindspore-checkpoint ----
+
+
+def command(*words: object) -> int:
+    return cli.main(["mindspore-checkpoint", *map(str, words)])
+
+
+def test_the_command_lists(capsys: pytest.CaptureFixture):
+    assert command(FIRST) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "fc.weight Float32 [4, 3]" and len(lines) == 26
+    assert "single Float32 []" in lines and "brain BFloat16 [2]" in lines
+
+
+def test_the_command_converts_there_and_back(tmp_path: Path):
+    there, back = tmp_path / "adam.pt", tmp_path / "adam.ckpt"
+    model = ("--model", f"{__name__}:Net")
+    assert command(FIRST, there, *model) == 0
+    net, optimizer = training()
+    saved = torch.load(there, weights_only=True)
+    net.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1  # its own settings
+    steps(net, optimizer, STEPS)
+    check(net, optimizer, LATER)
+    assert command(there, back, *model) == 0
+    expected = read(FIRST)
+    for name, entry in read(back).items():
+        np.testing.assert_allclose(entry.array(), expected[name].array(), rtol=1e-6)
+    torch.save({"model": Net().state_dict()}, there)
+    assert command(there, back, *model) == 0
+    of_model = {name for name in expected if name.startswith(("fc", "bn", "table"))}
+    assert set(read(back)) == of_model
+    assert command(back, there, *model) == 0
+    assert [*torch.load(there, weights_only=True)] == ["model"]
+
+
+def test_the_command_names_the_mistake(tmp_path: Path, capsys: pytest.CaptureFixture):
+    there = tmp_path / "adam.pt"
+    torch.save([1], tmp_path / "list.pt")
+    for words, match in (
+        ((tmp_path / "none.ckpt",), "No such file"),
+        ((FIRST, tmp_path / "two.ckpt"), "expected one file that ends in .ckpt"),
+        ((FIRST, there), "--model: expected MODULE:FUNCTION, but got None"),
+        ((FIRST, there, "--model", "nonsense:f"), "No module named 'nonsense'"),
+        ((FIRST, there, "--model", f"{__name__}:nonsense"), "no attribute 'nonsense'"),
+        ((FIRST, there, "--model", "torch.nn:Identity"), "empty parameter list"),
+        ((FIRST, there, "--model", f"{__name__}:Other"), "expected w, but got fc.weight"),
+        ((LATER, there, "--model", f"{__name__}:Wide"), "expected shape"),
+        ((tmp_path / "list.pt", tmp_path / "x.ckpt", "--model", f"{__name__}:Net"),
+         'expected a dict with "model", but got'),
+    ):  # fmt: skip
+        assert command(*words) == 1
+        assert match in capsys.readouterr().err, words
+    assert not there.exists()
+
+
+def Other() -> nn.Module:
+    return nn.ParameterDict({"w": torch.zeros(2)})
+
+
+def Wide() -> nn.Module:
+    model = Net()
+    model.fc = nn.Linear(4, 4)
+    return model

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import reference
+from adasum_hvd import mindspore_checkpoint, reference
 from adasum_hvd.parallel import ParallelContext
+from tests.unit import test_mindspore_checkpoint as checkpoints
 
 CELLS = {"grad": hvd.AdaSumByGradWrapCell, "delta": hvd.AdaSumByDeltaWeightWrapCell}
 AUTO = "auto_parallel"
@@ -148,6 +149,18 @@ def case_order_params(variant: str, in_group: bool) -> None:
     assert [*map(id, cell.parameters)] == [*map(id, [*order, late])]
     first.requires_grad_(False)
     assert [*map(id, cell.parameters)] == [id(second), id(late)]
+
+
+@pytest.mark.parametrize("variant", ["grad", "delta"])
+def case_checkpoint_of_mindspore(variant: str) -> None:
+    """Training continues as in MindSpore, because all ranks have the same gradients."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model, optimizer = checkpoints.training()
+    cell = CELLS[variant](optimizer, relaxed=True)
+    mindspore_checkpoint.load(checkpoints.FIRST, model, cell)
+    checkpoints.steps(model, cell, checkpoints.STEPS)
+    checkpoints.check(model, cell, checkpoints.LATER)
 
 
 def case_wrong_gradients() -> None:
