@@ -234,7 +234,11 @@ def _state_of(
                 f"MindSpore checkpoint {path}: expected {lacking[0]}, but got none; was this saved "
                 "with Adam, for the same parameters?"
             )
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    groups = [
+        {**group, "step": step} if "step" in group else group
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
 
 
 def _check_beta1(entries: dict[str, Entry], step: int, beta1: Any) -> None:

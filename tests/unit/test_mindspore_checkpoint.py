@@ -109,6 +109,13 @@ def test_training_continues_as_in_mindspore():
     assert optimizer.param_groups[0]["lr"] == 0.01
     steps(model, optimizer, STEPS)
     check(model, optimizer, LATER)
+    rates = [0.01 * (1 + step) for step in range(20)]
+    scheduled = AdamOffload(model.parameters(), rates, verbose=False)
+    steps(model, scheduled, 0)
+    steps(model, scheduled, STEPS)
+    load(FIRST, model, scheduled)  # back to the file's step
+    steps(model, scheduled, STEPS)
+    assert scheduled.param_groups[0]["lr"] == rates[2 * STEPS - 1]
 
 
 def test_there_and_back(tmp_path: Path):

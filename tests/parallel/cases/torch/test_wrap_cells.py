@@ -145,6 +145,10 @@ def case_order_params(variant: str, in_group: bool) -> None:
     # Adam's first step is -lr times the sign of the gradient; the second one is local.
     torch.testing.assert_close(first.detach(), torch.full((3,), -0.1))
     torch.testing.assert_close(second.detach(), torch.full((3,), -0.1 * sign))
+    groups = [{"params": [second]}, {"params": [first]}, {"order_params": order[::-1]}]
+    saved = hvd.AdamOffload(groups, verbose=False).state_dict()
+    cell.load_state_dict(saved)  # the order is the program's
+    assert [*map(id, cell.parameters)] == [*map(id, order)]
     cell.add_param_group({"params": [late]})
     assert [*map(id, cell.parameters)] == [*map(id, [*order, late])]
     first.requires_grad_(False)
