@@ -5,12 +5,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from adasum_hvd.mindspore.checkpoint import CheckpointError, Entry, read, write
+from adasum_hvd.mindspore.checkpoint import Entry, read, write
 
 if TYPE_CHECKING:
     from adasum_hvd.mindspore.torch_checkpoint import load, save
 
-__all__ = ["CheckpointError", "Entry", "load", "read", "save", "write"]
+__all__ = ["Entry", "load", "read", "save", "write"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adasum_hvd.common import ops
+from adasum_hvd.parallel.context import check_bool, check_count
 
 __all__ = [
     "DEVICE_NUMBER",
@@ -38,7 +39,7 @@ MODES = ("auto", "manual", "enable_all", "disable_all")
 DEVICE_NUMBER = 8
 _KEYS = {  # by section of the dictionary
     "boost": {"mode", *FLAGS},
-    "common": {"device_number", "gradient_split_groups"},
+    "common": {"device_number"},
     "grad_accumulation": {"grad_accumulation_step"},
 }
 
@@ -120,7 +121,7 @@ def switch(
     Raises:
         NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce; the
             message names all of these.
-        ValueError: unknown level or mode, a number below 1, bad gradient_split_groups.
+        ValueError: an unknown level or mode, or a number below 1.
         TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
             dict.
 
@@ -139,10 +140,8 @@ def switch(
         message = "acc_level has been replaced by boost_level"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         boost_level = acc_level
-    if not isinstance(gradients_mean, bool | None):
-        raise TypeError(
-            f"gradients_mean: expected a bool or None, but got {gradients_mean!r}"
-        )
+    if gradients_mean is not None:
+        check_bool("gradients_mean", gradients_mean)
     if not isinstance(boost_level, str) or boost_level not in LEVELS:
         raise ValueError(
             f"boost_level: expected one of {', '.join(LEVELS)}, but got {boost_level!r}"
@@ -160,11 +159,15 @@ def switch(
         accumulation = {}
     result = Boost(
         adasum="adasum" in has_effect,
-        accumulation_steps=_count(accumulation, "grad_accumulation_step", 1),
-        device_number=_count(common, "device_number", DEVICE_NUMBER),
+        accumulation_steps=check_count(
+            "boost grad_accumulation_step",
+            accumulation.get("grad_accumulation_step", 1),
+        ),
+        device_number=check_count(
+            "boost device_number", common.get("device_number", DEVICE_NUMBER)
+        ),
         gradients_mean=gradients_mean is not False,
     )
-    _check_split_groups(common)
     lacking = [flag for flag in ELSEWHERE if asked.get(flag)]
     if lacking and boost_level != "O0":
         raise NotImplementedError(
@@ -213,12 +216,6 @@ def _warn_of_keys(config: Mapping[str, Any], mode: Any, on: set[str]) -> None:
             'mode to "manual" to use flags',
             stacklevel=3,
         )
-    if "gradient_split_groups" in config.get("common", {}):
-        warnings.warn(
-            "boost gradient_split_groups has no effect: gradients travel in buckets by size "
-            "(DistributedOptimizer's bucket_bytes), which changes no result",
-            stacklevel=3,
-        )
 
 
 def _warn_of_numbers(gradients_mean: bool | None, steps: int) -> None:
@@ -250,8 +247,7 @@ def _asked(section: Mapping[str, Any]) -> dict[str, bool]:
     """Return the flags that the dictionary sets, which override the level."""
     given = {flag: section[flag] for flag in FLAGS if flag in section}
     for flag, value in given.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"boost {flag}: expected a bool, but got {value!r}")
+        check_bool(f"boost {flag}", value)
     mode = section.get("mode", "auto")
     if mode not in MODES:
         raise ValueError(
@@ -260,21 +256,3 @@ def _asked(section: Mapping[str, Any]) -> dict[str, bool]:
     if mode in ("auto", "manual"):
         return given if mode == "manual" else {}
     return dict.fromkeys(FLAGS, mode == "enable_all")
-
-
-def _count(section: Mapping[str, Any], name: str, default: int) -> int:
-    value = section.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"boost {name}: expected an int, but got {value!r}")
-    if value < 1:
-        raise ValueError(f"boost {name}: expected at least 1, but got {value}")
-    return value
-
-
-def _check_split_groups(common: Mapping[str, Any]) -> None:
-    groups = common.get("gradient_split_groups", [])
-    listed = groups if isinstance(groups, list) else [groups]
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
-        raise ValueError(
-            f"boost gradient_split_groups: expected a list of ints or an int, but got {groups!r}"
-        )

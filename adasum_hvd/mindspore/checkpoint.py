@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +26,12 @@ Buffer = bytes | memoryview
 _PART_BYTES = 512 << 20  # MindSpore's; protobuf ends at 2 GiB
 _CRC, _CRC_DIGITS = b"crc_num", 10
 # NumPy's dtypes, except bfloat16, which it lacks.
-_DTYPES = {
+DTYPES = {
     f"{prefix}{bits}": f"{prefix.lower()}{bits}"
     for prefix in ("Int", "UInt", "Float")
     for bits in (8, 16, 32, 64)
     if (prefix, bits) != ("Float", 8)
 } | {"Bool": "bool", "BFloat16": "uint16"}
-
-
-class CheckpointError(ValueError):
-    """A file that is not a checkpoint of MindSpore, or does not fit."""
 
 
 class Entry(NamedTuple):
@@ -56,7 +53,7 @@ class Entry(NamedTuple):
         """Return the values as a NumPy array; bfloat16 becomes float32, which is exact.
 
         Raises:
-            CheckpointError: a dtype that NumPy lacks.
+            ValueError: a dtype that NumPy lacks.
         """
         if self.dtype == "str":
             return np.array(bytes(self.data).decode("utf-32-le"))
@@ -69,14 +66,14 @@ class Entry(NamedTuple):
         """Return NumPy's name of the dtype, or uint16 for bfloat16.
 
         Raises:
-            CheckpointError: another dtype.
+            ValueError: another dtype.
         """
-        if self.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"MindSpore checkpoint: {self.name}: expected one of {', '.join(_DTYPES)}, but got "
+        if self.dtype not in DTYPES:
+            raise ValueError(
+                f"MindSpore checkpoint: {self.name}: expected one of {', '.join(DTYPES)}, but got "
                 f"dtype {self.dtype!r}; convert the parameter in MindSpore, and save it again"
             )
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
@@ -86,7 +83,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
         path: a file that MindSpore's `save_checkpoint` or :func:`write` wrote.
 
     Raises:
-        CheckpointError: the file is cut or damaged, or not a checkpoint (encrypted, or of another
+        ValueError: the file is cut or damaged, or not a checkpoint (encrypted, or of another
             format).
         NotImplementedError: it has a parameter of MindSpore's hash tables.
         OSError: it cannot be read.
@@ -97,7 +94,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
     """
     content = memoryview(Path(path).read_bytes())
     if bytes(content[:1]) != b"\x0a":
-        raise CheckpointError(
+        raise ValueError(
             f"MindSpore checkpoint {path}: expected a file of save_checkpoint, but got one that "
             f"starts with {bytes(content[:8])!r}; save it without enc_key, in the format ckpt"
         )
@@ -109,12 +106,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
             raise _damaged(path, "a checksum that fits", "another one")
     parts: dict[str, list[Entry]] = {}
     try:
-        for _, field in _fields(content, {1: bytes}):
-            entry = _entry(field)
+        for value in _message(content)[1]:
+            entry = _entry(value)
             parts.setdefault(entry.name, []).append(entry)
-    except (_MalformedError, UnicodeDecodeError):
-        count = sum(map(len, parts.values()))
-        raise _damaged(path, "whole entries", f"only {count}") from None
+    except (LookupError, TypeError, UnicodeDecodeError):
+        raise _damaged(path, "whole entries", "other bytes") from None
     return {name: _joined(path, entries) for name, entries in parts.items()}
 
 
@@ -140,39 +136,24 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
     partial.replace(path)
 
 
-class _MalformedError(Exception):
-    """The end of the data, or no protobuf."""
-
-
-def _damaged(path: Any, expected: str, got: str) -> CheckpointError:
-    return CheckpointError(
+def _damaged(path: Any, expected: str, got: str) -> ValueError:
+    return ValueError(
         f"MindSpore checkpoint {path}: expected {expected}, but got {got}: the file is cut or "
         "damaged; copy it again"
     )
 
 
 def _entry(content: memoryview) -> Entry:
-    name, tensor = "", None
-    for number, field in _fields(content, {1: bytes, 2: bytes, 3: bytes}):
-        if number == 1:
-            name = str(field, "utf-8")
-        elif number == 2:
-            tensor = field
-    if tensor is None:
+    fields = _message(content)
+    name = str(fields[1][0], "utf-8")
+    if 2 not in fields and 3 in fields:
         raise NotImplementedError(
             f"MindSpore checkpoint: {name}: expected a tensor, but got a hash table; leave "
             "this MapParameter out with choice_func of save_checkpoint"
         )
-    shape: list[int] = []
-    dtype, data = "", memoryview(b"")
-    for number, field in _fields(tensor, {1: int, 2: bytes, 3: bytes}):
-        if number == 1:
-            shape.append(field)
-        elif number == 2:
-            dtype = str(field, "utf-8")
-        else:
-            data = field
-    return Entry(name, dtype, tuple(shape), data)
+    tensor = _message(fields[2][0])
+    shape = tuple(map(index, tensor.get(1, ())))
+    return Entry(name, str(tensor[2][0], "utf-8"), shape, memoryview(tensor[3][0]))
 
 
 def _joined(path: Any, parts: list[Entry]) -> Entry:
@@ -181,9 +162,9 @@ def _joined(path: Any, parts: list[Entry]) -> Entry:
     entry = first
     if len(parts) > 1:
         entry = first._replace(data=b"".join(part.data for part in parts))
-    if entry.dtype not in _DTYPES:
+    if entry.dtype not in DTYPES:
         return entry
-    item = np.dtype(_DTYPES[entry.dtype]).itemsize
+    item = np.dtype(DTYPES[entry.dtype]).itemsize
     if entry.shape == (0,) and len(entry.data) == item:  # of releases before 2.10
         entry = entry._replace(shape=())
     expected = math.prod(entry.shape) * item
@@ -198,43 +179,36 @@ def _joined(path: Any, parts: list[Entry]) -> Entry:
 # ---- the encoding of protobuf ----
 
 
-def _fields(content: memoryview, kinds: dict[int, type]) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each field: an int, or bytes.
+def _message(content: memoryview) -> dict[int, list[Any]]:
+    """Return the values of a message by field: numbers, or bytes.
 
-    Args:
-        content: a message.
-        kinds: the fields that it may have, each int or bytes.
+    Raises:
+        LookupError: the content ends inside a field, or is no message.
+        TypeError: it is a number.
     """
+    fields: dict[int, list[Any]] = {}
     at = 0
     while at < len(content):
         key, at = _read_number(content, at)
-        number, is_bytes = key >> 3, key & 7 == 2
-        value, at = _read_number(content, at)
-        if key & 7 not in (0, 2) or kinds.get(number) is not (
-            bytes if is_bytes else int
-        ):
-            raise _MalformedError
-        if is_bytes:
-            if at + value > len(content):
-                raise _MalformedError
-            yield number, content[at : at + value]
-            at += value
-        else:
-            yield number, value
+        number, at = _read_number(content, at)
+        value: int | memoryview = number
+        if key & 7 == 2:
+            value = content[at : at + number]
+            at += number
+        if key & 7 not in (0, 2) or at > len(content):
+            raise LookupError
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
 
 
 def _read_number(content: memoryview, at: int) -> tuple[int, int]:
     """Return the number at a position and the position after it: 7 bits a byte, lowest first."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(content):
-            raise _MalformedError
-        byte = content[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise _MalformedError
+    value = shift = 0
+    while True:
+        value |= (content[at] & 0x7F) << shift
+        if content[at] < 0x80 or shift > 63:
+            return value, at + 1
+        at, shift = at + 1, shift + 7
 
 
 def _number(value: int) -> bytes:

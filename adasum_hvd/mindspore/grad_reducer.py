@@ -20,6 +20,7 @@ from typing import Any
 from adasum_hvd.common.agreement import refuse_elastic
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.parallel.context import check_bool
 
 # Names must be equal on all ranks of a group, even if other ranks construct more reducers.
 _reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -74,10 +75,7 @@ class GradReducer(ABC):
                 "here, and summed by MindSpore's default; pass mean=True or False",
                 stacklevel=2,
             )
-        if not isinstance(mean, bool):
-            raise TypeError(
-                f"DistributedGradReducer: mean: expected a bool or None, but got {mean!r}"
-            )
+        check_bool("DistributedGradReducer: mean", mean)
         self._group = self._all_ranks if group is None else group
         degree = checked_degree(self._group.size() if degree is None else degree)
         self._factor = 1.0 / degree if mean else 1.0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adasum_hvd.mindspore.checkpoint import CheckpointError, Entry, read, write
+from adasum_hvd.mindspore.checkpoint import DTYPES, Entry, read, write
 
 Names = Mapping[str, str]
 
@@ -35,19 +35,8 @@ _OF_LAYERS: tuple[tuple[tuple[type, ...], Names], ...] = (
     ((nn.Embedding,), {"weight": "embedding_table"}),
     ((nn.PReLU,), {"weight": "w"}),
 )
-_DTYPES = {
-    torch.bool: "Bool",
-    torch.uint8: "UInt8",
-    torch.int8: "Int8",
-    torch.int16: "Int16",
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-    torch.float16: "Float16",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float32",
-    torch.float64: "Float64",
-}
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPES = {name: getattr(torch, name.lower()) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def load(
@@ -70,9 +59,8 @@ def load(
         The file's other entries, such as `learning_rate` and `epoch_num`.
 
     Raises:
-        CheckpointError: the file is damaged, lacks a tensor or has another shape; nothing has
-            changed.
-        ValueError: `names` has a name that the model lacks.
+        ValueError: the file is damaged, lacks a tensor or has another shape, or `names` has a
+            name that the model lacks; nothing has changed.
         TypeError: `optimizer` is of another kind, or has a parameter that is not the model's.
         NotImplementedError: a parameter is a DTensor.
 
@@ -88,7 +76,7 @@ def load(
     for candidates, tensor in _tensors(model, names):
         found = [name for name in candidates if name in entries]
         if not found and tensor.numel():  # MindSpore saves no empty tensor
-            raise CheckpointError(
+            raise ValueError(
                 f"MindSpore checkpoint {path}: expected {' or '.join(candidates)}, but got "
                 f"{', '.join(entries)}; pass names={{{candidates[0]!r}: NAME_IN_THE_FILE}}"
             )
@@ -211,7 +199,7 @@ def _state_of(
     """Return the optimizer's state dict, with the file's moments and steps."""
     parameters = _parameters(optimizer, named)
     if "global_step" not in entries:
-        raise CheckpointError(
+        raise ValueError(
             f"MindSpore checkpoint {path}: expected global_step and moments of Adam, but got "
             "none; save the optimizer or the TrainOneStepCell too, or load without optimizer"
         )
@@ -230,7 +218,7 @@ def _state_of(
             if not isinstance(optimizer, torch.optim.Adam):
                 state[place]["master"] = values[param]
         elif param.requires_grad and param.numel():
-            raise CheckpointError(
+            raise ValueError(
                 f"MindSpore checkpoint {path}: expected {lacking[0]}, but got none; was this saved "
                 "with Adam, for the same parameters?"
             )
@@ -280,28 +268,24 @@ def _adam_entries(
 def _value(path: Any, entry: Entry, like: torch.Tensor) -> torch.Tensor:
     """Return an entry as a tensor for one of this shape and kind of numbers."""
     entry.known_dtype()
-    dtype = _BY_NAME.get(entry.dtype)
-    if (
-        dtype is None
-        or entry.shape != like.shape
-        or (dtype.is_floating_point != like.is_floating_point())
-    ):
-        raise CheckpointError(
-            f"MindSpore checkpoint {path}: {entry.name}: expected shape {tuple(like.shape)} and "
-            f"a dtype for {like.dtype}, but got {entry.shape} of {entry.dtype}; was this saved "
-            "from another model?"
+    dtype, shape = _DTYPES[entry.dtype], tuple(like.shape)
+    if entry.shape != shape or dtype.is_floating_point != like.is_floating_point():
+        raise ValueError(
+            f"MindSpore checkpoint {path}: {entry.name}: expected shape {shape} and a dtype for "
+            f"{like.dtype}, but got {entry.shape} of {entry.dtype}; was this saved from another "
+            "model?"
         )
     if not len(entry.data):
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(entry.data), dtype=dtype).reshape(entry.shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(entry.data), dtype=dtype).reshape(shape)
 
 
 def _entry(name: str, tensor: torch.Tensor) -> Entry:
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in _NAMES:
         raise NotImplementedError(
-            f"MindSpore checkpoint: {name}: expected one of {', '.join(map(str, _DTYPES))}, but "
+            f"MindSpore checkpoint: {name}: expected one of {', '.join(map(str, _NAMES))}, but "
             f"got {tensor.dtype}; convert it first"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return Entry(name, _DTYPES[tensor.dtype], tuple(tensor.shape), data)
+    return Entry(name, _NAMES[tensor.dtype], tuple(tensor.shape), data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adasum_hvd.common import ops
@@ -18,27 +18,6 @@ from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel.context import ParallelContext, check
 
 MINDSPORE_GROUP_SIZE = 8
-
-
-class Forwarding:
-    """Reads, sets and deletes attributes of `optimizer`, except those in `_own`."""
-
-    _own: frozenset[str]
-    optimizer: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # not set: __init__ has raised
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.optimizer, name)
 
 
 def check_job(
@@ -92,20 +71,19 @@ def check_job(
         )
 
 
-class WrapCell(Forwarding, ABC):
+class WrapCell(ABC):
     """A distributed optimizer that is called with one gradient per parameter.
 
-    The base of the frameworks' cells, which define optimizers, their distribution and step, and
-    the names of parameters.
+    The base of the frameworks' cells, which set `optimizer` after these checks. Attributes that
+    are not in `_own` are read, set and deleted on `optimizer`.
 
     Args:
-        optimizer: of the framework.
+        optimizer: of the framework, not yet distributed.
         context: the job's parallel context.
         settings: the op's, as `hvd.settings()` returns them.
         relaxed: see :func:`check_job`.
         gradient_group: this rank's group, a process set. The cell first averages its gradients
             over the group (sums them with `gradients_mean=False`).
-        distribute: returns the distributed optimizer; called after all checks.
 
     Raises:
         RuntimeError: as :func:`check_job`; before the type of `optimizer` is checked.
@@ -118,6 +96,7 @@ class WrapCell(Forwarding, ABC):
     _plain: type  # the framework's optimizers
     _plain_name: str
     _reducing: type[GradReducer]
+    optimizer: Any
 
     def __init__(
         self,
@@ -126,7 +105,6 @@ class WrapCell(Forwarding, ABC):
         settings: Mapping[str, object],
         relaxed: bool,
         gradient_group: ProcessSet | None,
-        distribute: Callable[[], Any],
     ):
         refuse_elastic(type(self).__name__)
         check_job(context, settings, relaxed, gradient_group is not None)
@@ -135,9 +113,22 @@ class WrapCell(Forwarding, ABC):
                 f"{type(self).__name__}: expected a {self._plain_name}, but got "
                 f"{type(optimizer).__name__}"
             )
-        self.optimizer = distribute()
         self._group, self._mean = gradient_group, context.averages
         self._reducer: GradReducer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own:  # not set: __init__ has raised
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse a copy: copies of distributed optimizers are plain, so it would reduce nothing."""

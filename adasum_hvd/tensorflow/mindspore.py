@@ -121,18 +121,15 @@ class WrapCell(wrap_cells.WrapCell):
         if context is None:
             mode = "stand_alone" if mpi_ops.size() == 1 else "data_parallel"
             context = ParallelContext(mode, mpi_ops.size(), gradients_mean=True)
-
-        def distribute() -> Any:
-            known = variables
-            if known is None and model is not None:
-                known = model.trainable_variables
-            self._variables = None if known is None else tuple(known)
-            found = allgather_object(detect(self._variables or ()))
-            refuse(found, allow_modes, mpi_ops.rank())
-            return DistributedOptimizer(optimizer, op=self._op, allow_modes=allow_modes)
-
-        super().__init__(
-            optimizer, context, tf_ops.settings(), relaxed, gradient_group, distribute
+        settings = tf_ops.settings()
+        super().__init__(optimizer, context, settings, relaxed, gradient_group)
+        if variables is None and model is not None:
+            variables = model.trainable_variables
+        self._variables = None if variables is None else tuple(variables)
+        found = allgather_object(detect(self._variables or ()))
+        refuse(found, allow_modes, mpi_ops.rank())
+        self.optimizer = DistributedOptimizer(
+            optimizer, op=self._op, allow_modes=allow_modes
         )
 
     __call__ = tf.autograph.experimental.do_not_convert(wrap_cells.WrapCell.__call__)

@@ -148,15 +148,10 @@ class WrapCell(wrap_cells.WrapCell):
         by_rank = find_modes(optimizer, model)
         if context is None:
             context = context_of([f for modes in by_rank for f in modes], size())
-        super().__init__(
-            optimizer,
-            context,
-            torch_ops.settings(),
-            relaxed,
-            gradient_group,
-            lambda: DistributedOptimizer(
-                optimizer, named_parameters, op=self._op, model=model
-            ),
+        settings = torch_ops.settings()
+        super().__init__(optimizer, context, settings, relaxed, gradient_group)
+        self.optimizer = DistributedOptimizer(
+            optimizer, named_parameters, op=self._op, model=model
         )
 
     @property

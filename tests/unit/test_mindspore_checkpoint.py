@@ -18,7 +18,6 @@ from torch import nn
 
 from adasum_hvd import cli, mindspore_checkpoint
 from adasum_hvd.mindspore_checkpoint import (
-    CheckpointError,
     Entry,
     load,
     read,
@@ -199,9 +198,7 @@ def test_names_ties_and_shapes(tmp_path: Path):
     load(path, other, AdamOffload(other.parameters(), verbose=False), names)
     assert torch.equal(other.head.weight, model.table.weight)
     assert other.single == model.single and other.count == 7
-    with pytest.raises(
-        CheckpointError, match=r"expected single, but got .*names=\{'si"
-    ):
+    with pytest.raises(ValueError, match=r"expected single, but got .*names=\{'si"):
         load(path, other)
     with pytest.raises(
         ValueError, match=r"names in model\.state_dict\(\), but got \['x"
@@ -231,7 +228,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path):
         changed = {**entries, **changes}
         kept = [e._replace(name=n) for n, e in changed.items() if e is not None]
         write(path, kept)
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises(ValueError, match=match):
             load(path, model, optimizer)
         assert all(map(torch.equal, model.state_dict().values(), before))
         assert not optimizer.state_dict()["state"]
@@ -272,21 +269,21 @@ def test_cut_and_damaged_files(tmp_path: Path):
         path.write_bytes(content[:size])
         try:
             found = read(path)
-        except CheckpointError as error:
+        except ValueError as error:
             assert "is cut or damaged; copy it again" in str(error)
             continue
         whole += 1
         assert [*found.values()] == entries[: len(found)]
-        with pytest.raises(CheckpointError, match="expected"):
+        with pytest.raises(ValueError, match="expected"):
             load(path, *training())
     assert whole == len(entries) - 1
     content = FIRST.read_bytes()
     path.write_bytes(content[:200] + b"\x00" + content[201:])
-    with pytest.raises(CheckpointError, match="a checksum that fits"):
+    with pytest.raises(ValueError, match="a checksum that fits"):
         read(path)
     for other in (b"", b"PK\x03\x04 torch", b"\x80\x00\x00\x00{safetensors}", b"text"):
         path.write_bytes(other)
-        with pytest.raises(CheckpointError, match="expected a file of save_checkpoint"):
+        with pytest.raises(ValueError, match="expected a file of save_checkpoint"):
             read(path)
     random = np.random.default_rng(0)
     for _ in range(300):  # nothing but the two errors
@@ -294,7 +291,7 @@ def test_cut_and_damaged_files(tmp_path: Path):
         for place in random.integers(0, len(damaged), 3):
             damaged[place] = random.integers(0, 256)
         path.write_bytes(damaged)
-        with contextlib.suppress(CheckpointError, NotImplementedError):
+        with contextlib.suppress(ValueError, NotImplementedError):
             load(path, *training())
 
 
@@ -320,12 +317,12 @@ def test_parts_older_scalars_and_hash_tables(tmp_path: Path):
     for rest, match in (
         (part(b"v", two, values[:8]), r"16 bytes of Float32 for v \(2, 2\), but got 8"),
         (part(b"w", b"\x08\x04", values), "parts of different shapes"),
-        (b"\x12\x00", "expected whole entries, but got only 3: the file is cut"),
-        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "but got only 3"),
+        (b"\x0d\x00", "expected whole entries, but got other bytes: the file is cut"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "cut or damaged"),
         (message(1, message(1, b"\xff")), "cut or damaged"),
     ):
         path.write_bytes(content + rest)
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises(ValueError, match=match):
             read(path)
     path.write_bytes(message(1, message(1, b"table") + message(3, b"")))
     with pytest.raises(
@@ -333,9 +330,7 @@ def test_parts_older_scalars_and_hash_tables(tmp_path: Path):
     ):
         read(path)
     path.write_bytes(part(b"w", b"\x08\x01", b"1", b"HiFloat8"))
-    with pytest.raises(
-        CheckpointError, match=r"w: .* but got dtype 'HiFloat8'; convert"
-    ):
+    with pytest.raises(ValueError, match=r"w: .* but got dtype 'HiFloat8'; convert"):
         read(path)["w"].array()
 
 
