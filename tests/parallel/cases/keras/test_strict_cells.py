@@ -40,30 +40,6 @@ def case_strict_cells(variant: str) -> None:
     np.testing.assert_allclose(variable.numpy(), [1, 2] - 0.5 * mean, rtol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["grad", "delta"])
-def case_strict_refusals(variant: str) -> None:
-    warnings.filterwarnings("ignore", message="AdaSum: in parallel mode")
-    cell_class = CELLS[variant]
-    for context, match in (
-        (None, f"at least 16 devices and a power of two.*got {hvd.size()}"),
-        (ParallelContext("data_parallel", 24), "a power of two.*got 24"),
-        (ParallelContext("stand_alone", 16), "stand_alone"),
-        (ParallelContext("auto_parallel", 16, 2), "pipeline_stages=2"),
-        (
-            ParallelContext("auto_parallel", 16, 1, True),
-            "optimizer sharding",
-        ),
-        (
-            ParallelContext("auto_parallel", 16, gradients_mean=False),
-            "expected group_op='sum' and group_size=8",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            cell_class("no optimizer", context=context)
-    with pytest.raises(TypeError, match="expected a Keras 3 optimizer, but got str"):
-        cell_class("no optimizer", context=SIXTEEN)
-
-
 def case_boost_switch() -> None:
     """AdaSum of changes that the group averages, and plain averages of accumulated passes."""
     manual = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": True}

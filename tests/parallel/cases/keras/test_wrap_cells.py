@@ -17,6 +17,7 @@ from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
 )
+from tests.parallel.harness.cells import check_refusals
 
 CELLS = {"grad": AdaSumByGradWrapCell, "delta": AdaSumByDeltaWeightWrapCell}
 
@@ -31,13 +32,7 @@ def align() -> None:
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])
 def case_refusals(variant: str) -> None:
-    cell_class = CELLS[variant]
-    with pytest.raises(RuntimeError, match="at least 16 devices and a power of two"):
-        cell_class("no optimizer")
-    with pytest.raises(RuntimeError, match="expected group_op='average'"):
-        cell_class("no optimizer", context=ParallelContext("auto_parallel", 16))
-    with pytest.raises(TypeError, match="expected a Keras 3 optimizer, but got str"):
-        cell_class("no optimizer", relaxed=True)
+    check_refusals(CELLS[variant], hvd.size(), "Keras 3 optimizer")
 
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])

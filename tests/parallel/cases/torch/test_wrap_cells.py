@@ -16,10 +16,10 @@ from torch.distributed.pipelining import PipelineStage
 import adasum_hvd.torch as hvd
 from adasum_hvd import mindspore_checkpoint, reference
 from adasum_hvd.parallel import ParallelContext
+from tests.parallel.harness.cells import AUTO, check_refusals
 from tests.unit import test_mindspore_checkpoint as checkpoints
 
 CELLS = {"grad": hvd.AdaSumByGradWrapCell, "delta": hvd.AdaSumByDeltaWeightWrapCell}
-AUTO = "auto_parallel"
 
 
 def start() -> None:
@@ -29,28 +29,7 @@ def start() -> None:
 @pytest.mark.parametrize("variant", ["grad", "delta"])
 def case_order_of_checks(variant: str) -> None:
     """The parallel checks come before the optimizer's type."""
-    size = hvd.size()
-    cell_class = CELLS[variant]
-    found = "stand_alone" if size == 1 else f"power of two, but got {size}"
-    with pytest.raises(RuntimeError, match=found):
-        cell_class("no optimizer")
-    for context, match in (
-        (ParallelContext("stand_alone", 12), "stand_alone"),
-        (ParallelContext(AUTO, 12, 2, True), "optimizer sharding"),
-        (ParallelContext(AUTO, 12, 2), "pipeline_stages=2"),
-        (ParallelContext(AUTO, 12), "at least 16 devices.*got 12; .*relaxed=True"),
-        (ParallelContext(AUTO, 16), "expected group_op='average' and group_size=8"),
-        (
-            ParallelContext(AUTO, 16, gradients_mean=False),
-            "expected group_op='sum' and group_size=8",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            cell_class("no optimizer", context=context)
-    with pytest.raises(
-        TypeError, match=r"expected a torch\.optim\.Optimizer, but got str"
-    ):
-        cell_class("no optimizer", relaxed=True, context=ParallelContext(AUTO, 12))
+    check_refusals(CELLS[variant], hvd.size(), r"torch\.optim\.Optimizer")
 
 
 def case_found_modes_become_the_context() -> None:
