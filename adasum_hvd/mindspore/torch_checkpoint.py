@@ -78,12 +78,12 @@ def load(
         if not found and tensor.numel():  # MindSpore saves no empty tensor
             raise ValueError(
                 f"MindSpore checkpoint {path}: expected {' or '.join(candidates)}, but got "
-                f"{', '.join(entries)}; pass names={{{candidates[0]!r}: NAME_IN_THE_FILE}}"
+                f"{', '.join(entries):.500}; pass names={{{candidates[0]!r}: NAME_IN_THE_FILE}}"
             )
         named[tensor] = (found or candidates)[0]
         if found:
             values[tensor] = _value(path, entries[found[0]], tensor)
-    state = None
+    state, optimizer = None, _inside(optimizer)
     if optimizer is not None:
         state = _state_of(path, entries, named, values, optimizer)
     with torch.no_grad():
@@ -124,6 +124,7 @@ def save(
     named = {tensor: found[-1] for found, tensor in _tensors(model, names)}
     weights = {name: tensor for tensor, name in named.items()}
     state: list[Entry] = []
+    optimizer = _inside(optimizer)
     if optimizer is not None:
         parameters = _parameters(optimizer, named)
         # AdamOffload's masters have the precision that half-precision weights lack.
@@ -158,27 +159,32 @@ def _tensors(
                 f"MindSpore checkpoint: {name}: expected a whole tensor, but got a DTensor; load "
                 "before fully_shard, or save a model that is not sharded"
             )
-        candidates = found.setdefault(tensor, [])
-        if names is not None and name in names:
-            candidates[:] = [names[name]]
-            continue
         tables = (
             table for types, table in _OF_LAYERS if isinstance(modules.get(path), types)
         )
         renamed = next(tables, {}).get(own, own)
-        candidates += [name, f"{path}.{renamed}" if path else renamed]
+        candidates = [name, f"{path}.{renamed}" if path else renamed]
+        found.setdefault(tensor, []).extend(candidates)
+    given = {tensors[name]: [new] for name, new in (names or {}).items()}
     for tensor, candidates in found.items():
-        yield [*dict.fromkeys(candidates)], tensor
+        yield given.get(tensor, [*dict.fromkeys(candidates)]), tensor
+
+
+def _inside(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrap cell, or the optimizer itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _parameters(optimizer: Any, named: dict[torch.Tensor, str]) -> list[torch.Tensor]:
     """Return the optimizer's parameters in the order of its state dict."""
     groups = getattr(optimizer, "param_groups", [])
     offloaded = groups and all("torch_eps" in group for group in groups)
-    if not (offloaded or isinstance(optimizer, torch.optim.Adam)):
+    if not (offloaded or isinstance(optimizer, torch.optim.Adam)) or any(
+        group.get("amsgrad") for group in groups
+    ):
         raise TypeError(
-            "MindSpore checkpoint: expected an AdamOffload or torch.optim.Adam, but got "
-            f"{type(optimizer).__name__}; pass one, or a wrap cell around one"
+            "MindSpore checkpoint: expected an AdamOffload or torch.optim.Adam without amsgrad, "
+            f"but got {type(optimizer).__name__}; pass one, or a wrap cell around one"
         )
     parameters = [param for group in groups for param in group["params"]]
     if any(param not in named for param in parameters):

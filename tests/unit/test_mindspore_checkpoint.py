@@ -198,6 +198,11 @@ def test_names_ties_and_shapes(tmp_path: Path):
     load(path, other, AdamOffload(other.parameters(), verbose=False), names)
     assert torch.equal(other.head.weight, model.table.weight)
     assert other.single == model.single and other.count == 7
+    for tied in ("head.weight", "table.weight"):
+        save(path, model, names={tied: "shared"})
+        assert set(read(path)) == {"single", "shared", "flags", "count"}
+        load(path, other, names={tied: "shared"})
+    save(path, model, optimizer, names)
     with pytest.raises(ValueError, match=r"expected single, but got .*names=\{'si"):
         load(path, other)
     with pytest.raises(
@@ -237,6 +242,8 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path):
         load(FIRST, model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(TypeError, match="but got object; pass one, or a wrap cell"):
         load(FIRST, model, object())
+    with pytest.raises(TypeError, match="without amsgrad, but got Adam"):
+        load(FIRST, model, torch.optim.Adam(model.parameters(), amsgrad=True))
     with pytest.raises(TypeError, match="of the model's parameters, but got one with"):
         load(FIRST, model, training()[1])
 
