@@ -74,21 +74,9 @@ def check_job(
 class WrapCell(ABC):
     """A distributed optimizer that is called with one gradient per parameter.
 
-    The base of the frameworks' cells, which set `optimizer` after these checks. Attributes that
-    are not in `_own` are read, set and deleted on `optimizer`.
-
-    Args:
-        optimizer: of the framework, not yet distributed.
-        context: the job's parallel context.
-        settings: the op's, as `hvd.settings()` returns them.
-        relaxed: see :func:`check_job`.
-        gradient_group: this rank's group, a process set. The cell first averages its gradients
-            over the group (sums them with `gradients_mean=False`).
-
-    Raises:
-        RuntimeError: as :func:`check_job`; before the type of `optimizer` is checked.
-        TypeError: `optimizer` is not one of the framework.
-        NotImplementedError: the job is elastic, so that the number of ranks can change.
+    The base of the frameworks' cells, whose docstrings have the arguments. They set `optimizer`,
+    the distributed one, after these checks. Attributes that are not in `_own` are read, set and
+    deleted on it.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
@@ -170,26 +158,22 @@ class WrapCell(ABC):
         return reducer(gradients)
 
     def _check(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
-        what = type(self).__name__
         if len(gradients) != len(parameters):
             raise ValueError(
-                f"{what}: expected one gradient per parameter, {len(parameters)}, but got "
-                f"{len(gradients)}"
+                f"{type(self).__name__}: expected one gradient per parameter, {len(parameters)}, "
+                f"but got {len(gradients)}"
             )
         pairs = zip(parameters, gradients, strict=True)
         for index, (parameter, gradient) in enumerate(pairs):
-            if self._fits(gradient, parameter):
-                continue
-            expected, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
-            if shape is None or tuple(shape) == expected:  # not of this framework
+            if not self._fits(gradient, parameter):
                 kind = "None" if gradient is None else type(gradient).__name__
-                got = f"{kind}; pass zeros for a parameter that this batch does not use"
-            else:
-                got = f"one of shape {tuple(shape)}"
-            raise ValueError(
-                f"{what}: expected a gradient of shape {expected} for "
-                f"{self._name_of(index, parameter)}, but got {got}"
-            )
+                shape = getattr(gradient, "shape", None)
+                got = kind if shape is None else f"a {kind} of shape {tuple(shape)}"
+                raise ValueError(
+                    f"{type(self).__name__}: expected a gradient of shape "
+                    f"{tuple(parameter.shape)} for {self._name_of(index, parameter)}, but got "
+                    f"{got}; pass zeros for a parameter that this batch does not use"
+                )
 
     @property
     @abstractmethod
