@@ -13,6 +13,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import size
 
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.mindspore import wrap_cells
@@ -21,7 +22,6 @@ from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.adam_offload import AdamOffload
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.optimizer.buckets import NamedParameter

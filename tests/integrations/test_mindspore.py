@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from adasum_hvd import mindspore_checkpoint
-from adasum_hvd.torch.adam_offload import AdamOffload
+from adasum_hvd.adam_offload import AdamOffload
 from tests.integrations import mindspore_forms as forms
 from tests.parallel.harness.launch import REPOSITORY
 from tests.unit import test_mindspore_checkpoint as checkpoints

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from adasum_hvd import cli, mindspore_checkpoint
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.mindspore_checkpoint import (
     Entry,
     load,
@@ -24,7 +25,6 @@ from adasum_hvd.mindspore_checkpoint import (
     save,
     write,
 )
-from adasum_hvd.torch.adam_offload import AdamOffload
 
 FILES = Path(__file__).with_name("mindspore")
 FIRST = FILES / "adam_offload-2.10.0.ckpt"

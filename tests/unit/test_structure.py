@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"common"},
     "tools": {
         *("common", "startup", "install", "launch", "mindspore"),
-        *("torch", "tensorflow"),
+        *("torch", "tensorflow", "adam_offload"),
         *("distributed", "advice", "monitor"),
     },
     "torch": {

@@ -1,4 +1,4 @@
-"""What the wrap cells of all frameworks refuse, in the order of MindSpore's checks."""
+"""Refusals of the wrap cells of all frameworks, in the order of MindSpore's checks."""
 
 from __future__ import annotations
 
