@@ -23,7 +23,7 @@ def _groups(*options: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"groups": groups, **more}
 
 
-# By name the constructor's arguments. A learning rate of the form (kind, numbers) is made by each
+# By name the constructor's arguments. A rate or decay of the form (kind, numbers) is made by each
 # side; "groups" has names for parameters, and "order" the names of order_params.
 FORMS: dict[str, dict[str, Any]] = {
     "defaults": {"learning_rate": 1e-3},
@@ -48,6 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "nesterov, beta1": {"use_nesterov": True, "beta1": 0.5},
     "decay": {"weight_decay": 0.01},
     "int decay": {"weight_decay": 1},
+    "decay of the step": {"weight_decay": ("exponential", (RATE, 0.9, 10))},
     "scale": {"loss_scale": 1024.0},
     "int scale": {"loss_scale": 8},
     "decay, scale": {"weight_decay": 0.01, "loss_scale": 1024.0},

@@ -31,10 +31,9 @@ def optimizer_of(form: dict[str, Any], made: dict[str, Parameter]) -> Any:
     """Return MindSpore's AdamOffload with a form's arguments."""
     options = {"learning_rate": forms.RATE, **form}
     groups, order = options.pop("groups", None), options.pop("order", None)
-    if isinstance(options["learning_rate"], tuple):
-        kind, numbers = options["learning_rate"][0], options["learning_rate"][-1]
-        if isinstance(kind, str):
-            options["learning_rate"] = RATES[kind](numbers)
+    for name, value in options.items():
+        if isinstance(value, tuple) and isinstance(value[0], str):
+            options[name] = RATES[value[0]](value[1])
     params: list[Any] = [*made.values()]
     if groups:
         params = [{**g, "params": [made[name] for name in g["params"]]} for g in groups]

@@ -70,9 +70,9 @@ def optimizer_of(form: dict[str, Any], made: dict[str, torch.nn.Parameter]) -> A
     """Return this project's AdamOffload with a form's arguments."""
     options = {"learning_rate": forms.RATE, **form}
     groups, order = options.pop("groups", None), options.pop("order", None)
-    rate = options["learning_rate"]
-    if isinstance(rate, tuple) and isinstance(rate[0], str):
-        options["learning_rate"] = RATES[rate[0]](rate[1])
+    for name, value in options.items():
+        if isinstance(value, tuple) and isinstance(value[0], str):
+            options[name] = RATES[value[0]](value[1])
     params: list[Any] = [*made.items()]
     if groups:
         params = [{**g, "params": [made[name] for name in g["params"]]} for g in groups]
