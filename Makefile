@@ -25,7 +25,7 @@ help:
 	@echo "make site      the documents as a site, in build/site; strict about links"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
-	@echo "make integrations   the examples with Lightning, Accelerate, Hugging Face's Trainer, Ray and torchft"
+	@echo "make integrations   the examples with Lightning, Accelerate, Hugging Face's Trainer, Ray and torchft; MindSpore"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
@@ -67,8 +67,14 @@ compatibility: setup
 	$(BIN)/python -m pip install --quiet --editable '.[compatibility]'
 	$(BIN)/python -m tests.compatibility.compare
 
-# Other people's training loops, in their current releases; torch stays as it is.
-integrations: setup
+# MindSpore needs an older NumPy, so it gets an environment of its own.
+build/mindspore/ready:
+	python3.11 -m venv build/mindspore
+	build/mindspore/bin/python -m pip install --quiet mindspore==2.10.0 numpy==1.26.4
+	@touch $@
+
+# Other people's training loops, in their current releases, and MindSpore; torch stays as it is.
+integrations: setup build/mindspore/ready
 	$(BIN)/python -c "import torch; print(f'torch=={torch.__version__}')" > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable '.[integrations]'
 	$(BIN)/python -m pytest tests/integrations

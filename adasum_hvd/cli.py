@@ -10,6 +10,7 @@ from adasum_hvd import __version__
 from adasum_hvd.install import build as builder
 from adasum_hvd.install.environment import FRAMEWORKS, BuildError
 from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, timeline
+from adasum_hvd.tools import torch_checkpoint as checkpoint
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -79,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     program.add_argument("command", nargs="+", help="-- program and its arguments")
     program.set_defaults(run=_exec)
-    for tool in (doctor, bench, demo, plot, advise, timeline, hosts):
+    for tool in (doctor, bench, demo, plot, advise, timeline, hosts, checkpoint):
         tool.add_to(commands)
     return parser
 

@@ -231,6 +231,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     steps = [float(values["step"]) for values in state.values() if "step" in values]
     for group, own in zip(saved, ours, strict=False):
         settings.drop_foreign(group)
+        group.pop("order", None)  # gradients come in the order of this program
         _check_same_decay(group, own)
         # torch's Adam keeps our groups' "step", but does not increment it.
         group["step"] = int(max([group.get("step", 0), *steps]))

@@ -1,8 +1,7 @@
-"""The division of parameters into buckets and fusion groups."""
+"""The division of parameters into buckets."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -61,42 +60,3 @@ def _chosen_groups(
         index = group_of.get(id(parameter))
         (rest if index is None else members[index]).append((name, parameter))
     return [(group, False) for group in members if group] + [(rest, True)]
-
-
-def fusion_groups(
-    parameters: Sequence[Any],
-    fusion_type: int,
-    split_indices: Sequence[int] | None,
-) -> list[int]:
-    """Return the fusion id of each parameter of a `DistributedGradReducer` (docs/mindspore.md).
-
-    Args:
-        parameters: a parameter's attribute `comm_fusion` is its id.
-        fusion_type: the id of parameters without that attribute.
-        split_indices: with `fusion_type=1`, a new group begins after each index.
-
-    Returns:
-        One id per parameter; parameters with equal ids are reduced together.
-    """
-    own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
-    if len(set(own)) > 1:
-        return own
-    if not split_indices or fusion_type != 1:
-        return [fusion_type] * len(parameters)
-    if max(split_indices) >= len(parameters):
-        warnings.warn(
-            f"split_indices: expected indices below {len(parameters)}, but got "
-            f"{list(split_indices)}; larger ones are ignored",
-            stacklevel=3,
-        )
-    splits = sorted(split_indices)
-    return [2**10 + sum(split < index for split in splits) for index in range(len(own))]
-
-
-def checked_degree(degree: Any) -> int:
-    """Return the divisor of a `DistributedGradReducer`; ValueError unless an int > 0."""
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree <= 0:
-        raise ValueError(
-            f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
-        )
-    return degree

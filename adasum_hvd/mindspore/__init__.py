@@ -1,4 +1,5 @@
-"""MindSpore's wrap cells, gradient reducer, boost switch and rank tables, without a framework.
+"""MindSpore's wrap cells, gradient reducer, boost switch, rank tables and checkpoints.
 
-`adasum_hvd.torch.mindspore` and `adasum_hvd.tensorflow.mindspore` complete them.
+Without a framework, except `torch_checkpoint.py`. `adasum_hvd.torch.mindspore` and
+`adasum_hvd.tensorflow.mindspore` complete the cells and the reducer.
 """

@@ -10,11 +10,12 @@ References:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from adasum_hvd.common import ops
+from adasum_hvd.parallel.context import check_bool, check_count
 
 __all__ = [
     "DEVICE_NUMBER",
@@ -28,7 +29,7 @@ __all__ = [
 
 # In MindSpore's order: each excludes some of those after it.
 FLAGS = ("dim_reduce", "grad_freeze", "less_bn", "adasum", "grad_accumulation")
-ELSEWHERE = ("dim_reduce", "grad_freeze", "less_bn")
+ELSEWHERE = FLAGS[:3]
 LEVELS = {
     "O0": frozenset[str](),
     "O1": frozenset({"less_bn", "grad_freeze"}),
@@ -36,7 +37,11 @@ LEVELS = {
 }
 MODES = ("auto", "manual", "enable_all", "disable_all")
 DEVICE_NUMBER = 8
-_COMMON_KEYS = frozenset({"device_number", "gradient_split_groups"})
+_KEYS = {  # by section of the dictionary
+    "boost": {"mode", *FLAGS},
+    "common": {"device_number"},
+    "grad_accumulation": {"grad_accumulation_step"},
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def switch(
         boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common":
             {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
             part optional. Mode "auto" (default): the level decides; "manual": the flags
-            override the level; "enable_all"; "disable_all".
+            override the level; "enable_all"; "disable_all". Level "O0" turns nothing on,
+            whatever the dictionary has.
         gradients_mean: average, not sum, what the ranks of a group have. Unset, they are
             averaged with a warning, because MindSpore's context sums by default: the steps
             differ by a factor of the ranks in a group.
@@ -115,17 +121,18 @@ def switch(
     Raises:
         NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce; the
             message names all of these.
-        ValueError: unknown level or mode, a number below 1, bad gradient_split_groups.
+        ValueError: an unknown level or mode, or a number below 1.
         TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
             dict.
 
-    Warns (MindSpore does not) about flags that "auto" ignores, keys that have no effect, and
-    algorithms of a level that this project lacks. Warns if `gradients_mean` is unset, and if
-    gradients are accumulated, because MindSpore averages them.
+    Warns (MindSpore does not) about a dictionary that level "O0" leaves without effect, flags
+    that "auto" ignores, keys that have no effect, and algorithms of a level that this project
+    lacks. Warns if `gradients_mean` is unset, and if gradients are accumulated, because
+    MindSpore averages them.
 
     Example:
-        >>> manual = {"mode": "manual", "adasum": True}
-        >>> adasum_only = switch("O0", {"boost": manual}, gradients_mean=True)
+        >>> manual = {"mode": "manual", "less_bn": False, "grad_freeze": False}
+        >>> adasum_only = switch("O2", {"boost": manual}, gradients_mean=True)
         >>> adasum_only.init_arguments()
         {'group_op': 'average', 'group_size': 8}
     """
@@ -133,10 +140,8 @@ def switch(
         message = "acc_level has been replaced by boost_level"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         boost_level = acc_level
-    if not isinstance(gradients_mean, bool | None):
-        raise TypeError(
-            f"gradients_mean: expected a bool or None, but got {gradients_mean!r}"
-        )
+    if gradients_mean is not None:
+        check_bool("gradients_mean", gradients_mean)
     if not isinstance(boost_level, str) or boost_level not in LEVELS:
         raise ValueError(
             f"boost_level: expected one of {', '.join(LEVELS)}, but got {boost_level!r}"
@@ -144,123 +149,76 @@ def switch(
     config = _mapping(
         {} if boost_config_dict is None else boost_config_dict, "boost_config_dict"
     )
-    on = _switched_on(LEVELS[boost_level], _section(config, "boost"))
-    common = _section(config, "common")
-    accumulation = (
-        _section(config, "grad_accumulation") if "grad_accumulation" in on else {}
+    boost, common, accumulation = (
+        _mapping(config.get(name, {}), f"boost_config_dict[{name!r}]") for name in _KEYS
     )
-    _check_split_groups(common)
-    _warn_of_unread(config, common, accumulation, on)
-    steps = _count(accumulation, "grad_accumulation_step", 1)
-    _warn_of_other_defaults(gradients_mean, steps)
-    return Boost(
-        adasum="adasum" in on,
-        accumulation_steps=steps,
-        device_number=_count(common, "device_number", DEVICE_NUMBER),
+    asked = _asked(boost)
+    on = {flag for flag in FLAGS if asked.get(flag, flag in LEVELS[boost_level])}
+    has_effect = on - set(ELSEWHERE) if boost_level != "O0" else set[str]()
+    if "grad_accumulation" not in has_effect:
+        accumulation = {}
+    result = Boost(
+        adasum="adasum" in has_effect,
+        accumulation_steps=check_count(
+            "boost grad_accumulation_step",
+            accumulation.get("grad_accumulation_step", 1),
+        ),
+        device_number=check_count(
+            "boost device_number", common.get("device_number", DEVICE_NUMBER)
+        ),
         gradients_mean=gradients_mean is not False,
     )
-
-
-def _switched_on(by_level: frozenset[str], section: Mapping[str, Any]) -> set[str]:
-    """Return the flags that are on and have an effect here."""
-    mode = section.get("mode", "auto")
-    if mode not in MODES:
-        raise ValueError(
-            f"boost mode: expected one of {', '.join(MODES)}, but got {mode!r}"
-        )
-    given = {key: value for key, value in section.items() if key != "mode"}
-    for flag in given.keys() & set(FLAGS):
-        if not isinstance(given[flag], bool):
-            raise TypeError(f"boost {flag}: expected a bool, but got {given[flag]!r}")
-    ignored = given.keys() - set(FLAGS) if mode == "manual" else given.keys()
-    if ignored:
-        warnings.warn(
-            f"boost: mode {mode!r} ignores {', '.join(sorted(ignored))}"
-            + ("" if mode == "manual" else '; set mode to "manual" to use flags'),
-            stacklevel=4,
-        )
-    by_config = {
-        "auto": dict[str, bool](),
-        "manual": {flag: given[flag] for flag in FLAGS if flag in given},
-        "enable_all": dict.fromkeys(FLAGS, True),
-        "disable_all": dict.fromkeys(FLAGS, False),
-    }[mode]
-    asked = [flag for flag in ELSEWHERE if by_config.get(flag)]
-    if asked:
+    lacking = [flag for flag in ELSEWHERE if asked.get(flag)]
+    if lacking and boost_level != "O0":
         raise NotImplementedError(
-            f"boost: expected adasum and grad_accumulation only, but got {', '.join(asked)}, which "
-            "this project does not have"
-            + ("; dim_reduce would exclude all others" if "dim_reduce" in asked else "")
+            "boost: expected adasum and grad_accumulation only, but got "
+            f"{', '.join(lacking)}, which this project does not have"
+            + (
+                "; dim_reduce would exclude all others"
+                if "dim_reduce" in lacking
+                else ""
+            )
         )
-    on = {flag for flag in FLAGS if by_config.get(flag, flag in by_level)}
+    _warn_of_flags(boost_level, on)
+    _warn_of_keys(config, boost.get("mode"), has_effect)
+    _warn_of_numbers(gradients_mean, result.accumulation_steps)
+    return result
+
+
+def _warn_of_flags(level: str, on: set[str]) -> None:
     missing = on & set(ELSEWHERE)
-    if missing:
+    if level == "O0" and on:
         warnings.warn(
-            f"boost: the level turns on {' and '.join(sorted(missing))}, which this project "
-            "does not have; going on without",
-            stacklevel=4,
+            f'boost: level "O0" turns nothing on, but the dictionary has {_listed(on)}; pass '
+            'boost_level="O1" or "O2"',
+            stacklevel=3,
         )
-    return on - missing
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{what}: expected a dict, but got {value!r}")
-    return value
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return _mapping(config.get(name, {}), f"boost_config_dict[{name!r}]")
-
-
-def _count(section: Mapping[str, Any], name: str, default: int) -> int:
-    value = section.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"boost {name}: expected an int, but got {value!r}")
-    if value < 1:
-        raise ValueError(f"boost {name}: expected at least 1, but got {value}")
-    return value
-
-
-def _check_split_groups(common: Mapping[str, Any]) -> None:
-    groups = common.get("gradient_split_groups")
-    if groups is None:
-        return
-    listed = groups if isinstance(groups, list) else [groups]
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in listed):
-        raise ValueError(
-            f"boost gradient_split_groups: expected a list of ints or an int, but got {groups!r}"
-        )
-    warnings.warn(
-        "boost gradient_split_groups has no effect: gradients travel in buckets by size "
-        "(DistributedOptimizer's bucket_bytes), which changes no result",
-        stacklevel=3,
-    )
-
-
-def _warn_of_unread(
-    config: Mapping[str, Any],
-    common: Mapping[str, Any],
-    accumulation: Mapping[str, Any],
-    on: set[str],
-) -> None:
-    read = {"boost", "common"} | ({"grad_accumulation"} & on)
-    unread = [
-        *(key for key in config if key not in read),
-        *(f"common.{key}" for key in common.keys() - _COMMON_KEYS),
-        *(
-            f"grad_accumulation.{key}"
-            for key in accumulation.keys() - {"grad_accumulation_step"}
-        ),
-    ]
-    if unread:
+    elif missing:
         warnings.warn(
-            f"boost_config_dict: nothing reads {', '.join(sorted(unread))}",
+            f"boost: the level turns on {_listed(missing)}, which this project does not "
+            "have; going on without",
             stacklevel=3,
         )
 
 
-def _warn_of_other_defaults(gradients_mean: bool | None, steps: int) -> None:
+def _warn_of_keys(config: Mapping[str, Any], mode: Any, on: set[str]) -> None:
+    read = {**_KEYS, "boost": _KEYS["boost"] if mode == "manual" else {"mode"}}
+    if "grad_accumulation" not in on:
+        del read["grad_accumulation"]
+    unread = (config.keys() - read.keys()) | {
+        f"{name}.{key}"
+        for name in config.keys() & read.keys()
+        for key in config[name].keys() - read[name]
+    }
+    if unread:
+        warnings.warn(
+            f"boost_config_dict: nothing reads {_listed(unread)}; remove them, or set the "
+            'mode to "manual" to use flags',
+            stacklevel=3,
+        )
+
+
+def _warn_of_numbers(gradients_mean: bool | None, steps: int) -> None:
     if gradients_mean is None:
         warnings.warn(
             "boost: expected gradients_mean, but got none: the ranks of a group are averaged "
@@ -273,3 +231,28 @@ def _warn_of_other_defaults(gradients_mean: bool | None, steps: int) -> None:
             f"MindSpore takes their mean; divide the loss by {steps}",
             stacklevel=3,
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, names)))
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what}: expected a dict, but got {value!r}")
+    return value
+
+
+def _asked(section: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the flags that the dictionary sets, which override the level."""
+    given = {flag: section[flag] for flag in FLAGS if flag in section}
+    for flag, value in given.items():
+        check_bool(f"boost {flag}", value)
+    mode = section.get("mode", "auto")
+    if mode not in MODES:
+        raise ValueError(
+            f"boost mode: expected one of {', '.join(MODES)}, but got {mode!r}"
+        )
+    if mode in ("auto", "manual"):
+        return given if mode == "manual" else {}
+    return dict.fromkeys(FLAGS, mode == "enable_all")

@@ -10,15 +10,17 @@ References:
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from adasum_hvd.common.agreement import refuse_elastic
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.common.partition import checked_degree, fusion_groups
+from adasum_hvd.parallel.context import check_bool
 
 # Names must be equal on all ranks of a group, even if other ranks construct more reducers.
 _reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -32,15 +34,15 @@ class GradReducer(ABC):
             with a true attribute `layerwise_parallel` or `is_in_shard`, or marked with
             `mark_worker_local`, keeps its own gradient; parameters with the same attribute
             `comm_fusion` are reduced together.
-        mean: multiply the sums by 1 / degree. MindSpore's newer releases use the context's
-            `gradients_mean`, which is False there unless it was set.
+        mean: multiply the sums by 1 / degree. Unset, it does so with a warning, because
+            MindSpore sums by default (its context's `gradients_mean`).
         degree: the divisor; by default the number of ranks in `group` (not in the job).
         fusion_type: the fusion number of parameters without a `comm_fusion`.
         group: a Horovod process set; by default all ranks.
         split_indices: with `fusion_type=1`, a new fusion group begins after each index.
 
     Raises:
-        TypeError: `parameters` are pairs.
+        TypeError: `parameters` are pairs, or `mean` is not a bool.
         ValueError: `degree` is not an int or not larger than 0.
         NotImplementedError: the job is elastic, so that the number of ranks can change.
 
@@ -53,7 +55,7 @@ class GradReducer(ABC):
     def __init__(
         self,
         parameters: Iterable[Any],
-        mean: bool = True,
+        mean: bool | None = None,
         degree: int | None = None,
         fusion_type: int = 1,
         group: ProcessSet | None = None,
@@ -66,6 +68,14 @@ class GradReducer(ABC):
                 "DistributedGradReducer: expected parameters, but got (name, parameter) pairs; "
                 "pass the parameters alone, in the order of the gradients"
             )
+        if mean is None:
+            mean = True
+            warnings.warn(
+                "DistributedGradReducer: expected mean, but got none: gradients are averaged "
+                "here, and summed by MindSpore's default; pass mean=True or False",
+                stacklevel=2,
+            )
+        check_bool("DistributedGradReducer: mean", mean)
         self._group = self._all_ranks if group is None else group
         degree = checked_degree(self._group.size() if degree is None else degree)
         self._factor = 1.0 / degree if mean else 1.0
@@ -94,24 +104,21 @@ class GradReducer(ABC):
                 f"parameter, but got {len(gradients)}"
             )
         results = list(gradients)
-        name = self._name
-        dense: dict[int, list[int]] = {}  # by fusion number
-        for index, (parameter, gradient) in enumerate(
-            zip(self.parameters, gradients, strict=True)
-        ):
+        dense = defaultdict[int, list[int]](list)  # by fusion number
+        pairs = zip(self.parameters, gradients, strict=True)
+        for index, (parameter, gradient) in enumerate(pairs):
             if gradient is None or self._keeps_its_own(parameter):
                 continue
             if self._is_sparse(gradient):
-                results[index] = self._reduce_sparse(f"{name}.sparse.{index}", gradient)
+                name = f"{self._name}.sparse.{index}"
+                results[index] = self._reduce_sparse(name, gradient)
             else:
-                dense.setdefault(self._fusion[index], []).append(index)
-        started = [
-            (indices, self._start(f"{name}.{fusion}", [gradients[i] for i in indices]))
-            for fusion, indices in dense.items()
-        ]
-        for indices, finish in started:
-            for index, reduced in zip(indices, finish(), strict=True):
-                results[index] = reduced
+                dense[self._fusion[index]].append(index)
+        for fusion, indices in dense.items():
+            members = [gradients[index] for index in indices]
+            reduced = self._reduce(f"{self._name}.{fusion}", members)
+            for index, result in zip(indices, reduced, strict=True):
+                results[index] = result
         return tuple(results)
 
     def _keeps_its_own(self, parameter: Any) -> bool:
@@ -127,5 +134,43 @@ class GradReducer(ABC):
     def _reduce_sparse(self, name: str, gradient: Any) -> Any: ...
 
     @abstractmethod
-    def _start(self, name: str, gradients: list[Any]) -> Callable[[], Iterable[Any]]:
-        """Start the reduction of dense gradients; return a function that waits for the results."""
+    def _reduce(self, name: str, gradients: list[Any]) -> list[Any]: ...
+
+
+def fusion_groups(
+    parameters: Sequence[Any],
+    fusion_type: int,
+    split_indices: Sequence[int] | None,
+) -> list[int]:
+    """Return the fusion id of each parameter of a `DistributedGradReducer`.
+
+    Args:
+        parameters: a parameter's attribute `comm_fusion` is its id.
+        fusion_type: the id of parameters without that attribute.
+        split_indices: with `fusion_type=1`, a new group begins after each index.
+
+    Returns:
+        One id per parameter; parameters with equal ids are reduced together.
+    """
+    own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
+    if len(set(own)) > 1:
+        return own
+    if not split_indices or fusion_type != 1:
+        return [fusion_type] * len(parameters)
+    if max(split_indices) >= len(parameters):
+        warnings.warn(
+            f"split_indices: expected indices below {len(parameters)}, but got "
+            f"{list(split_indices)}; larger ones are ignored",
+            stacklevel=3,
+        )
+    splits = sorted(split_indices)
+    return [2**10 + sum(split < index for split in splits) for index in range(len(own))]
+
+
+def checked_degree(degree: Any) -> int:
+    """Return the divisor of a `DistributedGradReducer`; ValueError unless an int > 0."""
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree <= 0:
+        raise ValueError(
+            f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
+        )
+    return degree

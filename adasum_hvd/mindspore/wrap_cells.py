@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adasum_hvd.common import ops
@@ -18,27 +18,6 @@ from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel.context import ParallelContext, check
 
 MINDSPORE_GROUP_SIZE = 8
-
-
-class Forwarding:
-    """Reads, sets and deletes attributes of `optimizer`, except those in `_own`."""
-
-    _own: frozenset[str]
-    optimizer: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # not set: __init__ has raised
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.optimizer, name)
 
 
 def check_job(
@@ -92,25 +71,12 @@ def check_job(
         )
 
 
-class WrapCell(Forwarding, ABC):
+class WrapCell(ABC):
     """A distributed optimizer that is called with one gradient per parameter.
 
-    The base of the frameworks' cells, which define optimizers, their distribution and step, and
-    the names of parameters.
-
-    Args:
-        optimizer: of the framework.
-        context: the job's parallel context.
-        settings: the op's, as `hvd.settings()` returns them.
-        relaxed: see :func:`check_job`.
-        gradient_group: this rank's group, a process set. The cell first averages its gradients
-            over the group (sums them with `gradients_mean=False`).
-        distribute: returns the distributed optimizer; called after all checks.
-
-    Raises:
-        RuntimeError: as :func:`check_job`; before the type of `optimizer` is checked.
-        TypeError: `optimizer` is not one of the framework.
-        NotImplementedError: the job is elastic, so that the number of ranks can change.
+    The base of the frameworks' cells, whose docstrings have the arguments. They set `optimizer`,
+    the distributed one, after these checks. Attributes that are not in `_own` are read, set and
+    deleted on it.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
@@ -118,6 +84,7 @@ class WrapCell(Forwarding, ABC):
     _plain: type  # the framework's optimizers
     _plain_name: str
     _reducing: type[GradReducer]
+    optimizer: Any
 
     def __init__(
         self,
@@ -126,7 +93,6 @@ class WrapCell(Forwarding, ABC):
         settings: Mapping[str, object],
         relaxed: bool,
         gradient_group: ProcessSet | None,
-        distribute: Callable[[], Any],
     ):
         refuse_elastic(type(self).__name__)
         check_job(context, settings, relaxed, gradient_group is not None)
@@ -135,9 +101,22 @@ class WrapCell(Forwarding, ABC):
                 f"{type(self).__name__}: expected a {self._plain_name}, but got "
                 f"{type(optimizer).__name__}"
             )
-        self.optimizer = distribute()
         self._group, self._mean = gradient_group, context.averages
         self._reducer: GradReducer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own:  # not set: __init__ has raised
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.optimizer, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse a copy: copies of distributed optimizers are plain, so it would reduce nothing."""
@@ -179,26 +158,22 @@ class WrapCell(Forwarding, ABC):
         return reducer(gradients)
 
     def _check(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
-        what = type(self).__name__
         if len(gradients) != len(parameters):
             raise ValueError(
-                f"{what}: expected one gradient per parameter, {len(parameters)}, but got "
-                f"{len(gradients)}"
+                f"{type(self).__name__}: expected one gradient per parameter, {len(parameters)}, "
+                f"but got {len(gradients)}"
             )
         pairs = zip(parameters, gradients, strict=True)
         for index, (parameter, gradient) in enumerate(pairs):
-            if self._fits(gradient, parameter):
-                continue
-            expected, shape = tuple(parameter.shape), getattr(gradient, "shape", None)
-            if shape is None or tuple(shape) == expected:  # not of this framework
+            if not self._fits(gradient, parameter):
                 kind = "None" if gradient is None else type(gradient).__name__
-                got = f"{kind}; pass zeros for a parameter that this batch does not use"
-            else:
-                got = f"one of shape {tuple(shape)}"
-            raise ValueError(
-                f"{what}: expected a gradient of shape {expected} for "
-                f"{self._name_of(index, parameter)}, but got {got}"
-            )
+                shape = getattr(gradient, "shape", None)
+                got = kind if shape is None else f"a {kind} of shape {tuple(shape)}"
+                raise ValueError(
+                    f"{type(self).__name__}: expected a gradient of shape "
+                    f"{tuple(parameter.shape)} for {self._name_of(index, parameter)}, but got "
+                    f"{got}; pass zeros for a parameter that this batch does not use"
+                )
 
     @property
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 MODES = (
     "stand_alone",
@@ -17,6 +18,22 @@ MODES = (
     "auto_parallel",
 )
 MINDSPORE_MIN_DEVICES = 16  # two groups of eight
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return an int of at least 1, or raise TypeError or ValueError about the setting `name`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, but got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, but got {value}")
+    return value
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return a bool, or raise TypeError about the setting `name`."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, but got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -48,18 +65,11 @@ class ParallelContext:
             raise ValueError(
                 f"parallel mode: expected one of {', '.join(MODES)}, but got {self.mode!r}"
             )
-        for name in ("device_num", "pipeline_stages"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, but got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, but got {value}")
-        switches = {"enable_parallel_optimizer": self.enable_parallel_optimizer}
+        check_count("device_num", self.device_num)
+        check_count("pipeline_stages", self.pipeline_stages)
+        check_bool("enable_parallel_optimizer", self.enable_parallel_optimizer)
         if self.gradients_mean is not None:
-            switches["gradients_mean"] = self.gradients_mean
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: expected a bool, but got {value!r}")
+            check_bool("gradients_mean", self.gradients_mean)
         if self.pipeline_stages > self.device_num:
             raise ValueError(
                 f"pipeline_stages: expected at most device_num={self.device_num}, but got "

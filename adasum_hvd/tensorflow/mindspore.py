@@ -6,7 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -33,8 +33,9 @@ class DistributedGradReducer(GradReducer):
     Sparse gradients are `tf.IndexedSlices`. Eagerly and in `tf.function`.
 
     Example:
-        >>> reducer = DistributedGradReducer(model.trainable_variables)  # doctest: +SKIP
-        >>> gradients = reducer(tape.gradient(loss, model.trainable_variables))  # doctest: +SKIP
+        >>> variables = model.trainable_variables                 # doctest: +SKIP
+        >>> reducer = DistributedGradReducer(variables, mean=True)  # doctest: +SKIP
+        >>> gradients = reducer(tape.gradient(loss, variables))   # doctest: +SKIP
 
     References:
         docs/mindspore.md.
@@ -56,14 +57,10 @@ class DistributedGradReducer(GradReducer):
     def _is_sparse(self, gradient: Any) -> bool:
         return isinstance(gradient, tf.IndexedSlices)
 
-    def _start(self, name: str, gradients: list[Any]) -> Callable[[], list[Any]]:
-        totals = reduce_named(
-            [tf.cast(gradient, tf.float32) for gradient in gradients],
-            name,
-            ops.Sum,
-            self._group,
-        )
-        return lambda: [
+    def _reduce(self, name: str, gradients: list[Any]) -> list[Any]:
+        wide = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        totals = reduce_named(wide, name, ops.Sum, self._group)
+        return [
             tf.cast(total * self._factor, tf.convert_to_tensor(gradient).dtype)
             for total, gradient in zip(totals, gradients, strict=True)
         ]
@@ -124,18 +121,15 @@ class WrapCell(wrap_cells.WrapCell):
         if context is None:
             mode = "stand_alone" if mpi_ops.size() == 1 else "data_parallel"
             context = ParallelContext(mode, mpi_ops.size(), gradients_mean=True)
-
-        def distribute() -> Any:
-            known = variables
-            if known is None and model is not None:
-                known = model.trainable_variables
-            self._variables = None if known is None else tuple(known)
-            found = allgather_object(detect(self._variables or ()))
-            refuse(found, allow_modes, mpi_ops.rank())
-            return DistributedOptimizer(optimizer, op=self._op, allow_modes=allow_modes)
-
-        super().__init__(
-            optimizer, context, tf_ops.settings(), relaxed, gradient_group, distribute
+        settings = tf_ops.settings()
+        super().__init__(optimizer, context, settings, relaxed, gradient_group)
+        if variables is None and model is not None:
+            variables = model.trainable_variables
+        self._variables = None if variables is None else tuple(variables)
+        found = allgather_object(detect(self._variables or ()))
+        refuse(found, allow_modes, mpi_ops.rank())
+        self.optimizer = DistributedOptimizer(
+            optimizer, op=self._op, allow_modes=allow_modes
         )
 
     __call__ = tf.autograph.experimental.do_not_convert(wrap_cells.WrapCell.__call__)

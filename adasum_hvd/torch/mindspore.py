@@ -6,13 +6,14 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import size
 
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.common import ops
 from adasum_hvd.common.options import ProcessSet
 from adasum_hvd.mindspore import wrap_cells
@@ -36,7 +37,7 @@ class DistributedGradReducer(GradReducer):
     their own gradients.
 
     Example:
-        >>> reducer = DistributedGradReducer(list(model.parameters()))  # doctest: +SKIP
+        >>> reducer = DistributedGradReducer(model.parameters(), mean=True)  # doctest: +SKIP
         >>> gradients = reducer(tuple(p.grad for p in model.parameters()))  # doctest: +SKIP
         >>> reducer.reduce_gradients()    # or in place, on .grad       # doctest: +SKIP
 
@@ -62,21 +63,14 @@ class DistributedGradReducer(GradReducer):
             )
         return gradient.is_sparse
 
-    def _start(
-        self, name: str, gradients: list[torch.Tensor]
-    ) -> Callable[[], list[torch.Tensor]]:
+    def _reduce(self, name: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         wide = [g.to(torch.float32, copy=True).contiguous() for g in gradients]
-        handle = mpi_ops.grouped_allreduce_async_(
+        mpi_ops.grouped_allreduce_(
             wide, name=name, op=mpi_ops.Sum, process_set=self._group
         )
-
-        def finish() -> list[torch.Tensor]:
-            mpi_ops.synchronize(handle)
-            if self._factor != 1.0:
-                torch._foreach_mul_(wide, self._factor)
-            return [w.to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
-
-        return finish
+        if self._factor != 1.0:
+            torch._foreach_mul_(wide, self._factor)
+        return [w.to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
 
     def _reduce_sparse(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         # Not coalesced, because adding entries of one position in float16 loses precision.
@@ -154,22 +148,25 @@ class WrapCell(wrap_cells.WrapCell):
         by_rank = find_modes(optimizer, model)
         if context is None:
             context = context_of([f for modes in by_rank for f in modes], size())
-        super().__init__(
-            optimizer,
-            context,
-            torch_ops.settings(),
-            relaxed,
-            gradient_group,
-            lambda: DistributedOptimizer(
-                optimizer, named_parameters, op=self._op, model=model
-            ),
+        settings = torch_ops.settings()
+        super().__init__(optimizer, context, settings, relaxed, gradient_group)
+        self.optimizer = DistributedOptimizer(
+            optimizer, named_parameters, op=self._op, model=model
         )
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The optimizer's parameters that require a gradient, in the order of gradients."""
-        groups = self.optimizer.param_groups
-        parameters = (parameter for group in groups for parameter in group["params"])
+        """The optimizer's parameters that require a gradient, in the order of gradients.
+
+        That is the order of `AdamOffload`'s "order_params", or of the param groups.
+        """
+        if isinstance(self.optimizer, AdamOffload):
+            parameters = self.optimizer.update_order()[::-1]
+        else:
+            groups = self.optimizer.param_groups
+            parameters = [
+                parameter for group in groups for parameter in group["params"]
+            ]
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
     def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:

@@ -15,20 +15,24 @@ import pytest
 import adasum_hvd
 import adasum_hvd.tensorflow.keras as keras_hvd
 import adasum_hvd.torch as torch_hvd
-from adasum_hvd import boost, distributed, parallel
-from adasum_hvd.mindspore import wrap_cells
+from adasum_hvd import boost, distributed, mindspore_checkpoint, parallel
+from adasum_hvd.mindspore import torch_checkpoint, wrap_cells
 from adasum_hvd.parallel import context
 from tests.unit import pages
 from tests.unit.pages import REPOSITORY
 
 PACKAGE = REPOSITORY / "adasum_hvd"
 MINDSPORE = REPOSITORY / "docs/mindspore.md"
-PUBLIC = (torch_hvd, keras_hvd, keras.optimizers, distributed, boost, builtins)
+PUBLIC = (
+    *(torch_hvd, keras_hvd, keras.optimizers, distributed, boost),
+    *(torch_checkpoint, builtins),
+)
 MAKERS = (
     torch_hvd.DistributedOptimizer,
     torch_hvd.AdamOffload,
     torch_hvd.AdaSumByGradWrapCell,
     torch_hvd.init,
+    mindspore_checkpoint.load,
 )
 
 

@@ -41,7 +41,7 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 def sections() -> dict[str, str]:
     text = (DOCS / "command_line.md").read_text()
     return dict(
-        re.findall(r"^## `adasum-hvd (\w+)`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        re.findall(r"^## `adasum-hvd ([\w-]+)`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     )
 
 

@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"common"},
     "tools": {
         *("common", "startup", "install", "launch", "mindspore"),
-        *("torch", "tensorflow"),
+        *("torch", "tensorflow", "adam_offload"),
         *("distributed", "advice", "monitor"),
     },
     "torch": {
@@ -44,10 +44,13 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 # The command, and public import paths that only re-export.
-DOORS = {f"adasum_hvd.{name}" for name in ("cli", "boost", "ops", "learning_rate")}
+DOORS = {
+    f"adasum_hvd.{name}"
+    for name in ("cli", "boost", "ops", "learning_rate", "mindspore_checkpoint")
+}
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 # Files for one framework, by their names.
-PER_FRAMEWORK = re.compile(r"(?:parallel|tools)/(torch|tensorflow)_\w+\.py")
+PER_FRAMEWORK = re.compile(r"(?:mindspore|parallel|tools)/(torch|tensorflow)_\w+\.py")
 # By native room, the other rooms or files that it includes. The arithmetic includes only the
 # interface of transports; OUTSIDE lists the rooms that include Horovod, MPI, Gloo and NCCL.
 INCLUDED: dict[str, set[str]] = {

@@ -57,7 +57,7 @@ def case_keras_two_reductions_in_one_function() -> None:
             step()
         expected = -3 * (reduced_values(1, op) + reduced_values(2, op))
         np.testing.assert_allclose(weight.numpy(), expected, atol=2e-5)
-    reducer = hvd.DistributedGradReducer([weight])
+    reducer = hvd.DistributedGradReducer([weight], mean=True)
     twice = tf.function(lambda: (reducer([second]), reducer([first])))
     for _ in range(3):
         results = twice()

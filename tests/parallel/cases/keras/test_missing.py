@@ -192,7 +192,7 @@ def case_a_function_that_one_rank_traces_again(op: str) -> None:
     weight = tf.Variable([1.0, 1.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=op)
     optimizer.build([weight])
-    reducer = hvd.DistributedGradReducer([weight])
+    reducer = hvd.DistributedGradReducer([weight], mean=True)
 
     @tf.function
     def inner(batch, weight=weight, optimizer=optimizer, reducer=reducer):

@@ -17,6 +17,7 @@ from adasum_hvd.tensorflow.mindspore import (
     AdaSumByDeltaWeightWrapCell,
     AdaSumByGradWrapCell,
 )
+from tests.parallel.harness.cells import check_refusals
 
 CELLS = {"grad": AdaSumByGradWrapCell, "delta": AdaSumByDeltaWeightWrapCell}
 
@@ -31,13 +32,7 @@ def align() -> None:
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])
 def case_refusals(variant: str) -> None:
-    cell_class = CELLS[variant]
-    with pytest.raises(RuntimeError, match="at least 16 devices and a power of two"):
-        cell_class("no optimizer")
-    with pytest.raises(RuntimeError, match="expected group_op='average'"):
-        cell_class("no optimizer", context=ParallelContext("auto_parallel", 16))
-    with pytest.raises(TypeError, match="expected a Keras 3 optimizer, but got str"):
-        cell_class("no optimizer", relaxed=True)
+    check_refusals(CELLS[variant], hvd.size(), "Keras 3 optimizer")
 
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])
@@ -58,6 +53,28 @@ def case_steps(variant: str) -> None:
     assert float(cell.learning_rate) == 0.5
     with pytest.raises(AttributeError, match="nonsense"):
         _ = cell.nonsense
+
+
+@pytest.mark.parametrize("variant", ["grad", "delta"])
+@pytest.mark.parametrize("in_group", [False, True])
+def case_order_of_the_variables(variant: str, in_group: bool) -> None:
+    """Gradients come in the given order, not in that in which the optimizer was built."""
+    first, second = (keras.Variable([0.0, 0.0], name=name) for name in "ab")
+    hvd.mark_worker_local(second)
+    optimizer = hvd.AdamOffload(0.1)
+    optimizer.build([second, first])
+    cell = CELLS[variant](
+        optimizer,
+        [first, second],
+        relaxed=True,
+        gradient_group=hvd.global_process_set if in_group else None,
+    )
+    sign = 1.0 if hvd.rank() == 0 else -1.0
+    result = cell([tf.ones(2), tf.fill([2], sign)])
+    if variant == "delta":
+        assert result[0] is first and result[1] is second
+    np.testing.assert_allclose(first.numpy(), [-0.1, -0.1], rtol=1e-6)
+    np.testing.assert_allclose(second.numpy(), [-0.1 * sign] * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["grad", "delta"])

@@ -13,7 +13,7 @@ from tests.parallel.cases.tensorflow.test_ops import arrays, check, mine
 
 def case_gradient_reducer() -> None:
     variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros((2, 2)))]
-    reducer = hvd.DistributedGradReducer(variables)
+    reducer = hvd.DistributedGradReducer(variables, mean=True)
     totals = hvd.DistributedGradReducer(variables, mean=False)
     grads = (tf.cast(mine(3), tf.float16), tf.reshape(mine(4), (2, 2)))
     for call in (reducer, tf.function(lambda *g: reducer(g))):
@@ -25,7 +25,7 @@ def case_gradient_reducer() -> None:
     variables[1].layerwise_parallel = True
     check(reducer(grads)[1], grads[1].numpy())
     slices = tf.IndexedSlices(mine(2), tf.constant([0, hvd.rank()]), tf.constant([3]))
-    sparse = hvd.DistributedGradReducer(variables[:1])(slices)
+    sparse = hvd.DistributedGradReducer(variables[:1], mean=True)(slices)
     dense = np.zeros(3)
     for rank, values in enumerate(arrays(2)):
         np.add.at(dense, [0, rank], values / hvd.size())
@@ -39,8 +39,14 @@ def case_gradient_reducer() -> None:
         loss = tf.reduce_mean((tf.ones((16, 16)) @ weight) ** 2)
     assert float(loss) == 256.0
     gradient = tape.gradient(loss, weight) * (hvd.rank() + 1.0)  # ranks differ
-    (reduced,) = hvd.DistributedGradReducer([weight])([gradient])
+    (reduced,) = hvd.DistributedGradReducer([weight], mean=True)([gradient])
     check(reduced, np.full((16, 10), 3.2 * (hvd.size() + 1) / 2))
+
+
+def case_gradient_reducer_without_a_mean_warns() -> None:
+    with pytest.warns(UserWarning, match="summed by MindSpore's default"):
+        reducer = hvd.DistributedGradReducer([tf.Variable(tf.zeros(3))])
+    check(reducer([mine(3)])[0], np.mean(arrays(3), 0))
 
 
 def case_gradient_reducer_settings() -> None:
@@ -49,12 +55,12 @@ def case_gradient_reducer_settings() -> None:
     total = np.sum(arrays(4), 0)
     # Any divisor, whatever the number of ranks.
     for index, result in enumerate(
-        hvd.DistributedGradReducer(variables, degree=8)(grads)
+        hvd.DistributedGradReducer(variables, True, 8)(grads)
     ):
         check(result, total * (index + 1) / 8)
     # Summed and divided in float32: only a sum can be too large for float16.
     large = [tf.fill([2], tf.constant(60000, tf.float16))]
-    (mean,) = hvd.DistributedGradReducer(variables[:1])(large)
+    (mean,) = hvd.DistributedGradReducer(variables[:1], mean=True)(large)
     assert mean.numpy().tolist() == [60000.0] * 2
     (overflow,) = hvd.DistributedGradReducer(variables[:1], mean=False)(large)
     assert np.isinf(overflow.numpy()).all() and overflow.dtype == tf.float16
@@ -70,16 +76,16 @@ def case_gradient_reducer_settings() -> None:
             for index, result in enumerate(results):
                 check(result, total * (index + 1))
         seen: list[list[float]] = []
-        start = reducer._start
-        reducer._start = lambda name, some, seen=seen, start=start: (
+        reduce = reducer._reduce
+        reducer._reduce = lambda name, some, seen=seen, reduce=reduce: (
             seen.append([round(float(g[0] / grads[0][0])) - 1 for g in some])
-            or start(name, some)
+            or reduce(name, some)
         )
         reducer(grads)
         assert seen == groups, seen
     # Worker-local ones stay as they are.
     hvd.mark_worker_local(variables[2])
-    results = hvd.DistributedGradReducer(variables)(grads)
+    results = hvd.DistributedGradReducer(variables, mean=True)(grads)
     check(results[2], grads[2].numpy())
     check(results[3], 4 * total / hvd.size())
 
@@ -91,7 +97,7 @@ def case_gradient_reducer_of_a_group() -> None:
     group = others if hvd.rank() else first
     ranks = members if hvd.rank() else [0]
     variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros((4, 2)))]
-    reducer = hvd.DistributedGradReducer(variables, group=group)
+    reducer = hvd.DistributedGradReducer(variables, True, group=group)
     rows = tf.IndexedSlices(
         tf.ones((1, 2)) * (hvd.rank() + 1.0), tf.constant([0]), tf.constant([4, 2])
     )

@@ -150,7 +150,7 @@ def case_dtypes_that_nobody_adds_up_have_names(name: str) -> None:
 
 
 def case_reducer_refuses_what_it_would_lose() -> None:
-    reducer = hvd.DistributedGradReducer([nn.Parameter(torch.zeros(3, 3))])
+    reducer = hvd.DistributedGradReducer([nn.Parameter(torch.zeros(3, 3))], mean=True)
     for wrong in (torch.full((3, 3), 1j), torch.eye(3).to_sparse_csr()):
         with pytest.raises(
             ValueError, match="expected real gradients of a float dtype, dense or COO"

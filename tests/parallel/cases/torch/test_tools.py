@@ -36,28 +36,41 @@ def case_reducer_sums_and_means() -> None:
         assert all(
             torch.equal(g, torch.full_like(g, hvd.rank() + 1.0)) for g in gradients
         )
-    single = hvd.DistributedGradReducer([params[0]])(gradients[0])
+    single = hvd.DistributedGradReducer([params[0]], mean=True)(gradients[0])
     assert isinstance(single, torch.Tensor)
+
+
+def case_reducer_without_a_mean_warns() -> None:
+    """MindSpore sums unless its context says otherwise."""
+    parameter, gradient = torch.zeros(2), torch.full((2,), hvd.rank() + 1.0)
+    for mean in ((), (None,)):
+        with pytest.warns(UserWarning, match="summed by MindSpore's default") as caught:
+            reducer = hvd.DistributedGradReducer([parameter], *mean)
+        assert caught[0].filename == __file__
+        expected = torch.full((2,), (hvd.size() + 1) / 2)
+        torch.testing.assert_close(reducer(gradient), expected)
+    with pytest.raises(TypeError, match="mean: expected a bool, but got 1"):
+        hvd.DistributedGradReducer([parameter], 1)
 
 
 def case_reducer_adds_float16_in_float32() -> None:
     parameter = torch.zeros(1, dtype=torch.float16)
     big = torch.full((1,), 40000.0, dtype=torch.float16)
-    mean = hvd.DistributedGradReducer([parameter])(big)
+    mean = hvd.DistributedGradReducer([parameter], mean=True)(big)
     assert mean.item() == 40000.0  # a float16 sum would have overflowed
 
 
 def fused(reducer, gradients) -> list[int]:
     """Return how many tensors each reduction of a call carries."""
     carried = []
-    start = mpi_ops.grouped_allreduce_async_
+    reduce = mpi_ops.grouped_allreduce_
 
     def watch(tensors, **arguments):
         carried.append(len(tensors))
-        return start(tensors, **arguments)
+        return reduce(tensors, **arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi_ops, "grouped_allreduce_async_", watch)
+        patch.setattr(mpi_ops, "grouped_allreduce_", watch)
         reducer(gradients)
     return carried
 
@@ -69,7 +82,7 @@ def case_reducer_leaves_what_is_local() -> None:
     hvd.mark_worker_local(params[3])
     hvd.mark_replicated_over(hvd.global_process_set, params[4])
     gradients = tuple(torch.full((2,), hvd.rank() + 1.0) for _ in params)
-    reduced = hvd.DistributedGradReducer(params)(gradients)
+    reduced = hvd.DistributedGradReducer(params, mean=True)(gradients)
     assert torch.equal(reduced[0], torch.full((2,), (hvd.size() + 1) / 2))
     for result, given in zip(reduced[1:], gradients[1:], strict=True):
         assert torch.equal(result, given)
@@ -80,7 +93,7 @@ def case_reducer_keeps_sparse_entries_apart() -> None:
     table = nn.Parameter(torch.zeros(4, 1, dtype=torch.float16))
     entries = torch.full((2, 1), 40000.0, dtype=torch.float16)
     gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), entries, (4, 1))
-    reduced = hvd.DistributedGradReducer([table])(gradient)
+    reduced = hvd.DistributedGradReducer([table], mean=True)(gradient)
     assert reduced._nnz() == 2 * hvd.size()
     share = torch.tensor(40000.0).mul(1.0 / hvd.size()).half()
     assert torch.equal(reduced._values(), share.expand(2 * hvd.size(), 1))
@@ -95,7 +108,7 @@ def case_reducer_groups() -> None:
     split = hvd.DistributedGradReducer(params, mean=False, split_indices=[1, 3])
     assert fused(split, gradients) == [1, 2, 1]  # one keeps its own gradient
     with pytest.warns(UserWarning, match="expected indices below 5"):
-        hvd.DistributedGradReducer(params, split_indices=[9])
+        hvd.DistributedGradReducer(params, True, split_indices=[9])
     for index, parameter in enumerate(params):
         parameter.comm_fusion = index % 2
     own = hvd.DistributedGradReducer(params, mean=False)
@@ -112,7 +125,7 @@ def case_reducer_groups() -> None:
     if hvd.size() > 2:
         pair = hvd.add_process_set([0, 1])
         if pair.included():
-            reducer = hvd.DistributedGradReducer(params[:1], group=pair)
+            reducer = hvd.DistributedGradReducer(params[:1], True, group=pair)
             assert torch.equal(reducer(gradients[0]), torch.full((2,), 0.5))
         hvd.remove_process_set(pair)
 
@@ -122,7 +135,7 @@ def case_reducer_sparse_and_in_place() -> None:
     bias = nn.Parameter(torch.zeros(2))
     unused = nn.Parameter(torch.zeros(2))
     (table(torch.tensor([hvd.rank(), 9])) + bias).sum().backward()
-    reducer = hvd.DistributedGradReducer([table.weight, bias, unused])
+    reducer = hvd.DistributedGradReducer([table.weight, bias, unused], mean=True)
     reducer.reduce_gradients()
     dense = table.weight.grad.to_dense()
     assert torch.allclose(dense[9], torch.ones(2))
@@ -136,7 +149,7 @@ def case_reducer_gives_no_gradient_to_what_is_not_reduced() -> None:
     frozen, local, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
     frozen.requires_grad_(False)
     hvd.mark_worker_local(local)
-    hvd.DistributedGradReducer([frozen, local, unused]).reduce_gradients()
+    hvd.DistributedGradReducer([frozen, local, unused], mean=True).reduce_gradients()
     assert frozen.grad is local.grad is None
     assert torch.equal(unused.grad, torch.zeros(2))
 
@@ -174,7 +187,7 @@ def case_seed_example() -> None:
     loss = ((torch.ones(16, 16) @ weight) ** 2).mean()
     assert loss.item() == 256.0
     (loss * (hvd.rank() + 1)).backward()
-    hvd.DistributedGradReducer([weight]).reduce_gradients()
+    hvd.DistributedGradReducer([weight], mean=True).reduce_gradients()
     mean_weight = (hvd.size() + 1) / 2
     torch.testing.assert_close(weight.grad, torch.full((16, 10), 3.2 * mean_weight))
 

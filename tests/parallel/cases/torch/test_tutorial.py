@@ -16,17 +16,18 @@ from PIL import Image
 import adasum_hvd.torch as hvd
 from adasum_hvd import boost
 
+MANUAL = {"mode": "manual", "less_bn": False, "grad_freeze": False}
 ADASUM = {
-    "boost": {"mode": "manual", "adasum": True},
+    "boost": {**MANUAL, "adasum": True},
     "common": {"device_number": 1},
 }
 ACCUMULATION = {
-    "boost": {"mode": "manual", "adasum": False, "grad_accumulation": True},
+    "boost": {**MANUAL, "adasum": False, "grad_accumulation": True},
     "grad_accumulation": {"grad_accumulation_step": 2},
 }
 SMALL = (
     "--width 0.03125 --image-size 32 --batch-size 4 --epochs 2 --warmup-epochs 1 --lr 0.1 "
-    "--workers 0 --classes 4 --boost-level O0"
+    "--workers 0 --classes 4 --boost-level O2"
 )
 
 

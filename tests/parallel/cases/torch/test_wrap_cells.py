@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import reference
+from adasum_hvd import mindspore_checkpoint, reference
 from adasum_hvd.parallel import ParallelContext
+from tests.parallel.harness.cells import AUTO, check_refusals
+from tests.unit import test_mindspore_checkpoint as checkpoints
 
 CELLS = {"grad": hvd.AdaSumByGradWrapCell, "delta": hvd.AdaSumByDeltaWeightWrapCell}
-AUTO = "auto_parallel"
 
 
 def start() -> None:
@@ -28,28 +29,7 @@ def start() -> None:
 @pytest.mark.parametrize("variant", ["grad", "delta"])
 def case_order_of_checks(variant: str) -> None:
     """The parallel checks come before the optimizer's type."""
-    size = hvd.size()
-    cell_class = CELLS[variant]
-    found = "stand_alone" if size == 1 else f"power of two, but got {size}"
-    with pytest.raises(RuntimeError, match=found):
-        cell_class("no optimizer")
-    for context, match in (
-        (ParallelContext("stand_alone", 12), "stand_alone"),
-        (ParallelContext(AUTO, 12, 2, True), "optimizer sharding"),
-        (ParallelContext(AUTO, 12, 2), "pipeline_stages=2"),
-        (ParallelContext(AUTO, 12), "at least 16 devices.*got 12; .*relaxed=True"),
-        (ParallelContext(AUTO, 16), "expected group_op='average' and group_size=8"),
-        (
-            ParallelContext(AUTO, 16, gradients_mean=False),
-            "expected group_op='sum' and group_size=8",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            cell_class("no optimizer", context=context)
-    with pytest.raises(
-        TypeError, match=r"expected a torch\.optim\.Optimizer, but got str"
-    ):
-        cell_class("no optimizer", relaxed=True, context=ParallelContext(AUTO, 12))
+    check_refusals(CELLS[variant], hvd.size(), r"torch\.optim\.Optimizer")
 
 
 def case_found_modes_become_the_context() -> None:
@@ -120,9 +100,60 @@ def case_is_used_as_an_optimizer(variant: str) -> None:
         _ = cell.nonsense
 
 
+@pytest.mark.parametrize("variant", ["grad", "delta"])
+@pytest.mark.parametrize("in_group", [False, True])
+def case_order_params(variant: str, in_group: bool) -> None:
+    """Gradients come in AdamOffload's given order, not in that of its groups."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    first, second, late = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    hvd.mark_worker_local(second)  # the reducer of the group must take the right one
+    optimizer = hvd.AdamOffload(
+        [{"params": [second]}, {"params": [first]}, {"order_params": [first, second]}],
+        learning_rate=0.1,
+        verbose=False,
+    )
+    group = hvd.global_process_set if in_group else None
+    cell = CELLS[variant](optimizer, relaxed=True, gradient_group=group)
+    order = [first, second]
+    assert [*map(id, cell.parameters)] == [*map(id, order)]
+    sign = 1.0 if hvd.rank() == 0 else -1.0
+    result = cell((torch.ones(3), torch.full((3,), sign)))
+    if variant == "delta":
+        assert [*map(id, result)] == [*map(id, order)]
+    # Adam's first step is -lr times the sign of the gradient; the second one is local.
+    torch.testing.assert_close(first.detach(), torch.full((3,), -0.1))
+    torch.testing.assert_close(second.detach(), torch.full((3,), -0.1 * sign))
+    groups = [{"params": [second]}, {"params": [first]}, {"order_params": order[::-1]}]
+    saved = hvd.AdamOffload(groups, verbose=False).state_dict()
+    cell.load_state_dict(saved)  # the order is the program's
+    assert [*map(id, cell.parameters)] == [*map(id, order)]
+    cell.add_param_group({"params": [late]})
+    assert [*map(id, cell.parameters)] == [*map(id, [*order, late])]
+    first.requires_grad_(False)
+    assert [*map(id, cell.parameters)] == [id(second), id(late)]
+
+
+@pytest.mark.parametrize("variant", ["grad", "delta"])
+def case_checkpoint_of_mindspore(variant: str) -> None:
+    """Training continues as in MindSpore, because all ranks have the same gradients."""
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model, optimizer = checkpoints.training()
+    cell = CELLS[variant](optimizer, relaxed=True)
+    mindspore_checkpoint.load(checkpoints.FIRST, model, cell)
+    checkpoints.steps(model, cell, checkpoints.STEPS)
+    checkpoints.check(model, cell, checkpoints.LATER)
+    plain = torch.optim.Adam(model.parameters())
+    cell = CELLS[variant](plain, relaxed=True)
+    mindspore_checkpoint.load(checkpoints.FIRST, model, cell)
+    checkpoints.check(model, cell, checkpoints.FIRST)
+
+
 def case_wrong_gradients() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
+    torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     cell = relaxed(CELLS["delta"], layer)
     wrong = (
