@@ -41,16 +41,20 @@ def text_of(node: ast.expr) -> str:
     return "..."
 
 
-def _warning(node: ast.AST) -> ast.Call | None:
-    warns = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
-    return node if warns else None
+def _call(node: ast.AST) -> ast.expr | None:
+    """Return the call that makes an error which is raised or returned, or that warns."""
+    if isinstance(node, ast.Raise):
+        return node.exc
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    is_message = re.fullmatch(r"\w*(Error|Mismatch)|warnings\.warn", called)
+    return node if is_message else None
 
 
 def of_python() -> Iterator[tuple[str, str]]:
     """Yield (message, file) of every error and warning with a literal text."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            call = node.exc if isinstance(node, ast.Raise) else _warning(node)
+            call = _call(node)
             if isinstance(call, ast.Call):
                 for argument in call.args[:1]:
                     yield text_of(argument), str(path.relative_to(PACKAGE))

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 
-def is_inside(function: str, module: str) -> bool:
-    """Return whether a function of a module is running on this thread.
+def running(function: str, module: str) -> list[FrameType]:
+    """Return the frames of a function that runs on this thread, the innermost one first.
 
     Args:
-        function: its name.
+        function: its name in the source.
         module: the name of its module.
     """
-    frame = sys._getframe().f_back
+    found, frame = [], sys._getframe().f_back
     while frame is not None:
         if (
             frame.f_code.co_name == function
             and frame.f_globals.get("__name__") == module
         ):
-            return True
+            found.append(frame)
         frame = frame.f_back
-    return False
+    return found
+
+
+def is_inside(function: str, module: str) -> bool:
+    """Return whether a function of a module is running on this thread."""
+    return bool(running(function, module))
 
 
 def is_making_state() -> bool:

@@ -100,23 +100,16 @@ def adasum_all_reduce(
         arXiv 2006.02924, equation 7; docs/distributed.md.
     """
     communicator = Communicator(group)
-    hosts_of(communicator)  # by the program's thread, in the same order on all ranks
-    checked, several = Rule("adasum"), list[torch.Tensor]()
-    try:
-        several = listed(tensors)
-        checked = rule_of(rule, group_op, group_size)
-        check_groups(communicator, checked)
-        call = call_of(several, checked.described)
-        in_thread = async_op and not call.problem and several and several[0].is_cpu
-        if in_thread and any(map(torch.is_inference, several)):
-            call = Call(
-                (),
-                (),
-                "expected tensors that another thread may write, but got one of inference mode; "
-                "reduce it without async_op, or clone it outside",
-            )
-    except ValueError as error:  # on the other ranks, too
-        call = Call((), (), str(error))
+    call, several, checked = checked_call(
+        tensors, communicator, rule, group_op, group_size
+    )
+    in_thread = async_op and not call.problem and several and several[0].is_cpu
+    if in_thread and any(map(torch.is_inference, several)):
+        problem = ValueError(
+            "expected tensors that another thread may write, but got one of inference mode; "
+            "reduce it without async_op, or clone it outside"
+        )
+        call = call._replace(problem=problem)
 
     def reduce(communicator: Communicator) -> list[torch.Tensor]:
         agree("adasum_all_reduce", call, communicator)
@@ -128,6 +121,27 @@ def adasum_all_reduce(
             reduce(communicator)
         return None
     return AdasumWork(_submit(reduce, several, communicator))
+
+
+def checked_call(
+    tensors: Any,
+    communicator: Communicator,
+    rule: str | Coefficients,
+    group_op: str | None,
+    group_size: int | None,
+) -> tuple[Call, list[torch.Tensor], Rule]:
+    """Return a call, which has the problem if there is one, its tensors and its rule.
+
+    Collective on a communicator's first call, by the program's thread.
+    """
+    hosts_of(communicator)
+    try:
+        several = listed(tensors)
+        checked = rule_of(rule, group_op, group_size)
+        check_groups(communicator, checked)
+    except ValueError as error:  # on the other ranks, too
+        return Call(problem=error), [], Rule("adasum")
+    return call_of(several, checked.described), several, checked
 
 
 def _submit(task: Any, tensors: Sequence[Any], communicator: Communicator) -> Future:

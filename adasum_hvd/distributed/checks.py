@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from adasum_hvd.common.agreement import first_difference
+from adasum_hvd.common.replicas import ReplicaMismatch
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.sharded_types import shard_problem
 
@@ -18,9 +19,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Call(NamedTuple):
     """The arguments of a reduction on one rank."""
 
-    settings: tuple[tuple[str, object], ...]
-    tensors: tuple[tuple[tuple[int, ...], str, str], ...]  # shape, dtype, device type
-    problem: str = ""  # why this rank cannot reduce
+    settings: tuple[tuple[str, object], ...] = ()
+    tensors: tuple[
+        tuple[tuple[int, ...], str, str], ...
+    ] = ()  # shape, dtype, device type
+    problem: Exception | None = None  # why this rank cannot reduce
+    weights: tuple[tuple[str, int], ...] = ()  # names, checksums
 
 
 def listed(tensors: Any) -> list[Any]:
@@ -48,7 +52,7 @@ def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
             f"expected tensors on one device, but got {' and '.join(sorted(devices))}"
         )
     if problem:
-        return Call((), (), problem)
+        return Call(problem=ValueError(problem))
     described = tuple(
         (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.device.type)
         for t in tensors
@@ -77,20 +81,31 @@ def _problem(tensor: Any) -> str:
     return ""
 
 
-def agree(what: str, call: Call, communicator: Communicator) -> None:
+def agree(
+    what: str,
+    call: Call,
+    communicator: Communicator,
+    shards: Iterable[Communicator] = (),
+) -> None:
     """Raise on every rank unless all ranks are about to do the same.
 
     Args:
         what: the function, for the message.
         call: what this rank is about to do.
         communicator: the ranks.
+        shards: ranks that hold other shards, and so raise, too.
 
     Raises:
         ValueError: the ranks differ, or one of them cannot; with the first difference.
+        ReplicaMismatch: their weights differ.
+        Exception: the problem of a rank.
 
     Collective: all ranks; blocks. Eight bytes travel, more only before an error.
     """
-    _raise(what, difference(call, communicator), communicator)
+    problem = _difference(call, communicator)
+    for others in shards:
+        problem = _problem_of(problem, others)
+    _raise(what, problem, communicator)
 
 
 def agree_in_job(what: str, call: Call, communicator: Communicator) -> None:
@@ -99,18 +114,28 @@ def agree_in_job(what: str, call: Call, communicator: Communicator) -> None:
     Collective: all ranks of the job, each with its own communicator; blocks.
     """
     job = Communicator()
-    problems = job.all_gather_object(difference(call, communicator))
-    _raise(what, next(filter(None, problems), ""), job)
+    _raise(what, _problem_of(_difference(call, communicator), job), job)
 
 
-def _raise(what: str, problem: str, communicator: Communicator) -> None:
-    if problem:
+def _raise(what: str, problem: Exception | None, communicator: Communicator) -> None:
+    if problem is not None:
         here = communicator.ranks[communicator.rank]
-        raise ValueError(f"{what}: {problem} (this is rank {here})")
+        raise type(problem)(f"{what}: {problem} (this is rank {here})")
 
 
-def difference(call: Call, communicator: Communicator) -> str:
-    """Return why the ranks cannot do what they are about to do, the same on all ranks, or "".
+def _problem_of(
+    problem: Exception | None, communicator: Communicator
+) -> Exception | None:
+    """Return the first rank's problem, the same on all ranks. Collective; blocks."""
+    device = communicator.control_device
+    mine = torch.tensor([problem is not None], device=device)
+    if not communicator.all_gather(mine).any():
+        return None
+    return next(filter(None, communicator.all_gather_object(problem)))
+
+
+def _difference(call: Call, communicator: Communicator) -> Exception | None:
+    """Return why the ranks cannot do what they are about to do, the same on all ranks.
 
     Collective: all ranks of the communicator; blocks.
     """
@@ -121,37 +146,49 @@ def difference(call: Call, communicator: Communicator) -> str:
     )
     digests = communicator.all_gather(torch.tensor([number], device=device))
     if len(set(digests.flatten().tolist())) == 1 and not call.problem:
-        return ""
-    return _difference(communicator.all_gather_object(call), communicator)
+        return None
+    return _first_of(communicator.all_gather_object(call), communicator)
 
 
-def _difference(calls: Sequence[Call], communicator: Communicator) -> str:
+def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
     """Return the first problem or difference, the same on all ranks."""
     ranks = communicator.ranks
     for rank, call in zip(ranks, calls, strict=True):
         if call.problem:
-            got, *remedy = call.problem.split("; ", 1)
+            got, *remedy = str(call.problem).split("; ", 1)
             where = f"{got} on rank {rank} of {communicator.job_size}"
-            return "; ".join([where, *remedy])
+            return type(call.problem)("; ".join([where, *remedy]))
     settings = first_difference([call.settings for call in calls])
     if settings is not None:
         position, (other, *_) = settings
         first, second = (calls[k].settings[position : position + 1] for k in (0, other))
         same_name = first and second and first[0][0] == second[0][0]
         expected = first[0][1] if same_name else _named(first)
-        return (
+        return ValueError(
             f"expected the same arguments on all ranks, but got {_named(second)} on rank "
             f"{ranks[other]} and {expected} on rank {ranks[0]}; pass the same ones on every rank"
         )
     tensors = first_difference([call.tensors for call in calls])
-    if tensors is None:
-        return "expected the same call on all ranks, but got different ones"
-    position, (other, *_) = tensors
-    found = [_described(calls[k].tensors[position : position + 1]) for k in (0, other)]
-    return (
-        f"expected the same tensors in the same order on all ranks, but got {found[1]} as tensor "
-        f"{position} on rank {ranks[other]} and {found[0]} on rank {ranks[0]}; pass tensors of "
-        "the same shapes and dtypes on every rank"
+    if tensors is not None:
+        position, (other, *_) = tensors
+        found = [
+            _described(calls[k].tensors[position : position + 1]) for k in (other, 0)
+        ]
+        return ValueError(
+            f"expected the same tensors in the same order on all ranks, but got {found[0]} as "
+            f"tensor {position} on rank {ranks[other]} and {found[1]} on rank {ranks[0]}; "
+            "pass tensors of the same shapes and dtypes on every rank"
+        )
+    weights = first_difference([call.weights for call in calls])
+    if weights is None:
+        return ValueError("expected the same call on all ranks, but got different ones")
+    position, several = weights
+    return ReplicaMismatch(
+        "expected the same weights on all ranks at the start of a window, but got another "
+        f"{calls[0].weights[position][0]} on ranks {[ranks[k] for k in several]} than on rank "
+        f"{ranks[0]}; change weights between steps alike on all ranks, bit for bit, or inside the "
+        "optimizer's step(), broadcast weights that differ from the beginning, and resume the "
+        "middle of a window with the state_dict() of LocalSGD"
     )
 
 

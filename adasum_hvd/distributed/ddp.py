@@ -88,7 +88,7 @@ class AdasumState(Rounds):
                 [], self.rule.described | {"compression": _name(compression)}
             )
         except ValueError as error:  # raised on all ranks below
-            call = Call((), (), str(error))
+            call = Call(problem=error)
         agree("AdasumState", call, self.communicator)
         check_groups(self.communicator, self.rule)
         self._lanes: dict[torch.device, Lane] = {}
@@ -198,7 +198,7 @@ class AdasumState(Rounds):
                 # DDP puts two real numbers into the bucket for each complex one.
                 problem = "expected real parameters, but got a complex one"
             if problem:
-                call = Call((), (), problem)
+                call = Call(problem=ValueError(problem))
             agree("adasum_hook", call, communicator)
             self._known.add(bucket)
 

@@ -1,4 +1,4 @@
-"""The delta variant: each rank takes its own optimizer step, and AdaSum joins weight changes.
+"""The delta variant: each rank takes its own optimizer steps, and AdaSum joins weight changes.
 
 References:
     arXiv 2006.02924, section 4; adasum_hvd/torch/optimizer/delta.py for Horovod.
@@ -7,138 +7,261 @@ References:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
 
-from adasum_hvd.common.frames import is_making_state
+from adasum_hvd.common.frames import is_making_state, running
 from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.distributed import duplicate_weights
-from adasum_hvd.distributed.all_reduce import adasum_all_reduce
+from adasum_hvd.distributed.all_reduce import checked_call
+from adasum_hvd.distributed.checks import Call, agree
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.rules import Coefficients
-from adasum_hvd.distributed.sharded_types import shard_problem
+from adasum_hvd.distributed.duplicate_weights import Search
+from adasum_hvd.distributed.rules import Coefficients, Rule
+from adasum_hvd.distributed.units import Unit
 
 __all__ = ["reduce_changes"]
 
-_NONE, _EQUAL, _OTHERS = range(3)
+_WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
-def check_local(who: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if an optimizer's step is collective, so that no change is one rank's."""
-    if any(
-        kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
+class Windows:
+    """Windows of an optimizer's steps; each ends with the reduction of the weights' changes.
+
+    Args:
+        who: the function or class that reduces, for messages.
+        optimizer: its hooks open and end windows.
+        communicator: the ranks that reduce.
+        every: steps in a window.
+    """
+
+    _rule: Rule
+
+    def __init__(
+        self,
+        who: str,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        every: int,
     ):
+        self._who, self._optimizer, self._every = who, optimizer, every
+        self._communicator = communicator
+        self._local_step = 0  # in the window
+        self._units: Sequence[Unit] = ()
+        self._starts: list[list[torch.Tensor]] = []  # by unit; empty between windows
+        self._compared = communicator.size == 1  # the ranks' changes
+        self._duplicates = Search()
+        if communicator.size == 1 or hasattr(optimizer, "refresh_master"):
+            self._duplicates.places = ()
+        _make_hookable(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _reduced_units(self) -> Sequence[Unit]:
+        """Return the parameters that the next window reduces."""
+        raise NotImplementedError
+
+    def _call(self) -> Call:
+        """Return what must be the same on all ranks at a window's end."""
+        raise NotImplementedError
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if self._is_whole(optimizer):
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._local_step:
+            # A wrapper may have exchanged weights after its inner step.
+            self._duplicates.end(self._optimizer, self._weights())
+        if not self._starts:
+            self._units = self._reduced_units()
+            self._starts = [unit.copies() for unit in self._units]
+            self._duplicates.begin(self._optimizer, chain.from_iterable(self._starts))
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._is_whole(optimizer):
+            self._local_step += 1
+            if self._local_step >= self._every:
+                self.synchronize()
+
+    def _is_whole(self, optimizer: Any) -> bool:
+        """Return whether hooks run for a step of the user's, not for a part or to make state.
+
+        torch runs them again when a step calls `super().step()`, and for an inner optimizer that
+        has the same hooks.
+        """
+        steps = running("wrapper", "torch.optim.optimizer")
+        own = [one for one in steps if one.f_locals.get("self") is optimizer]
+        return optimizer is self._optimizer and len(own) == 1 and not is_making_state()
+
+    def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield every weight at the start of the window, and now."""
+        for unit, starts in zip(self._units, self._starts, strict=False):
+            yield from zip(starts, unit.locals(), strict=True)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """End the window. Collective; blocks on a CPU. After an error it never began."""
+        try:
+            call = self._call()
+            if self._local_step and self._communicator.size > 1 and not call.problem:
+                self._duplicates.end(self._optimizer, self._weights())
+                names = chain.from_iterable(unit.names for unit in self._units)
+                sums = checksums_of(chain.from_iterable(self._starts))
+                weights = tuple(zip(names, sums, strict=True))
+                call = call._replace(problem=self._copy_problem(), weights=weights)
+            shards = (one.communicator for unit in self._units for one in unit.shards)
+            agree(self._who, call, self._communicator, dict.fromkeys(shards))
+            if self._local_step:
+                self._end_window()
+            else:
+                self._restore()  # a first step may have raised after it wrote weights
+        except BaseException:
+            self._restore()
+            raise
+        finally:
+            self._local_step, self._starts = 0, []
+
+    def _end_window(self) -> None:
+        changes = [
+            [new - old for old, new in zip(starts, unit.locals(), strict=True)]
+            for unit, starts in zip(self._units, self._starts, strict=True)
+        ]
+        if not self._compared:
+            self._compare(list(chain.from_iterable(changes)))
+        for unit, of_unit in zip(self._units, changes, strict=True):
+            unit.reduce(of_unit, self._communicator, self._rule)
+        self._apply(changes)
+
+    def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Set each weight to `w_old + change`, in place."""
+        if self._communicator.size > 1:
+            flat = chain.from_iterable(changes)
+            for (old, new), change in zip(self._weights(), flat, strict=True):
+                torch.add(old, change, out=new)
+
+    def _restore(self) -> None:
+        """Set the weights to those of the window's start."""
+        for old, new in self._weights():
+            new.copy_(old)
+
+    def _copy_problem(self) -> Exception | None:
+        where = next(iter(self._duplicates.places or ()), None)
+        if where is None:
+            return None
+        return RuntimeError(
+            "expected an optimizer whose weights are the parameters alone, but got a "
+            f"{type(self._optimizer).__name__} that keeps them a second time ({where}), where no "
+            "reduction reaches them; reduce its gradients instead"
+        )
+
+    def _compare(self, changes: Sequence[torch.Tensor]) -> None:
+        """Warn if the first changes that are not zero are the same on all ranks."""
+        total = sum(checksums_of(changes)) % (1 << 63)
+        mine = [total, any(bool(change.any()) for change in changes)]
+        table = torch.tensor(mine, device=self._communicator.control_device)
+        sums, changed = self._communicator.all_gather(table).unbind(1)
+        self._compared = bool(changed.any())
+        if self._compared and len(set(sums.tolist())) == 1:
+            warnings.warn(
+                f"{self._who}: expected each rank to change the weights by gradients of its own, "
+                f"but the first reduction got the same change from all {self._communicator.size} "
+                "ranks; run the backward passes of a DDP model inside no_sync(), and give each "
+                f"rank its own data (rank {self._communicator.rank} of "
+                f"{self._communicator.size})",
+                stacklevel=2,
+            )
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizer; the changes of an incomplete window stay local."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _EveryStep(Windows):
+    """Windows of one step, of all parameters that the optimizer has at the time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Any, *rule: Any):
+        super().__init__("reduce_changes", optimizer, Communicator(group), 1)
+        self._arguments = rule
+
+    def _reduced_units(self) -> Sequence[Unit]:
+        by_dtype: dict[torch.dtype, list[tuple[str, Any]]] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = group.get("param_names") or [
+                f"group{number}.param{k}" for k in range(len(group["params"]))
+            ]
+            for name, p in zip(names, group["params"], strict=True):
+                if p.requires_grad and not is_marked_local(p):
+                    by_dtype.setdefault(p.dtype, []).append((name, p))
+        pairs = (zip(*members, strict=True) for members in by_dtype.values())
+        return [Unit(names, parameters, ()) for names, parameters in pairs]
+
+    def _call(self) -> Call:
+        weights = [p for unit in self._units for p in unit.parameters]
+        call, _, self._rule = checked_call(
+            weights, self._communicator, *self._arguments
+        )
+        return call
+
+
+def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
+    """Let a wrapper run hooks that was made without `super().__init__()`."""
+    for name in ("step_pre", "step_post", "state_dict_pre"):
+        vars(optimizer).setdefault(f"_optimizer_{name}_hooks", OrderedDict())
+    step = optimizer.step
+    if not getattr(step, "hooked", False):
+        hooked = torch.optim.Optimizer.profile_hook_step(
+            lambda _, *arguments, **named: step(*arguments, **named)
+        )
+        # Of this object alone: others of the class may have no hooks.
+        optimizer.step = MethodType(hooked, optimizer)
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Raise unless this is an optimizer that steps locally.
+
+    Args:
+        name: of the argument.
+        optimizer: its value.
+
+    Raises:
+        TypeError: it is no `torch.optim.Optimizer`.
+        ValueError: its step is collective, so that no change is one rank's.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{name}: expected a torch.optim.Optimizer, but got {kind.__name__}; create one from "
+            "the model's parameters, or pass the one that a wrapper steps"
+        )
+    if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
         raise ValueError(
-            f"{who}: expected an optimizer that changes each rank's weights by its own gradients, "
+            f"{name}: expected an optimizer that changes each rank's weights by its own gradients, "
             "but got ZeroRedundancyOptimizer, whose ranks send each other the parts that they have "
             "changed; use adasum_hook with it, or another optimizer here"
         )
 
 
-def copies_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of weights, from which `changes_since` tells what local steps change."""
-    return [weight.clone() for weight in weights]
+def checksums_of(tensors: Any) -> list[int]:
+    """Return a checksum of the bits of each tensor, below 2**63; views cost a copy."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
 
 
-def changes_since(
-    starts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return `w_new - w_old` of each weight."""
-    return [new - old for old, new in zip(starts, weights, strict=True)]
-
-
-def apply_changes(
-    starts: Sequence[torch.Tensor],
-    changes: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-) -> None:
-    """Set each weight to `w_old + change`, in place."""
-    for old, change, new in zip(starts, changes, weights, strict=True):
-        torch.add(old, change, out=new)
-
-
-def restore(starts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-    """Set each weight to `w_old`, in place."""
-    for old, new in zip(starts, weights, strict=True):
-        new.copy_(old)
-
-
-def check_first(
-    who: str,
-    communicator: Communicator,
-    optimizer: torch.optim.Optimizer,
-    starts: Iterable[torch.Tensor],
-    weights: Iterable[torch.Tensor],
-    reduced: Iterable[torch.Tensor],
-) -> bool:
-    """Check the first reduction.
-
-    Warns if AdaSum of the changes is every rank's change: then all ranks have the same.
-
-    Args:
-        who: the name in the messages.
-        communicator: of the ranks that reduced.
-        optimizer: the one that has changed the weights, right after its step.
-        starts: of the weights, before this rank changed them.
-        weights: as this rank has changed them.
-        reduced: AdaSum of all ranks' changes of each weight.
-
-    Returns:
-        Whether a rank has changed a weight, so that the question is answered.
-
-    Raises:
-        RuntimeError: on all ranks: the optimizer keeps the weights a second time.
-
-    Collective: all ranks; blocks.
-    """
-    if communicator.size == 1:
-        return True
-    copies = () if hasattr(optimizer, "refresh_master") else _copies(optimizer)
-    mine = _compared(starts, weights, reduced)
-    table = torch.tensor([mine, bool(copies)], device=communicator.control_device)
-    states, have_copies = communicator.all_gather(table).unbind(1)
-    if have_copies.any():
-        where = copies[0] if copies else "on another rank"
-        raise RuntimeError(
-            f"{who}: expected an optimizer whose weights are the parameters alone, but got a "
-            f"{type(optimizer).__name__} that keeps them a second time ({where}), where no "
-            "reduction reaches them; reduce its gradients instead (rank "
-            f"{communicator.rank} of {communicator.size})"
-        )
-    found = set(states.tolist())
-    if found == {_EQUAL}:
-        warnings.warn(
-            f"{who}: expected each rank to change the weights by gradients of its own, but the "
-            f"first reduction got the same change from all {communicator.size} ranks; run the "
-            "backward passes of a DDP model inside no_sync(), and give each rank its own data "
-            f"(rank {communicator.rank} of {communicator.size})",
-            stacklevel=2,
-        )
-    return found != {_NONE}
-
-
-def _copies(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the places where an optimizer keeps all weights a second time."""
-    return duplicate_weights.find(optimizer, sorted(vars(optimizer)))
-
-
-def _compared(
-    starts: Iterable[torch.Tensor],
-    weights: Iterable[torch.Tensor],
-    reduced: Iterable[torch.Tensor],
-) -> int:
-    """Return whether this rank's changes are none, equal to the reduced ones, or others."""
-    found = _NONE
-    for old, new, result in zip(starts, weights, reduced, strict=True):
-        mine = new - old
-        if not mine.any():
-            continue
-        if not torch.allclose(mine, result, rtol=1e-6, atol=0.0):
-            return _OTHERS
-        found = _EQUAL
-    return found
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all blocks' sums, each times its number: int64, in one pass."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = len(data) // (8 * _WORDS) * 8 * _WORDS
+    blocks = data[:whole].view(torch.int64).view(-1, _WORDS).sum(1)
+    numbers = torch.cat([blocks, data[whole:].long()])
+    return (numbers * torch.arange(1, len(numbers) + 1, device=data.device)).sum()
 
 
 def reduce_changes(
@@ -168,62 +291,17 @@ def reduce_changes(
         A function that ends it.
 
     Raises:
+        TypeError: the optimizer is not torch's.
         ValueError: the optimizer's own step sends weights to the other ranks. Or, from a step, as
             `adasum_all_reduce`. The weights are then those before it.
-        RuntimeError: from the first step, the same: the optimizer keeps a copy of the weights,
-            such as a float32 master, which no reduction reaches.
+        RuntimeError: from a step, on all ranks, the same: weights before it were not the same on
+            all ranks; or the optimizer keeps a copy of the weights, such as a float32 master,
+            which no reduction reaches.
 
     Collective: steps are, from then on; they block on a CPU.
 
     Example:
         >>> reduce_changes(optimizer)  # doctest: +SKIP
     """
-    check_local("reduce_changes", optimizer)
-    starts: list[torch.Tensor] = []
-    communicator, compared = Communicator(group), False
-
-    def weights() -> list[torch.Tensor]:
-        parameters = [p for one in optimizer.param_groups for p in one["params"]]
-        reduced = [p for p in parameters if p.requires_grad and not is_marked_local(p)]
-        for problem in filter(None, map(shard_problem, reduced)):
-            raise ValueError(f"reduce_changes: {problem}")
-        return [p.detach() for p in reduced]
-
-    def before(*_: Any) -> None:
-        if not is_making_state():
-            starts[:] = copies_of(weights())
-
-    def after(*_: Any) -> None:
-        nonlocal compared
-        if is_making_state():
-            return
-        changes = changes_since(starts, weights())
-        try:
-            adasum_all_reduce(
-                changes, group, rule=rule, group_op=group_op, group_size=group_size
-            )
-            if not compared:
-                compared = check_first(
-                    "reduce_changes",
-                    communicator,
-                    optimizer,
-                    starts,
-                    weights(),
-                    changes,
-                )
-        except BaseException:
-            restore(starts, weights())
-            raise
-        apply_changes(starts, changes, weights())
-        starts.clear()
-
-    handles = [
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
-    ]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    check_optimizer("reduce_changes", optimizer)
+    return _EveryStep(optimizer, group, rule, group_op, group_size).remove

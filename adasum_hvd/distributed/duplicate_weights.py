@@ -6,71 +6,161 @@ computes weights from this copy, and so overwrites the reduced weights with this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from adasum_hvd.distributed.sharding import local_of
 
+_SAMPLES = 16  # elements that are compared before all are
 
-def find(
-    optimizer: torch.optim.Optimizer, attributes: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the places of copies of all parameters, right after a local step.
 
-    Copies that are equal at other times, such as Lookahead's slow weights, are not found.
+class Search:
+    """Search for copies of the weights, in the first local step that changes some.
+
+    A copy holds the weights before and after the step, unless the step makes it. Records of other
+    times, such as MADGRAD's `x0` and Lookahead's slow weights, do not.
 
     Args:
-        optimizer: its state and attributes are searched, and those of inner optimizers.
-        attributes: names of the optimizer's own attributes.
+        without: names of attributes of the optimizer to leave out.
 
-    Returns:
-        Descriptions such as "state 'z'"; empty unless all parameters that differ from
-        others (a gradient, more than one element, not all of them zero) have a copy. Of sharded
-        ones this rank's shards are compared.
+    Attributes:
+        places: of the copies, such as "state 'z'"; None until weights have changed.
     """
-    parameters = [
-        local_of(parameter.detach())
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-    parameters = [each for each in parameters if each.numel() > 1 and bool(each.any())]
-    own = {parameter.data_ptr() for parameter in parameters}
-    by_shape: dict[torch.Size, list[tuple[str, torch.Tensor]]] = {}
-    for name in attributes:
-        for where, tensor in _tensors(name, getattr(optimizer, name, None), 5):
-            local = local_of(tensor.detach())
-            if local.data_ptr() not in own:
-                by_shape.setdefault(local.shape, []).append((where, local))
-    places: list[str] = []
-    for parameter in parameters:
-        equal = [
-            where
-            for where, tensor in by_shape.get(parameter.shape, ())
-            if _equals(tensor, parameter)
+
+    def __init__(self, without: Iterable[str] = ()):
+        self._without = set(without)
+        self._others: list[torch.Tensor] | None = None
+        self.places: tuple[str, ...] | None = None
+
+    def begin(self, optimizer: Any, weights: Iterable[torch.Tensor]) -> None:
+        """Note the optimizer's tensors that are no copies before the step.
+
+        Args:
+            optimizer: its attributes are searched, and those of inner optimizers.
+            weights: that it is about to change; of sharded ones this rank's shards.
+        """
+        if self.places is None:
+            tensors = self._candidates(optimizer)
+            pairs = [(weight, weight) for weight in weights if _is_plain(weight)]
+            alike = {id(copy) for *_, copy in _alike(pairs, tensors)}
+            # The tensors, not their numbers, because Python uses a freed one's number again.
+            self._others = [copy for _, copy in tensors if id(copy) not in alike]
+
+    def end(
+        self, optimizer: Any, changes: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Set `places`, after the step.
+
+        Args:
+            optimizer: as of `begin`.
+            changes: each weight before and after the step. Only those count that have changed,
+                and that differ from others: several elements, not all of them zero before.
+        """
+        if self.places is not None or self._others is None:
+            return
+        changed = [
+            (old.to(new), new.detach())
+            for old, new in changes
+            if new.numel() > 1 and _is_plain(new) and bool(old.any())
         ]
-        if not equal:
-            return ()
-        places += equal
-    return tuple(sorted(set(places)))
+        changed = [(old, new) for old, new in changed if not torch.equal(old, new)]
+        if not changed:
+            return
+        others = set(map(id, self._others))
+        tensors = self._candidates(optimizer)
+        tensors = [(where, one) for where, one in tensors if id(one) not in others]
+        found = {
+            where
+            for where, old, new, copy in _alike(changed, tensors)
+            if _is_copy(copy.detach(), old, new)
+        }
+        if _evaluates_others(optimizer):
+            found.add("eval()")
+        self.places, self._others = tuple(sorted(found)), None
+
+    def _candidates(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+        groups = optimizer.param_groups
+        own = {local_of(p.detach()).data_ptr() for one in groups for p in one["params"]}
+        return [
+            (where, tensor)
+            for name in sorted(vars(optimizer).keys() - self._without)
+            for where, tensor in _tensors(name, vars(optimizer)[name], 5)
+            if tensor.data_ptr() not in own
+        ]
 
 
-def _equals(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return False
-    return torch.equal(tensor.to(parameter.device, parameter.dtype), parameter)
+def _alike(
+    changed: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield (where, old, new, copy) if some elements of a tensor are about the new weight's."""
+    by_size: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for where, tensor in tensors:
+        by_size.setdefault(tensor.numel(), []).append((where, tensor))
+    samples = {
+        size: torch.stack([_sample(tensor) for _, tensor in several])
+        for size, several in by_size.items()
+    }
+    for old, new in changed:
+        if new.numel() not in samples:
+            continue
+        row, rounded = _sample(new), samples[new.numel()].to(new.dtype).double()
+        tolerance = torch.finfo(new.dtype).eps * row.abs()
+        for number in ((rounded - row).abs() <= tolerance).all(1).nonzero().flatten():
+            where, copy = by_size[new.numel()][int(number)]
+            yield where, old, new, copy
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    apart = max(1, tensor.numel() // _SAMPLES)
+    return tensor.detach().flatten()[::apart][:_SAMPLES].to("cpu", torch.float64)
+
+
+def _is_copy(copy: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Return whether a tensor holds the new weights, which may be rounded at random."""
+    copy = copy.reshape(new.shape).to(new)
+    rounding = torch.finfo(new.dtype).eps
+    return torch.allclose(copy, new, rtol=rounding, atol=0) and not torch.equal(
+        copy, old
+    )
+
+
+def _evaluates_others(optimizer: Any) -> bool:
+    """Return whether an optimizer has `train` and `eval`, which exchange the weights.
+
+    Those of a wrapper, such as accelerate's, may only call an inner optimizer's.
+    """
+    inner = [
+        v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)
+    ]
+    if inner:
+        return any(map(_evaluates_others, inner))
+    names = ("train", "eval")
+    return all(callable(getattr(optimizer, name, None)) for name in names)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has dense elements of a floating dtype and torch's operators."""
+    return (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+    )
 
 
 def _tensors(where: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (where, tensor) of all dense tensors in containers and inner optimizers."""
+    """Yield (where, tensor) of plain tensors in containers, subclasses and inner optimizers."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
+        if _is_plain(value):
             yield where, value
+        elif hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _tensors(where, getattr(value, name), depth)
     elif depth and isinstance(value, torch.optim.Optimizer):
-        for name in ("state", "param_groups"):
-            yield from _tensors(f"{where}.{name}", getattr(value, name), depth - 1)
+        for name, item in vars(value).items():
+            yield from _tensors(f"{where}.{name}", item, depth - 1)
     elif depth and isinstance(value, Mapping):
         for key, item in value.items():
             inner = f"{where} {key!r}" if isinstance(key, str) else where

@@ -16,28 +16,21 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from adasum_hvd.common.frames import is_making_state
 from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.distributed.checks import agree, call_of
-from adasum_hvd.distributed.delta import (
-    apply_changes,
-    changes_since,
-    check_first,
-    check_local,
-    copies_of,
-    restore,
-)
+from adasum_hvd.distributed.checks import Call, call_of
+from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
-from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
+from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
 
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD:
+class LocalSGD(Windows):
     r"""Reduce a model's changes over replicas by AdaSum after every `every` optimizer steps.
 
     With `w_0` the weights at the start of a window and `w_r` those of replica r at its end, all
@@ -63,6 +56,7 @@ class LocalSGD:
         group_size: as of `adasum_all_reduce`.
 
     Raises:
+        TypeError: on every rank of the job: an optimizer is not torch's.
         ValueError: on every rank of the job: as `adasum_replicate`; `every` is not an integer of
             at least 1; an optimizer's parameters do not fit the model's; or `every` or the outer
             optimizer's hyperparameters differ between replicas.
@@ -89,7 +83,7 @@ class LocalSGD:
         group_op: str | None = None,
         group_size: int | None = None,
     ):
-        self._communicator, self._rule = connect(
+        communicator, self._rule = connect(
             "LocalSGD",
             model,
             mesh,
@@ -98,37 +92,38 @@ class LocalSGD:
                 _settings(optimizer, model, every, outer_optimizer),
             ),
         )
-        self._model, self._every, self._outer = model, every, outer_optimizer
-        self._optimizer = optimizer
+        super().__init__("LocalSGD", optimizer, communicator, every)
+        self._model, self._outer = model, outer_optimizer
         self._units, self._selection = units_of(model), Selection(model)
         self._copies = Copies("LocalSGD", model)
-        self._local_step = 0  # in the window
         self._windows = 0  # that have ended
-        self._compared = False  # the replicas' changes
-        self._starts: list[list[torch.Tensor]] = []  # by unit; empty between windows
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._saved: set[str] = set()  # what was saved since the last step
+        hook = optimizer.register_state_dict_pre_hook
+        self._handles.append(hook(lambda _: self._saved.add("optimizer")))
 
     @property
     def local_step(self) -> int:
         """The optimizer steps in the present window."""
         return self._local_step
 
-    def _before_step(self, *_: Any) -> None:
+    def _reduced_units(self) -> Sequence[Unit]:
+        return self._units
+
+    def _call(self) -> Call:
+        return call_of([], {"local_step": self._local_step})
+
+    def _begin_step(self) -> None:
         self._selection.check("LocalSGD")
-        if not self._starts and not is_making_state():
-            self._starts = [copies_of(unit.locals()) for unit in self._units]
+        saved, self._saved = self._saved, set()
+        if self._local_step and saved == {"optimizer"}:
+            raise RuntimeError(
+                "LocalSGD: expected a checkpoint with the state_dict() of LocalSGD, but the "
+                f"optimizer's was saved without it {self._local_step} steps into a window, whose "
+                f"start would be lost (rank {dist.get_rank()}); save both before the next step, "
+                "or call synchronize() on all replicas before you save"
+            )
+        super()._begin_step()
 
-    def _after_step(self, *_: Any) -> None:
-        if is_making_state():
-            return
-        self._local_step += 1
-        if self._local_step >= self._every:
-            self.synchronize()
-
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce the changes of a window that is not complete, and begin another one.
 
@@ -138,55 +133,23 @@ class LocalSGD:
         Raises:
             ValueError: on all replicas: they have taken different numbers of steps.
             RuntimeError: a replica did not respond within the group's timeout. Or, on all
-                replicas: the optimizer keeps a copy of the weights, such as a float32 master,
-                which no reduction reaches.
+                replicas: their weights were not the same at the start of the window; or the
+                optimizer keeps a copy of the weights, such as a float32 master, which no
+                reduction reaches.
 
         Collective: all replicas; blocks on a CPU. After an error, and after a first step that
         raised, the weights are those of the window's start.
         """
-        steps = {"local_step": self._local_step}
         reshard(self._model)
-        try:
-            agree("LocalSGD", call_of([], steps), self._communicator)
-            if self._local_step:
-                self._end_window()
-            else:
-                self._restore()  # a first step may have raised after it wrote weights
-        except BaseException:
-            self._restore()
-            raise
-        finally:
-            self._local_step, self._starts = 0, []
+        super().synchronize()
 
-    def _end_window(self) -> None:
-        reduced = []
-        for unit, starts in zip(self._units, self._starts, strict=True):
-            changes = changes_since(starts, unit.locals())
-            unit.reduce(changes, self._communicator, self._rule)
-            reduced.append(changes)
-        if not self._compared:
-            self._compared = self._compare(reduced)
+    def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
         if self._outer is not None:
-            self._outer_step(self._outer, reduced)
-        elif self._communicator.size > 1:
-            for unit, starts, changes in zip(
-                self._units, self._starts, reduced, strict=True
-            ):
-                apply_changes(starts, changes, unit.locals())
+            self._outer_step(self._outer, changes)
+        else:
+            super()._apply(changes)
         self._windows += 1
         self._copies.check()
-
-    def _compare(self, reduced: Sequence[Sequence[torch.Tensor]]) -> bool:
-        flat = chain.from_iterable
-        weights = flat(unit.locals() for unit in self._units)
-        return check_first(
-            "LocalSGD",
-            self._communicator,
-            self._optimizer,
-            flat(self._starts),
-            weights,
-            flat(reduced),
-        )
 
     def _outer_step(
         self,
@@ -217,16 +180,6 @@ class LocalSGD:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
 
-    def _restore(self) -> None:
-        """Set the weights to those of the window's start."""
-        for unit, starts in zip(self._units, self._starts, strict=False):
-            restore(starts, unit.locals())
-
-    def remove(self) -> None:
-        """Take the hooks off the optimizer; the changes of an incomplete window stay local."""
-        for handle in self._handles:
-            handle.remove()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, with the weights of the window's start.
 
@@ -235,7 +188,8 @@ class LocalSGD:
         windows the starts are copies of the weights.
         """
         reshard(self._model)
-        starts = self._starts or [copies_of(unit.locals()) for unit in self._units]
+        self._saved.add("window")
+        starts = self._starts or [unit.copies() for unit in self._units]
         state: dict[str, Any] = {
             "local_step": self._local_step,
             "windows": self._windows,
@@ -285,9 +239,10 @@ class LocalSGD:
         self._starts = []
         if self._local_step:
             self._starts = [
-                copies_of([local_of(state["starts"][name]) for name in unit.names])
+                [local_of(state["starts"][name]).clone() for name in unit.names]
                 for unit in self._units
             ]
+        self._saved = set()
         if self._outer is not None:
             self._load_outer(self._outer, state["outer_optimizer"])
 
@@ -306,14 +261,12 @@ def _settings(
     """Return what must be the same on all replicas.
 
     Raises:
+        TypeError: an optimizer is not torch's.
         ValueError: an argument is not as described.
     """
-    for name, one in (("optimizer", optimizer), ("outer_optimizer", outer)):
-        if one is not None and not hasattr(one, "param_groups"):
-            raise ValueError(
-                f"{name}: expected an optimizer, but got {type(one).__name__}"
-            )
-    check_local("LocalSGD", optimizer)
+    check_optimizer("optimizer", optimizer)
+    if outer is not None:
+        check_optimizer("outer_optimizer", outer)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every: expected an integer >= 1, but got {every!r}")
     known = {id(parameter) for parameter in model.parameters()}

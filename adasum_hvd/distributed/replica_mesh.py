@@ -39,7 +39,7 @@ def connect(
         model: sharded or not.
         mesh: the one-dimensional mesh of the replicas, or their process group.
         arguments: returns the rule, and what else must be the same on all replicas; may raise
-            ValueError.
+            TypeError or ValueError.
 
     Returns:
         The replicas, for one thread of this function's caller, and the rule.
@@ -53,7 +53,8 @@ def connect(
     problem = _mesh_problem(mesh)
     if not isinstance(model, torch.nn.Module):
         problem = f"model: expected a torch.nn.Module, but got {type(model).__name__}"
-    agree(what, Call((), (), problem), Communicator())
+    call = Call(problem=ValueError(problem) if problem else None)
+    agree(what, call, Communicator())
     reshard(model)
     communicator = Communicator(mesh, apart=True)
     places = _places(model, communicator)
@@ -69,8 +70,8 @@ def connect(
             )
         if different:
             raise ValueError(different[0])
-    except ValueError as error:  # on the other ranks, too
-        call = Call((), (), str(error))
+    except (TypeError, ValueError) as error:  # on the other ranks, too
+        call = Call(problem=error)
     agree_in_job(what, call, communicator)
     # The hosts decide on AdaSum's tree, which all shards of a tensor must share.
     first = min(_replica_of(places, communicator.ranks[0]))

@@ -34,6 +34,10 @@ class Unit(NamedTuple):
         """Return this rank's shards of the parameters, which share their memory."""
         return [local_of(parameter).detach() for parameter in self.parameters]
 
+    def copies(self) -> list[torch.Tensor]:
+        """Return copies of `locals`."""
+        return [local.clone() for local in self.locals()]
+
     def reduce(
         self, tensors: Sequence[torch.Tensor], communicator: Communicator, rule: Rule
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from adasum_hvd.common import ops
+from adasum_hvd.common.agreement import first_difference
 from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.distributed import duplicate_weights
+from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer import scaling
@@ -55,6 +57,9 @@ class DeltaReducer(Reducer):
         # `consistency.epoch` when all ranks agreed on a start, and of `_settings_before`.
         self._epoch = self._recorded_in = None
         self._stepped_here = self._looked_for_copies = False
+        self._copies = Search(without=("_adasum", "_wrapped"))
+        if self.keeps_masters:
+            self._copies.places = ()
         self.change_overflowed = False
         super()._connect()
 
@@ -132,6 +137,9 @@ class DeltaReducer(Reducer):
             self._agree_on_start(self.consistency)
             self._replaced = False
         self._epoch = epoch()
+        if self.consistency is not None:
+            weights = (weight for bucket in self.buckets for weight in bucket.params)
+            self._copies.begin(self.optimizer, weights)
 
     def _agree_on_start(self, check: ConsistencyCheck) -> None:
         """Raise RuntimeError on every rank unless all start from the same bits. Collective."""
@@ -192,11 +200,20 @@ class DeltaReducer(Reducer):
         if len(set(checksums.values())) > 1:
             raise RuntimeError(
                 "DistributedOptimizer: expected the same weights on all ranks at the start "
-                f"of a step, but got others after a change between steps (seen by rank "
-                f"{mpi_ops.rank()}); change them alike on all ranks, bit for bit, or "
-                "broadcast_parameters() afterwards; if they were moved for a moment, "
-                "put back a copy"
+                f"of a step, but got another {self._first_different(check)} after a change "
+                f"between steps (seen by rank {mpi_ops.rank()}); change them alike on all "
+                "ranks, bit for bit, or broadcast_parameters() afterwards; if they were moved for "
+                "a moment, put back a copy"
             )
+
+    def _first_different(self, check: ConsistencyCheck) -> str:
+        """Return the name of the first weight whose start differs between ranks. Collective."""
+        buckets = self.common_buckets
+        starts = [start for bucket in buckets for start, _ in bucket.changes()]
+        sums = check.ask_all("each", [checksum_of([start]) for start in starts])
+        different = first_difference(sums)
+        names = [name for bucket in buckets for name in bucket.names]
+        return names[different[0]] if different else "weight"
 
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
@@ -256,6 +273,8 @@ class DeltaReducer(Reducer):
         try:
             if self._local_step == 0:
                 self._begin_window()
+            else:
+                self._search()
             if skip:
                 self._end_step()
                 return None
@@ -298,18 +317,23 @@ class DeltaReducer(Reducer):
                 raise
         self._note_step()
 
+    def _search(self) -> None:
+        changes = (bucket.changes() for bucket in self.buckets)
+        self._copies.end(self.optimizer, chain.from_iterable(changes))
+
     def _check_duplicates(self, check: ConsistencyCheck) -> None:
-        """Raise on every rank if an optimizer keeps a copy of the weights. Collective."""
+        """Raise on every rank if an optimizer keeps a copy of the weights.
+
+        Collective until a rank's weights have changed.
+        """
         if not self._stepped_here or self._looked_for_copies:
             return
-        self._looked_for_copies = True
-        attributes = vars(self.optimizer).keys() - {"_adasum", "_wrapped"}
-        places = (
-            ()
-            if self.keeps_masters
-            else duplicate_weights.find(self.optimizer, sorted(attributes))
-        )
-        if any(check.ask("weight_copies", bool(places)).values()):
+        self._search()
+        places = self._copies.places
+        answer = 0 if places is None else 1 + len(places)
+        largest = max(check.ask("weight_copies", answer).values())
+        self._looked_for_copies = largest > 0
+        if largest > 1:
             where = places[0] if places else "on another rank"
             raise RuntimeError(
                 "delta variant: expected an optimizer whose weights are the parameters alone, but "

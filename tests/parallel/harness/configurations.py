@@ -84,7 +84,8 @@ LAYOUTS = _files("distributed", "sharded_layouts")
 SHARDED = (
     *_files(
         "distributed",
-        "replicate replicate_passes replicate_uses arguments local_sgd local_sgd_steps",
+        "replicate replicate_passes replicate_uses arguments local_sgd local_sgd_steps "
+        "local_sgd_optimizers",
     ),
     *LAYOUTS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -64,6 +64,10 @@ class ChangeBucket(Bucket):
     def snapshot(self) -> None:
         """Record the current weights."""
         torch._foreach_copy_(self._start_views, self.params)
+
+    def changes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each weight at `snapshot` and now, until `start`."""
+        return zip(self._start_views, self.params, strict=True)
 
     def begin_window(self) -> bool:
         """Begin a window. Weights that differ from the last agreed ones are a new start.

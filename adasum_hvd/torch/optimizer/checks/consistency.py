@@ -148,6 +148,10 @@ class ConsistencyCheck:
         by_rank = self._gathered([value], what)
         return {rank: of_rank for rank, (of_rank,) in by_rank.items()}
 
+    def ask_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of every rank that has not joined, as :meth:`ask`."""
+        return list(self._gathered(values, what).values())
+
     def _gathered(
         self, values: Sequence[float], what: str = "next"
     ) -> dict[int, list[float]]:

@@ -109,42 +109,6 @@ def case_a_step_that_cannot_be_reduced_is_undone() -> None:
     assert digest(model) == before
 
 
-class WithMaster(torch.optim.Optimizer):
-    """Steps on a copy of the weights in its state."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            master = state.setdefault("master", parameter.detach().clone())
-            master -= 0.1 * parameter.grad
-            parameter.copy_(master)
-
-
-@pytest.mark.parametrize("shards", [0, 1, 2])
-def case_an_optimizer_with_a_copy_of_the_weights(shards: int) -> None:
-    """No reduction reaches the copy; the error leaves the weights of before."""
-    model = Model()
-    if shards:
-        shard(model, shards)
-    optimizer = WithMaster(
-        [p for n, p in model.named_parameters() if "unused" not in n]
-    )
-    if shards:
-        model.unused.requires_grad_(False)
-        LocalSGD(optimizer, model, mesh_of(shards)["replica"], 1)
-    else:
-        reduce_changes(optimizer)
-    before = digest(model)
-    loss_of(model, dist.get_rank()).backward()
-    with pytest.raises(RuntimeError, match=r"WithMaster that keeps them .*'master'"):
-        optimizer.step()
-    assert digest(model) == before
-
-
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
 def case_saving_is_no_step(sharded: bool) -> None:
     """torch takes a step without gradients if an optimizer has no state, as SGD never has."""
@@ -159,6 +123,7 @@ def case_saving_is_no_step(sharded: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         state = get_state_dict(model, optimizer)
+        local_sgd.state_dict()
         set_state_dict(
             model, optimizer, model_state_dict=state[0], optim_state_dict=state[1]
         )

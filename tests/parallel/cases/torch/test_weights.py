@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 from adasum_hvd.torch.optimizer.checks import consistency
+from tests.parallel.harness import optimizers
 from tests.parallel.harness.models import (
     batch_of,
     loss_of,
@@ -89,6 +90,46 @@ def case_optimizers_with_weights_of_their_own() -> None:
         assert torch.equal(weights(model), before)
         if kind is not torch.optim.ASGD:  # fine where gradients are reduced
             optimizer = distributed(model_of(), "average")
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["DroppingMaster", "OneMaster", "ScheduleFree", "Averaging"]
+)
+def case_copies_are_an_error_in_the_first_window(name: str, local_steps: int) -> None:
+    model = model_of()
+    optimizer = getattr(optimizers, name)(model.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, op="adasum-delta", local_steps=local_steps
+    )
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=rf"{name} that keeps them a second time"):
+        train(model, optimizer, *range(local_steps))
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("local_steps", [1, 2])
+@pytest.mark.parametrize("first_rate", [0.1, 0.0])
+@pytest.mark.parametrize("name", ["Record", "Slow", "Velocity", "QuantizedState"])
+def case_states_that_are_no_copies(
+    name: str, first_rate: float, local_steps: int
+) -> None:
+    model = model_of()
+    optimizer = getattr(optimizers, name)(model.parameters(), first_rate)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, op="adasum-delta", local_steps=local_steps
+    )
+    train(model, optimizer, *range(4))
+    hvd.check_replicas(model)
+
+
+def case_a_copy_after_a_warm_up() -> None:
+    model = model_of()
+    optimizer = optimizers.Master(model.parameters(), 0.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="adasum-delta")
+    train(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match="keeps them a second time"):
+        train(model, optimizer, 1)
 
 
 def case_a_copy_on_one_rank_is_everyones_error() -> None:
@@ -294,7 +335,9 @@ def case_weights_changed_between_steps() -> None:
     assert torch.equal(weights(model), weights(expected_model))
     with torch.no_grad():
         model[0].weight.mul_(1 + 0.5 * hvd.rank())
-    with pytest.raises(RuntimeError, match="same weights on all ranks at the start"):
+    with pytest.raises(
+        RuntimeError, match=r"start of a step, but got another .*weight"
+    ):
         train(model, optimizer, *range(consistency.EVERY + 1))
 
 
