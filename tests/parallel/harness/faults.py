@@ -198,7 +198,7 @@ def check(fault: Fault, consequence: Consequence) -> None:
     reports = f"{consequence.errors}\n{consequence.output[-3000:]}"
     assert consequence.status != 0, reports
     assert "DONE" not in consequence.output, reports
-    assert "killed after" not in consequence.output, reports
+    assert "ended after" not in consequence.output, reports
     assert "terminate called" not in consequence.output, reports
     assert not consequence.victim_left, "the victim's process stays"
     assert fault.fault != "pause" or VICTIM in consequence.errors, reports
