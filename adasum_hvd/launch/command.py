@@ -75,7 +75,11 @@ def _local(processes: int) -> list[dict[str, str]]:
 
 def _typed() -> int:
     """Return a pipe with the input of the terminal, which only this group may read."""
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading fails
+    for number in (
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+    ):  # neither this process nor a rank stops
+        signal.signal(number, signal.SIG_IGN)
     source, sink = os.pipe()
 
     def copy() -> None:

@@ -86,6 +86,7 @@ def _supervise(parent: int, words: list[str]) -> int:
     control(_PR_SET_PDEATHSIG, signal.SIGTERM)
     ends = {n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}  # nohup's
     awaited = {signal.SIGCHLD, *ends}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide statuses
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     if os.getppid() != parent:
         return 1

@@ -153,7 +153,8 @@ def test_rank_0_reads_what_is_typed_and_stops_with_control_z() -> None:
 
 
 def test_input_that_is_no_terminal_goes_to_rank_0() -> None:
-    code = "import os, sys; print(os.environ['HOROVOD_RANK'], sys.stdin.read().upper())"
+    code = "import os, sys; rank = os.environ['HOROVOD_RANK']; "
+    code += "os.write(1, f'{rank} {sys.stdin.read().upper()}\\n'.encode())"
     words = [sys.executable, "-m", "adasum_hvd", "exec", "--nprocs", "2", "--"]
     shown = subprocess.run(
         [*words, sys.executable, "-c", code], env=environment(), input="some input",
