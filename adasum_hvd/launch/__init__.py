@@ -11,5 +11,5 @@ A rank's start runs through these files:
 - `start.py`: these steps in order, before Horovod's `init`;
 - `command.py`: `adasum-hvd exec`, the same for a program that calls plain Horovod.
 
-`supervisor.py` ends commands with all that they have started, for this package's other commands too.
+`supervisor.py` ends commands with all that they have started, for other rooms, too.
 """
