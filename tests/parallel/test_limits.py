@@ -264,6 +264,7 @@ except Error as error:
         ("gloo", "torch", "hvd.shutdown(); print('SAVED', flush=True); sys.exit(3)"),
         ("gloo", "tensorflow", "raise"),
     ],
+    ids=lambda value: value.split(".")[-1].partition("(")[0],
 )
 def test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank(
     tmp_path: Path, backend: str, framework: str, end: str
