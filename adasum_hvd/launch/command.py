@@ -75,10 +75,8 @@ def _local(processes: int) -> list[dict[str, str]]:
 
 def _typed() -> int:
     """Return a pipe with the input of the terminal, which only this group may read."""
-    for number in (
-        signal.SIGTTIN,
-        signal.SIGTTOU,
-    ):  # neither this process nor a rank stops
+    # The terminal then stops neither ranks nor, in the background, this process.
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     source, sink = os.pipe()
 
