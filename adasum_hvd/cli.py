@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from adasum_hvd import __version__
@@ -94,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:  # what it has started has ended
+        return 128 + signal.SIGINT
     return status
 
 

@@ -6,10 +6,7 @@ import json
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,10 +15,11 @@ from typing import Any
 from namespaces import INTERFACE, Hosts
 
 from adasum_hvd.tools.bench import ratio as ratio
+from adasum_hvd.tools.jobs import output_of, result_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-HOROVODRUN = [str(BIN / "horovodrun")]
+HOROVODRUN = [sys.executable, str(Path(__file__).with_name("run_ranks.py"))]
 LIMIT_SECONDS = 1800
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "horovod", "adasum-hvd")
 
@@ -83,7 +81,7 @@ def run(
         **variables: additional environment variables.
 
     Raises:
-        RuntimeError: the job wrote nothing; with the end of its output.
+        JobError: the job wrote nothing; with the end of its output.
     """
     environment = {
         **os.environ,
@@ -95,16 +93,8 @@ def run(
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **variables,
     }
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "out.json")
-        words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]
-        words += [*map(str, arguments), str(output)]
-        _, shown = run_launcher(words, environment, LIMIT_SECONDS)
-        if not output.exists():
-            raise RuntimeError(
-                f"{backend}, {ranks} ranks, {arguments}: {shown[-3000:]}"
-            )
-        return json.loads(output.read_text())
+    words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]
+    return result_of([*words, *map(str, arguments)], environment, LIMIT_SECONDS)
 
 
 def slowest(times: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -153,29 +143,6 @@ def run_launcher(
 ) -> tuple[int, str]:
     """Run a launcher in a session of its own, and return its exit status and output.
 
-    All of it is killed when it outlasts `timeout` seconds or is interrupted.
+    All of it is ended when it outlasts `timeout` seconds or is interrupted.
     """
-    process = subprocess.Popen(
-        words,
-        env=variables,
-        cwd=REPOSITORY,
-        text=True,
-        errors="replace",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            output, _ = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        output += f"\nkilled after {timeout} seconds"
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output
+    return output_of(words, variables, timeout, REPOSITORY)

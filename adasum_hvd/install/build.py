@@ -36,6 +36,7 @@ from adasum_hvd.install.sources import (
     source_tree,
     sync_native,
 )
+from adasum_hvd.launch.supervisor import running
 
 LOCAL_VERSION = "adasum"
 _STEP = re.compile(r"\[\s*(\d+)(?:%|/(\d+))\]\s*(.*)")
@@ -105,22 +106,20 @@ def _run_logged(
     command: list[str], cwd: Path, variables: dict[str, str], log: Path
 ) -> None:
     progress = _Progress(sys.stdout.isatty())
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=variables,
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+    with (
+        log.open("w") as sink,
+        running(
+            command, cwd=cwd, env=variables, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process,
+    ):  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
             sink.write(line)
             progress.feed(line)
+        process.wait()
     progress.close()
-    if process.wait() != 0:
+    if process.returncode:
         raise BuildError(f"Horovod did not build: {_first_error(log)}\nfull log: {log}")
 
 

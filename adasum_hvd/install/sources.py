@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adasum_hvd.install.environment import BuildError
+from adasum_hvd.launch.supervisor import running
 
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -76,14 +77,15 @@ def sync_native(target: Path) -> None:
 def run_pip(expected: str, remedy: str, *arguments: str) -> None:
     """Run pip; if it fails, raise BuildError with `expected`, its last error and `remedy`."""
     command = [sys.executable, "-m", "pip", "--quiet", *arguments]
-    done = subprocess.run(
-        command, stderr=subprocess.PIPE, text=True, errors="replace", check=False
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    with running(
+        command, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        _, shown = process.communicate()
+    if process.returncode:
+        lines = shown.strip().splitlines() or [f"status {process.returncode}"]
         errors = [line for line in lines if line.lower().startswith("error")]
         raise BuildError(f"{expected}, but got: {(errors or lines)[-1]}; {remedy}")
-    sys.stderr.write(done.stderr)
+    sys.stderr.write(shown)
 
 
 def _fetch_sdist(directory: Path) -> Path:

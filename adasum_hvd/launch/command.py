@@ -8,27 +8,18 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 
-from adasum_hvd.launch import start
+from adasum_hvd.launch import start, supervisor
 from adasum_hvd.launch.assignment import RankInfo
 from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.launch.route import Route
 
-GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL for the other ranks after one has failed
 _POLL_SECONDS = 0.02
-# PR_SET_PDEATHSIG ends the program with its parent, however the parent ends. A separate process
-# sets it, because a process with threads must not run Python between fork and exec.
-_TETHERED = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 def run(command: list[str], processes: int | None) -> int:
@@ -36,6 +27,7 @@ def run(command: list[str], processes: int | None) -> int:
 
     The ranks stay in the session of this process, as mpirun's do. Autogroup scheduling shares
     processors between sessions first, so that ranks in separate sessions wait for one another.
+    Each has its own process group, so that a signal reaches it once: from this process.
 
     Args:
         command: the program and its arguments.
@@ -43,7 +35,8 @@ def run(command: list[str], processes: int | None) -> int:
 
     Returns:
         The program's exit status. With several ranks it is the first that is not 0, and the
-        other ranks are then ended. A killed rank counts as 128 plus the signal's number.
+        other ranks are then ended. A killed rank counts as 128 plus the signal's number, and so
+        does a signal to this process, which all ranks get.
 
     Raises:
         LaunchError: the environment does not tell which rank this is, or it describes a job
@@ -82,47 +75,64 @@ def _local(processes: int) -> list[dict[str, str]]:
     ]
 
 
+def _typed() -> int:
+    """Return a pipe with the input of the terminal, which only this group may read."""
+    # The terminal then stops neither ranks nor, in the background, this process.
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+    source, sink = os.pipe()
+
+    def copy() -> None:
+        with suppress(OSError), os.fdopen(sink, "wb", buffering=0) as pipe:
+            while typed := os.read(0, 4096):
+                pipe.write(typed)
+
+    threading.Thread(target=copy, daemon=True).start()
+    return source
+
+
 class _Ranks:
     """Processes that end together; standard input goes to the first, as with mpirun."""
 
     def __init__(self, command: list[str], environments: Sequence[Mapping[str, str]]):
         self._status = 0
-        self._kill_at = float("inf")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._signal = signal.SIGTERM  # for the ranks that run when one has failed
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-        words = [sys.executable, "-S", "-c", _TETHERED, str(os.getpid()), *command]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays
                 signal.signal(number, self._on_signal)
+        stdin = _typed() if os.isatty(0) else None
+        self._processes: list[subprocess.Popen[bytes]] = []
         for environment in environments:
-            stdin = subprocess.DEVNULL if self._processes else None
-            self._processes.append(
-                subprocess.Popen(words, env=environment, stdin=stdin)
-            )
+            process = supervisor.start(command, env=environment, stdin=stdin)
+            self._processes.append(process)
+            stdin = subprocess.DEVNULL
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._fail(128 + number)
+        if number == signal.SIGTSTP:
+            self._signal_groups(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._signal_groups(signal.SIGCONT)
+        elif not self._status:
+            self._status, self._signal = 128 + number, signal.Signals(number)
 
-    def _fail(self, status: int) -> None:
-        """End all processes; keep the first failure's status."""
-        self._status = self._status or status
-        self._kill_at = min(self._kill_at, time.monotonic() + GRACE_SECONDS)
+    def _signal_groups(self, number: signal.Signals) -> None:
         for process in self._processes:
-            process.terminate()
+            with suppress(ProcessLookupError):  # it has ended, or just begun
+                os.killpg(process.pid, number)
 
     def wait(self) -> int:
         """Wait until all processes have ended; return their common exit status."""
-        running = self._processes
+        running, signalled = self._processes, False
         while running:
-            ended = [process for process in running if process.poll() is not None]
-            failed = [process.returncode for process in ended if process.returncode]
+            failed = [process.returncode for process in running if process.poll()]
+            running = [process for process in running if process.returncode is None]
             if failed and not self._status:
-                status = failed[0]
-                self._fail(status if status > 0 else 128 - status)
-            if time.monotonic() > self._kill_at:
+                self._status = failed[0] if failed[0] > 0 else 128 - failed[0]
+            if self._status and not signalled:
+                signalled = True
                 for process in running:
-                    process.kill()
-            running = [process for process in running if process not in ended]
+                    process.send_signal(self._signal)
             time.sleep(_POLL_SECONDS)
         return self._status

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adasum_hvd.install import findings
+from adasum_hvd.launch import supervisor
 from adasum_hvd.tools import jobs
 
 _NEEDED = {"torch": "torch", "sklearn": "scikit-learn"}
@@ -59,4 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
     words += ["--engine", engine]
     words += ["--epochs", str(arguments.epochs), "--output", str(arguments.output)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return jobs.status_of(words, environment)
+    with supervisor.running(words, env=environment) as job:
+        return job.wait()

@@ -6,21 +6,17 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from adasum_hvd.install.environment import scripts_path
+from adasum_hvd.launch import supervisor
 
-_GRACE_SECONDS = 5
 # Of a job around this one, and those with which results differ from plain AdaSum's.
 _NOT_PASSED_ON = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -86,90 +82,41 @@ def run(
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **(variables or {}),
     }
+    words = [*launcher(backend, ranks), sys.executable, "-m", module]
+    return result_of([*words, *map(str, arguments)], environment, seconds)
+
+
+def result_of(words: list[str], environment: Mapping[str, str], seconds: float) -> Any:
+    """Run a job whose rank 0 writes JSON to the file that its last argument names; return that.
+
+    Raises:
+        JobError: rank 0 wrote nothing.
+    """
     with tempfile.TemporaryDirectory(prefix="adasum-hvd-") as directory:
         output = Path(directory, "out.json")
-        words = [*launcher(backend, ranks), sys.executable, "-m", module]
-        shown = output_of(
-            [*words, *map(str, arguments), str(output)], environment, seconds
-        )
+        _, shown = output_of([*words, str(output)], environment, seconds)
         if not output.exists():
             raise JobError(shown.strip()[-3000:] or "the job printed nothing")
         return json.loads(output.read_text())
 
 
-def output_of(words: list[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Return a command's output; end it and its children after so many seconds."""
-    with _running(
-        words, environment, start_new_session=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
-        try:
-            return process.communicate(timeout=seconds)[0]
-        except subprocess.TimeoutExpired:
-            return f"{_end(process, whole=True)}\nended after {seconds:g} seconds"
-
-
-def status_of(words: list[str], environment: Mapping[str, str]) -> int:
-    """Return the exit status of a command that has this program's input and output, and its end."""
-    with _running(words, environment) as process:
-        return process.wait()
-
-
-@contextmanager
-def _running(
+def output_of(
     words: list[str],
     environment: Mapping[str, str],
-    start_new_session: bool = False,
-    **streams: Any,
-) -> Iterator[subprocess.Popen[str]]:
-    """Start a command, and end it if an exception or a signal ends the block."""
-    with _signals_raise():
-        process = subprocess.Popen(
-            words,
-            env=dict(environment),
-            text=True,
-            start_new_session=start_new_session,
-            **streams,
-        )
-        try:
-            yield process
-        except BaseException:
-            _end(process, whole=start_new_session)
-            raise
-
-
-def _end(process: subprocess.Popen[str], whole: bool) -> str:
-    """End a process, or its whole group, and return the rest of its output.
-
-    Alone, a launcher ends its ranks.
-    """
-    send = partial(os.killpg, process.pid) if whole else process.send_signal
-    send(signal.SIGTERM)
-    try:
-        return process.communicate(timeout=_GRACE_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        send(signal.SIGKILL)
-        return process.communicate()[0]
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let signals that would end this program raise SystemExit, so that it ends its job first."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    usual = [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        usual = []
-    for number in usual:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in usual:
-            signal.signal(number, signal.SIG_DFL)
+    seconds: float,
+    folder: Path | None = None,
+) -> tuple[int, str]:
+    """Return a command's exit status and output; end it after so many seconds."""
+    with tempfile.TemporaryFile() as output:
+        with supervisor.running(
+            words, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        ) as job:
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(seconds)
+            late = job.returncode is None
+        output.seek(0)
+        shown = output.read().decode(errors="replace")
+    return job.returncode, shown + f"\nended after {seconds:g} seconds" * late
 
 
 def count(text: str) -> int:

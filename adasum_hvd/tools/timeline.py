@@ -35,26 +35,27 @@ class Phase:
         count: number of tensors that went through it.
         microseconds: during which at least one tensor was in it.
         bytes: of those tensors whose size the file has.
+        inside: number of tensors whose end the file does not have.
     """
 
     name: str
     count: int = 0
     microseconds: int = 0
     bytes: int = 0
-    _inside: int = 0
+    inside: int = 0
     _since: int = 0
 
     def begin(self, at: int) -> None:
         """Count a tensor that enters."""
-        if not self._inside:
+        if not self.inside:
             self._since = at
-        self._inside += 1
+        self.inside += 1
         self.count += 1
 
     def end(self, at: int) -> None:
         """Count a tensor that leaves."""
-        self._inside -= 1
-        if not self._inside:
+        self.inside -= 1
+        if not self.inside:
             self.microseconds += at - self._since
 
 
@@ -78,16 +79,33 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit status."""
+    here = f"adasum-hvd timeline: {arguments.file}:"
     try:
         with arguments.file.open(encoding="utf-8", errors="replace") as file:
             phases, microseconds = summed(events(file))
+        cut = is_cut(arguments.file) or any(phase.inside for phase in phases)
+        if not phases:
+            raise TimelineError(
+                "expected operations, but the file has none; let the job reach its first one"
+            )
     except (OSError, TimelineError) as error:
-        print(f"adasum-hvd timeline: {arguments.file}: {error}", file=sys.stderr)
+        print(here, error, file=sys.stderr)
         return 1
-    print(
-        as_json(phases, microseconds) if arguments.json else table(phases, microseconds)
-    )
+    show = as_json if arguments.json else table
+    print(show(phases, microseconds))
+    if cut:
+        print(
+            here, "the file is cut: the job was killed, still runs, or ended before Horovod "
+            "had written everything; these are the events before that", file=sys.stderr,
+        )  # fmt: skip
     return 0
+
+
+def is_cut(path: Path) -> bool:
+    """Return whether a timeline lacks its end, which Horovod writes after each event."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return not file.read().rstrip().endswith(b"]")
 
 
 def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,6 @@ from tests.parallel.harness.cases import Case, cases_in
 from tests.parallel.harness.configurations import Configuration
 from tests.parallel.harness.job import Job
 from tests.parallel.harness.launch import (
-    HOROVODRUN,
     environment,
     run_launcher,
     waits,
@@ -41,7 +40,6 @@ CHOSEN = {
         "case_path",
     ],
 }
-jobs.HOROVODRUN = [sys.executable, str(HOROVODRUN)]
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 

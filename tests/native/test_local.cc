@@ -290,13 +290,15 @@ void KilledPeerIsNamed() {
 // A loop in place of Horovod's, and the actions of its monitor.
 struct Loop {
   std::atomic<int64_t> cycles{0}, operations{0};
-  std::atomic<bool> leaving{false}, ended{false};
+  std::atomic<bool> leaving{false}, program_ended{false}, ended{false};
   std::mutex mutex;
   std::string reported;
 
   MonitoredLoop Monitored() {
-    return {[this] { return cycles.load(); }, [this] { return operations.load(); },
+    return {[this] { return cycles.load(); },
+            [this] { return operations.load(); },
             [this] { return leaving.load(); },
+            [this] { return program_ended.load(); },
             [this](const std::string& reason) {
               std::lock_guard<std::mutex> guard(mutex);
               reported = reason;
@@ -347,6 +349,22 @@ void AMonitorLeavesTimeForACheckpoint() {
   std::this_thread::sleep_for(std::chrono::milliseconds(4500));
   Check(!loop.ended, "the process was ended too soon");
   WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
+}
+
+// It has nothing left to save, whether it ends before or after the report.
+void AMonitorLeavesNoTimeToAProgramThatHasEnded() {
+  for (const bool before : {true, false}) {
+    Loop loop;
+    const auto started = std::chrono::steady_clock::now();
+    HeartbeatMonitor monitor(loop.Monitored(), std::chrono::seconds(1), std::chrono::seconds(0),
+                             std::chrono::seconds(60));
+    monitor.NoteFailure("rank 1 failed");
+    loop.leaving = loop.program_ended = before;
+    WaitUntil([&] { return !loop.Reported().empty(); }, "a loop that is stuck was not seen");
+    loop.program_ended = true;
+    WaitUntil([&] { return loop.ended.load(); }, "a loop that is stuck was not ended");
+    Check(std::chrono::steady_clock::now() - started < std::chrono::seconds(8), "it was ended too late");
+  }
 }
 
 // One long operation on all ranks: their heartbeats arrive.
@@ -448,6 +466,8 @@ int main(int argc, char** argv) {
 #endif
           {"a monitor ends a stuck loop", AMonitorEndsAStuckLoop},
           {"a monitor leaves time for a checkpoint", AMonitorLeavesTimeForACheckpoint},
+          {"a monitor leaves no time to a program that has ended",
+           AMonitorLeavesNoTimeToAProgramThatHasEnded},
           {"a monitor ends no long operation", AMonitorEndsNoLongOperation},
           {"a monitor ends a loop that is stuck again", AMonitorEndsALoopThatIsStuckAgain},
           {"a monitor ends a stuck loop without a reason", AMonitorEndsAStuckLoopWithoutAReason},

@@ -15,6 +15,8 @@ from tests.parallel.harness.faults import FIRST, Consequence, Fault, check, run
 CHOSEN = [
     Fault("MPI", "stop", FIRST),
     Fault("Gloo", "missing", FIRST, sets=True),
+    Fault("shared memory, Gloo", "stop", "exchange", exits=True),
+    Fault("shared memory, MPI", "stop", "exchange", exits=True),
     Fault("Gloo", "missing", "negotiation"),
     Fault("MPI", "missing", "negotiation"),
     Fault("Gloo", "stop", "negotiation"),

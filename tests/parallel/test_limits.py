@@ -225,3 +225,63 @@ def test_after_a_failure_over_mpi(tmp_path: Path) -> None:
     assert "KEPT" in output, output[-3000:]
     assert "SAVED" in output, output[-3000:]
     assert "ADASUM_HVD_CHECKPOINT_SECONDS" in output
+
+
+# A rank has stopped; the limits that may follow the error are long.
+ENDS_AFTER_A_FAILURE = """
+import os, signal, sys, threading, time
+from horovod.common.exceptions import HorovodInternalError
+import adasum_hvd.FRAMEWORK as hvd
+if "FRAMEWORK" == "torch":
+    from torch import ones
+    Error = HorovodInternalError
+else:
+    import tensorflow as tf
+    ones, Error = (lambda count: tf.ones([count])), tf.errors.OpError
+hvd.init()
+calls = hvd.counters().calls
+
+def stop():
+    while hvd.counters().calls == calls:
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if hvd.rank() == 1:
+    threading.Thread(target=stop, daemon=True).start()
+try:
+    hvd.allreduce(ones(20_000_000), op=hvd.Adasum, name="gradient")
+except Error as error:
+    print("FAILED", flush=True)
+    END
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "framework", "end"),
+    [
+        ("mpi", "torch", "sys.exit(3)"),
+        ("mpi", "tensorflow", "raise"),
+        ("gloo", "torch", "hvd.shutdown(); print('SAVED', flush=True); sys.exit(3)"),
+        ("gloo", "tensorflow", "raise"),
+    ],
+    ids=lambda value: value.split(".")[-1].partition("(")[0],
+)
+def test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank(
+    tmp_path: Path, backend: str, framework: str, end: str
+) -> None:
+    """The time for a checkpoint, and Gloo's limit, are for a script that still runs."""
+    script = ENDS_AFTER_A_FAILURE.replace("FRAMEWORK", framework).replace("END", end)
+    program = tmp_path / "script.py"
+    program.write_text(script)
+    variables = environment(
+        (
+            ("ADASUM_HVD_TIMEOUT_SECONDS", "5"),
+            ("ADASUM_HVD_CHECKPOINT_SECONDS", "300"),
+            ("HOROVOD_GLOO_TIMEOUT_SECONDS", "300"),
+        )
+    )
+    words = [*command(backend, 3), *python(framework), str(program)]
+    status, output = run_launcher(words, variables, 120)
+    assert status != 0 and output.count("FAILED") == 2, output[-3000:]
+    assert "ended after" not in output, output[-3000:]
+    assert ("SAVED" in output) == ("SAVED" in end), output[-3000:]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -225,3 +229,32 @@ def test_a_build_extracts_while_it_holds_its_tree(
     with sources.locked(root):  # as build() does
         threading.Thread(target=sources.source_tree, args=(root,), daemon=True).start()
         assert extracted.wait(30), "it waits for itself"
+
+
+def working_in(folder: Path) -> list[str]:
+    """Return the names of the programs whose folder is in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if (process / "cwd").resolve().is_relative_to(folder):
+                found.append((process / "comm").read_text().strip())
+    return found
+
+
+def test_a_build_that_a_signal_ends_leaves_no_compiler(tmp_path: Path) -> None:
+    sdist = sources.cache_dir() / f"horovod-{sources.HOROVOD_VERSION}.tar.gz"
+    if not sdist.exists():
+        pytest.skip("Horovod's source is not here")
+    shutil.copy(sdist, tmp_path)
+    words = [sys.executable, "-m", "adasum_hvd", "build", "--frameworks", "torch"]
+    process = subprocess.Popen(
+        [*words, "--no-mpi", "--no-install"],
+        env=os.environ | {"ADASUM_HVD_CACHE": str(tmp_path)},
+    )
+    limit = time.monotonic() + 300
+    while not any("cc1plus" in name for name in working_in(tmp_path)):
+        assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not working_in(tmp_path)

@@ -90,6 +90,16 @@ def test_process_sets_end_where_horovod_internals_h_ends_them():
     assert "void ProcessSetTable::DeregisterProcessSet(int32_t process_set_id)" in table
 
 
+def test_only_the_shutdown_by_the_script_tests_a_thread():
+    """From which horovod_internals.h concludes that the script has ended."""
+    operations = source_of("operations.cc")
+    assert len(re.findall(r"joinable\(\)", operations)) == 1
+    (body,) = re.findall(
+        r"^void horovod_shutdown\(\) \{\n(.*?)^}", operations, re.M | re.S
+    )
+    assert "horovod_global.background_thread.joinable()" in body.splitlines()[0]
+
+
 def test_local_size_divides_only_the_factor_that_horovod_internals_h_leaves_undivided():
     """Horovod's source: three uses of GetLocalSize, of which one divides a factor."""
     source = source_of("operations.cc")

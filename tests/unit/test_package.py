@@ -98,7 +98,8 @@ PUBLIC = [
     for name in (
         "boost", "distributed", "learning_rate", "monitor.statistics", "ops", "parallel",
         "reference", "torch", "torch.ddp",
-        "torch.elastic", "tensorflow", "tensorflow.elastic", "tensorflow.keras",
+        "mindspore_checkpoint", "torch.elastic", "tensorflow", "tensorflow.elastic",
+        "tensorflow.keras",
         "tensorflow.keras.callbacks", "tensorflow.keras.elastic",
     )
 ]  # fmt: skip

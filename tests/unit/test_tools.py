@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -86,31 +85,9 @@ def test_a_job_that_hangs_is_ended() -> None:
         "-c",
         "import time; print('on', flush=True); time.sleep(99)",
     ]
-    assert jobs.output_of(words, os.environ, 3).split() == [
-        "on",
-        "ended",
-        "after",
-        "3",
-        "seconds",
-    ]
-
-
-def test_a_job_ends_with_the_program_that_waits_for_it(monkeypatch) -> None:
-    """SIGTERM raises SystemExit while the job runs; afterwards it has its own effect again."""
-    processes: list[subprocess.Popen[str]] = []
-    popen = subprocess.Popen
-
-    def kept(*words: object, **arguments: object) -> subprocess.Popen[str]:
-        processes.append(popen(*words, **arguments))
-        return processes[-1]
-
-    monkeypatch.setattr(jobs.subprocess, "Popen", kept)
-    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(SystemExit) as left:
-        jobs.output_of(["sleep", "99"], os.environ, 60)
-    assert left.value.code == 128 + signal.SIGTERM
-    assert processes[0].poll() == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    status, output = jobs.output_of(words, os.environ, 3)
+    assert status == 128 + signal.SIGTERM
+    assert output.split() == ["on", "ended", "after", "3", "seconds"]
 
 
 def test_jobs_have_no_variables_of_a_job_around_them(
@@ -401,6 +378,43 @@ def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path, capsys) -> No
     path.write_text(text)
     assert cli.main(["timeline", str(path)]) == 1
     assert capsys.readouterr().err.startswith(f"adasum-hvd timeline: {path}: expected ")
+
+
+@pytest.mark.parametrize(
+    ("kept", "end", "cut"),
+    [
+        (10, "]", False),
+        (10, "", True),
+        (10, ',{"ph": "B", "na', True),
+        (
+            4,
+            "]",
+            True,
+        ),  # each event has an end, but the job was killed within an operation
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_cut_timeline_is_summed_and_reported_as_cut(
+    kept: int, end: str, cut: bool, words: list[str], tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("[\n" + ",".join(two_fused_tensors()[:kept]) + end)
+    assert cli.main(["timeline", str(path), *words]) == 0
+    shown = capsys.readouterr()
+    assert "ALLREDUCE" in shown.out
+    reported = f"adasum-hvd timeline: {path}: the file is cut: " in shown.err
+    assert reported == cut and shown.err.count("\n") == cut
+
+
+@pytest.mark.parametrize("text", ["", "\n", "[", "[\n", "[]", '[\n{"ph": "M"},\n'])
+def test_a_timeline_without_operations_is_refused(
+    text: str, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    assert cli.main(["timeline", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "expected operations, but the file has none" in shown.err and not shown.out
 
 
 def test_a_long_timeline_needs_little_memory(tmp_path: Path) -> None:

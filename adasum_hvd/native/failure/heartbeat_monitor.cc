@@ -69,11 +69,24 @@ void HeartbeatMonitor::Run() {
     loop_.report(reason);
     reported = true;
     const auto end = IdleClock::Clock::now() + checkpoint_;
-    while (IdleClock::Clock::now() < end && LoopIsStuck() && !wake_.wait_for(lock, kHeartbeat, stopped)) {
+    while (IdleClock::Clock::now() < end && !loop_.program_ended() && LoopIsStuck() &&
+           !wake_.wait_for(lock, kHeartbeat, stopped)) {
       ExchangeHeartbeats();
     }
     if (!stop_ && LoopIsStuck()) {
       loop_.end_process();
+      EndWaitsOfAProgramThatEnds();
+    }
+  }
+}
+
+// Gloo's own limit may be much longer, and a script that still runs may wait for it.
+void HeartbeatMonitor::EndWaitsOfAProgramThatEnds() {
+  std::vector<std::weak_ptr<NetworkTransport>> networks = networks_;
+  networks.push_back(all_ranks_);
+  for (const std::weak_ptr<NetworkTransport>& one : networks) {
+    if (const auto network = one.lock(); network != nullptr && loop_.program_ended()) {
+      network->EndWaits();
     }
   }
 }

@@ -21,15 +21,16 @@ struct MonitoredLoop {
   std::function<int64_t()> cycles;     // changes with every cycle
   std::function<int64_t()> operations; // changes with every operation; a cycle may have many
   std::function<bool()> leaving;       // whether this rank is about to shut down
+  std::function<bool()> program_ended; // whether the script has asked for that, and has nothing left to save
   std::function<void(const std::string& reason)> report;
-  std::function<void()> end_process;
+  std::function<void()> end_process; // returns if waits end without it
 };
 
 // Exchanges heartbeats with the other ranks: on a host always, in shared memory; over the
 // network only while Horovod's loop waits. Horovod's own waits over MPI have no timeout. So the monitor ends
 // the process if the loop has completed no cycle for the timeout (a few seconds if this rank is leaving), and
 // there is a reason: a reduction has failed, or a rank is unresponsive. It reports the reason at once; the
-// script then has `checkpoint` to save its state.
+// script then has `checkpoint` to save its state, or less if it ends before.
 class HeartbeatMonitor {
 public:
   // `stall` limits an operation if heartbeats cannot be sent; 0 is no limit. While all heartbeats arrive, an
@@ -66,6 +67,7 @@ private:
   void ExchangeHeartbeats();
   void ExchangeOverNetwork();
   void PollNetworks();
+  void EndWaitsOfAProgramThatEnds();
   bool LoopIsStuck();
   std::string Reason();
   std::string Unresponsive(Duration network_limit) const;

@@ -1,6 +1,7 @@
 #include "failure/shut_down.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
@@ -51,6 +52,8 @@ struct Loop {
   FailureProbe probe;
 };
 thread_local Loop loop;
+
+std::atomic<bool> program_ended{false};
 
 std::string NameList(std::vector<std::string> names) {
   std::sort(names.begin(), names.end());
@@ -139,6 +142,7 @@ hvd::Status WithCause(const hvd::Status& horovod_error) {
 void BeginLoop(const hvd::HorovodGlobalState& state, int stall_seconds, FailureProbe probe) {
   loop = {state.global_controller.get(), /*leaving=*/false, /*all_agreed=*/false, stall_seconds,
           std::move(probe)};
+  program_ended = false;
   std::lock_guard<std::mutex> guard(cause_mutex);
   cause = Cause();
 }
@@ -181,6 +185,10 @@ bool NoteStalled(hvd::Controller& controller) {
   // down alone: NoteLeaving asks all ranks in the next cycle.
   return &controller == loop.all_ranks;
 }
+
+void NoteProgramEnd() { program_ended = true; }
+
+bool ProgramHasEnded() { return program_ended; }
 
 void SetLeaveReason(const std::string& reason) {
   std::lock_guard<std::mutex> guard(cause_mutex);

@@ -29,6 +29,10 @@ void NoteFailure(const std::string& reason);
 // set may: only that of all ranks may, the others shut down with it in the next cycle.
 bool NoteStalled(horovod::common::Controller& controller);
 
+// The script has called Horovod's shutdown, itself or at the interpreter's exit.
+void NoteProgramEnd();
+bool ProgramHasEnded();
+
 // Sets the reason that the other ranks get when this process shuts down by its own script.
 void SetLeaveReason(const std::string& reason);
 

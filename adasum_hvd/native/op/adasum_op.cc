@@ -59,13 +59,15 @@ MonitoredLoop LoopOf(hvd::HorovodGlobalState& global_state, int checkpoint_secon
           },
           [] { return operations.load(std::memory_order_relaxed); },
           [&global_state] { return global_state.shut_down.load(); },
+          ProgramHasEnded,
           [&global_state, checkpoint_seconds](const std::string& reason) {
+            const bool ends = MustEndProcess(global_state), at_once = ends && ProgramHasEnded();
             LogEnd(global_state.global_controller->GetRank(),
-                   MustEndProcess(global_state)
+                   ends && !at_once
                        ? reason + "; this process ends in " + std::to_string(checkpoint_seconds) +
-                             " s (ADASUM_HVD_CHECKPOINT_SECONDS), unless Horovod goes on"
+                             " s (ADASUM_HVD_CHECKPOINT_SECONDS), or with its script, unless Horovod goes on"
                        : reason,
-                   /*ends_process=*/false);
+                   /*ends_process=*/at_once);
           },
           [&global_state] {
             if (MustEndProcess(global_state)) {

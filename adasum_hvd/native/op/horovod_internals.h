@@ -215,6 +215,16 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextWithAbort;
     }                                                                                                        \
   }
 
+// Horovod: its loop sets the same flag when it ends by itself as the script does when it asks for the end.
+// We need: the script's request. A thread is tested only there.
+#define joinable()                                                                                           \
+  joinable() | ::adasum_hvd::Then {                                                                          \
+    [](bool runs) {                                                                                          \
+      ::adasum_hvd::NoteProgramEnd();                                                                        \
+      return runs;                                                                                           \
+    }                                                                                                        \
+  }
+
 // Horovod: the error of a shutdown names no cause.
 // We need: the cause in it.
 #define SHUT_DOWN_ERROR ::adasum_hvd::ShutDownError(horovod_global, SHUT_DOWN_ERROR)

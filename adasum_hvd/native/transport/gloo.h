@@ -34,6 +34,7 @@ public:
   void Close() override;
   const AbortNotices& Notices() override;
   void Poll() override;
+  void EndWaits() override;
   std::vector<int> ExchangeHeartbeats(bool send) override;
 
 private:

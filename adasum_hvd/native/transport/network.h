@@ -53,6 +53,10 @@ public:
   // Ends a wait that has timed out or failed. Called on another thread, several times a second.
   virtual void Poll() {}
 
+  // Closes the connections, which ends Horovod's own waits, too. MPI's waits cannot be ended. Called on
+  // another thread.
+  virtual void EndWaits() {}
+
   // Sends heartbeats to all others, if `send`, and returns by rank how many have been received; a call
   // receives at least one of each rank that has sent any. Called on one other thread, while Horovod's loop
   // waits. Empty if heartbeats cannot be sent.

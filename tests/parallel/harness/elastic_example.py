@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from jobs import REPOSITORY, run_launcher
@@ -16,16 +15,7 @@ def run(folder: Path, name: str, *words: str) -> float:
     """Run an example on two ranks of this host under an elastic launcher; return its accuracy."""
     hosts = folder / "hosts"
     hosts.write_text("localhost:2\n")
-    launcher = [
-        sys.executable,
-        str(HOROVODRUN),
-        "-np",
-        "2",
-        "--min-np",
-        "2",
-        "--max-np",
-        "2",
-    ]
+    launcher = [*HOROVODRUN, "-np", "2", "--min-np", "2", "--max-np", "2"]
     launcher += ["--network-interfaces", "lo", "--gloo"]
     launcher += ["--host-discovery-script", f"cat {hosts}"]
     program = python("tensorflow" if "keras" in name else "torch")

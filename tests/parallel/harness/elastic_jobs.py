@@ -76,7 +76,7 @@ def run_job(
     file.write_text(json.dumps(plan))
     slots = sum(int(line.partition(":")[2]) for line in first_hosts.split())
     words = machines.enter(machines.names[0]) if machines else []
-    words += [sys.executable, str(HOROVODRUN), "-np", str(slots), "--gloo"]
+    words += [*HOROVODRUN, "-np", str(slots), "--gloo"]
     # Without an interface horovodrun waits for a second host, to see which ones they share.
     words += ["--network-interfaces", INTERFACE if machines else "lo"]
     words += [

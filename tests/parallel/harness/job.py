@@ -7,9 +7,7 @@ itself (worker.py) and so the job, and its missing lines say in which case.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from adasum_hvd.launch import supervisor
 from tests.parallel.harness.cases import Case
 from tests.parallel.harness.configurations import SIMULATED, Configuration
 from tests.parallel.harness.imported import python
@@ -92,7 +91,7 @@ class Job:
         words += [*WORKER, "+".join(configuration.files), str(self._folder)]
         self._began = time.monotonic()
         with (self._folder / "output").open("w") as output:
-            self._process = subprocess.Popen(
+            self._process = supervisor.start(
                 [*words, *map(str, self.cases)],
                 env=environment(configuration.environment) | _variables(configuration),
                 cwd=REPOSITORY,
@@ -179,13 +178,8 @@ class Job:
         return True
 
     def _end(self) -> None:
-        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, None)):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, number)
-                try:
-                    self._process.wait(seconds)
-                except subprocess.TimeoutExpired:
-                    continue
+        self._process.terminate()
+        self._process.wait()
 
     def _read_reports(self) -> None:
         """Read the complete lines that ranks have appended since the last call."""

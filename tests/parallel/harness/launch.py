@@ -10,11 +10,12 @@ from pathlib import Path
 # Without pytest, which has it on its path: the programs there import each other.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from jobs import REPOSITORY, run_launcher, search_path
+from jobs import HOROVODRUN, REPOSITORY, run_launcher, search_path
 
 from tests.parallel.harness.imported import python
 
 __all__ = [
+    "HOROVODRUN",
     "REPOSITORY",
     "command",
     "environment",
@@ -23,7 +24,6 @@ __all__ = [
     "waits",
 ]
 PROGRAMS = Path(__file__).parents[1] / "programs"
-HOROVODRUN = Path(__file__).with_name("run_ranks.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Where programs of ranks import from, next to the package and the tests.
 IMPORTED = [REPOSITORY / f for f in ("benchmarks", "examples")]
@@ -39,7 +39,7 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
         words += ["--standalone", "--nproc-per-node", str(ranks)]
         return [*words, "--no-python"]
     where = ["-H", hosts] if hosts else []
-    return [sys.executable, str(HOROVODRUN), "-np", str(ranks), "--gloo", *where]
+    return [*HOROVODRUN, "-np", str(ranks), "--gloo", *where]
 
 
 def waits(seconds: int) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,8 @@
 """A rank of a job in which something happens to rank 1; the others write what they learn, and when.
 
-faults_job.py FAULT PHASE SET FOLDER: what happens, where rank 1 is then, and whether all ranks
+faults_job.py FAULT PHASE SET END FOLDER: what happens, where rank 1 is then, and whether all ranks
 reduce, or in process sets "01" and "12"; by AdaSum, or in a "first" phase by Horovod's average.
+The script "exits" after an error, as most scripts do, or "goes-on" to shut down and wait.
 It writes the time to FOLDER/fault, every rank its error and the time to FOLDER/rank-R.json.
 """
 
@@ -28,7 +29,7 @@ VICTIM = 1
 PAUSE_SECONDS = (
     4  # longer than others wait (3), shorter than until MPI jobs end for it (5)
 )
-FAULT, PHASE, SETS, FOLDER = *sys.argv[1:4], Path(sys.argv[4])
+FAULT, PHASE, SETS, END, FOLDER = *sys.argv[1:5], Path(sys.argv[5])
 IS_FIRST = PHASE.startswith("first")
 # What the op holds must be more than malloc may have in reserve.
 ELEMENTS = 50_000_000 if FAULT == "memory" else 20_000_000
@@ -153,6 +154,8 @@ def main() -> None:
         report = {"seconds_at": now(), "error": str(error)}
         rank = hvd.rank()
         (FOLDER / f"rank-{rank}.json").write_text(json.dumps(report))
+        if END == "exits":
+            sys.exit(3)
         if SETS != "all":
             hvd.shutdown()
             (FOLDER / f"ended-{rank}").touch()
