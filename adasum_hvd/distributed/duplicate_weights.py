@@ -13,6 +13,9 @@ import torch
 
 from adasum_hvd.distributed.sharding import local_of
 
+# Their steps compute most of the weights from records that equal no weights: sums of gradients, or
+# averages. Known by names, because a step does not show it.
+_FROM_RECORDS = {"DAdaptAdaGrad", "FTRL", "SRMM"}
 _SAMPLES = 16  # elements that are compared before all are
 
 
@@ -78,6 +81,8 @@ class Search:
         }
         if _evaluates_others(optimizer):
             found.add("eval()")
+        if _steps_from_records(optimizer):
+            found.add("records of all steps")
         self.places, self._others = tuple(sorted(found)), None
 
     def _candidates(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
@@ -132,13 +137,21 @@ def _evaluates_others(optimizer: Any) -> bool:
 
     Those of a wrapper, such as accelerate's, may only call an inner optimizer's.
     """
-    inner = [
-        v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)
-    ]
-    if inner:
+    if inner := _inner(optimizer):
         return any(map(_evaluates_others, inner))
     names = ("train", "eval")
     return all(callable(getattr(optimizer, name, None)) for name in names)
+
+
+def _steps_from_records(optimizer: Any) -> bool:
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    inner = _inner(optimizer)
+    return bool(names & _FROM_RECORDS) or any(map(_steps_from_records, inner))
+
+
+def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    several = vars(optimizer).values()
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -83,6 +83,15 @@ class Averaging(Keeps):
     train = eval
 
 
+class FTRL(Keeps):
+    """Computes the weights from the sum of all gradients."""
+
+    def update(self, p, rate, state):
+        start = state.setdefault("start", p.clone())
+        total = state.setdefault("total", torch.zeros_like(p)).add_(p.grad)
+        p.copy_(start - rate * total)
+
+
 class Record(Keeps):
     """The first weights, as Prodigy and MADGRAD."""
 

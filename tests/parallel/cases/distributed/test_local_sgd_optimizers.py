@@ -211,6 +211,7 @@ def case_an_object_that_is_no_optimizer() -> None:
         "RandomlyRounded",
         "ScheduleFree",
         "Averaging",
+        "FTRL",
     ],
 )
 def case_copies_are_an_error_in_the_first_window(name: str, every: int) -> None:

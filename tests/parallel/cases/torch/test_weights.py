@@ -94,7 +94,7 @@ def case_optimizers_with_weights_of_their_own() -> None:
 
 @pytest.mark.parametrize("local_steps", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["DroppingMaster", "OneMaster", "ScheduleFree", "Averaging"]
+    "name", ["DroppingMaster", "OneMaster", "ScheduleFree", "Averaging", "FTRL"]
 )
 def case_copies_are_an_error_in_the_first_window(name: str, local_steps: int) -> None:
     model = model_of()
