@@ -26,6 +26,12 @@ from adasum_hvd.distributed.units import Unit
 
 __all__ = ["reduce_changes"]
 
+_COLLECTIVE = {  # by class, what a step sends
+    "DeMo": "gradients",
+    "DistributedMuon": "updates",
+    "WSAM": "gradients",
+    "ZeroRedundancyOptimizer": "the parts that they have changed",
+}
 _WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
@@ -241,12 +247,13 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             f"{name}: expected a torch.optim.Optimizer, but got {kind.__name__}; create one from "
             "the model's parameters, or pass the one that a wrapper steps"
         )
-    if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
-        raise ValueError(
-            f"{name}: expected an optimizer that changes each rank's weights by its own gradients, "
-            "but got ZeroRedundancyOptimizer, whose ranks send each other the parts that they have "
-            "changed; use adasum_hook with it, or another optimizer here"
-        )
+    for one in kind.__mro__:
+        if one.__name__ in _COLLECTIVE:
+            raise ValueError(
+                f"{name}: expected an optimizer that changes each rank's weights by its own "
+                f"gradients, but got {one.__name__}, whose ranks send each other "
+                f"{_COLLECTIVE[one.__name__]}; use adasum_hook with it, or another optimizer here"
+            )
 
 
 def checksums_of(tensors: Any) -> list[int]:

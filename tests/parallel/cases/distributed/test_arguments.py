@@ -128,12 +128,17 @@ def case_local_sgd_in_one_group() -> None:
 
 
 def case_optimizers_whose_steps_are_collective() -> None:
+    class WSAM(torch.optim.SGD):
+        """As that of pytorch_optimizer, which averages gradients by itself."""
+
     model = model_of()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
-    with pytest.raises(ValueError, match="got ZeroRedundancyOptimizer"):
-        reduce_changes(optimizer)
-    with pytest.raises(ValueError, match="got ZeroRedundancyOptimizer"):
-        LocalSGD(optimizer, model, mesh_of(1)["replica"], every=1)
+    for kind in (ZeroRedundancyOptimizer, WSAM):
+        first = [torch.optim.SGD] if kind is ZeroRedundancyOptimizer else []
+        optimizer = kind(model.parameters(), *first, lr=RATE)
+        with pytest.raises(ValueError, match=f"got {kind.__name__}, whose ranks send"):
+            reduce_changes(optimizer)
+        with pytest.raises(ValueError, match=f"got {kind.__name__}, whose ranks send"):
+            LocalSGD(optimizer, model, mesh_of(1)["replica"], every=1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
