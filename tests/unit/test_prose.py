@@ -13,7 +13,10 @@ from tests.unit.pages import PAGES, REPOSITORY
 MOST_ON_AVERAGE = 20  # words of a sentence, over a page
 MOST = 40  # words of any sentence
 # Generated tables: messages of the code, records of runs.
-GENERATED = ("docs/messages.md", "docs/faults.md", "docs/convergence/")
+GENERATED = (
+    *("docs/messages.md", "docs/faults.md", "docs/optimizers.md"),
+    "docs/convergence/",
+)
 
 
 def _flat(token: Token) -> str:
