@@ -20,11 +20,7 @@ import compiled
 import jobs
 
 PARTS = (
-    "failure/abort_notice.cc",
-    "failure/local_peers.cc",
-    "transport/local/*.cc",
-    "transport/shared_memory.cc",
-    "transport/descriptors.cc",
+    "host/*.cc",
 )
 SESSIONS = ("one", "each")
 # As exchange.cc prints them, in microseconds.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.rounds import Rounds
+from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import (
@@ -34,6 +35,7 @@ from adasum_hvd.distributed.passes import LastPass
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
+from adasum_hvd.distributed.shared_buckets import SharedBuckets
 from adasum_hvd.distributed.topology import check_groups
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
@@ -97,6 +99,8 @@ class AdasumState(Rounds):
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
+        self._shared = SharedBuckets()
+        self._passes = 0  # after the first one DDP makes its final buckets
         self.records = Records()
         self.last_pass = LastPass()
 
@@ -134,12 +138,21 @@ class AdasumState(Rounds):
         self.reduced[entry] = parameters
         lane = self._lane(flat.device)
         marked = any(map(is_marked_local, parameters))
-        future = lane.submit(partial(_reduce, self, flat, sizes, entry, marked))
+        task = partial(_reduce, self, flat, sizes, entry, marked, self._address(flat))
+        future = lane.submit(task)
         if isinstance(lane, StreamLane):
             lane.keep(flat)
         else:
             self._started.append(future)
         return future
+
+    def _address(self, flat: torch.Tensor) -> int | None:
+        """Return the core's address of a bucket, if the core reduces it where it lies."""
+        if self._passes == 0 or self.compression or not flat.is_cpu:
+            return None
+        if not native.is_chosen(self.communicator, self.rule):
+            return None
+        return self._shared.address(flat)
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
@@ -213,12 +226,14 @@ def _reduce(
     sizes: tuple[int, ...],
     entry: str,
     marked: bool,
+    at: int | None,
     communicator: Communicator,
 ) -> torch.Tensor:
     """Reduce a bucket; runs in the lane."""
     state.agree_on(flat, sizes, marked, communicator)
     sent = flat if state.compression is None else flat.to(state.compression)
-    solution = reduce_buffer(sent, sizes, communicator, state.rule)
+    observe = state.records.requested(entry)
+    solution = reduce_buffer(sent, sizes, communicator, state.rule, (), at, observe)
     state.records.add(entry, solution, sizes, communicator, state.rule)
     if sent is not flat:
         flat.copy_(sent)
@@ -271,6 +286,7 @@ def adasum_hook(
     future = state.start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state.finish()
+        state._passes += 1
         state.last_pass.note(state.reduced)
         state.end_round()
     return future

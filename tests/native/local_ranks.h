@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 
 #include "testing.h"
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 
 namespace adasum_hvd {
 

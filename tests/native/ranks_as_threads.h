@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "testing.h"
-#include "transport/transport.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 

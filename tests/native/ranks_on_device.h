@@ -22,7 +22,7 @@
 
 #include "cuda/reduce_device.h"
 #include "testing.h"
-#include "transport/transport.h"
+#include "host/transport.h"
 #if defined(ADASUM_WITH_NCCL)
 #include "transport/nccl.h"
 #endif

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "failure/abort_notice.h"
+#include "host/abort_notice.h"
 #include "horovod/common/common.h"
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"

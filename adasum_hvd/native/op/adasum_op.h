@@ -13,7 +13,7 @@
 #include "op/settings.h"
 #include "reduce/reduce.h"
 #include "transport/hybrid.h"
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 
 namespace adasum_hvd {
 

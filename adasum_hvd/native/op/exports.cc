@@ -11,7 +11,7 @@
 #include "op/settings.h"
 #include "op/statistics.h"
 #include "op/weights.h"
-#include "transport/shared_memory.h"
+#include "host/shared_memory.h"
 
 extern "C" {
 

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "failure/abort_notice.h"
+#include "host/abort_notice.h"
 #include "horovod/common/ops/collective_operations.h"
 #include "transport/network.h"
 

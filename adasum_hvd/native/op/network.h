@@ -7,7 +7,7 @@
 
 #include "horovod/common/global_state.h"
 #include "op/settings.h"
-#include "transport/local/bootstrap.h"
+#include "host/bootstrap.h"
 #include "transport/network.h"
 
 namespace adasum_hvd {

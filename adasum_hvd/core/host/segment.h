@@ -8,9 +8,9 @@
 
 #include <sched.h>
 
-#include "failure/abort_notice.h"
-#include "transport/descriptors.h"
-#include "transport/local/processor_quota.h"
+#include "host/abort_notice.h"
+#include "host/descriptors.h"
+#include "host/processor_quota.h"
 
 namespace adasum_hvd {
 

@@ -1,4 +1,4 @@
-#include "transport/local/segment.h"
+#include "host/segment.h"
 
 #include <algorithm>
 #include <climits>
@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "transport/shared_memory.h"
+#include "host/shared_memory.h"
 
 namespace adasum_hvd {
 

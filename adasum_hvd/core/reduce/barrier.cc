@@ -4,7 +4,7 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "failure/abort_notice.h"
+#include "host/abort_notice.h"
 
 namespace adasum_hvd {
 namespace {

@@ -12,11 +12,11 @@
 #include <optional>
 #include <string>
 
-#include "failure/abort_notice.h"
-#include "failure/idle_clock.h"
-#include "transport/local/bootstrap.h"
-#include "transport/local/peer_memory.h"
-#include "transport/transport.h"
+#include "host/abort_notice.h"
+#include "host/idle_clock.h"
+#include "host/bootstrap.h"
+#include "host/peer_memory.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 
@@ -27,6 +27,7 @@ public:
   int rank() const override { return group_->rank; }
   int size() const override { return static_cast<int>(group_->peers.size()); }
   const std::shared_ptr<LocalGroup>& group() const { return group_; }
+  int global_rank() const { return group_->global_ranks[group_->rank]; }
 
   // This rank's number of processors; processors that several ranks may use, and quotas, are divided among
   // them.
@@ -84,7 +85,7 @@ private:
   void SpreadOverProcessors();
   void Sleep(std::chrono::milliseconds most);
 
-  // Handling of failures, in failure/local_peers.cc.
+  // Handling of failures, in local_peers.cc.
   void CheckPeers();
   void CheckAborted(int peer);
   bool HasEnded(int peer) const;

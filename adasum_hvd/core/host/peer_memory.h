@@ -5,7 +5,7 @@
 #include <map>
 #include <memory>
 
-#include "transport/shared_memory.h"
+#include "host/shared_memory.h"
 
 namespace adasum_hvd {
 

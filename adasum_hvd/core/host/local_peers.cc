@@ -2,7 +2,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 
 namespace adasum_hvd {
 
@@ -77,7 +77,7 @@ std::vector<int> LocalTransport::AwaitedBy(int peer) const {
 // A peer without heartbeats is the cause. Else what peers show is read as notices: a peer that waits for no
 // rank has sent none.
 void LocalTransport::FailForTimeout() {
-  const std::string timed_out = DidNotRespond(group_->settings.timeout_seconds);
+  const std::string timed_out = DidNotRespond(group_->settings.timeout_seconds, group_->settings.limit);
   AbortNotices waits;
   std::vector<int> awaited;
   for (int peer = 0; peer < size(); ++peer) {

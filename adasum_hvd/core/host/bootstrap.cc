@@ -1,10 +1,10 @@
-#include "transport/local/bootstrap.h"
+#include "host/bootstrap.h"
 
 #include <algorithm>
 #include <random>
 #include <stdexcept>
 
-#include "transport/local/handshake.h"
+#include "host/handshake.h"
 
 namespace adasum_hvd {
 
@@ -33,26 +33,32 @@ int LocalGroup::RanksUnder(const ProcessorQuota& quota) const {
   return ranks;
 }
 
-std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
-                                              const std::vector<int>& global_ranks,
-                                              const LocalSettings& settings, const AllgatherTwo& allgather,
-                                              std::string& why_not) {
+std::unique_ptr<LocalGroup> MakeLocalGroup(int rank, const std::vector<int>& global_ranks,
+                                           const LocalSettings& settings) {
   auto group = std::make_unique<LocalGroup>();
-  const int size = static_cast<int>(members.size());
-  group->rank = member;
+  const int size = static_cast<int>(global_ranks.size());
+  group->rank = rank;
   group->peers.resize(size);
   group->global_ranks = global_ranks;
   group->settings = settings;
   group->shares = settings.mode == LocalMode::kAuto;
   group->settings.ring_bytes = settings.ring_bytes > 0 ? settings.ring_bytes : RingBytes(size);
+  group->mine = std::make_unique<LocalSegment>(size, group->settings.ring_bytes);
+  group->file = group->shares ? SharedFile::OfThisProcess() : nullptr;
+  return group;
+}
 
+std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, int member,
+                                              const std::vector<int>& global_ranks,
+                                              const LocalSettings& settings, const AllgatherTwo& allgather,
+                                              std::string& why_not) {
+  std::unique_ptr<LocalGroup> group;
   int name = kNoName;
   Descriptor listening;
   const int nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
   try {
-    group->mine = std::make_unique<LocalSegment>(size, group->settings.ring_bytes);
-    group->file = group->shares ? SharedFile::OfThisProcess() : nullptr;
-    listening = Listen(size, name);
+    group = MakeLocalGroup(member, global_ranks, settings);
+    listening = Listen(static_cast<int>(members.size()), name);
   } catch (const std::exception& error) {
     why_not = error.what();
   }

@@ -1,7 +1,9 @@
-#include "transport/shared_memory.h"
+#include "host/shared_memory.h"
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -184,6 +186,22 @@ void* AllocateShared(int64_t bytes) {
   std::lock_guard<std::mutex> guard(regions_mutex);
   regions[reinterpret_cast<uintptr_t>(begin)] = std::move(region);
   return begin;
+}
+
+void* ShareUnder(void* at, int64_t bytes) {
+  if (reinterpret_cast<uintptr_t>(at) % sysconf(_SC_PAGESIZE) != 0) {
+    throw std::invalid_argument("shared memory: expected a mapping that begins at a page");
+  }
+  void* other = AllocateShared(bytes);
+  const auto region = FindShared(other, bytes);
+  std::memcpy(other, at, bytes);
+  if (mmap(at, region->bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, region->file().descriptor(),
+           region->offset()) == MAP_FAILED) {
+    FreeShared(other);
+    ThrowErrno("mapping of shared memory");
+  }
+  madvise(at, region->bytes(), MADV_HUGEPAGE);
+  return other;
 }
 
 void FreeShared(void* at) {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/descriptors.h"
-#include "transport/local/segment.h"
-#include "transport/shared_memory.h"
+#include "host/descriptors.h"
+#include "host/segment.h"
+#include "host/shared_memory.h"
 
 namespace adasum_hvd {
 
@@ -22,6 +22,8 @@ struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
   int64_t ring_bytes = 0;     // shared memory per ordered pair of ranks, a multiple of 64; 0: RingBytes
   int timeout_seconds = 30;   // without any progress, until a wait fails
+  std::string limit = kTimeoutVariable; // what sets this timeout, for messages
+  bool moves_threads = true;  // the calling thread may be moved to another processor
   int handshake_seconds = 10; // for connecting, but at most half of the timeout
 };
 
@@ -51,6 +53,10 @@ struct LocalGroup {
   bool Crowded() const; // whether ranks have to share processors; the same on all of them
   int RanksUnder(const ProcessorQuota& quota) const; // the number of ranks of the host that share the quota
 };
+
+// Returns what rank `rank` of a host shares before it is connected. Throws std::exception.
+std::unique_ptr<LocalGroup> MakeLocalGroup(int rank, const std::vector<int>& global_ranks,
+                                           const LocalSettings& settings);
 
 // Gathers two integers of every rank of the process set, in rank order. Collective.
 using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;

@@ -11,7 +11,9 @@ namespace adasum_hvd {
 
 std::string RankList(const std::vector<int>& ranks); // "rank 1", "ranks 1, 2"
 
-std::string DidNotRespond(int64_t timeout_seconds); // a predicate, to follow a RankList
+constexpr char kTimeoutVariable[] = "ADASUM_HVD_TIMEOUT_SECONDS";
+// A predicate, to follow a RankList; `limit` is what sets the timeout.
+std::string DidNotRespond(int64_t timeout_seconds, const std::string& limit = kTimeoutVariable);
 
 // As it is sent to other processes. Its suspects are the ranks that the sender waited for, or the sender
 // itself (a self-reported failure), or none, if the sender leaves for no failure that it knows of.

@@ -1,4 +1,4 @@
-#include "transport/local/processor_quota.h"
+#include "host/processor_quota.h"
 
 #include <fstream>
 #include <sstream>

@@ -23,7 +23,7 @@
 #include "reduce/scratch.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
-#include "transport/transport.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 

@@ -1,4 +1,4 @@
-#include "transport/descriptors.h"
+#include "host/descriptors.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/shared_memory.h"
+#include "host/shared_memory.h"
 
 namespace adasum_hvd {
 

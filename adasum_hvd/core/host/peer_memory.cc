@@ -1,8 +1,8 @@
-#include "transport/local/peer_memory.h"
+#include "host/peer_memory.h"
 
 #include <system_error>
 
-#include "transport/descriptors.h"
+#include "host/descriptors.h"
 
 namespace adasum_hvd {
 

@@ -1,11 +1,11 @@
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 
 #include <algorithm>
 #include <stdexcept>
 
 #include <sched.h>
 
-#include "transport/pause.h"
+#include "host/pause.h"
 
 namespace adasum_hvd {
 namespace {

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "transport/descriptors.h"
-#include "transport/local/bootstrap.h"
+#include "host/descriptors.h"
+#include "host/bootstrap.h"
 
 namespace adasum_hvd {
 

@@ -1,4 +1,4 @@
-#include "transport/local/handshake.h"
+#include "host/handshake.h"
 
 #include <algorithm>
 #include <cerrno>

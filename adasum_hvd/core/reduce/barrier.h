@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/transport.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 

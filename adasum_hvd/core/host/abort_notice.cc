@@ -1,4 +1,4 @@
-#include "failure/abort_notice.h"
+#include "host/abort_notice.h"
 
 #include <algorithm>
 #include <iterator>
@@ -30,9 +30,8 @@ RootCause OwnFailure(int rank, const std::exception& error) {
   return {rank, rank, RankList({rank}) + " failed: " + error.what()};
 }
 
-std::string DidNotRespond(int64_t timeout_seconds) {
-  return "did not respond for " + std::to_string(timeout_seconds) +
-         " s, the limit ADASUM_HVD_TIMEOUT_SECONDS";
+std::string DidNotRespond(int64_t timeout_seconds, const std::string& limit) {
+  return "did not respond for " + std::to_string(timeout_seconds) + " s, the limit " + limit;
 }
 
 AbortNotice::AbortNotice(const std::vector<int>& ranks, const std::string& text) {

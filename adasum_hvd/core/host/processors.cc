@@ -4,7 +4,7 @@
 
 #include <sched.h>
 
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 
 namespace adasum_hvd {
 
@@ -29,6 +29,9 @@ double LocalTransport::ShareOfProcessors() const {
 // ranks as processors; this function stays for that factor). So a rank on a processor with more lower ranks
 // than its share moves to the processor with the fewest ranks. It is not bound there.
 void LocalTransport::SpreadOverProcessors() {
+  if (!group_->settings.moves_threads) {
+    return;
+  }
   const auto processor = [this](int one) -> std::atomic<int32_t>& { return group_->header(one).processor; };
   const int here = sched_getcpu();
   processor(rank()).store(here, std::memory_order_relaxed);

@@ -21,7 +21,7 @@
 #include "reduce/placement.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
-#include "transport/transport.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 
