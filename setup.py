@@ -33,18 +33,30 @@ class BuildCore(build_ext):
         folder = Path(self.build_temp, "core").resolve()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         jobs = str(len(os.sched_getaffinity(0)) + 1)
-        beside = os.path.dirname(sys.executable)  # a virtual environment's cmake and ninja
+        beside = os.path.dirname(
+            sys.executable
+        )  # a virtual environment's cmake and ninja
         variables = os.environ | {"PATH": f"{beside}:{os.environ['PATH']}"}
         try:
             for command in (
-                ["cmake", "-S", str(SOURCE.resolve()), "-B", str(folder), "-G", "Ninja"],
+                [
+                    "cmake",
+                    "-S",
+                    str(SOURCE.resolve()),
+                    "-B",
+                    str(folder),
+                    "-G",
+                    "Ninja",
+                ],
                 ["cmake", "--build", str(folder), "--parallel", jobs],
             ):
                 subprocess.run(command, check=True, stdout=sys.stderr, env=variables)
         except (OSError, subprocess.CalledProcessError) as error:
             if os.environ.get(REQUIRED):
                 raise
-            self.warn(f"no core: {error}; adasum_hvd.distributed uses torch's operations")
+            self.warn(
+                f"no core: {error}; adasum_hvd.distributed uses torch's operations"
+            )
             return
         self.mkpath(str(target.parent))
         self.copy_file(str(folder / "libadasum.so"), str(target))

@@ -19,9 +19,7 @@ from typing import Any
 import compiled
 import jobs
 
-PARTS = (
-    "host/*.cc",
-)
+PARTS = ("host/*.cc",)
 SESSIONS = ("one", "each")
 # As exchange.cc prints them, in microseconds.
 COLUMNS = ("ranks", "bytes", "median", "p90")

@@ -63,7 +63,9 @@ def _report_of(source: Path, nvcc: Path, candidates: Iterable[int]) -> str:
     for number in capabilities(nvcc, candidates):
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     command += ["--threads", "2", "-Xptxas", "-v", *INCLUDES, "-c", str(source)]
-    headers = [native_files()[name] for name in INCLUDED] + list((NATIVE / "cuda").glob("*.h"))
+    headers = [native_files()[name] for name in INCLUDED] + list(
+        (NATIVE / "cuda").glob("*.h")
+    )
     key = hashlib.sha256("\0".join(command).replace(str(NATIVE.parent), "").encode())
     for path in [source, *sorted(headers)]:
         key.update(re.sub(rb"//.*", b"", path.read_bytes()))

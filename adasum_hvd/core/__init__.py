@@ -181,7 +181,11 @@ class Group:
         Collective: all ranks; blocks.
         """
         table = tensors.ctypes.data
-        _check(_library().adasum_reduce(self._handle, table, len(tensors), DTYPES[dtype], scale))
+        _check(
+            _library().adasum_reduce(
+                self._handle, table, len(tensors), DTYPES[dtype], scale
+            )
+        )
 
     @property
     def levels(self) -> tuple[int, ...]:

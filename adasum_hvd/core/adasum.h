@@ -6,9 +6,10 @@
  *   adasum_connect  by these                    the caller gathers whether it succeeded
  *   adasum_confirm  all ranks, or none
  *
- * Functions that return int return ADASUM_OK, or an error that adasum_error describes. A group is for one thread at
- * a time; a process may have any number of groups. Results depend on the tree alone (reduce/tree.h), and so are the
- * bits of Horovod's op. No C++ type and no exception crosses this interface. */
+ * Functions that return int return ADASUM_OK, or an error that adasum_error describes. A group is for one
+ * thread at a time; a process may have any number of groups. Results depend on the tree alone
+ * (reduce/tree.h), and so are the bits of Horovod's op. No C++ type and no exception crosses this interface.
+ */
 #ifndef ADASUM_H
 #define ADASUM_H
 
@@ -20,7 +21,11 @@ extern "C" {
 
 #define ADASUM_ABI 1 /* changes with any struct or function below */
 
-enum { ADASUM_OK = 0, ADASUM_FAILED = -1, ADASUM_UNRESPONSIVE = -2 }; /* UNRESPONSIVE: a rank has ended, or is late */
+enum {
+  ADASUM_OK = 0,
+  ADASUM_FAILED = -1,
+  ADASUM_UNRESPONSIVE = -2
+}; /* UNRESPONSIVE: a rank has ended, or is late */
 enum { ADASUM_FLOAT16 = 0, ADASUM_FLOAT32 = 1, ADASUM_FLOAT64 = 2, ADASUM_BFLOAT16 = 3 };
 enum { ADASUM_GROUP_ADASUM = 0, ADASUM_GROUP_AVERAGE = 1, ADASUM_GROUP_SUM = 2 };
 
@@ -58,8 +63,9 @@ int adasum_connect(adasum_group* group, const int* names, const int* nonces);
 /* By rank, 1 if adasum_connect succeeded there. */
 int adasum_confirm(adasum_group* group, const int* connected);
 
-/* Replaces each tensor's output by scale * AdaSum over the ranks of its input. Collective: the same sizes, dtype and
- * scale on all ranks. Blocks. After an error the group is of no use, and every later call returns the same error. */
+/* Replaces each tensor's output by scale * AdaSum over the ranks of its input. Collective: the same sizes,
+ * dtype and scale on all ranks. Blocks. After an error the group is of no use, and every later call returns
+ * the same error. */
 int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype, double scale);
 
 /* Writes the number of vectors that AdaSum joins, by level, and returns the number of levels: the form of an
@@ -67,8 +73,9 @@ int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, 
 int adasum_levels(const adasum_group* group, int* sizes, int most);
 const char* adasum_describe(const adasum_group* group); /* levels, kernels, threads */
 
-/* Puts memory that the peers can map under `bytes` bytes of a mapping that begin at a page; address and content stay.
- * Returns another address of this memory, by which adasum_reduce reduces it without a copy, or NULL. */
+/* Puts memory that the peers can map under `bytes` bytes of a mapping that begin at a page; address and
+ * content stay. Returns another address of this memory, by which adasum_reduce reduces it without a copy, or
+ * NULL. */
 void* adasum_share(void* at, int64_t bytes);
 /* Frees the memory, to be called after the mapping `at` is gone. */
 void adasum_free(void* other);

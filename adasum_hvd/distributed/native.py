@@ -48,14 +48,18 @@ _chosen: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], _Choice]]
 _chosen = weakref.WeakKeyDictionary()
 
 
+def _known(communicator: Communicator) -> dict[tuple[str, int], _Choice]:
+    owner = communicator if communicator.apart else communicator.group
+    return _chosen.setdefault(owner, {})
+
+
 def choose(communicator: Communicator, rule: Rule) -> _Choice:
     """Return the core's group of these ranks, or why they have none; the same on all ranks.
 
     Collective on the first call; blocks then.
     """
-    owner = communicator if communicator.apart else communicator.group
     key = (rule.group_op, rule.group_size)
-    known = _chosen.setdefault(owner, {})
+    known = _known(communicator)
     if key not in known:
         known[key] = _agree(communicator, rule)
     return known[key]
@@ -63,9 +67,18 @@ def choose(communicator: Communicator, rule: Rule) -> _Choice:
 
 def is_chosen(communicator: Communicator, rule: Rule) -> bool:
     """Return whether these ranks have agreed on the core before."""
-    known = _chosen.get(communicator if communicator.apart else communicator.group, {})
-    choice = known.get((rule.group_op, rule.group_size))
+    choice = _known(communicator).get((rule.group_op, rule.group_size))
     return choice is not None and choice.group is not None
+
+
+def described(communicator: Communicator, rule: Rule) -> str:
+    """Return how tensors of this host are reduced, and if not by the core, why."""
+    choice = _known(communicator).get((rule.group_op, rule.group_size))
+    if choice is None:
+        return "reduced by the core or by torch, which the first reduction finds out"
+    if choice.group is None:
+        return f"reduced by torch's operations ({choice.why_not})"
+    return f"reduced by the core ({choice.group})"
 
 
 def reduces(tensor: torch.Tensor, rule: Rule, shards: Sequence[Any]) -> bool:
@@ -87,7 +100,9 @@ def _agree(communicator: Communicator, rule: Rule) -> _Choice:
         except core.CoreError as error:
             why = str(error)
     here = (group.name, group.nonce) if group else (0, 0)
-    everyone = communicator.all_gather_object((why, (_machine(), core.ABI, __version__), here))
+    everyone = communicator.all_gather_object(
+        (why, (_machine(), core.ABI, __version__), here)
+    )
     problem = _first([why for why, _, _ in everyone], communicator)
     if not problem and len({place for _, place, _ in everyone}) > 1:
         problem = "the ranks are on several machines, or have other versions"
@@ -124,7 +139,10 @@ def _timeout_seconds(group: Any) -> float:
     """Return the timeout of a process group's messages of CPU tensors."""
     try:
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without options, or of another torch
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # a backend without options, or of another torch
         timeout = dist.default_pg_timeout
     return timeout.total_seconds()
 
@@ -150,7 +168,7 @@ def reduce_flat(
     Raises:
         Unresponsive: a rank has ended, or did not respond within the group's timeout.
     """
-    table = _table(tuple(sizes), flat.element_size()).copy()
+    table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
     table["input"] += flat.data_ptr() if at is None else at
     table["output"] = table["input"]
     rows = None
@@ -168,7 +186,7 @@ def reduce_each(
     """Reduce tensors of one dtype in place, each where it is; as :func:`reduce_flat`."""
     dense = [t if t.is_contiguous() and not t.is_neg() else t.clone(
         memory_format=torch.contiguous_format) for t in tensors]  # fmt: skip
-    table = np.zeros(len(dense), core.TENSOR)
+    table: NDArray[Any] = np.zeros(len(dense), core.TENSOR)
     table["input"] = table["output"] = [tensor.data_ptr() for tensor in dense]
     table["elements"] = [tensor.numel() for tensor in dense]
     _reduce(group, table, tensors[0].dtype, communicator)
@@ -182,14 +200,17 @@ def reduce_each(
 @lru_cache(maxsize=1024)
 def _table(sizes: tuple[int, ...], element_bytes: int) -> NDArray[Any]:
     """Return the table of a flat buffer at address 0."""
-    table = np.zeros(len(sizes), core.TENSOR)
+    table: NDArray[Any] = np.zeros(len(sizes), core.TENSOR)
     table["elements"] = sizes
     table["input"][1:] = np.cumsum(table["elements"][:-1]) * element_bytes
     return table
 
 
 def _reduce(
-    group: core.Group, table: NDArray[Any], dtype: torch.dtype, communicator: Communicator
+    group: core.Group,
+    table: NDArray[Any],
+    dtype: torch.dtype,
+    communicator: Communicator,
 ) -> None:
     try:
         group.reduce(table, str(dtype).removeprefix("torch."))

@@ -56,4 +56,6 @@ class Records:
             joined = len(inputs_of(tree))
             rows = rows_of(solution, layout, communicator.rank, tree).cpu().numpy()
             solution = Rows((joined,), rows) if joined else Rows((), np.zeros(0))
-        self._latest[entry] = TensorRecord(number, solution.sizes, solution.rows.ravel())
+        self._latest[entry] = TensorRecord(
+            number, solution.sizes, solution.rows.ravel()
+        )

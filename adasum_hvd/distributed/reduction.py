@@ -99,10 +99,10 @@ def reduce_tensors(
     """Reduce tensors of one dtype and device, in place; as :func:`reduce_buffer`."""
     sizes = [tensor.numel() for tensor in tensors]
     only = tensors[0]
-    if communicator.size > 1 and any(sizes):
-        if group := _core(only, communicator, rule, shards):
-            native.reduce_each(group, tensors, communicator)
-            return
+    some = communicator.size > 1 and any(sizes)
+    if some and (group := _core(only, communicator, rule, shards)):
+        native.reduce_each(group, tensors, communicator)
+        return
     if len(tensors) == 1 and only.is_contiguous() and not only.is_neg():
         reduce_buffer(only.view(-1), sizes, communicator, rule, shards)
         return

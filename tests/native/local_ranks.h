@@ -11,8 +11,8 @@
 
 #include <sys/mman.h>
 
-#include "testing.h"
 #include "host/local_transport.h"
+#include "testing.h"
 
 namespace adasum_hvd {
 

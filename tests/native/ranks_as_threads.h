@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "testing.h"
 #include "host/transport.h"
+#include "testing.h"
 
 namespace adasum_hvd {
 

@@ -31,7 +31,8 @@ def sources(*parts: str, without: Collection[str] = ()) -> dict[Path, tuple[str,
         name
         for part in parts
         for name in known
-        if name == part or (name.startswith(f"{part}/") and name.endswith((".cc", ".cu")))
+        if name == part
+        or (name.startswith(f"{part}/") and name.endswith((".cc", ".cu")))
     ]
     assert set(without) <= set(found), without
     left_out = {*without, *(() if X86 else _X86_FLAGS)}

@@ -337,8 +337,8 @@ def test_the_header_and_python_agree() -> None:
 
 def test_without_the_library_there_is_a_reason() -> None:
     program = (
-        "from pathlib import Path; from adasum_hvd import core; core.LIBRARY = Path('/missing.so')\n"
-        "print(core.why_missing())"
+        "from pathlib import Path; from adasum_hvd import core\n"
+        "core.LIBRARY = Path('/missing.so'); print(core.why_missing())"
     )
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

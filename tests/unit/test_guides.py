@@ -177,9 +177,7 @@ def test_limits_of_the_algorithm_are_those_of_the_code() -> None:
     assert f"default {replicated >> 10} KiB |" in text_of("CONTRIBUTING.md")
     unsplit = constant("core/reduce/plan.cc", "kLargestUnsplitOnHost")
     assert f"A host of up to {unsplit} ranks stays one level." in page
-    assert "norm < 1e-6 * sum_of_magnitudes" in text_of(
-        "adasum_hvd/core/reduce/tree.h"
-    )
+    assert "norm < 1e-6 * sum_of_magnitudes" in text_of("adasum_hvd/core/reduce/tree.h")
     assert "c'Gc < 1e-6 sum" in page
 
 

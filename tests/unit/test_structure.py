@@ -26,7 +26,8 @@ ROOMS: dict[str, set[str]] = {
     "mindspore": {"common", "parallel"},
     "monitor": {"common"},
     "parallel": set(),
-    "distributed": {"common", "advice", "monitor"},
+    "core": set(),
+    "distributed": {"common", "advice", "monitor", "core"},
     "launch": {"common"},
     "tools": {
         *("common", "startup", "install", "launch", "mindspore"),
@@ -58,7 +59,10 @@ INCLUDED: dict[str, set[str]] = {
     "kernels": set(),
     "host": set(),
     "reduce": {
-        *(f"host/{n}.h" for n in ("abort_notice", "pause", "shared_memory", "transport")),
+        *(
+            f"host/{n}.h"
+            for n in ("abort_notice", "pause", "shared_memory", "transport")
+        ),
         "kernels/kernels.h",
     },
     "capi.cc": {"adasum.h", "reduce", "host", "kernels/kernels.h"},

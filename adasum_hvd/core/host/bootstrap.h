@@ -20,11 +20,11 @@ enum class LocalMode {
 
 struct LocalSettings {
   LocalMode mode = LocalMode::kAuto;
-  int64_t ring_bytes = 0;     // shared memory per ordered pair of ranks, a multiple of 64; 0: RingBytes
-  int timeout_seconds = 30;   // without any progress, until a wait fails
+  int64_t ring_bytes = 0;   // shared memory per ordered pair of ranks, a multiple of 64; 0: RingBytes
+  int timeout_seconds = 30; // without any progress, until a wait fails
   std::string limit = kTimeoutVariable; // what sets this timeout, for messages
-  bool moves_threads = true;  // the calling thread may be moved to another processor
-  int handshake_seconds = 10; // for connecting, but at most half of the timeout
+  bool moves_threads = true;            // the calling thread may be moved to another processor
+  int handshake_seconds = 10;           // for connecting, but at most half of the timeout
 };
 
 // The default for `ranks` ranks of a host: all rings together have at most 64 MiB, for up to 128 ranks.

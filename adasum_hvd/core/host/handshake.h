@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "host/descriptors.h"
 #include "host/bootstrap.h"
+#include "host/descriptors.h"
 
 namespace adasum_hvd {
 

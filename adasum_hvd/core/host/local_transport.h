@@ -13,8 +13,8 @@
 #include <string>
 
 #include "host/abort_notice.h"
-#include "host/idle_clock.h"
 #include "host/bootstrap.h"
+#include "host/idle_clock.h"
 #include "host/peer_memory.h"
 #include "host/transport.h"
 

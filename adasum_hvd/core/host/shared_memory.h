@@ -98,8 +98,8 @@ private:
 // Memory for tensors, in regions that FindShared finds by address. Thread-safe. Throws std::system_error.
 void* AllocateShared(int64_t bytes);
 void FreeShared(void* at);
-// Puts such memory under a mapping `at`, which begins at a page; address and content stay. Returns another address
-// of it, of AllocateShared; FreeShared may follow when the mapping is gone. Throws std::exception.
+// Puts such memory under a mapping `at`, which begins at a page; address and content stay. Returns another
+// address of it, of AllocateShared; FreeShared may follow when the mapping is gone. Throws std::exception.
 void* ShareUnder(void* at, int64_t bytes);
 // The region of AllocateShared that contains these bytes, or null.
 std::shared_ptr<const SharedRegion> FindShared(const void* at, int64_t bytes);

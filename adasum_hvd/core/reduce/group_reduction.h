@@ -14,6 +14,7 @@
 #include <set>
 #include <vector>
 
+#include "host/transport.h"
 #include "kernels/kernels.h"
 #include "reduce/fold.h"
 #include "reduce/gram.h"
@@ -21,7 +22,6 @@
 #include "reduce/placement.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
-#include "host/transport.h"
 
 namespace adasum_hvd {
 

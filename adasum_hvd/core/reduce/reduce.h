@@ -19,11 +19,11 @@
 #include <functional>
 #include <vector>
 
+#include "host/transport.h"
 #include "kernels/kernels.h"
 #include "reduce/scratch.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
-#include "host/transport.h"
 
 namespace adasum_hvd {
 

@@ -7,8 +7,8 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include "reduce/float_mode.h"
 #include "host/pause.h"
+#include "reduce/float_mode.h"
 
 namespace adasum_hvd {
 namespace {
