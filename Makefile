@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NP     ?= 4
-# What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
+# What setup installs; other versions: make setup PACKAGES='--editable .[horovod] --requirement .github/versions/oldest.txt'
 PACKAGES ?= $(PINS) --editable '.[dev]'
 # Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
 PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")

@@ -30,7 +30,7 @@ LIMIT = "of the process group's timeout"
 
 
 class Rows(NamedTuple):
-    """What a monitor asked for: see `binding.TensorRecord`."""
+    """A record for a monitor: see `binding.TensorRecord`."""
 
     sizes: tuple[int, ...]
     rows: NDArray[np.float64]  # [tensors, width(sizes)]

@@ -30,7 +30,7 @@ EPS = {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
 
 
 class Rank:
-    """What a rank's program gets: its numbers, a gather over the parent, and a group."""
+    """A rank's numbers, its gather over the parent process, and its groups."""
 
     def __init__(self, connection: Connection, rank: int, size: int):
         self._connection, self.rank, self.size = connection, rank, size
@@ -69,12 +69,12 @@ def run(body: Callable, size: int, *words: Any) -> list[Any]:
     """Run `body(rank, *words)` on so many processes; return results, None of one that died."""
     pairs = [SPAWN.Pipe() for _ in range(size)]
     processes = [
-        SPAWN.Process(target=_main, args=(theirs, body, rank, size, words))
-        for rank, (_, theirs) in enumerate(pairs)
+        SPAWN.Process(target=_main, args=(remote, body, rank, size, words))
+        for rank, (_, remote) in enumerate(pairs)
     ]
-    for process, (_, theirs) in zip(processes, pairs, strict=True):
+    for process, (_, remote) in zip(processes, pairs, strict=True):
         process.start()
-        theirs.close()
+        remote.close()
     results: list[Any] = [None] * size
     alive = set(range(size))
     while alive:

@@ -93,7 +93,7 @@ def test_pythons_and_extras_are_those_of_the_package() -> None:
         for named in re.findall(r"pip install '\.\[([\w,-]+)\]'", page.read_text())
         for extra in named.split(",")
     }
-    assert {"torch", "demo", "torchft"} <= extras
+    assert {"torch", "horovod", "demo", "torchft"} <= extras
     assert extras <= EXTRAS.keys()
 
 
