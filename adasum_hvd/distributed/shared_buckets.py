@@ -43,7 +43,8 @@ class SharedBuckets:
             except RuntimeError as error:  # of torch's or the core's
                 self._copies = True
                 warnings.warn(
-                    f"adasum_hook: gradients are copied to shared memory in each step: {error}",
+                    f"adasum_hook: expected memory that the ranks share, but got: {error}; gradients "
+                    "are copied in each step, unless you leave more of it to the job",
                     stacklevel=2,
                 )
         if begin not in self._storages:
