@@ -30,7 +30,8 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build the core, or say why there is none."""
-        folder = Path("build", "core").resolve()  # kept: a change compiles what it needs
+        # Kept, so that a change compiles what it needs.
+        folder = Path("build", "core").resolve()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         jobs = str(len(os.sched_getaffinity(0)) + 1)
         beside = os.path.dirname(
