@@ -3,20 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NP     ?= 4
-# What setup installs; other versions: make setup PACKAGES='--editable . --requirement .github/versions/oldest.txt'
+# What setup installs; other versions: make setup PACKAGES='--editable .[horovod] --requirement .github/versions/oldest.txt'
 PACKAGES ?= $(PINS) --editable '.[dev]'
 # Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
 PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")
 
-NATIVE := $(shell find adasum_hvd/native tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
+NATIVE := $(shell find adasum_hvd/core adasum_hvd/native tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo site programs test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
+.PHONY: help core setup demo site programs test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
 
 help:
+	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
 	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
 	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
 	@echo "make test      lint, unit tests, parallel tests, several hosts; CI also runs docs, demo, wheel, lint-docker"
@@ -35,7 +36,7 @@ help:
 $(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/install/prerequisites.py
 	@$(PYTHON) adasum_hvd/install/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel 'cmake>=3.21,<4' ninja
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
 	@$(BIN)/python -m pip install -q -q --no-build-isolation $(PACKAGES) & pip=$$!; \
 	  while kill -0 $$pip 2> /dev/null; do \
@@ -43,7 +44,11 @@ $(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/install/prerequi
 	  echo; wait $$pip
 	@touch $@
 
-setup: $(VENV)/ready
+# The core, for adasum_hvd.distributed; seconds after a change of one file.
+core: $(VENV)/ready
+	@$(BIN)/python setup.py --quiet build_ext --inplace > /dev/null
+
+setup: core
 	@$(BIN)/adasum-hvd build
 
 demo: setup

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import NATIVE
+from adasum_hvd.install.sources import INCLUDES, native_files
 
 TESTS = Path(__file__).parents[1] / "tests/native"
 
@@ -20,12 +21,13 @@ def output_of(
 
     Args:
         source: its own file.
-        parts: files of `adasum_hvd/native` that belong to it, also as patterns.
+        parts: native files that belong to it, also as patterns.
         calls: of each run of the program, its arguments.
     """
-    of_the_op = [str(path) for part in parts for path in sorted(NATIVE.glob(part))]
+    files = native_files()
+    of_the_op = [str(files[n]) for part in parts for n in fnmatch.filter(files, part)]
     flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-pthread"]
-    flags += [f"-I{folder}" for folder in (NATIVE, TESTS)]
+    flags += [*INCLUDES, f"-I{TESTS}"]
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/{source.stem}"
         command = [str(prerequisites.compiler()), *flags, str(source), *of_the_op]

@@ -109,7 +109,7 @@ def planned_levels(machine: Machine, ranks: int) -> list[Level]:
     """Return what the op chooses: a level inside the host, then powers of two between hosts.
 
     The same whatever is reduced: `PLANNED_BYTES` decide, and a further level has to save
-    `DEARER_PER_LEVEL` of the time, since it rounds once more (`native/reduce/plan.cc`, which also
+    `DEARER_PER_LEVEL` of the time, since it rounds once more (`core/reduce/plan.cc`, which also
     splits hosts of more than 8 ranks).
 
     Raises:
@@ -153,7 +153,7 @@ def all_levels(machine: Machine, ranks: int) -> list[list[Level]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; its defaults are those of `native/reduce/plan.cc`."""
+    """Return the parser of the command line; its defaults are those of `core/reduce/plan.cc`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--gigabits", type=float, default=25.0, help="out of a host")

@@ -19,13 +19,7 @@ from typing import Any
 import compiled
 import jobs
 
-PARTS = (
-    "failure/abort_notice.cc",
-    "failure/local_peers.cc",
-    "transport/local/*.cc",
-    "transport/shared_memory.cc",
-    "transport/descriptors.cc",
-)
+PARTS = ("host/*.cc",)
 SESSIONS = ("one", "each")
 # As exchange.cc prints them, in microseconds.
 COLUMNS = ("ranks", "bytes", "median", "p90")

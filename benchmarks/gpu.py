@@ -51,7 +51,7 @@ def build_kernels(directory: Path) -> Path:
     native = sources.NATIVE
     program = directory / "device_kernels"
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
-    command += ["-fmad=false", "-arch=native", f"-I{native}", "-o", str(program)]
+    command += ["-fmad=false", "-arch=native", *sources.INCLUDES, "-o", str(program)]
     command += [str(native / "cuda" / "device_memory.cc")]
     command += map(str, sorted((native / "cuda").glob("*.cu")))
     command.append(str(Path(__file__).with_name("device_kernels.cc")))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import NATIVE, cache_dir
+from adasum_hvd.install.sources import INCLUDES, NATIVE, cache_dir, native_files
 
 PAGE = Path(__file__).with_name("devices.md")
 BEGIN, END = "<!-- python docs/kernels.py -->\n", "<!-- end of the table -->\n"
@@ -62,9 +62,11 @@ def _report_of(source: Path, nvcc: Path, candidates: Iterable[int]) -> str:
     command = [str(nvcc), "-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings"]
     for number in capabilities(nvcc, candidates):
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-    command += ["--threads", "2", "-Xptxas", "-v", f"-I{NATIVE}", "-c", str(source)]
-    headers = [NATIVE / name for name in INCLUDED] + list((NATIVE / "cuda").glob("*.h"))
-    key = hashlib.sha256("\0".join(command).replace(str(NATIVE), "").encode())
+    command += ["--threads", "2", "-Xptxas", "-v", *INCLUDES, "-c", str(source)]
+    headers = [native_files()[name] for name in INCLUDED] + list(
+        (NATIVE / "cuda").glob("*.h")
+    )
+    key = hashlib.sha256("\0".join(command).replace(str(NATIVE.parent), "").encode())
     for path in [source, *sorted(headers)]:
         key.update(re.sub(rb"//.*", b"", path.read_bytes()))
     kept = cache_dir() / "tests" / "ptxas" / f"{source.stem}-{key.hexdigest()[:16]}.txt"

@@ -61,6 +61,7 @@ def distributed_banner(
     hosts: int,
     backends: str,
     wire: str,
+    path: str,
     study: str | None,
 ) -> str:
     """Return one line for the engine on torch.distributed: rule, ranks, groups, rate, wire.
@@ -71,6 +72,7 @@ def distributed_banner(
         hosts: of these ranks.
         backends: torch's name of the group's backends.
         wire: the dtype on the wire.
+        path: what reduces.
         study: as in `banner`.
     """
     rule = "adasum-grad" if settings["rule"] == "adasum" else settings["rule"]
@@ -84,6 +86,7 @@ def distributed_banner(
             else []
         ),
         f"{wire} on the wire",
+        path,
     ]
     return "; ".join(parts)
 

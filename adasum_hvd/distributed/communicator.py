@@ -65,6 +65,7 @@ class Communicator:
         size: ranks in the group.
         ranks: the ranks' numbers in the job.
         job_size: ranks in the job.
+        apart: as given.
         hosts: the number of each rank's host, if it need not be asked.
 
     Raises:
@@ -90,6 +91,7 @@ class Communicator:
         )
         self.backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
         self._backends = dict(part.split(":") for part in self.backends.split(","))
+        self.apart = apart
         tags = _tags.setdefault(group, itertools.count(_FIRST_TAG + 1))
         self._tag = next(tags) if apart else _FIRST_TAG
 

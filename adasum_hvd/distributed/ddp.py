@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.rounds import Rounds
+from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.lanes import (
@@ -35,6 +36,7 @@ from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharded_types import shard_problem
+from adasum_hvd.distributed.shared_buckets import SharedBuckets
 from adasum_hvd.distributed.topology import check_groups
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
@@ -96,6 +98,8 @@ class AdasumState(Rounds):
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
+        self._shared = SharedBuckets()
+        self._passes = 0  # after the first one DDP makes its final buckets
         self.records = Records()
         self._last_pass = LastPass()
 
@@ -133,7 +137,8 @@ class AdasumState(Rounds):
         self.reduced[entry] = parameters
         lane = self._lane(flat.device)
         problem = next(filter(None, map(self._problem, parameters)), "")
-        future = lane.submit(partial(self._reduce, flat, sizes, entry, problem))
+        at = self._address(flat)
+        future = lane.submit(partial(self._reduce, flat, sizes, entry, problem, at))
         if isinstance(lane, StreamLane):
             lane.keep(flat)
         else:
@@ -151,6 +156,14 @@ class AdasumState(Rounds):
         # A mean of parts is a part of the mean.
         return "" if self.rule.kind == "mean" else shard_problem(parameter)
 
+    def _address(self, flat: torch.Tensor) -> int | None:
+        """Return the core's address of a bucket, if the core reduces it where it lies."""
+        if self._passes == 0 or self.compression or not flat.is_cpu:
+            return None
+        if not native.is_chosen(self.communicator, self.rule):
+            return None
+        return self._shared.address(flat)
+
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             self._lanes[device] = lane_on(device, self.communicator)
@@ -162,12 +175,14 @@ class AdasumState(Rounds):
         sizes: tuple[int, ...],
         entry: str,
         problem: str,
+        at: int | None,
         communicator: Communicator,
     ) -> torch.Tensor:
         """Reduce a bucket; runs in the lane."""
         self._agree(flat, sizes, problem, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
-        solution = reduce_buffer(sent, sizes, communicator, self.rule)
+        observe = self.records.requested(entry)
+        solution = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
         self.records.add(entry, solution, sizes, communicator, self.rule)
         if sent is not flat:
             flat.copy_(sent)
@@ -276,6 +291,7 @@ def adasum_hook(
     future = state._start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state._finish()
+        state._passes += 1
         state._last_pass.note(state.reduced)
         state.end_round()
     return future

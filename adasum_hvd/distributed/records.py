@@ -9,6 +9,7 @@ import numpy as np
 from adasum_hvd.common.binding import TensorRecord
 from adasum_hvd.distributed.coefficients import tree_of
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.native import Rows
 from adasum_hvd.distributed.observation import inputs_of, rows_of
 from adasum_hvd.distributed.reduction import Solution
 from adasum_hvd.distributed.rules import Rule
@@ -23,6 +24,10 @@ class Records:
         self._requested: set[str] = set()
         self._latest: dict[str, TensorRecord] = {}
 
+    def requested(self, entry: str) -> bool:
+        """Return whether the next reduction of a bucket is to be recorded."""
+        return entry in self._requested
+
     def request(self, entry: str) -> None:
         """Request a record of the next reduction of a bucket."""
         self._requested.add(entry)
@@ -34,7 +39,7 @@ class Records:
     def add(
         self,
         entry: str,
-        solution: Solution | None,
+        solution: Solution | Rows | None,
         sizes: Sequence[int],
         communicator: Communicator,
         rule: Rule,
@@ -43,13 +48,14 @@ class Records:
         if solution is None or entry not in self._requested:
             return
         self._requested.discard(entry)
-        tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
-        layout = layout_of(tuple(sizes), communicator.size)
-        joined = len(inputs_of(tree))
-        rows = rows_of(solution, layout, communicator.rank, tree)
         before = self._latest.get(entry)
+        number = 1 + (before.number if before else 0)
+        if isinstance(solution, Solution):
+            tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
+            layout = layout_of(tuple(sizes), communicator.size)
+            joined = len(inputs_of(tree))
+            rows = rows_of(solution, layout, communicator.rank, tree).cpu().numpy()
+            solution = Rows((joined,), rows) if joined else Rows((), np.zeros(0))
         self._latest[entry] = TensorRecord(
-            1 + (before.number if before else 0),
-            (joined,) if joined else (),
-            rows.flatten().cpu().numpy() if joined else np.zeros(0),
+            number, solution.sizes, solution.rows.ravel()
         )

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from adasum_hvd.core import Group
+from adasum_hvd.distributed import native
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import (
     Tree,
@@ -52,7 +54,9 @@ def reduce_buffer(
     communicator: Communicator,
     rule: Rule,
     shards: Sequence[Shards] = (),
-) -> Solution | None:
+    at: int | None = None,
+    observe: bool = False,
+) -> Solution | native.Rows | None:
     """Reduce concatenated tensors in place.
 
     Args:
@@ -62,16 +66,20 @@ def reduce_buffer(
         rule: what becomes of the tensors.
         shards: groups over which the tensors are sharded; their ranks may hold other `sizes`,
             zero included, of the same tensors.
+        at: another address of `flat`'s memory, which the ranks of a host share.
+        observe: a monitor needs the coefficients.
 
     Returns:
         The coefficients, with the Gram matrices of the tensors whose first element is in this
-        rank's slice; None if there was nothing to reduce.
+        rank's slice, or the core's rows if it has reduced; None if there was nothing to reduce.
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """
     layout = layout_of(tuple(sizes), communicator.size)
     if communicator.size == 1 or not (shards or flat.numel()):
         return None
+    if group := _core(flat, communicator, rule, shards):
+        return native.reduce_flat(group, flat, sizes, communicator, at, observe)
     rows = communicator.scatter(flat, layout.bounds)
     part = Slice(rows, layout.runs[communicator.rank])
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
@@ -91,6 +99,10 @@ def reduce_tensors(
     """Reduce tensors of one dtype and device, in place; as :func:`reduce_buffer`."""
     sizes = [tensor.numel() for tensor in tensors]
     only = tensors[0]
+    some = communicator.size > 1 and any(sizes)
+    if some and (group := _core(only, communicator, rule, shards)):
+        native.reduce_each(group, tensors, communicator)
+        return
     if len(tensors) == 1 and only.is_contiguous() and not only.is_neg():
         reduce_buffer(only.view(-1), sizes, communicator, rule, shards)
         return
@@ -98,6 +110,17 @@ def reduce_tensors(
     reduce_buffer(flat, sizes, communicator, rule, shards)
     for tensor, part in zip(tensors, flat.split(sizes), strict=True):
         tensor.copy_(part.view(tensor.shape))
+
+
+def _core(
+    tensor: torch.Tensor,
+    communicator: Communicator,
+    rule: Rule,
+    shards: Sequence[Shards],
+) -> Group | None:
+    if not native.reduces(tensor, rule, shards):
+        return None
+    return native.choose(communicator, rule).group
 
 
 def _solve(

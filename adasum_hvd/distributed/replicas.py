@@ -13,6 +13,7 @@ from adasum_hvd.advice.banner import distributed_banner
 from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.replicas import ReplicaMismatch, compare, is_due
+from adasum_hvd.distributed import native
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.ddp import AdasumState
 from adasum_hvd.distributed.sharding import local_of, repeated
@@ -161,5 +162,6 @@ def banner(state: AdasumState, optimizer: Any = None) -> str:
         len(set(hosts_of(communicator))),
         communicator.backends,
         "the gradients' dtype" if wire is None else str(wire).removeprefix("torch."),
+        native.described(communicator, state.rule),
         None if optimizer is None else find_study(optimizer),
     )

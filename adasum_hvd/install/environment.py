@@ -17,6 +17,16 @@ from adasum_hvd.install import nccl, prerequisites
 
 FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow_cpu")
+# Of the extra `horovod`; cmake and ninja may also come from the system.
+_PACKAGES = (
+    "cffi",
+    "cloudpickle",
+    "packaging",
+    "psutil",
+    "pyyaml",
+    "setuptools",
+    "wheel",
+)
 _CPU_FLAGS = ("avx", "f16c", "fma")  # those that Horovod's CMake looks for
 
 
@@ -125,6 +135,11 @@ def detect(
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))
+    if without := [name for name in _PACKAGES if version_of(name) is None]:
+        raise BuildError(
+            f"cannot build Horovod: expected the packages {', '.join(without)} in {sys.prefix}, "
+            "but got none; pip install 'adasum-hvd[horovod]', in a clone '.[horovod]'"
+        )
     installed = installed_frameworks()
     chosen = list(installed) if frameworks is None else frameworks
     absent = [name for name in chosen if name not in installed]

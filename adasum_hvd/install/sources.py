@@ -22,7 +22,9 @@ from adasum_hvd.launch.supervisor import running
 
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-NATIVE = Path(__file__).parents[1] / "native"
+# The core needs nothing of Horovod; `native` needs both. Their folders form one tree of includes.
+CORE, NATIVE = (Path(__file__).parents[1] / name for name in ("core", "native"))
+INCLUDES = (f"-I{CORE}", f"-I{NATIVE}")  # the compiler's flags
 
 
 def cache_dir() -> Path:
@@ -42,30 +44,27 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def native_files() -> list[Path]:
-    """Return the native sources of this installation."""
-    return sorted(
-        p
-        for p in NATIVE.rglob("*")
-        if p.suffix in (".h", ".cc", ".cu", ".inc", ".cmake")
-    )
+def native_files() -> dict[str, Path]:
+    """Return the native sources of this installation, by their names in the tree of includes."""
+    suffixes = (".h", ".cc", ".cu", ".inc", ".cmake")
+    found = [(p, root) for root in (CORE, NATIVE) for p in root.rglob("*")]
+    named = {str(p.relative_to(r)): p for p, r in found if p.suffix in suffixes}
+    return dict(sorted(named.items()))
 
 
 def native_key() -> str:
     """Return a hash over the native sources of this installation."""
     digest = hashlib.sha256()
-    for path in native_files():
-        digest.update(
-            str(path.relative_to(NATIVE)).encode() + b"\0" + path.read_bytes()
-        )
+    for name, path in native_files().items():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def sync_native(target: Path) -> None:
     """Copy the native sources to `target`; an unchanged file keeps its time."""
     keep = set()
-    for source in native_files():
-        copy = target / source.relative_to(NATIVE)
+    for name, source in native_files().items():
+        copy = target / name
         keep.add(copy)
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
             copy.parent.mkdir(parents=True, exist_ok=True)

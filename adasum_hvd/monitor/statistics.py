@@ -17,7 +17,7 @@ NAMES = (
 )
 # The factor k of all vectors is a factor k^degree of these, and of no others.
 DEGREES = {"variance": 2, "squared_mean": 2, "length": 1}
-_SUMS = 5  # per group, before its coefficients: native/reduce/observation.h
+_SUMS = 5  # per group, before its coefficients: core/reduce/observation.h
 
 Rows: TypeAlias = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import NATIVE
+from adasum_hvd.install.sources import INCLUDES
 from tests.native import rooms
 
 TESTS = Path(__file__).parents[1] / "native"
@@ -40,7 +40,7 @@ def compile_programs(directory: Path, architecture: str) -> list[Path]:
     compiler = nvcc()
     command = [compiler, f"-arch={architecture}"]
     flags = ["-std=c++17", "-O2", "-fmad=false", "-DADASUM_ON_DEVICE"]
-    flags += [f"-I{NATIVE}", f"-I{TESTS}"]
+    flags += [*INCLUDES, f"-I{TESTS}"]
 
     def compile_one(source: Path, own: tuple[str, ...]) -> str:
         target = str(directory / f"{source.stem}-{source.suffix[1:]}.o")

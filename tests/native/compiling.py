@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import NATIVE, cache_dir
+from adasum_hvd.install.sources import CORE, NATIVE, cache_dir
 
 _REPOSITORY = Path(__file__).parents[2]
 _TESTS = _REPOSITORY / "tests" / "native"
-_FOLDERS = (NATIVE, _TESTS, _TESTS / "simulated_cuda")  # of headers
+_FOLDERS = (CORE, NATIVE, _TESTS, _TESTS / "simulated_cuda")  # of headers
 _INCLUDE = re.compile(r"""^#include ["<]([^">]+)[">]""", re.MULTILINE)
 _AT_ONCE = threading.Semaphore(
     len(os.sched_getaffinity(0))
@@ -82,7 +82,7 @@ def _made(
     """Return what the command makes of what it reads, made now or earlier."""
     directory = cache_dir() / room
     # The same in every clone, and in every environment with the wheel.
-    words = "\0".join(command).replace(str(NATIVE), "native")
+    words = "\0".join(command).replace(str(NATIVE.parent), "adasum_hvd")
     words = words.replace(f"{_REPOSITORY}/", "")
     key = hashlib.sha256(words.encode())
     for path in read:

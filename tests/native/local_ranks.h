@@ -11,8 +11,8 @@
 
 #include <sys/mman.h>
 
+#include "host/local_transport.h"
 #include "testing.h"
-#include "transport/local/transport.h"
 
 namespace adasum_hvd {
 

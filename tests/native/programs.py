@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from adasum_hvd.install.sources import NATIVE
+from adasum_hvd.install.sources import INCLUDES
 from tests.native import compiling, rooms
 from tests.native.rooms import SIMULATED, X86
 
@@ -68,7 +68,7 @@ def _flags(form: str) -> list[str]:
     """
     flags = ["-std=c++17", "-g1", "-pthread", "-O1" if FORMS[form] else "-O2", "-fPIC"]
     flags += ["-ffp-contract=off", "-Wno-psabi", "-Wno-unknown-pragmas", *FORMS[form]]
-    return [*flags, *(f"-I{folder}" for folder in (NATIVE, TESTS, SIMULATED))]
+    return [*flags, *INCLUDES, f"-I{TESTS}", f"-I{SIMULATED}"]
 
 
 def objects(sources: Mapping[Path, Sequence[str]], form: str) -> list[Path]:

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "host/transport.h"
 #include "testing.h"
-#include "transport/transport.h"
 
 namespace adasum_hvd {
 

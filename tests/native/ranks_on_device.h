@@ -21,8 +21,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/reduce_device.h"
+#include "host/transport.h"
 #include "testing.h"
-#include "transport/transport.h"
 #if defined(ADASUM_WITH_NCCL)
 #include "transport/nccl.h"
 #endif

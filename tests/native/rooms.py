@@ -1,4 +1,4 @@
-"""The sources of `adasum_hvd/native` by room, with the flags of the injected CMake."""
+"""The native sources by room, with the flags of the injected CMake."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 from collections.abc import Collection
 from pathlib import Path
 
-from adasum_hvd.install.sources import NATIVE
+from adasum_hvd.install.sources import native_files
 
 SIMULATED = Path(__file__).with_name("simulated_cuda")
 X86 = platform.machine() == "x86_64"
@@ -23,31 +23,30 @@ def sources(*parts: str, without: Collection[str] = ()) -> dict[Path, tuple[str,
     """Return the sources to compile, each with flags of its own.
 
     Args:
-        parts: folders, with those in them, or files, below `adasum_hvd/native`.
+        parts: folders, with those in them, or files, of the core or of `adasum_hvd/native`.
         without: files in these folders that are left out.
     """
-    found: list[Path] = []
-    for part in parts:
-        path = NATIVE / part
-        found += sorted(path.rglob("*.c[cu]")) if path.is_dir() else [path]
-    flags = {NATIVE / name: own for name, own in _X86_FLAGS.items()}
-    left_out = {NATIVE / name for name in without}
-    assert left_out <= set(found), left_out
-    left_out |= set() if X86 else flags.keys()
-    return {path: flags.get(path, ()) for path in found if path not in left_out}
+    known = native_files()
+    found = [
+        name
+        for part in parts
+        for name in known
+        if name == part
+        or (name.startswith(f"{part}/") and name.endswith((".cc", ".cu")))
+    ]
+    assert set(without) <= set(found), without
+    left_out = {*without, *(() if X86 else _X86_FLAGS)}
+    return {known[n]: _X86_FLAGS.get(n, ()) for n in found if n not in left_out}
 
 
 # What reduces without Horovod, on hosts and on devices.
 ARITHMETIC = sources(
-    "reduce", "kernels", "transport", "failure", "op/settings.cc",
-    without=[
-        "transport/gloo.cc", "transport/mpi.cc", "transport/nccl.cc", "failure/shut_down.cc",
-    ],
-)  # fmt: skip
+    "reduce", "kernels", "host", "failure/heartbeat_monitor.cc", "op/settings.cc"
+)
 KERNELS = sources("cuda")
 # What Horovod calls, over Gloo and NCCL.
 OP = sources(
-    "op", "reduce", "kernels", "transport", "failure", "cuda",
+    "op", "reduce", "kernels", "host", "transport", "failure", "cuda",
     without=["op/tensorflow_stream.cc", "transport/mpi.cc"],
 )  # fmt: skip
 WITHOUT_HOROVOD = {  # settings.cc knows which of Horovod's backends there are

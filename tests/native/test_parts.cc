@@ -12,7 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "failure/abort_notice.h"
+#include "host/abort_notice.h"
 #include "op/settings.h"
 #include "reduce/layout.h"
 #include "reduce/placement.h"

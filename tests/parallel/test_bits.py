@@ -1,4 +1,4 @@
-"""Results of cases compared between jobs: controllers, paths, instruction sets, frameworks."""
+"""Results of cases compared between jobs: controllers, paths, engines, frameworks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ EVERY_DTYPE = "case_every_dtype_and_size"
         (on.GLOO_3, on.TINY_MPI),
         (on.GLOO_4, on.PORTABLE_MPI),
         (on.GLOO_3, on.STAGED_MPI),
+        (on.GLOO_2, on.DISTRIBUTED_2),
+        (on.GLOO_3, on.DISTRIBUTED_3),
+        (on.MPI_5, on.DISTRIBUTED_5),
     ],
     ids=str,
 )

@@ -50,7 +50,7 @@ def test_key_follows_everything_that_decides_the_wheel(monkeypatch):
 
 def test_native_key_follows_the_sources(monkeypatch, tmp_path):
     before = sources.native_key()
-    monkeypatch.setattr(sources, "NATIVE", tmp_path)
+    monkeypatch.setattr(sources, "NATIVE", tmp_path)  # the core stays
     (tmp_path / "a.cc").write_text("int a;")
     first = sources.native_key()
     (tmp_path / "a.cc").write_text("int b;")

@@ -180,7 +180,7 @@ def test_every_error_message_is_in_the_list_with_an_action() -> None:
     for row in messages.rows():
         action = re.sub(r"\[.*?\]\(.*?\)", "", row.split(" | ")[-2])
         assert re.search(r"[a-z]{3} [-A-Za-z`]+", action), row
-    for name in ("torch/optimizer/gradient.py", "native/transport/transport.h"):
+    for name in ("torch/optimizer/gradient.py", "core/host/transport.h"):
         assert f"`{name}`" in page
 
 

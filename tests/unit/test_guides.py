@@ -93,7 +93,7 @@ def test_pythons_and_extras_are_those_of_the_package() -> None:
         for named in re.findall(r"pip install '\.\[([\w,-]+)\]'", page.read_text())
         for extra in named.split(",")
     }
-    assert {"torch", "demo", "torchft"} <= extras
+    assert {"torch", "horovod", "demo", "torchft"} <= extras
     assert extras <= EXTRAS.keys()
 
 
@@ -170,16 +170,14 @@ def constant(file: str, name: str) -> int:
 
 def test_limits_of_the_algorithm_are_those_of_the_code() -> None:
     page = prose_of("docs/internals.md")
-    blocks = constant("native/kernels/kernels.h", "kBlockElements")
+    blocks = constant("core/kernels/kernels.h", "kBlockElements")
     assert f"blocks of {blocks} elements" in page
-    replicated = constant("native/reduce/reduce.h", "replicate_bytes")
+    replicated = constant("core/reduce/reduce.h", "replicate_bytes")
     assert f"up to {replicated >> 10} KiB / N" in page
     assert f"default {replicated >> 10} KiB |" in text_of("CONTRIBUTING.md")
-    unsplit = constant("native/reduce/plan.cc", "kLargestUnsplitOnHost")
+    unsplit = constant("core/reduce/plan.cc", "kLargestUnsplitOnHost")
     assert f"A host of up to {unsplit} ranks stays one level." in page
-    assert "norm < 1e-6 * sum_of_magnitudes" in text_of(
-        "adasum_hvd/native/reduce/tree.h"
-    )
+    assert "norm < 1e-6 * sum_of_magnitudes" in text_of("adasum_hvd/core/reduce/tree.h")
     assert "c'Gc < 1e-6 sum" in page
 
 

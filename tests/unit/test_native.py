@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import NATIVE
+from adasum_hvd.install.sources import INCLUDES, NATIVE
 from tests.native.programs import COMBINATIONS, FORMS, TESTS, build, runs_here
 from tests.native.rooms import X86
 
@@ -119,7 +119,7 @@ def test_nvcc_compiles_the_device_code(tmp_path: Path) -> None:
     """The real compiler accepts the code that runs on the simulated CUDA; kernels in make soak."""
     benchmark = TESTS.parents[1] / "benchmarks" / "device_kernels.cc"
     for source in (*sorted((NATIVE / "cuda").glob("*.cc")), benchmark):
-        command = [nvcc(), "-std=c++17", "-arch=sm_90", "-c", f"-I{NATIVE}"]
+        command = [nvcc(), "-std=c++17", "-arch=sm_90", "-c", *INCLUDES]
         target = str(tmp_path / f"{source.name}.o")
         subprocess.run(
             [*command, "-Werror", "all-warnings", str(source), "-o", target], check=True

@@ -49,8 +49,8 @@ def test_both_hold_the_native_sources(dist: Path) -> None:
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
-    for path in native_files():
-        name = f"adasum_hvd/native/{path.relative_to(NATIVE)}"
+    for path in native_files().values():
+        name = str(path.relative_to(NATIVE.parents[1]))
         assert name in in_wheel
         assert name in in_sdist
     assert "LICENSE" in in_sdist

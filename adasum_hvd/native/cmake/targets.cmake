@@ -29,9 +29,10 @@ if(TARGET tensorflow)
   endif()
 endif()
 
-# Every file of these folders is compiled; what needs a backend or an instruction set is named here. A file that is
-# new or gone is seen by the next build.
-file(GLOB_RECURSE ADASUM_SOURCES CONFIGURE_DEPENDS RELATIVE "${ADASUM_NATIVE_DIR}" "${ADASUM_NATIVE_DIR}/*.cc")
+# Every file of these folders is compiled; what needs a backend or a device is named here. A file that is new or gone is
+# seen by the next build. The core is compiled apart, below.
+file(GLOB ADASUM_SOURCES CONFIGURE_DEPENDS RELATIVE "${ADASUM_NATIVE_DIR}" "${ADASUM_NATIVE_DIR}/op/*.cc"
+     "${ADASUM_NATIVE_DIR}/transport/*.cc" "${ADASUM_NATIVE_DIR}/failure/*.cc" "${ADASUM_NATIVE_DIR}/cuda/*.cc")
 list(REMOVE_ITEM ADASUM_SOURCES op/tensorflow_stream.cc)
 if(NOT HAVE_GLOO)
   list(REMOVE_ITEM ADASUM_SOURCES transport/gloo.cc)
@@ -39,33 +40,61 @@ endif()
 if(NOT HAVE_MPI)
   list(REMOVE_ITEM ADASUM_SOURCES transport/mpi.cc)
 endif()
-if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  list(REMOVE_ITEM ADASUM_SOURCES kernels/avx2.cc kernels/avx512.cc)
-endif()
 if(NOT (HAVE_CUDA AND HAVE_NCCL))
   list(REMOVE_ITEM ADASUM_SOURCES op/adasum_device_op.cc transport/nccl.cc)
   list(FILTER ADASUM_SOURCES EXCLUDE REGEX "^cuda/")
 endif()
 list(TRANSFORM ADASUM_SOURCES PREPEND "${ADASUM_NATIVE_DIR}/")
+include("${ADASUM_NATIVE_DIR}/core.cmake")
 
-set(ADASUM_KERNEL_LIBRARIES)
-foreach(target IN ITEMS pytorch tensorflow)
-  if(NOT TARGET ${target})
-    continue()
+# 1 for the newer ABI of libstdc++, with which both frameworks are built today; older torch has 0.
+function(adasum_abi_of variable folder)
+  get_directory_property(flags DIRECTORY "${folder}" DEFINITION CMAKE_CXX_FLAGS)
+  set(${variable} 1 PARENT_SCOPE)
+  if(flags MATCHES "_GLIBCXX_USE_CXX11_ABI=0")
+    set(${variable} 0 PARENT_SCOPE)
   endif()
-  target_sources(${target} PRIVATE ${ADASUM_SOURCES})
+endfunction()
+
+# Moves what no framework's header is needed for to libraries of objects: the core, Horovod's common sources and ours.
+# Targets of one ABI and of the same definitions share them, so that each source is compiled once.
+function(adasum_share target)
+  get_target_property(folder ${target} SOURCE_DIR)
+  adasum_abi_of(abi "${folder}")
+  get_directory_property(definitions DIRECTORY "${folder}" COMPILE_DEFINITIONS)
+  list(FILTER definitions EXCLUDE REGEX "^(PYTORCH_VERSION|TENSORFLOW_VERSION|TORCH_API_INCLUDE_EXTENSION_H)=")
+  list(APPEND definitions _GLIBCXX_USE_CXX11_ABI=${abi})
+  get_target_property(sources ${target} SOURCES)
+  set(common "${sources}")
+  list(FILTER common INCLUDE REGEX "/horovod/common/")
+  list(FILTER sources EXCLUDE REGEX "/horovod/common/")
+  string(MD5 key "${definitions};${common}")
+  string(SUBSTRING "${key}" 0 8 key)
+  if(NOT TARGET adasum_core_${key})
+    adasum_add_core(adasum_core_${key})
+    target_compile_definitions(adasum_core_${key} PRIVATE _GLIBCXX_USE_CXX11_ABI=${abi})
+    get_target_property(includes ${target} INCLUDE_DIRECTORIES)
+    add_library(adasum_common_${key} OBJECT ${common} ${ADASUM_SOURCES})
+    set_target_properties(adasum_common_${key} PROPERTIES CXX_STANDARD ${ADASUM_CXX_STANDARD} CXX_STANDARD_REQUIRED ON
+      COMPILE_DEFINITIONS "${definitions}" INCLUDE_DIRECTORIES "${includes}")
+    adasum_flags(adasum_common_${key})
+  endif()
+  set_property(TARGET ${target} PROPERTY SOURCES "${sources}")
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:adasum_core_${key}> $<TARGET_OBJECTS:adasum_common_${key}>)
+  # Horovod compiles Gloo once more for TensorFlow, in C++17, which now is everybody's standard.
+  get_target_property(libraries ${target} LINK_LIBRARIES)
+  if(abi EQUAL 1 AND "compatible17_gloo" IN_LIST libraries)
+    list(TRANSFORM libraries REPLACE "^compatible17_gloo$" gloo)
+    set_target_properties(${target} PROPERTIES LINK_LIBRARIES "${libraries}")
+    set_target_properties(compatible17_gloo PROPERTIES EXCLUDE_FROM_ALL ON)
+  endif()
+endfunction()
+
+# The flags of our sources, and of those of Horovod's that are changed, in a target.
+function(adasum_flags target)
   # The same bits on every machine: no fused multiply-add that one instruction set has and another has not.
   set_source_files_properties(${ADASUM_SOURCES} TARGET_DIRECTORY ${target} PROPERTIES COMPILE_OPTIONS
     "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-fno-fast-math;-Wno-psabi")
-  # Horovod's own flags ask for AVX.
-  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/portable.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
-      COMPILE_OPTIONS "-march=x86-64;-mno-avx;-mno-fma;-mno-f16c")
-  endif()
-  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx2.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
-    COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
-  set_property(SOURCE "${ADASUM_NATIVE_DIR}/kernels/avx512.cc" TARGET_DIRECTORY ${target} APPEND PROPERTY
-    COMPILE_OPTIONS "-mavx512f;-mavx512vl;-mavx512bw;-mavx512dq;-mavx2;-mfma;-mf16c;-mprefer-vector-width=512")
   # The header explains each change to Horovod's calls; the macro selects the changes for one source.
   set(header "${ADASUM_NATIVE_DIR}/op/horovod_internals.h")
   foreach(pair IN ITEMS common/operations:OPERATIONS common/controller:CONTROLLER torch/mpi_ops_v2:WAITING_LOOPS
@@ -76,6 +105,15 @@ foreach(target IN ITEMS pytorch tensorflow)
       "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-DADASUM_IN_${CMAKE_MATCH_2};-include;${header}"
       OBJECT_DEPENDS "${header}")
   endforeach()
+endfunction()
+
+set(ADASUM_KERNEL_LIBRARIES)
+foreach(target IN ITEMS pytorch tensorflow)
+  if(NOT TARGET ${target})
+    continue()
+  endif()
+  adasum_share(${target})
+  adasum_flags(${target})
   if(target STREQUAL tensorflow AND HAVE_CUDA)
     set(source "${ADASUM_NATIVE_DIR}/op/tensorflow_stream.cc")
     target_sources(${target} PRIVATE "${source}")

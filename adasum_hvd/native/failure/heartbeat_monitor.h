@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "failure/idle_clock.h"
-#include "transport/local/bootstrap.h"
+#include "host/bootstrap.h"
+#include "host/idle_clock.h"
 #include "transport/network.h"
 
 namespace adasum_hvd {

@@ -4,10 +4,10 @@
 #include <functional>
 #include <string>
 
-#include "failure/abort_notice.h"
 #include "horovod/common/common.h"
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
+#include "host/abort_notice.h"
 
 namespace adasum_hvd {
 

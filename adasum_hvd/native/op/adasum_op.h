@@ -8,12 +8,12 @@
 
 #include "failure/heartbeat_monitor.h"
 #include "horovod/common/ops/collective_operations.h"
+#include "host/local_transport.h"
 #include "op/agreement.h"
 #include "op/fused_tensors.h"
 #include "op/settings.h"
 #include "reduce/reduce.h"
 #include "transport/hybrid.h"
-#include "transport/local/transport.h"
 
 namespace adasum_hvd {
 

@@ -6,12 +6,12 @@
 
 #include "failure/shut_down.h"
 #include "horovod/common/logging.h"
+#include "host/shared_memory.h"
 #include "op/fused_tensors.h"
 #include "op/observations.h"
 #include "op/settings.h"
 #include "op/statistics.h"
 #include "op/weights.h"
-#include "transport/shared_memory.h"
 
 extern "C" {
 

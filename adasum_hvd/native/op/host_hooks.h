@@ -4,8 +4,8 @@
 
 #include <memory>
 
-#include "failure/abort_notice.h"
 #include "horovod/common/ops/collective_operations.h"
+#include "host/abort_notice.h"
 #include "transport/network.h"
 
 namespace adasum_hvd {

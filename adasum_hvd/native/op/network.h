@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "horovod/common/global_state.h"
+#include "host/bootstrap.h"
 #include "op/settings.h"
-#include "transport/local/bootstrap.h"
 #include "transport/network.h"
 
 namespace adasum_hvd {

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "host/bootstrap.h"
 #include "kernels/kernels.h"
 #include "reduce/reduce.h"
 #include "reduce/tree.h"
-#include "transport/local/bootstrap.h"
 
 // Whether this Horovod reduces tensors on CUDA devices, over NCCL: then so does the op.
 #define ADASUM_ON_DEVICES (HAVE_NCCL && HAVE_CUDA && HOROVOD_GPU_ALLREDUCE == 'N')

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "transport/local/transport.h"
+#include "host/local_transport.h"
 #include "transport/network.h"
 
 namespace adasum_hvd {

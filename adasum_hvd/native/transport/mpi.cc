@@ -8,7 +8,7 @@
 
 #include <sched.h>
 
-#include "transport/pause.h"
+#include "host/pause.h"
 
 namespace adasum_hvd {
 namespace {

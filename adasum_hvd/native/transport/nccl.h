@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 #include <nccl.h>
 
-#include "transport/transport.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 

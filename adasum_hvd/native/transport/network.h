@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "failure/abort_notice.h"
-#include "failure/idle_clock.h"
-#include "transport/transport.h"
+#include "host/abort_notice.h"
+#include "host/idle_clock.h"
+#include "host/transport.h"
 
 namespace adasum_hvd {
 

@@ -177,8 +177,12 @@ ALL_SIMULATED = [
     simulated(4, GROUPS),
 ]
 
-# The engine that needs no Horovod; 4 ranks in make soak.
+# The engine that needs no Horovod, by the core and by torch's operations; 4 ranks in make soak.
 DISTRIBUTED = _files("distributed", "all_reduce hook hook_details")
+DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5 = (
+    Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)
+)
+WITHOUT_CORE = (("ADASUM_HVD_CORE", "off"),)
 
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
@@ -187,7 +191,8 @@ CONFIGURATIONS = [
     Configuration(_files("keras", "strict_cells"), "gloo", 2),
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
-    *(Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)),
+    DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5,
+    Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     Configuration(CANCELLED, "torchrun", 6),
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from adasum_hvd.common import binding
-from adasum_hvd.install.sources import NATIVE, cache_dir, source_tree
+from adasum_hvd.install.sources import CORE, NATIVE, cache_dir, source_tree
 from tests.native import compiling, programs, rooms
 
 REPOSITORY = Path(__file__).parents[3]
@@ -93,6 +93,7 @@ def make() -> Path:
     gloo = third_party / "gloo" / "gloo"
     includes = [
         tree,
+        CORE,
         NATIVE,
         rooms.SIMULATED,
         _configure_gloo(gloo, cache_dir() / ROOM),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import time
 import warnings
@@ -303,6 +304,9 @@ def case_replicas_and_banner() -> None:
     with pytest.raises(ReplicaMismatch, match=r"module\.0\.0\.bias"):
         check_replicas(wrapped)
     assert "learning rate" not in banner(state)
+    by_torch = os.environ.get("ADASUM_HVD_CORE") == "off"
+    path = "torch's operations (ADASUM_HVD_CORE=off" if by_torch else "the core (levels"
+    assert f"; reduced by {path}" in banner(state)
     rate = adasum_lr(1, "adasum-grad", dist.get_world_size(), optimizer="adamw")
     line = banner(state, torch.optim.AdamW)
     assert f"adamw: learning rate {rate.factor:.3g} times" in line

@@ -1,0 +1,226 @@
+"""The core: AdaSum among ranks of one host, by the C interface of `adasum.h`.
+
+It needs Linux and NumPy, and neither Horovod nor a framework. The wheel has the library; a
+checkout has it after `pip install --editable .`, if there is a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ABI", "CoreError", "Group", "Unresponsive", "share", "why_missing"]
+
+ABI = 1
+LIBRARY = Path(__file__).with_name("libadasum.so")
+DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
+GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
+_UNRESPONSIVE = -2
+# `adasum_tensor`; addresses as integers, so that NumPy computes those of a flat buffer.
+TENSOR = np.dtype(
+    [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
+)
+
+
+class CoreError(RuntimeError):
+    """The core cannot do what it was called for."""
+
+
+class Unresponsive(CoreError):
+    """A rank has ended, or did not respond within the timeout."""
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("abi", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("hosts", ctypes.POINTER(ctypes.c_int)),
+        ("job_ranks", ctypes.POINTER(ctypes.c_int)),
+        ("group_op", ctypes.c_int),
+        ("group_size", ctypes.c_int),
+        ("shares", ctypes.c_int),
+        ("threads", ctypes.c_int),
+        ("moves_threads", ctypes.c_int),
+        ("timeout_s", ctypes.c_double),
+        ("limit", ctypes.c_char_p),
+    ]
+
+
+@functools.cache
+def _loaded() -> tuple[Any, str]:
+    """Return the library and "", or None and why there is none."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        if library.adasum_abi() != ABI:
+            return None, f"expected ABI {ABI}, but {LIBRARY.name} has another one"
+    except (OSError, AttributeError) as error:
+        return None, str(error)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    integers = ctypes.POINTER(integer)
+    for name, result, arguments in (
+        ("error", ctypes.c_char_p, []),
+        ("listen", integer, [ctypes.POINTER(_Config), ctypes.POINTER(pointer), integers, integers]),
+        ("connect", integer, [pointer, integers, integers]),
+        ("confirm", integer, [pointer, integers]),
+        ("reduce", integer, [pointer, pointer, integer, integer, ctypes.c_double]),
+        ("levels", integer, [pointer, integers, integer]),
+        ("describe", ctypes.c_char_p, [pointer]),
+        ("share", pointer, [pointer, ctypes.c_int64]),
+        ("free", None, [pointer]),
+        ("close", None, [pointer]),
+    ):  # fmt: skip
+        function = getattr(library, f"adasum_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library, ""
+
+
+def why_missing() -> str:
+    """Return why there is no library that fits, or "" if there is one."""
+    return _loaded()[1]
+
+
+def _library() -> Any:
+    return _loaded()[0]
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int * len(values))(*values)
+
+
+def _check(code: int) -> None:
+    if code:
+        kind = Unresponsive if code == _UNRESPONSIVE else CoreError
+        raise kind(_library().adasum_error().decode(errors="replace"))
+
+
+class Group:
+    """Ranks of one host that reduce together; for one thread at a time.
+
+    Every rank makes one, gathers `name` and `nonce` of all, calls :meth:`connect`, gathers whether
+    that returned, and calls :meth:`confirm`.
+
+    Args:
+        rank: of this process in the group.
+        hosts: by rank, any number of its host; the tree joins ranks of a host first.
+        job_ranks: by rank, its number in the job, for messages.
+        group_op: "adasum", "average" or "sum".
+        group_size: ranks in a group; 0: a host is a group.
+        timeout_seconds: of a wait in which nothing moves.
+        limit: what sets this timeout, for messages.
+
+    Attributes:
+        name: where this rank listens.
+        nonce: what a peer must know to connect.
+
+    Raises:
+        CoreError: the system refuses shared memory or a socket.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[int],
+        job_ranks: Sequence[int],
+        group_op: str,
+        group_size: int,
+        timeout_seconds: float,
+        limit: str,
+    ):
+        self._handle, name, nonce = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        config = _Config(
+            ABI, rank, len(hosts), _integers(hosts), _integers(job_ranks),
+            GROUP_OPS[group_op], group_size, 1, 0, 0, timeout_seconds, limit.encode(),
+        )  # fmt: skip
+        _check(_library().adasum_listen(config, self._handle, name, nonce))
+        self.name, self.nonce = name.value, nonce.value
+
+    def connect(self, names: Sequence[int], nonces: Sequence[int]) -> None:
+        """Connect to the other ranks.
+
+        Args:
+            names: by rank.
+            nonces: by rank.
+
+        Raises:
+            CoreError: a rank is missing after 10 s, or half of the timeout.
+        """
+        names, nonces = _integers(names), _integers(nonces)
+        _check(_library().adasum_connect(self._handle, names, nonces))
+
+    def confirm(self, connected: Sequence[bool]) -> None:
+        """End the bootstrap.
+
+        Args:
+            connected: by rank.
+
+        Raises:
+            CoreError: a rank is not connected; on all ranks.
+        """
+        joined = _integers([int(one) for one in connected])
+        _check(_library().adasum_confirm(self._handle, joined))
+
+    def reduce(self, tensors: NDArray[Any], dtype: str, scale: float = 1.0) -> None:
+        """Replace outputs by `scale` times AdaSum over the ranks of inputs; without the GIL.
+
+        Args:
+            tensors: of :data:`TENSOR`, the same elements on all ranks.
+            dtype: a key of :data:`DTYPES`.
+            scale: the same on all ranks.
+
+        Raises:
+            Unresponsive: a rank has ended, or did not respond within the timeout.
+            CoreError: this or another rank failed; the group is of no use afterwards.
+
+        Collective: all ranks; blocks.
+        """
+        table = tensors.ctypes.data
+        _check(
+            _library().adasum_reduce(
+                self._handle, table, len(tensors), DTYPES[dtype], scale
+            )
+        )
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """By level, how many vectors AdaSum joins: the form of an observation's row."""
+        sizes = (ctypes.c_int * 64)()
+        return tuple(sizes[: _library().adasum_levels(self._handle, sizes, len(sizes))])
+
+    def __str__(self) -> str:
+        """Return levels, kernels and threads."""
+        return _library().adasum_describe(self._handle).decode()
+
+    def __del__(self) -> None:
+        """Leave the group; a rank that waits for this one then fails."""
+        if self._handle:
+            _library().adasum_close(self._handle)
+
+
+def share(at: int, size_bytes: int) -> int:
+    """Put memory that the ranks of a host can map under a mapping; address and content stay.
+
+    Args:
+        at: the mapping's address, of a page.
+        size_bytes: of the mapping.
+
+    Returns:
+        Another address of the memory, which `Group.reduce` reduces without a copy.
+
+    Raises:
+        CoreError: the system has no such memory.
+    """
+    if not (other := _library().adasum_share(at, size_bytes)):
+        raise CoreError(_library().adasum_error().decode(errors="replace"))
+    return other
+
+
+def free(other: int) -> None:
+    """Free what `share` has returned, after the mapping is gone."""
+    _library().adasum_free(other)

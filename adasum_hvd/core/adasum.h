@@ -1,0 +1,88 @@
+/* AdaSum among the ranks of one host, without Horovod and without a framework.
+ *
+ * A group is made by one bootstrap, which the caller splits at its two gathers, over any network that it has:
+ *
+ *   adasum_listen   gives a name and a nonce    the caller gathers both of every rank
+ *   adasum_connect  by these                    the caller gathers whether it succeeded
+ *   adasum_confirm  all ranks, or none
+ *
+ * Functions that return int return ADASUM_OK, or an error that adasum_error describes. A group is for one
+ * thread at a time; a process may have any number of groups. Results depend on the tree alone
+ * (reduce/tree.h), and so are the bits of Horovod's op. No C++ type and no exception crosses this interface.
+ */
+#ifndef ADASUM_H
+#define ADASUM_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ADASUM_ABI 1 /* changes with any struct or function below */
+
+enum {
+  ADASUM_OK = 0,
+  ADASUM_FAILED = -1,
+  ADASUM_UNRESPONSIVE = -2
+}; /* UNRESPONSIVE: a rank has ended, or is late */
+enum { ADASUM_FLOAT16 = 0, ADASUM_FLOAT32 = 1, ADASUM_FLOAT64 = 2, ADASUM_BFLOAT16 = 3 };
+enum { ADASUM_GROUP_ADASUM = 0, ADASUM_GROUP_AVERAGE = 1, ADASUM_GROUP_SUM = 2 };
+
+typedef struct adasum_group adasum_group;
+
+/* The same on all ranks, except for `rank` and `threads`. */
+typedef struct {
+  int abi; /* ADASUM_ABI */
+  int rank, size;
+  const int* hosts;     /* by rank, any number of its host: the tree joins ranks of a host first */
+  const int* job_ranks; /* by rank, its number in the job, for messages */
+  int group_op, group_size;
+  int shares;        /* 1: ranks map one another's memory; 0: all bytes go through rings */
+  int threads;       /* for the arithmetic; 0: this rank's share of the processors, at most 8 */
+  int moves_threads; /* 1: the calling thread may be moved to another processor (host/processors.cc) */
+  double timeout_s;  /* of a wait in which nothing moves */
+  const char* limit; /* what sets this timeout, for messages */
+} adasum_config;
+
+/* `input` and `output` may be equal, or must not overlap. */
+typedef struct {
+  const void* input;
+  void* output;
+  int64_t elements;
+  double* observation; /* NULL, or a row of zeros, as reduce/observation.h describes */
+} adasum_tensor;
+
+int adasum_abi(void);
+const char* adasum_error(void); /* of this thread's last call */
+
+/* Sets *group, which adasum_close frees, also after an error. */
+int adasum_listen(const adasum_config* config, adasum_group** group, int* name, int* nonce);
+/* By rank. Takes at most 10 s, or half of the timeout. */
+int adasum_connect(adasum_group* group, const int* names, const int* nonces);
+/* By rank, 1 if adasum_connect succeeded there. */
+int adasum_confirm(adasum_group* group, const int* connected);
+
+/* Replaces each tensor's output by scale * AdaSum over the ranks of its input. Collective: the same sizes,
+ * dtype and scale on all ranks. Blocks. After an error the group is of no use, and every later call returns
+ * the same error. */
+int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype, double scale);
+
+/* Writes the number of vectors that AdaSum joins, by level, and returns the number of levels: the form of an
+ * observation. `sizes` has room for `most`. */
+int adasum_levels(const adasum_group* group, int* sizes, int most);
+const char* adasum_describe(const adasum_group* group); /* levels, kernels, threads */
+
+/* Puts memory that the peers can map under `bytes` bytes of a mapping that begin at a page; address and
+ * content stay. Returns another address of this memory, by which adasum_reduce reduces it without a copy, or
+ * NULL. */
+void* adasum_share(void* at, int64_t bytes);
+/* Frees the memory, to be called after the mapping `at` is gone. */
+void adasum_free(void* other);
+
+void adasum_close(adasum_group* group); /* NULL: nothing */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,78 @@
+// AdaSum over ranks, in the Gram form: every node of the tree is a linear combination of the inputs, so its
+// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level
+// (group_reduction.h):
+//
+//   1. reduce-scatter: every rank receives the elements of its slice from its group (placement.h), and sums
+//      the slice's part of G as they arrive;
+//   2. the sums of tensors that lie on several slices are exchanged: for each tensor, 8 N (N + 1) bytes to
+//      every rank that has a part of it. Levels keep N small, unless hosts have different numbers of ranks;
+//   3. the coefficients follow by walking the tree on G, scalars only;
+//   4. every rank combines its slice. The next level reduces this slice over other groups.
+//
+// Then an allgather sends the slices of the result, from the last level back to the first. For n bytes a rank
+// sends 2 n (N - 1) / N, as in a ring allreduce. One level takes 3 rounds for any N; 2 if no tensor crosses a
+// slice border; 1 for a few kilobytes, which every rank reduces as a whole.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "host/transport.h"
+#include "kernels/kernels.h"
+#include "reduce/scratch.h"
+#include "reduce/tree.h"
+#include "reduce/workers.h"
+
+namespace adasum_hvd {
+
+// `input` and `output` may be the same memory, or must not overlap.
+struct TensorView {
+  const void* input;
+  void* output;
+  int64_t elements;
+  // If not null: older weights. The difference `input` minus `start` is reduced, and added to `start`.
+  const void* start = nullptr;
+  // If not null, with `start`: the checksum of `output` is added to it, with elements counted from `first`.
+  std::atomic<uint64_t>* checksum = nullptr;
+  int64_t first = 0;
+  // If not null: a row of zeros, which the reduction fills (observation.h).
+  double* observation = nullptr;
+};
+
+// A step of the hierarchy: first the ranks of a host reduce, then the ranks with the same position on every
+// host, and so on. Holds a rank's group in one level, and the tree over it.
+struct ReduceLevel {
+  Transport* transport;
+  const Tree* tree;
+};
+
+struct ReduceSettings {
+  int64_t chunk_bytes = 1 << 20; // sent at a time, so that arithmetic and transport overlap
+  // If n bytes times N ranks are at most this, every rank reduces all of them: it sends (N - 1) n bytes
+  // instead of 2 n (N - 1) / N, in one exchange instead of two or three. A 1 Gbit/s link sends 32 KiB in the
+  // time of one exchange; inside a host up to 1 MiB makes no measurable difference.
+  int64_t replicate_bytes = 32 << 10;
+  // Bytes copied to shared staging memory at a time, unless one tensor is larger. A bucket has 16 MiB.
+  int64_t window_bytes = 18 << 20;
+};
+
+enum class Phase { kReduceScatterGram, kCoefficients, kCombineAllgather };
+constexpr int kPhases = 3;
+using PhaseObserver = std::function<void(Phase, int level)>;
+
+struct ReduceResult {
+  int64_t explicit_tensors = 0; // tensors with an ill-conditioned node that this rank formed explicitly
+};
+
+// Replaces every tensor's output by scale * AdaSum over ranks of its input.
+//
+// Collective: every rank of the levels' groups calls it with the same tensor sizes, type, scale and settings,
+// and with matching levels. Blocks. Throws the exceptions of a transport.
+ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
+                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+                    const Kernels& kernels, Workers& workers, Scratch& scratch,
+                    const PhaseObserver& observer);
+
+} // namespace adasum_hvd

@@ -1,0 +1,77 @@
+"""Builds the core (`adasum_hvd/core`) into the package, where there is a C++ compiler.
+
+Without one the package installs, too: `adasum_hvd.distributed` then uses torch's operations. The
+wheel is for every Python of a platform, because the core includes no header of Python's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.extension import Extension
+
+SOURCE = Path(__file__).parent / "adasum_hvd" / "core"
+LIBRARY = Extension("adasum_hvd.core.libadasum", sources=[], optional=True)
+REQUIRED = "ADASUM_HVD_REQUIRE_CORE"  # if set, an error of the compiler ends the build
+
+
+class BuildCore(build_ext):
+    """Runs CMake; the library lies beside `core/__init__.py`."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path in the package, which names no version of Python."""
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build the core, or say why there is none."""
+        # Kept, so that a change compiles what it needs.
+        folder = Path("build", "core").resolve()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        jobs = str(len(os.sched_getaffinity(0)) + 1)
+        beside = os.path.dirname(
+            sys.executable
+        )  # a virtual environment's cmake and ninja
+        variables = os.environ | {"PATH": f"{beside}:{os.environ['PATH']}"}
+        try:
+            for command in (
+                [
+                    "cmake",
+                    "-S",
+                    str(SOURCE.resolve()),
+                    "-B",
+                    str(folder),
+                    "-G",
+                    "Ninja",
+                ],
+                ["cmake", "--build", str(folder), "--parallel", jobs],
+            ):
+                subprocess.run(command, check=True, stdout=sys.stderr, env=variables)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if os.environ.get(REQUIRED):
+                raise
+            self.warn(
+                f"no core: {error}; adasum_hvd.distributed uses torch's operations"
+            )
+            return
+        self.mkpath(str(target.parent))
+        self.copy_file(str(folder / "libadasum.so"), str(target))
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[LIBRARY],
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,346 @@
+"""The core by its C interface: processes that need neither a framework nor Horovod."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adasum_hvd import core, reference
+from adasum_hvd.install.sources import CORE
+
+SPAWN = multiprocessing.get_context("spawn")
+SIZES = ((5,), (1, 0, 7, 4096, 3), (4097, 300_001, 17))
+JOB_RANKS = 100  # of rank 0: messages name ranks of the job
+EPS = {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
+
+
+class Rank:
+    """A rank's numbers, its gather over the parent process, and its groups."""
+
+    def __init__(self, connection: Connection, rank: int, size: int):
+        self._connection, self.rank, self.size = connection, rank, size
+
+    def gather(self, thing: Any) -> list[Any]:
+        self._connection.send(thing)
+        return self._connection.recv()
+
+    def group(
+        self, timeout_seconds: float = 60, hosts: list[int] | None = None
+    ) -> core.Group:
+        ranks = range(JOB_RANKS, JOB_RANKS + self.size)
+        group = core.Group(
+            self.rank,
+            hosts or [0] * self.size,
+            ranks,
+            "adasum",
+            0,
+            timeout_seconds,
+            "of the test",
+        )
+        names, nonces = zip(*self.gather((group.name, group.nonce)), strict=True)
+        group.connect(names, nonces)
+        group.confirm(self.gather(True))
+        return group
+
+
+def _main(
+    connection: Connection, body: Callable, rank: int, size: int, words: tuple
+) -> None:
+    result = body(Rank(connection, rank, size), *words)
+    connection.send(("result", result))
+
+
+def run(body: Callable, size: int, *words: Any) -> list[Any]:
+    """Run `body(rank, *words)` on so many processes; return results, None of one that died."""
+    pairs = [SPAWN.Pipe() for _ in range(size)]
+    processes = [
+        SPAWN.Process(target=_main, args=(remote, body, rank, size, words))
+        for rank, (_, remote) in enumerate(pairs)
+    ]
+    for process, (_, remote) in zip(processes, pairs, strict=True):
+        process.start()
+        remote.close()
+    results: list[Any] = [None] * size
+    alive = set(range(size))
+    while alive:
+        sent = {}
+        for rank in sorted(alive):
+            with contextlib.suppress(EOFError):
+                assert pairs[rank][0].poll(60), f"rank {rank} sent nothing for 60 s"
+                sent[rank] = pairs[rank][0].recv()
+        ended = {
+            r: s[1]
+            for r, s in sent.items()
+            if isinstance(s, tuple) and s[0] == "result"
+        }
+        for rank, result in ended.items():
+            results[rank] = result
+        alive = sent.keys() - ended.keys()
+        for rank in alive:
+            pairs[rank][0].send([sent.get(other) for other in range(size)])
+    for process in processes:
+        process.join(10)
+        assert process.exitcode is not None
+    return results
+
+
+def table(
+    array: np.ndarray, sizes: tuple[int, ...], at: int | None = None
+) -> np.ndarray:
+    """Return the table of tensors that lie end to end in an array."""
+    rows = np.zeros(len(sizes), core.TENSOR)
+    rows["elements"] = sizes
+    ends = np.cumsum(sizes) * array.itemsize
+    rows["input"] = (array.ctypes.data if at is None else at) + np.concatenate(
+        [[0], ends[:-1]]
+    )
+    rows["output"] = rows["input"]
+    return rows
+
+
+def inputs(rank: int, sizes: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(sum(sizes)).astype(dtype)
+
+
+def reduce_all(rank: Rank) -> list[tuple[str, float]]:
+    """Return digests, and the largest errors in units of the dtype's rounding."""
+    group, found = rank.group(), []
+    for dtype in EPS:
+        for sizes in SIZES:
+            mine = inputs(rank.rank, sizes, dtype)
+            group.reduce(table(mine, sizes), dtype)
+            everyone = [inputs(other, sizes, dtype) for other in range(rank.size)]
+            bounds = np.cumsum(sizes)[:-1]
+            parts = [np.split(one, bounds) for one in everyone]
+            error = 0.0
+            for k, got in enumerate(np.split(mine, bounds)):
+                if got.size:
+                    want = reference.adasum([of[k].astype("float64") for of in parts])
+                    scale = sum(np.abs(of[k].astype("float64")) for of in parts).max()
+                    error = max(
+                        error, float(np.abs(got - want).max() / scale / EPS[dtype])
+                    )
+            found.append((hashlib.sha256(mine.tobytes()).hexdigest(), error))
+    return found
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+def test_results_are_the_references_and_the_same_on_all_ranks(size: int) -> None:
+    first, *others = run(reduce_all, size)
+    assert len(first) == len(EPS) * len(SIZES)
+    for other in others:
+        assert other == first
+    assert max(error for _, error in first) <= 8
+
+
+def outlive(rank: Rank, child: bool) -> tuple[float, str] | None:
+    """Return how long this rank waited for one that is killed, and the error."""
+    group = rank.group()
+    ones = np.ones(1000, "float32")
+    group.reduce(table(ones, (1000,)), "float32")
+    if rank.rank == 1:
+        if child and os.fork() == 0:
+            rank._connection.close()  # else the test waits for it, too
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(core.Unresponsive) as error:
+        group.reduce(table(ones, (1000,)), "float32")
+    with pytest.raises(core.Unresponsive, match=re.escape(str(error.value))):
+        group.reduce(table(ones, (1000,)), "float32")
+    return time.monotonic() - began, str(error.value)
+
+
+@pytest.mark.parametrize("child", (False, True))
+def test_a_killed_rank_is_named_at_once(child: bool) -> None:
+    before = set(_children())
+    results = run(outlive, 3, child)
+    for pid in set(_children()) - before:  # what the killed rank has forked
+        os.kill(pid, signal.SIGKILL)
+    assert results[1] is None
+    for waited, message in (results[0], results[2]):
+        assert f"rank {JOB_RANKS + 1} ended" in message
+        assert waited < 2
+
+
+def _children() -> list[int]:
+    """Return processes that sleep in this file's `outlive`."""
+    shown = subprocess.run(
+        ["pgrep", "-f", "multiprocessing.spawn"], capture_output=True, text=True
+    )
+    return [int(pid) for pid in shown.stdout.split()]
+
+
+def late(rank: Rank, delay: float, limit: float) -> tuple[float, list[str]]:
+    """Return the processor time of two reductions whose second rank comes late, and errors."""
+    group = rank.group(limit)
+    ones = np.ones(1000, "float32")
+    began, errors = time.process_time(), []
+    if rank.rank == 1:
+        time.sleep(delay)
+    for _ in range(2):
+        try:
+            group.reduce(table(ones, (1000,)), "float32")
+        except core.Unresponsive as error:
+            errors.append(str(error))
+    return time.process_time() - began, errors
+
+
+def test_a_late_rank_is_awaited_asleep() -> None:
+    (spent, errors), (_, others) = run(late, 2, 3.0, 60.0)
+    assert errors == others == []
+    assert spent < 1
+
+
+def test_a_rank_that_is_too_late_is_an_error_that_names_the_limit() -> None:
+    (_, errors), (_, others) = run(late, 2, 4.0, 2.0)
+    assert len(errors) == 2
+    assert all(
+        f"rank {JOB_RANKS + 1} did not respond for 2 s, the limit of the test" in error
+        for error in errors
+    )
+    assert others  # in the second reduction at the latest
+
+
+def forked(rank: Rank) -> tuple[int, str]:
+    group = rank.group()
+    ones = np.ones(3, "float32")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group.reduce(table(ones, (3,)), "float32")
+        except core.CoreError as error:
+            del group
+            os._exit(7 if "forked child" in str(error) else 8)
+        os._exit(9)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    group.reduce(table(ones, (3,)), "float32")
+    return status, str(ones.tolist())
+
+
+def test_a_forked_child_is_refused_and_its_parent_goes_on() -> None:
+    assert run(forked, 2) == [(7, "[1.0, 1.0, 1.0]")] * 2
+
+
+def moved(rank: Rank) -> tuple[bool, list[float]]:
+    """Reduce in memory that was moved; return whether it stayed where it is."""
+    sizes = (70_000, 5)
+    mapping = mmap.mmap(-1, 400_000)
+    flat = np.frombuffer(mapping, "float32")[: sum(sizes)]
+    flat[:] = inputs(rank.rank, sizes, "float32")
+    before = flat.copy()
+    other = core.share(flat.ctypes.data, 400_000)
+    same = bool((flat == before).all())
+    rank.group().reduce(table(flat, sizes, other), "float32")
+    plain = before.copy()
+    rank.group().reduce(table(plain, sizes), "float32")
+    equal = bool((plain == flat).all())
+    del flat
+    mapping.close()
+    core.free(other)
+    return same and equal
+
+
+def test_memory_that_is_moved_keeps_its_address_and_content() -> None:
+    assert run(moved, 2) == [True, True]
+
+
+def two_groups(rank: Rank) -> list[float]:
+    """Two groups of the same ranks, used in turn, and one after the other is closed."""
+    first, second = rank.group(), rank.group(hosts=[0] * rank.size)
+    value = np.array([1.0 + rank.rank], "float32")
+    for group in (first, second, first):
+        group.reduce(table(value, (1,)), "float32")
+    del first
+    second.reduce(table(value, (1,)), "float32")
+    return value.tolist()
+
+
+def test_groups_are_independent() -> None:
+    first, second = run(two_groups, 2)
+    assert first == second == [1.5]
+
+
+def test_a_rank_that_cannot_connect_makes_all_fail() -> None:
+    assert run(confirm_without_the_other, 2) == ["another rank could not connect"] * 2
+
+
+def confirm_without_the_other(rank: Rank) -> str:
+    group = core.Group(rank.rank, [0, 0], [0, 1], "adasum", 0, 10.0, "of the test")
+    names, nonces = zip(*rank.gather((group.name, group.nonce)), strict=True)
+    group.connect(names, nonces)
+    joined = [True, False]
+    rank.gather(None)
+    with pytest.raises(core.CoreError) as error:
+        group.confirm(joined)
+    return str(error.value)
+
+
+def test_wrong_calls_are_errors() -> None:
+    group = core.Group(0, [0], [0], "adasum", 0, 10.0, "of the test")
+    one = np.ones(1, "float32")
+    with pytest.raises(
+        core.CoreError, match="expected a known dtype and a confirmed group"
+    ):
+        group.reduce(table(one, (1,)), "float32")
+    with pytest.raises(core.CoreError, match="a mapping that begins at a page"):
+        core.share(one.ctypes.data + 1, 100)
+    config = core._Config(core.ABI + 1, 0, 1)
+    handle, name = ctypes.c_void_p(), ctypes.c_int()
+    library = ctypes.CDLL(str(core.LIBRARY))
+    assert library.adasum_listen(
+        ctypes.byref(config),
+        ctypes.byref(handle),
+        ctypes.byref(name),
+        ctypes.byref(name),
+    )
+    library.adasum_error.restype = ctypes.c_char_p
+    assert (
+        f"expected ABI {core.ABI}, but got {core.ABI + 1}"
+        in library.adasum_error().decode()
+    )
+    assert not handle
+
+
+def test_the_header_and_python_agree() -> None:
+    header = (CORE / "adasum.h").read_text()
+    assert int(re.search(r"#define ADASUM_ABI (\d+)", header)[1]) == core.ABI
+    for name, number in core.DTYPES.items():
+        assert f"ADASUM_{name.upper()} = {number}" in header
+    for name, number in core.GROUP_OPS.items():
+        assert f"ADASUM_GROUP_{name.upper()} = {number}" in header
+    exported = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", str(core.LIBRARY)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    functions = set(re.findall(r"\b(adasum_\w+)\(", header))
+    assert set(re.findall(r" T (\w+)", exported)) == functions
+
+
+def test_without_the_library_there_is_a_reason() -> None:
+    program = (
+        "from pathlib import Path; from adasum_hvd import core\n"
+        "core.LIBRARY = Path('/missing.so'); print(core.why_missing())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "missing.so" in shown.stdout
