@@ -67,12 +67,14 @@ class Communicator:
         job_size: ranks in the job.
         apart: as given.
         hosts: the number of each rank's host, if it need not be asked.
+        may_use_core: the ranks stay, so that connections of their own pay.
 
     Raises:
         ValueError: this rank is not in the group, or it is no group.
     """
 
     hosts: tuple[int, ...] | None = None
+    may_use_core = True
 
     def __init__(self, group: Any = None, apart: bool = False):
         group = group_of(group)

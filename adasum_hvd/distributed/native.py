@@ -81,9 +81,12 @@ def described(communicator: Communicator, rule: Rule) -> str:
     return f"reduced by the core ({choice.group})"
 
 
-def reduces(tensor: torch.Tensor, rule: Rule, shards: Sequence[Any]) -> bool:
+def reduces(
+    tensor: torch.Tensor, communicator: Communicator, rule: Rule, shards: Sequence[Any]
+) -> bool:
     """Return whether the core can reduce a tensor; the same on all ranks."""
-    return tensor.is_cpu and rule.kind == "adasum" and not shards
+    whole = tensor.is_cpu and rule.kind == "adasum" and not shards
+    return whole and communicator.may_use_core
 
 
 def _agree(communicator: Communicator, rule: Rule) -> _Choice:

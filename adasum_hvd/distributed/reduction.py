@@ -118,7 +118,7 @@ def _core(
     rule: Rule,
     shards: Sequence[Shards],
 ) -> Group | None:
-    if not native.reduces(tensor, rule, shards):
+    if not native.reduces(tensor, communicator, rule, shards):
         return None
     return native.choose(communicator, rule).group
 
