@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class Group:
     """Ranks of one host that reduce together; for one thread at a time.
 
     Every rank makes one, gathers `name` and `nonce` of all, calls :meth:`connect`, gathers whether
-    that returned, and calls :meth:`confirm`.
+    that returned, and calls :meth:`confirm`. Its end closes the connections.
 
     Args:
         rank: of this process in the group.
@@ -140,6 +141,8 @@ class Group:
         )  # fmt: skip
         _check(_library().adasum_listen(config, self._handle, name, nonce))
         self.name, self.nonce = name.value, nonce.value
+        # A rank that waits for this one then fails. The end of the process closes it, too.
+        weakref.finalize(self, _library().adasum_close, self._handle).atexit = False
 
     def connect(self, names: Sequence[int], nonces: Sequence[int]) -> None:
         """Connect to the other ranks.
@@ -196,11 +199,6 @@ class Group:
     def __str__(self) -> str:
         """Return levels, kernels and threads."""
         return _library().adasum_describe(self._handle).decode()
-
-    def __del__(self) -> None:
-        """Leave the group; a rank that waits for this one then fails."""
-        if self._handle:
-            _library().adasum_close(self._handle)
 
 
 def share(at: int, size_bytes: int) -> int:
