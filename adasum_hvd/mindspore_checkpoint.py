@@ -21,3 +21,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}; use one of {', '.join(__all__)}"
     )
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "load", "save"]
