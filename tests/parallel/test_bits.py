@@ -22,8 +22,8 @@ EVERY_DTYPE = "case_every_dtype_and_size"
         (on.GLOO_4, on.PORTABLE_MPI),
         (on.GLOO_3, on.STAGED_MPI),
         (on.GLOO_2, on.DISTRIBUTED_2),
-        (on.GLOO_3, on.DISTRIBUTED_3),
-        (on.MPI_5, on.DISTRIBUTED_5),
+        (on.GLOO_3, on.ONE_HOST_3),
+        (on.MPI_5, on.ONE_HOST_5),
     ],
     ids=str,
 )

@@ -183,6 +183,16 @@ DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5 = (
     Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)
 )
 WITHOUT_CORE = (("ADASUM_HVD_CORE", "off"),)
+# The tree of Horovod's op on one host; else the cases act two hosts.
+ONE_HOST_3, ONE_HOST_5 = (
+    Configuration(
+        _files("distributed", "all_reduce"),
+        "torchrun",
+        n,
+        (("ADASUM_TEST_ONE_HOST", "1"),),
+    )
+    for n in (3, 5)
+)
 
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
@@ -192,7 +202,7 @@ CONFIGURATIONS = [
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (2, 3)),
     DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5,
-    Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE),
+    Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE), ONE_HOST_3, ONE_HOST_5,
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     Configuration(CANCELLED, "torchrun", 6),
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),

@@ -317,7 +317,7 @@ def case_replicas_and_banner() -> None:
     assert (
         f"adasum-grad (gradient variant); {size} ranks on 2 hosts over cpu:gloo" in line
     )
-    assert "AdaSum all the way" in line and line.endswith("bfloat16 on the wire")
+    assert "AdaSum all the way" in line and "; bfloat16 on the wire;" in line
 
 
 def case_what_is_refused() -> None:
