@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -26,6 +28,8 @@ def _is(value: Any, places: tuple[str, ...], name: str) -> bool:
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Return whether a tensor is sharded or replicated over a mesh."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most of them, at once
+        return False
     return _is(value, _DTENSOR, "DTensor")
 
 
