@@ -51,12 +51,16 @@ class BuildCore(build_ext):
                 ],
                 ["cmake", "--build", str(folder), "--parallel", jobs],
             ):
-                subprocess.run(command, check=True, stdout=sys.stderr, env=variables)
+                subprocess.run(
+                    command, check=True, env=variables, text=True,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                )  # fmt: skip
         except (OSError, subprocess.CalledProcessError) as error:
+            said = str(getattr(error, "stdout", "") or "")
             if os.environ.get(REQUIRED):
-                raise
+                raise RuntimeError(f"no core: {error}\n{said}") from error
             self.warn(
-                f"no core: {error}; adasum_hvd.distributed uses torch's operations"
+                f"no core: {error}; adasum_hvd.distributed uses torch's operations\n{said[-2000:]}"
             )
             return
         self.mkpath(str(target.parent))
