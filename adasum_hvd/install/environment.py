@@ -22,7 +22,6 @@ _PACKAGES = (
     "cffi",
     "cloudpickle",
     "packaging",
-    "psutil",
     "pyyaml",
     "setuptools",
     "wheel",

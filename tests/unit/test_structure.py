@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "advice": {"common", "monitor"},
     "startup": {"common", "advice"},
     "elastic": {"common"},
-    "install": {"startup", "launch"},
+    "install": {"startup", "launch", "core"},
     "mindspore": {"common", "parallel"},
     "monitor": {"common"},
     "parallel": set(),
