@@ -49,6 +49,8 @@ def test_both_hold_the_native_sources(dist: Path) -> None:
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert re.search(r"-py3-none-linux_\w+\.whl$", wheel.name)  # of any Python
+    assert "adasum_hvd/core/libadasum.so" in in_wheel
     for path in native_files().values():
         name = str(path.relative_to(NATIVE.parents[1]))
         assert name in in_wheel
