@@ -160,9 +160,9 @@ class AdasumState(Rounds):
         """Return the core's address of a bucket, if the core reduces it where it lies."""
         if self._passes == 0 or self.compression or not flat.is_cpu:
             return None
-        if not native.is_chosen(self.communicator, self.rule):
-            return None
-        return self._shared.address(flat)
+        choice = native.chosen(self.communicator, self.rule)
+        by_core = choice is not None and choice.group is not None
+        return self._shared.address(flat) if by_core else None
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.communicator import Communicator, Unresponsive
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.topology import boot_id, hosts_of
 from adasum_hvd.monitor.statistics import width
 
 SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations
@@ -65,15 +65,14 @@ def choose(communicator: Communicator, rule: Rule) -> _Choice:
     return known[key]
 
 
-def is_chosen(communicator: Communicator, rule: Rule) -> bool:
-    """Return whether these ranks have agreed on the core before."""
-    choice = _known(communicator).get((rule.group_op, rule.group_size))
-    return choice is not None and choice.group is not None
+def chosen(communicator: Communicator, rule: Rule) -> _Choice | None:
+    """Return what these ranks have agreed on before, if they have."""
+    return _known(communicator).get((rule.group_op, rule.group_size))
 
 
 def described(communicator: Communicator, rule: Rule) -> str:
     """Return how tensors of this host are reduced, and if not by the core, why."""
-    choice = _known(communicator).get((rule.group_op, rule.group_size))
+    choice = chosen(communicator, rule)
     if choice is None:
         return "reduced by the core or by torch, which the first reduction finds out"
     if choice.group is None:
@@ -130,12 +129,8 @@ def _first(problems: Sequence[str], communicator: Communicator) -> str:
 
 def _machine() -> tuple[str, str]:
     """Return what processes have in common that can connect by abstract sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
-    return (
-        boot.read_text() if boot.exists() else "",
-        os.readlink(network) if network.exists() else "",
-    )
+    return boot_id(), os.readlink(network) if network.exists() else ""
 
 
 def _timeout_seconds(group: Any) -> float:

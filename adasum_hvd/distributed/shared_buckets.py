@@ -12,9 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adasum_hvd import core
 
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
-_moved: list[
-    tuple[StorageWeakRef, int]
-] = []  # storages of this process, and the core's addresses
+# Storages of this process that were moved, and the core's addresses.
+_moved: list[tuple[StorageWeakRef, int]] = []
 
 
 class SharedBuckets:

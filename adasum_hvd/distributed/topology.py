@@ -32,8 +32,13 @@ def _host() -> tuple[str, str]:
     """Return what no other host has: names repeat where nobody set them, boots do not."""
     if name := os.environ.get("ADASUM_HVD_HOSTNAME"):
         return name, ""
+    return socket.gethostname(), boot_id()
+
+
+def boot_id() -> str:
+    """Return what the kernel calls this boot, or "" if it does not say so."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text() if boot.exists() else ""
+    return boot.read_text() if boot.exists() else ""
 
 
 def check_groups(communicator: Communicator, rule: Rule) -> None:
