@@ -8,7 +8,7 @@ PACKAGES ?= $(PINS) --editable '.[dev]'
 # Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
 PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")
 
-NATIVE := $(shell find adasum_hvd/core adasum_hvd/native tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
+NATIVE := $(shell find adasum_hvd/core adasum_hvd/horovod tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
@@ -33,8 +33,8 @@ help:
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
-$(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/install/prerequisites.py
-	@$(PYTHON) adasum_hvd/install/prerequisites.py
+$(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/horovod/build/prerequisites.py
+	@$(PYTHON) adasum_hvd/horovod/build/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel 'cmake>=3.21,<4' ninja
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"

@@ -8,8 +8,8 @@ import signal
 import sys
 
 from adasum_hvd import __version__
-from adasum_hvd.install import build as builder
-from adasum_hvd.install.environment import FRAMEWORKS, BuildError
+from adasum_hvd.horovod.build import command as builder
+from adasum_hvd.horovod.build.environment import FRAMEWORKS, BuildError
 from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, timeline
 from adasum_hvd.tools import torch_checkpoint as checkpoint
 
@@ -36,7 +36,9 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    from adasum_hvd.launch import command  # needs Horovod; `build` must work without it
+    from adasum_hvd.horovod.launch import (
+        command,  # needs Horovod; `build` must work without it
+    )
 
     try:
         return command.run(arguments.command, arguments.nprocs)

@@ -96,7 +96,7 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd.common import binding
+    from adasum_hvd.horovod import binding
 
     sizes = CASES[case]
     generator = torch.Generator().manual_seed(hvd.rank())

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import INCLUDES, native_files
+from adasum_hvd.horovod.build import prerequisites
+from adasum_hvd.horovod.build.sources import INCLUDES, native_files
 
 TESTS = Path(__file__).parents[1] / "tests/native"
 

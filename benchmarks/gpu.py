@@ -46,7 +46,7 @@ WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuda
 def build_kernels(directory: Path) -> Path:
     """Compile the kernels and `device_kernels.cc` with nvcc for the device at hand."""
     sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
-    from adasum_hvd.install import nccl, sources
+    from adasum_hvd.horovod.build import nccl, sources
 
     native = sources.NATIVE
     program = directory / "device_kernels"

@@ -46,7 +46,7 @@ def rank_main(elements: int, repetitions: int, output: Path) -> None:
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd.common import binding
+    from adasum_hvd.horovod import binding
     from adasum_hvd.torch import ops
 
     hvd.init()

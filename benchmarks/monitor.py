@@ -34,7 +34,7 @@ def ops(name: str) -> Mapping[str, Callable[[], None]]:
     import torch
 
     import adasum_hvd.torch as hvd
-    from adasum_hvd.common import binding
+    from adasum_hvd.horovod import binding
     from adasum_hvd.torch import wire
 
     count, elements = BUCKETS[name]

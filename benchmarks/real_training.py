@@ -33,7 +33,7 @@ from convergence.training import OPTIMIZERS, Setting
 from convergence.tuning import rate
 from convergence.workloads import workload
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 
 TASKS = {task.work: task for task in (plan.DIGITS, plan.GPT_SMALL)}
 OUTPUT = jobs.REPOSITORY / "docs/convergence"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import INCLUDES, NATIVE, cache_dir, native_files
+from adasum_hvd.horovod.build import nccl
+from adasum_hvd.horovod.build.sources import INCLUDES, NATIVE, cache_dir, native_files
 
 PAGE = Path(__file__).with_name("devices.md")
 BEGIN, END = "<!-- python docs/kernels.py -->\n", "<!-- end of the table -->\n"

@@ -1,4 +1,4 @@
-"""List the launchers of adasum_hvd/launch/launchers.py in docs/clusters.md.
+"""List the launchers of adasum_hvd/horovod/launch/launchers.py in docs/clusters.md.
 
 python docs/launchers.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adasum_hvd.launch.launchers import LAUNCHERS, Launcher
+from adasum_hvd.horovod.launch.launchers import LAUNCHERS, Launcher
 
 PAGE = Path(__file__).with_name("clusters.md")
 BEGIN, END = "<!-- python docs/launchers.py -->\n", "<!-- end of the table -->\n"

@@ -62,7 +62,7 @@ def of_python() -> Iterator[tuple[str, str]]:
 
 def of_native() -> Iterator[tuple[str, str]]:
     """Yield (message, file) of every native error with a literal text."""
-    for path in (*(PACKAGE / "core").rglob("*"), *(PACKAGE / "native").rglob("*")):
+    for path in (*(PACKAGE / "core").rglob("*"), *(PACKAGE / "horovod").rglob("*")):
         if path.suffix in (".cc", ".h", ".cu"):
             for thrown in _NATIVE.findall(path.read_text()):
                 parts = re.findall(r'"((?:[^"\\]|\\.)*)"', thrown)

@@ -1,6 +1,6 @@
 """`AdamOffload`: Adam with its moments and float32 master weights on the host.
 
-The formula and its arguments are in `adasum_hvd/common/adam.py`. A step runs through these files:
+The formula and its arguments are in `adasum_hvd/base/adam.py`. A step runs through these files:
 
     gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
 
@@ -27,9 +27,9 @@ from adasum_hvd.adam_offload.host import (
 from adasum_hvd.adam_offload.plan import Plan
 from adasum_hvd.adam_offload.settings import Group, Settings
 from adasum_hvd.adam_offload.state import HostStateOptimizer
-from adasum_hvd.common import adam
-from adasum_hvd.common.frames import is_making_state
-from adasum_hvd.common.logging import logger
+from adasum_hvd.base import adam
+from adasum_hvd.base.frames import is_making_state
+from adasum_hvd.base.logging import logger
 
 _CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
 
@@ -152,7 +152,7 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        # With Horovod only rank 0 logs anyway: see `common/logging.py`.
+        # With Horovod only rank 0 logs anyway: see `base/logging.py`.
         rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
         if adam.check("verbose", verbose) and rank == "0":
             logger.info("%s", self.plan())

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from adasum_hvd import __version__
 from adasum_hvd.advice import learning_rate
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import Options
 
 
 def banner(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 
 __all__ = ["FIGURES", "Best", "Figures", "Measured"]
 

@@ -16,7 +16,7 @@ from adasum_hvd.advice.convergence_results import (
     Figures,
     Measured,
 )
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 
 __all__ = [
     "FIGURES",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adasum_hvd.advice.learning_rate import study_of
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.monitor.files import check
 from adasum_hvd.monitor.files import records as records_of
 from adasum_hvd.monitor.noise import Noise, has_noise, noise_of

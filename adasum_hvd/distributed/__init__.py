@@ -8,8 +8,8 @@ several local steps. The arithmetic is in `reduction`, which names the steps, an
 
 from adasum_hvd.advice.learning_rate import LearningRate, adasum_lr
 from adasum_hvd.advice.run import Advice, advise
-from adasum_hvd.common.marks import mark_worker_local
-from adasum_hvd.common.replicas import ReplicaMismatch
+from adasum_hvd.base.marks import mark_worker_local
+from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.clipping import clip_grad_norm_
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adasum_hvd.common.agreement import first_difference
-from adasum_hvd.common.replicas import ReplicaMismatch
+from adasum_hvd.base.agreement import first_difference
+from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.sharded_types import shard_problem
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.rounds import Rounds
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.rounds import Rounds
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common.frames import is_making_state, running
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.frames import is_making_state, running
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import checked_call
 from adasum_hvd.distributed.checks import Call, agree
 from adasum_hvd.distributed.communicator import Communicator

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, call_of
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect

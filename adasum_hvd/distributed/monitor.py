@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.binding import TensorRecord
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.ddp import AdasumState
 from adasum_hvd.monitor.monitor import Entries, Monitor, entries_of_buckets
-from adasum_hvd.monitor.statistics import Rows
+from adasum_hvd.monitor.statistics import Rows, TensorRecord
 
 __all__ = ["AdasumMonitor"]
 

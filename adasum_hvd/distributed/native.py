@@ -30,7 +30,7 @@ LIMIT = "of the process group's timeout"
 
 
 class Rows(NamedTuple):
-    """A record for a monitor: see `binding.TensorRecord`."""
+    """A record for a monitor: see `monitor.statistics.TensorRecord`."""
 
     sizes: tuple[int, ...]
     rows: NDArray[np.float64]  # [tensors, width(sizes)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adasum_hvd.common.binding import TensorRecord
 from adasum_hvd.distributed.coefficients import tree_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.native import Rows
@@ -15,6 +14,7 @@ from adasum_hvd.distributed.reduction import Solution
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.slices import layout_of
 from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.monitor.statistics import TensorRecord
 
 
 class Records:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
 from adasum_hvd.distributed.communicator import Communicator, group_of
 from adasum_hvd.distributed.replicas import Copies

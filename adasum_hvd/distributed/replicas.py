@@ -11,8 +11,8 @@ import torch
 
 from adasum_hvd.advice.banner import distributed_banner
 from adasum_hvd.advice.learning_rate import find_study
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.replicas import ReplicaMismatch, compare, is_due
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.replicas import ReplicaMismatch, compare, is_due
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.ddp import AdasumState

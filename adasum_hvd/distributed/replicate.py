@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.frames import is_inside
+from adasum_hvd.base.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from adasum_hvd.common.agreement import plain
+from adasum_hvd.base.agreement import plain
 
 Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 GROUP_OPS = ("adasum", "average", "sum")

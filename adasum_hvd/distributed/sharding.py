@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.checks import DTYPES
 from adasum_hvd.distributed.forward_check import is_replicated
 from adasum_hvd.distributed.sharded_types import (

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from adasum_hvd.common.one_group import warn_of_one_group
+from adasum_hvd.base.one_group import warn_of_one_group
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from adasum_hvd.common.logging import logger
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.logging import logger
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator

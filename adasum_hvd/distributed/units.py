@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from adasum_hvd.common.marks import is_marked_local, times_marked
+from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.parallel.context import check_bool, check_count
 
 __all__ = [

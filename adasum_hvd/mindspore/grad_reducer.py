@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from adasum_hvd.common.agreement import refuse_elastic
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base.agreement import refuse_elastic
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.parallel.context import check_bool
 
 # Names must be equal on all ranks of a group, even if other ranks construct more reducers.

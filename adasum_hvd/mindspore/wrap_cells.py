@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.agreement import refuse_elastic
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import refuse_elastic
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel.context import ParallelContext, check
 

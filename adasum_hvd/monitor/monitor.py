@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import time
@@ -11,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adasum_hvd.common import binding, ops
-from adasum_hvd.common.agreement import compare_settings, refuse_elastic
-from adasum_hvd.common.options import check_count
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import compare_settings, refuse_elastic
+from adasum_hvd.base.options import check_count
 from adasum_hvd.monitor.noise import noise_of
 from adasum_hvd.monitor.sinks import SUMMARY, Record, Sinks
-from adasum_hvd.monitor.statistics import DEGREES, Rows, statistics, width
+from adasum_hvd.monitor.statistics import DEGREES, Rows, TensorRecord, statistics, width
 
 # The names of a tensor's segments, by the tensor's name in the engine.
 Entries = Mapping[str, Sequence[str]]
@@ -32,7 +31,7 @@ class Channel(Protocol):
     def request_record(self, entry: str) -> None:
         """Request a record of the next reduction of a tensor."""
 
-    def latest_record(self, entry: str) -> binding.TensorRecord | None:
+    def latest_record(self, entry: str) -> TensorRecord | None:
         """Return the latest record of a tensor, or None if there is none."""
 
     def gather(self, obj: Any) -> list[Any]:
@@ -47,25 +46,11 @@ class Channel(Protocol):
         """
 
 
-class OpRecords:
-    """The part of a `Channel` that the Horovod op provides."""
-
-    library: ctypes.CDLL
-
-    def request_record(self, entry: str) -> None:
-        """Request a record of the next reduction of a tensor."""
-        binding.request_record(self.library, entry)
-
-    def latest_record(self, entry: str) -> binding.TensorRecord | None:
-        """Return the latest record of a tensor, or None if there is none."""
-        return binding.latest_record(self.library, entry)
-
-
 def check_job(settings: Mapping[str, object]) -> None:
     """Check that this job can have a monitor.
 
     Args:
-        settings: the op's, from :func:`adasum_hvd.common.binding.settings`.
+        settings: the op's, from :func:`adasum_hvd.horovod.binding.settings`.
 
     Raises:
         NotImplementedError: the job is elastic.

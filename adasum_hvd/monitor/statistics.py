@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,22 @@ DEGREES = {"variance": 2, "squared_mean": 2, "length": 1}
 _SUMS = 5  # per group, before its coefficients: core/reduce/observation.h
 
 Rows: TypeAlias = NDArray[np.float64]
+
+
+class TensorRecord(NamedTuple):
+    """One rank's record of a reduction, by segment of the tensor.
+
+    Attributes:
+        number: how many reductions of this tensor have been recorded, this one included.
+        sizes: by level of the AdaSum tree, innermost first: how many vectors a group combines.
+            Empty on one rank.
+        rows: float64 of (segments * width,), in the layout of this module. A rank has
+            zeros for the segments that other ranks solved; the sum over the ranks is complete.
+    """
+
+    number: int
+    sizes: tuple[int, ...]
+    rows: Rows
 
 
 def width(sizes: Sequence[int]) -> int:
@@ -51,8 +67,8 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
     - `length`: `|AdaSum|`.
 
     Args:
-        rows: (tensors, width(sizes)), summed over the ranks; see `binding.TensorRecord.rows`.
-        sizes: see `binding.TensorRecord.sizes`.
+        rows: (tensors, width(sizes)), summed over the ranks; see `TensorRecord.rows`.
+        sizes: see `TensorRecord.sizes`.
 
     Returns:
         By name in :data:`NAMES`, float64 of (tensors,). NaN if a tensor is zero on all ranks or

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
-from adasum_hvd.common import namespaces as _names
-from adasum_hvd.startup import preflight as _installed
+from adasum_hvd.base import namespaces as _names
+from adasum_hvd.horovod.startup import preflight as _installed
 
 _installed.require_horovod("tensorflow")
 
@@ -14,8 +14,8 @@ from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 import adasum_hvd.tensorflow.elastic as elastic  # not Horovod's, which the star has brought
 from adasum_hvd.advice.learning_rate import adasum_lr
 from adasum_hvd.advice.run import Advice, advise
-from adasum_hvd.common.marks import mark_worker_local
-from adasum_hvd.common.ops import (
+from adasum_hvd.base.marks import mark_worker_local
+from adasum_hvd.base.ops import (
     Adasum,
     AdasumDelta,
     AdasumGrad,

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from adasum_hvd.common import adam
+from adasum_hvd.base import adam
 
 _HOST = "CPU:0"
 
@@ -123,7 +123,7 @@ def _keras_rate(value: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class AdamOffload(keras.optimizers.Optimizer):
-    """Adam on the host CPU, for variables on any device; as `common/adam.py` defines it.
+    """Adam on the host CPU, for variables on any device; as `base/adam.py` defines it.
 
     A float32 (or float64) variable on the CPU is updated in place. Any other variable has a master
     copy in float32 (float64 for float64) on the host, and is rounded from it in every step. If

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import functions, mpi_ops
 
-from adasum_hvd.common.agreement import compare_parameters
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base.agreement import compare_parameters
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 

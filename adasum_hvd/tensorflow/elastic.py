@@ -1,8 +1,8 @@
 """Elastic training: the job continues when ranks fail, leave or join.
 
-Names and calls are Horovod's; :mod:`adasum_hvd.elastic.state` documents the differences of all
-frameworks. Horovod's states do not work with Keras 3, whose `optimizer.variables` is not a method.
-Its `run` treats every failure but three as the end of the training.
+Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` documents the
+differences of all frameworks. Horovod's states do not work with Keras 3, whose
+`optimizer.variables` is not a method. Its `run` treats every failure but three as the end of the training.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.elastic.state import SharedState, running
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.horovod.elastic.state import SharedState, running
 from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow import ops
 from adasum_hvd.tensorflow.broadcasting import (

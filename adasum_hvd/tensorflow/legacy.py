@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common.agreement import optimizer_facts, refuse_elastic
-from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.options import Options
+from adasum_hvd.base.agreement import optimizer_facts, refuse_elastic
+from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide

@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.mindspore import wrap_cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel import ParallelContext, refuse

@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import Options, ProcessSet
-from adasum_hvd.monitor.monitor import Monitor, OpRecords, check_job, inputs_of
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import Options, ProcessSet
+from adasum_hvd.horovod.binding import OpRecords
+from adasum_hvd.monitor.monitor import Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops

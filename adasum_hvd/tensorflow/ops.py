@@ -18,11 +18,12 @@ from horovod.tensorflow.compression import Compression
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
-from adasum_hvd.common import agreement, binding, ops
-from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.elastic import rendezvous
-from adasum_hvd.launch import start as launch
-from adasum_hvd.startup import after_init, groups, preflight
+from adasum_hvd.base import agreement, ops
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.elastic import rendezvous
+from adasum_hvd.horovod.launch import start as launch
+from adasum_hvd.horovod.startup import after_init, groups, preflight
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.unfolded import unfolded
 
@@ -44,8 +45,8 @@ def init(
 
     Args:
         *args: as `horovod.tensorflow.init`.
-        group_op: see :func:`adasum_hvd.startup.groups.configure`.
-        group_size: see :func:`adasum_hvd.startup.groups.configure`.
+        group_op: see :func:`adasum_hvd.horovod.startup.groups.configure`.
+        group_size: see :func:`adasum_hvd.horovod.startup.groups.configure`.
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:

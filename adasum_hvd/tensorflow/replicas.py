@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.common.replicas import ReplicaMismatch as ReplicaMismatch
-from adasum_hvd.common.replicas import compare, is_due
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.replicas import ReplicaMismatch as ReplicaMismatch
+from adasum_hvd.base.replicas import compare, is_due
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adasum_hvd.install import findings
-from adasum_hvd.launch import supervisor
+from adasum_hvd.horovod.build import findings
+from adasum_hvd.horovod.launch import supervisor
 from adasum_hvd.tools import jobs
 
 _NEEDED = {"torch": "torch", "sklearn": "scikit-learn"}

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adasum_hvd.install import environment, findings
-from adasum_hvd.install.findings import BUILD, DoctorFinding, State
-from adasum_hvd.launch import launchers
-from adasum_hvd.launch.launch_context import LaunchError
-from adasum_hvd.startup.preflight import has_mpi
+from adasum_hvd.horovod.build import environment, findings
+from adasum_hvd.horovod.build.findings import BUILD, DoctorFinding, State
+from adasum_hvd.horovod.launch import launchers
+from adasum_hvd.horovod.launch.launch_context import LaunchError
+from adasum_hvd.horovod.startup.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine, selfcheck
 
 RANKS = 2

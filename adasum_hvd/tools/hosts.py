@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from adasum_hvd.launch import slurm_lists
-from adasum_hvd.launch.slurm_lists import MOST, ListError
+from adasum_hvd.horovod.launch import slurm_lists
+from adasum_hvd.horovod.launch.slurm_lists import MOST, ListError
 from adasum_hvd.mindspore import rank_table
 from adasum_hvd.mindspore.rank_table import HOST_NAME, Host, arguments, hostfile
 

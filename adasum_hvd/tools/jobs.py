@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from adasum_hvd.install.environment import scripts_path
-from adasum_hvd.launch import supervisor
+from adasum_hvd.horovod.build.environment import scripts_path
+from adasum_hvd.horovod.launch import supervisor
 
 # Of a job around this one, and those with which results differ from plain AdaSum's.
 _NOT_PASSED_ON = (

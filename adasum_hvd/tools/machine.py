@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from adasum_hvd import __version__
-from adasum_hvd.install import environment, nccl
-from adasum_hvd.install.findings import DoctorFinding, State
+from adasum_hvd.horovod.build import environment, nccl
+from adasum_hvd.horovod.build.findings import DoctorFinding, State
 
 ROOT = Path("/")
 _SSH_SECONDS = 8

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adasum_hvd import reference
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 
 Array: TypeAlias = NDArray[Any]
 Results: TypeAlias = dict[str, dict[str, Any]]  # by framework

@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from adasum_hvd.common.replicas import ReplicaMismatch
+from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.monitor import files
 from adasum_hvd.tools import plot
 from adasum_hvd.tools.torch_engines import ENGINES, Engine

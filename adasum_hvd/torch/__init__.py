@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
-from adasum_hvd.common import namespaces as _namespaces
-from adasum_hvd.startup import preflight as _preflight
+from adasum_hvd.base import namespaces as _namespaces
+from adasum_hvd.horovod.startup import preflight as _preflight
 
 _preflight.require_horovod("torch")
 
@@ -15,8 +15,8 @@ import adasum_hvd.torch.elastic as elastic  # replaces Horovod's, imported by th
 from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.advice.learning_rate import adasum_lr
 from adasum_hvd.advice.run import Advice, advise
-from adasum_hvd.common.marks import mark_worker_local
-from adasum_hvd.common.ops import (
+from adasum_hvd.base.marks import mark_worker_local
+from adasum_hvd.base.ops import (
     Adasum,
     AdasumDelta,
     AdasumGrad,

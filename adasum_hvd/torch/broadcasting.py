@@ -16,8 +16,8 @@ import torch
 from horovod.torch import mpi_ops
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from adasum_hvd.common.agreement import compare_parameters
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base.agreement import compare_parameters
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.objects import Failure, allgather_object, check_root, ranks_of
 from adasum_hvd.torch.wire import write_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from horovod.torch import compression
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.torch import ops as torch_ops
 
 

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import agreement, binding, ops
-from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.common.rounds import Rounds
+from adasum_hvd.base import agreement, ops
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.rounds import Rounds
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.sharded_types import shard_problem
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.compression import Compression, compressions

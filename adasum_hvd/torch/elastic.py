@@ -1,7 +1,7 @@
 """Elastic training: the job continues with the ranks that remain or join.
 
-Names and calls are Horovod's; :mod:`adasum_hvd.elastic.state` lists the differences. With the
-delta variant the optimizer state is local, and survivors keep their own.
+Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` lists the differences.
+With the delta variant the optimizer state is local, and survivors keep their own.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.
@@ -19,7 +19,7 @@ from horovod.torch.elastic import ElasticSampler as HorovodSampler
 from horovod.torch.elastic import TorchState as HorovodState
 from horovod.torch.elastic import state as horovod_state
 
-from adasum_hvd.elastic.state import SharedState, running
+from adasum_hvd.horovod.elastic.state import SharedState, running
 from adasum_hvd.torch import marks, ops
 from adasum_hvd.torch.broadcasting import (
     broadcast_optimizer_state,

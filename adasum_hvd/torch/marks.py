@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set, rank, size
 
-from adasum_hvd.common.agreement import refuse_process_set
-from adasum_hvd.common.marks import check_tensors, is_marked_local, mark
+from adasum_hvd.base.agreement import refuse_process_set
+from adasum_hvd.base.marks import check_tensors, is_marked_local, mark
 
 _HOLDERS = "_adasum_holders"
 

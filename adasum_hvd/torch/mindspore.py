@@ -14,8 +14,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import size
 
 from adasum_hvd.adam_offload import AdamOffload
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.mindspore import wrap_cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
 from adasum_hvd.parallel import ParallelContext

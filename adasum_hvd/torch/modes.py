@@ -7,7 +7,7 @@ from typing import Any
 from horovod.torch.mpi_ops import global_process_set, size
 from horovod.torch.mpi_ops import rank as mpi_rank
 
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.parallel import ParallelModeFinding
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.horovod.binding import OpRecords
 from adasum_hvd.monitor.monitor import (
     Entries,
     Monitor,
-    OpRecords,
     check_job,
     entries_of_buckets,
     inputs_of,

@@ -10,7 +10,7 @@ import cloudpickle
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base.options import ProcessSet
 
 
 class Failure:

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import agreement, binding, ops
-from adasum_hvd.common.namespaces import with_signature_of
+from adasum_hvd.base import agreement, ops
+from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.distributed.sharded_types import is_dtensor
-from adasum_hvd.elastic import rendezvous
-from adasum_hvd.launch import start as launch
-from adasum_hvd.startup import after_init, groups, preflight
-from adasum_hvd.startup.allocator import keep_freed_memory
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.elastic import rendezvous
+from adasum_hvd.horovod.launch import start as launch
+from adasum_hvd.horovod.startup import after_init, groups, preflight
+from adasum_hvd.horovod.startup.allocator import keep_freed_memory
 from adasum_hvd.torch import rendezvous as launch_rendezvous
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
@@ -51,8 +52,8 @@ def init(
 
     Args:
         *args: as `horovod.torch.init`.
-        group_op: see :func:`adasum_hvd.startup.groups.configure`.
-        group_size: see :func:`adasum_hvd.startup.groups.configure`.
+        group_op: see :func:`adasum_hvd.horovod.startup.groups.configure`.
+        group_size: see :func:`adasum_hvd.horovod.startup.groups.configure`.
         **kwargs: as `horovod.torch.init`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adasum_hvd.common.agreement import compare_parameters
+from adasum_hvd.base.agreement import compare_parameters
 
 Ranks = tuple[int, ...]
 _REMEDY = (

@@ -11,12 +11,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from horovod.torch import mpi_ops
 
-from adasum_hvd.launch import launchers, start
-from adasum_hvd.launch.assignment import RankInfo
-from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
-from adasum_hvd.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
-from adasum_hvd.launch.start import Expected
-from adasum_hvd.startup import preflight
+from adasum_hvd.horovod.launch import launchers, start
+from adasum_hvd.horovod.launch.assignment import RankInfo
+from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
+from adasum_hvd.horovod.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
+from adasum_hvd.horovod.launch.start import Expected
+from adasum_hvd.horovod.startup import preflight
 from adasum_hvd.torch.wire import LIBRARY
 
 
@@ -29,7 +29,7 @@ def before_init() -> Expected | None:
         The number of ranks that Horovod must find, None if it is not known.
 
     Raises:
-        LaunchError: see :func:`adasum_hvd.launch.start.before_init`.
+        LaunchError: see :func:`adasum_hvd.horovod.launch.start.before_init`.
 
     Collective: every rank; blocks until all respond.
     """

@@ -9,11 +9,11 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
-from adasum_hvd.common import binding
-from adasum_hvd.common.options import ProcessSet
-from adasum_hvd.common.replicas import Digests, compare, is_due
-from adasum_hvd.common.replicas import ReplicaMismatch as ReplicaMismatch
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.replicas import Digests, compare, is_due
+from adasum_hvd.base.replicas import ReplicaMismatch as ReplicaMismatch
 from adasum_hvd.distributed.replicas import digest, named_tensors
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object

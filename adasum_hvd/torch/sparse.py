@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import wire
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import agreement, binding, ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import agreement, ops
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.horovod import binding
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
 NOTHING = -1  # the handle of an empty group

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 sys.path.insert(0, str(REPOSITORY))
 
-from adasum_hvd.install import nccl  # noqa: E402
+from adasum_hvd.horovod.build import nccl  # noqa: E402
 
 SECONDS = 3600  # that a step may take
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # ranks beyond the devices share them

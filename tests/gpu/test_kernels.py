@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import INCLUDES
+from adasum_hvd.horovod.build import nccl
+from adasum_hvd.horovod.build.sources import INCLUDES
 from tests.native import rooms
 
 TESTS = Path(__file__).parents[1] / "native"

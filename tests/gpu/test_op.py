@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.common import binding
-from adasum_hvd.install import environment
-from adasum_hvd.startup.preflight import library_path
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.build import environment
+from adasum_hvd.horovod.startup.preflight import library_path
 from tests.parallel.harness.configurations import (
     ASYNCHRONOUS,
     SLICED,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from adasum_hvd.install import prerequisites
-from adasum_hvd.install.sources import CORE, NATIVE, cache_dir
+from adasum_hvd.horovod.build import prerequisites
+from adasum_hvd.horovod.build.sources import CORE, NATIVE, cache_dir
 
 _REPOSITORY = Path(__file__).parents[2]
 _TESTS = _REPOSITORY / "tests" / "native"

@@ -24,7 +24,7 @@
 #include "host/transport.h"
 #include "testing.h"
 #if defined(ADASUM_WITH_NCCL)
-#include "transport/nccl.h"
+#include "network/nccl.h"
 #endif
 
 namespace adasum_hvd {

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Collection
 from pathlib import Path
 
-from adasum_hvd.install.sources import native_files
+from adasum_hvd.horovod.build.sources import native_files
 
 SIMULATED = Path(__file__).with_name("simulated_cuda")
 X86 = platform.machine() == "x86_64"
@@ -23,7 +23,7 @@ def sources(*parts: str, without: Collection[str] = ()) -> dict[Path, tuple[str,
     """Return the sources to compile, each with flags of its own.
 
     Args:
-        parts: folders, with those in them, or files, of the core or of `adasum_hvd/native`.
+        parts: folders, with those in them, or files, of the core or of `adasum_hvd/horovod`.
         without: files in these folders that are left out.
     """
     known = native_files()
@@ -46,12 +46,12 @@ ARITHMETIC = sources(
 KERNELS = sources("cuda")
 # What Horovod calls, over Gloo and NCCL.
 OP = sources(
-    "op", "reduce", "kernels", "host", "transport", "failure", "cuda",
-    without=["op/tensorflow_stream.cc", "transport/mpi.cc"],
+    "op", "reduce", "kernels", "host", "network", "failure", "cuda",
+    without=["op/tensorflow_stream.cc", "network/mpi.cc"],
 )  # fmt: skip
 WITHOUT_HOROVOD = {  # settings.cc knows which of Horovod's backends there are
     path: own
-    for path, own in (ARITHMETIC | KERNELS | sources("transport/nccl.cc")).items()
+    for path, own in (ARITHMETIC | KERNELS | sources("network/nccl.cc")).items()
     if path.name != "settings.cc"
 }
 SIMULATED_DEVICE = dict.fromkeys(sorted(SIMULATED.glob("*.cc")), ())

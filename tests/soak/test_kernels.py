@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernels
 import pytest
 
-from adasum_hvd.install import nccl
+from adasum_hvd.horovod.build import nccl
 
 
 def test_kernels_spill_nothing_and_their_registers_are_listed() -> None:

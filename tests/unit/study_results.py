@@ -11,7 +11,7 @@ from convergence.studies import Row
 from convergence.target_report import Outcome, Results
 from convergence.tuning import rate
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 
 RUNS = Runs(Path(__file__).parents[2] / "docs/convergence/raw", "none", only_kept=True)
 SEEDS = {"momentum": 5, "adam": 3, "adamw": 5}  # at least

@@ -17,7 +17,7 @@ from torch import nn
 from adasum_hvd import adam_offload
 from adasum_hvd.adam_offload import AdamOffload, host, state
 from adasum_hvd.adam_offload.host import PIECE_ELEMENTS
-from adasum_hvd.common import adam
+from adasum_hvd.base import adam
 from tests.unit.offload_parts import (
     Reference,
     equal,

@@ -14,7 +14,7 @@ import torch
 
 from adasum_hvd import cli
 from adasum_hvd.advice import run as advice
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.monitor.files import records
 from adasum_hvd.monitor.noise import Noise, noise_of
 from adasum_hvd.monitor.statistics import statistics

@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from adasum_hvd import boost
+from adasum_hvd.base import ops
 from adasum_hvd.boost import Boost, switch
-from adasum_hvd.common import ops
 
 # The tutorial's second listing.
 TUTORIAL = {

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd import cli
-from adasum_hvd.install import build, environment, prerequisites, sources
+from adasum_hvd.horovod.build import command as build
+from adasum_hvd.horovod.build import environment, prerequisites, sources
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -137,7 +138,7 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     library.parent.mkdir(parents=True)
     library.write_text("not a library" * 99)
     (tmp_path / "horovod" / "__init__.py").touch()
-    words = [sys.executable, "-m", "adasum_hvd.install.load_check"]
+    words = [sys.executable, "-m", "adasum_hvd.horovod.build.load_check"]
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     loaded = subprocess.run(
         words, capture_output=True, text=True, check=False,

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from adasum_hvd import core, reference
-from adasum_hvd.install.sources import CORE
+from adasum_hvd.horovod.build.sources import CORE
 
 SPAWN = multiprocessing.get_context("spawn")
 SIZES = ((5,), (1, 0, 7, 4096, 3), (4097, 300_001, 17))

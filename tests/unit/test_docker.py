@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from adasum_hvd.install import prerequisites
+from adasum_hvd.horovod.build import prerequisites
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"

@@ -7,7 +7,7 @@ import sys
 
 # Ranks run the same main module, and a copy of its functions would use copies of its globals.
 PROGRAM = """
-from adasum_hvd.elastic.attributes import pack, unpack
+from adasum_hvd.horovod.elastic.attributes import pack, unpack
 
 trained = object()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.advice.learning_rate import FIGURES
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from tests.unit import pages
 from tests.unit.pages import REPOSITORY
 from tests.unit.study_results import at_the_end

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adasum_hvd import reference
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.torch.optimizer.buckets.flags import Flags
 
 DENSE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()

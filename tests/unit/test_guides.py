@@ -10,7 +10,7 @@ import adasum_hvd.torch as torch_hvd
 from adasum_hvd import __version__, distributed, parallel
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.run import advise
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.distributed import torchft as distributed_torchft
 from adasum_hvd.monitor import statistics
 from adasum_hvd.tensorflow.keras import callbacks

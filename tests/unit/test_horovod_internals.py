@@ -13,8 +13,9 @@ import pytest
 from horovod.torch import mpi_ops
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.common import binding, ops
-from adasum_hvd.install import sources
+from adasum_hvd.base import ops
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.build import sources
 from adasum_hvd.torch import wire
 
 
@@ -53,7 +54,7 @@ def test_the_op_has_a_version_and_settings():
 def test_a_new_process_has_reduced_nothing():
     script = """
 from horovod.torch import mpi_ops
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch.wire import LIBRARY
 print(mpi_ops._handle_map, *binding.counters(LIBRARY))
 """

@@ -12,13 +12,13 @@ import pytest
 from horovod.runner.http.http_server import KVStoreHandler, RendezvousHTTPServer
 from horovod.runner.util.threads import in_thread
 
-from adasum_hvd.launch import slurm_lists, start
-from adasum_hvd.launch.assignment import RankInfo, assign, server_address
-from adasum_hvd.launch.launch_context import LaunchContext, LaunchError
-from adasum_hvd.launch.launchers import LAUNCHERS, Process, innermost
-from adasum_hvd.launch.launchers import OPEN_MPI as OPEN_MPI_LIBRARY
-from adasum_hvd.launch.rendezvous import HttpStore
-from adasum_hvd.launch.route import Route, find, interface_with
+from adasum_hvd.horovod.launch import slurm_lists, start
+from adasum_hvd.horovod.launch.assignment import RankInfo, assign, server_address
+from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
+from adasum_hvd.horovod.launch.launchers import LAUNCHERS, Process, innermost
+from adasum_hvd.horovod.launch.launchers import OPEN_MPI as OPEN_MPI_LIBRARY
+from adasum_hvd.horovod.launch.rendezvous import HttpStore
+from adasum_hvd.horovod.launch.route import Route, find, interface_with
 
 OF_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NONE, HERE = (None, None), "127.0.0.1"

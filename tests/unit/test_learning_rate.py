@@ -16,7 +16,7 @@ from convergence.tuning import cost, tried
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
 from adasum_hvd.advice.learning_rate import FIGURES, Measured, find_study, study_of
-from adasum_hvd.common import ops, options
+from adasum_hvd.base import ops, options
 from tests.unit.study_results import RUNS, at_the_end, steps_to_target
 
 adasum_lr = partial(learning_rate.adasum_lr, optimizer="momentum")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-IMPORT = "from adasum_hvd.common.logging import log_on_first_rank, logger; "
+IMPORT = "from adasum_hvd.base.logging import log_on_first_rank, logger; "
 LOG = "log_on_first_rank({rank}); logger.info('hello'); "
 OWN = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='own %(message)s'); "
 

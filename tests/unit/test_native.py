@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install import nccl
-from adasum_hvd.install.sources import INCLUDES, NATIVE
+from adasum_hvd.horovod.build import nccl
+from adasum_hvd.horovod.build.sources import INCLUDES, NATIVE
 from tests.native.programs import COMBINATIONS, FORMS, TESTS, build, runs_here
 from tests.native.rooms import X86
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adasum_hvd import cli
-from adasum_hvd.install import environment, nccl, sources
+from adasum_hvd.horovod.build import environment, nccl, sources
 
 cpu_build_of_torch = pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch is a CUDA build here"

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from adasum_hvd.common import binding, ops
-from adasum_hvd.common.one_group import warn_of_one_group
-from adasum_hvd.startup import groups
+from adasum_hvd.base import ops
+from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.startup import groups
 
 
 def test_parse_names_and_numbers():

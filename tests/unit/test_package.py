@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import adasum_hvd
-from adasum_hvd.install.sources import NATIVE, native_files
+from adasum_hvd.horovod.build.sources import NATIVE, native_files
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adasum_hvd.common import agreement, ops, options
-from adasum_hvd.common.partition import partition
+from adasum_hvd.base import agreement, ops, options
+from adasum_hvd.base.partition import partition
 from adasum_hvd.mindspore.grad_reducer import checked_degree, fusion_groups
 
 SIZES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50)), max_size=20)

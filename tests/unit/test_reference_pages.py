@@ -16,9 +16,9 @@ import pytest
 import adasum_hvd.tensorflow as tensorflow_hvd
 import adasum_hvd.torch as torch_hvd
 from adasum_hvd import cli
-from adasum_hvd.common import options
-from adasum_hvd.install import sources
-from adasum_hvd.launch import start
+from adasum_hvd.base import options
+from adasum_hvd.horovod.build import sources
+from adasum_hvd.horovod.launch import start
 from tests.unit import pages
 from tests.unit.pages import REPOSITORY
 
@@ -135,7 +135,7 @@ def variables() -> dict[str, list[str]]:
 
 READ = """
 import json, os, sys
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch.ops import LIBRARY
 errors = {}
 for name, value in json.load(sys.stdin):
@@ -214,7 +214,7 @@ def test_words_of_the_table_are_accepted_and_others_are_not(op) -> None:
 
 
 def test_variables_that_all_ranks_share_are_those_that_the_op_compares() -> None:
-    source = (REPOSITORY / "adasum_hvd/native/op/settings.cc").read_text()
+    source = (REPOSITORY / "adasum_hvd/horovod/op/settings.cc").read_text()
     fingerprint = source.partition("Settings::Fingerprint() const {")[2].partition(
         "return"
     )[0]

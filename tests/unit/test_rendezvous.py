@@ -12,7 +12,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.rendezvous import GET_RANK_AND_SIZE
 from horovod.runner.http.http_server import RendezvousServer
 
-from adasum_hvd.elastic import rendezvous
+from adasum_hvd.horovod.elastic import rendezvous
 
 LIMIT_SECONDS = 60
 FORK = multiprocessing.get_context("fork")

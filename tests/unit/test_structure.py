@@ -12,36 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.install.sources import NATIVE, native_files
+from adasum_hvd.horovod.build.sources import NATIVE, native_files
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "adasum_hvd"
 # By room of `adasum_hvd`, the rooms that it imports; all may import `reference` and `__version__`.
 ROOMS: dict[str, set[str]] = {
-    "common": set(),
-    "adam_offload": {"common"},
-    "advice": {"common", "monitor"},
-    "startup": {"common", "advice"},
-    "elastic": {"common"},
-    "install": {"startup", "launch", "core"},
-    "mindspore": {"common", "parallel"},
-    "monitor": {"common"},
-    "parallel": set(),
+    "base": set(),
+    "adam_offload": {"base"},
+    "advice": {"base", "monitor"},
+    "monitor": {"base"},
     "core": set(),
-    "distributed": {"common", "advice", "monitor", "core"},
-    "launch": {"common"},
-    "tools": {
-        *("common", "startup", "install", "launch", "mindspore"),
-        *("torch", "tensorflow", "adam_offload"),
-        *("distributed", "advice", "monitor"),
-    },
+    "distributed": {"base", "advice", "monitor", "core"},
+    "horovod": {"base", "advice", "monitor", "core"},
+    "parallel": set(),
+    "mindspore": {"base", "parallel"},
     "torch": {
-        *("common", "advice", "startup", "elastic", "adam_offload"),
-        *("parallel", "mindspore", "monitor", "launch", "distributed"),
+        *("base", "advice", "adam_offload", "distributed", "horovod"),
+        *("parallel", "mindspore", "monitor"),
     },
-    "tensorflow": {
-        *("common", "advice", "startup", "elastic"),
-        *("parallel", "mindspore", "monitor", "launch"),
+    "tensorflow": {"base", "advice", "horovod", "parallel", "mindspore", "monitor"},
+    "tools": {
+        *("base", "advice", "adam_offload", "core", "distributed", "horovod"),
+        *("mindspore", "monitor", "torch", "tensorflow"),
     },
 }
 # The command, and public import paths that only re-export.
@@ -55,10 +48,10 @@ PER_FRAMEWORK = re.compile(r"(?:mindspore|parallel|tools)/(torch|tensorflow)_\w+
 # By native room, the other rooms or files that it includes. The arithmetic includes only the
 # interface of transports; OUTSIDE lists the rooms that include Horovod, MPI, Gloo and NCCL.
 INCLUDED: dict[str, set[str]] = {
-    "op": {"cuda", "failure", "reduce", "host", "transport", "kernels/kernels.h"},
-    "failure": {"host", "transport", "op/network.h", "op/horovod_internals.h"},
+    "op": {"cuda", "failure", "reduce", "host", "network", "kernels/kernels.h"},
+    "failure": {"host", "network", "op/network.h", "op/horovod_internals.h"},
     "cuda": {"reduce", "host/transport.h", "kernels/kernels.h"},
-    "transport": {"host"},
+    "network": {"host"},
     # The core, which needs no other room: kernels, hosts, the algorithm and its C interface.
     "kernels": set(),
     "host": set(),
@@ -72,11 +65,11 @@ INCLUDED: dict[str, set[str]] = {
     "capi.cc": {"adasum.h", "reduce", "host", "kernels/kernels.h"},
 }
 OUTSIDE = {
-    "horovod": {"op", "failure", "transport"},
-    "mpi.h": {"failure", "transport"},
-    "gloo": {"transport"},
-    "nccl.h": {"op", "transport"},
-    "cuda_runtime.h": {"op", "cuda", "transport"},
+    "horovod": {"op", "failure", "network"},
+    "mpi.h": {"failure", "network"},
+    "gloo": {"network"},
+    "nccl.h": {"op", "network"},
+    "cuda_runtime.h": {"op", "cuda", "network"},
 }
 
 
@@ -193,7 +186,7 @@ def test_includes_have_no_cycle() -> None:
 
 def test_files_that_the_build_and_the_tests_exclude_exist() -> None:
     """They compile whole folders, except for named files; those names must stay valid."""
-    named = r"\b(?:op|failure|reduce|kernels|host|transport|cuda)/[\w/]+\.c[cu]\b"
+    named = r"\b(?:op|failure|reduce|kernels|host|network|cuda)/[\w/]+\.c[cu]\b"
     for path in (NATIVE / "cmake" / "targets.cmake", TESTS / "native" / "rooms.py"):
         excepted = re.findall(named, path.read_text())
         assert len(excepted) > 3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adasum_hvd.launch import supervisor
+from adasum_hvd.horovod.launch import supervisor
 
 # Notes its signals, and starts a process of its own session, deaf to all signals, and an orphan.
 FAMILY = """
@@ -101,7 +101,7 @@ def test_a_command_that_dies_leaves_nothing(
 
 def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     program = (
-        "import sys; from adasum_hvd.launch import supervisor; "
+        "import sys; from adasum_hvd.horovod.launch import supervisor; "
         "supervisor.start(sys.argv[1:]).wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, *words(tmp_path)])

@@ -16,8 +16,8 @@ from horovod.tensorflow import mpi_ops
 
 import adasum_hvd.tensorflow as hvd
 import adasum_hvd.tensorflow.keras as hvd_keras
-from adasum_hvd.common import binding
-from adasum_hvd.install import prerequisites, sources
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.build import prerequisites, sources
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import by_name
 

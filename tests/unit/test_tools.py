@@ -18,7 +18,7 @@ import pytest
 
 import adasum_hvd
 from adasum_hvd import cli
-from adasum_hvd.install.findings import DoctorFinding, State
+from adasum_hvd.horovod.build.findings import DoctorFinding, State
 from adasum_hvd.mindspore.rank_table import Host
 from adasum_hvd.tools import bench, doctor, hosts, jobs, machine, selfcheck, timeline
 

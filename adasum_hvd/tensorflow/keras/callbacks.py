@@ -10,9 +10,9 @@ import keras
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common.agreement import is_elastic
-from adasum_hvd.common.marks import is_marked_local, mark_worker_local
-from adasum_hvd.common.options import ProcessSet, check_count
+from adasum_hvd.base.agreement import is_elastic
+from adasum_hvd.base.marks import is_marked_local, mark_worker_local
+from adasum_hvd.base.options import ProcessSet, check_count
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras.learning_rate import (

@@ -8,7 +8,7 @@ import horovod.tensorflow as horovod_tf
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 from adasum_hvd.tensorflow import ops as tf_ops
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from adasum_hvd.elastic.state import SharedState
+from adasum_hvd.horovod.elastic.state import SharedState
 from adasum_hvd.tensorflow.elastic import TensorFlowKerasState
 from adasum_hvd.tensorflow.elastic import TensorFlowState as TensorFlowState
 from adasum_hvd.tensorflow.elastic import run as run

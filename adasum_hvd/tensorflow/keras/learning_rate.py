@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common.logging import logger
+from adasum_hvd.base.logging import logger
 from adasum_hvd.tensorflow.optimizer.slots import inner
 
 

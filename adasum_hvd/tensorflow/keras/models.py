@@ -12,7 +12,7 @@ import horovod.tensorflow.keras
 import keras
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd.common.marks import mark_worker_local
+from adasum_hvd.base.marks import mark_worker_local
 from adasum_hvd.tensorflow import optimizer as tf_optimizer
 from adasum_hvd.tensorflow.horovod_arguments import (
     by_name,

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide

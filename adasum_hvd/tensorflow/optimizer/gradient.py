@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.window import returning
 from adasum_hvd.tensorflow.reduction.buckets import prepared

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from adasum_hvd.common.dynamic_subclass import as_instance_of
-from adasum_hvd.common.options import Options
+from adasum_hvd.base.dynamic_subclass import as_instance_of
+from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.reduction import is_alone
 

@@ -8,8 +8,8 @@ import keras
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compression
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import SHARED, Options
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import SHARED, Options
 
 CLASS_NAME = "DistributedOptimizer"
 _KEPT = ("sparse_as_dense", *SHARED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local
 
 # Keras's lists that are not state of the step: variables, and moving averages of the weights that
 # all ranks share.

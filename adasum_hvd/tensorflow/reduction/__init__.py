@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.agreement import is_elastic
-from adasum_hvd.common.options import Options, ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import is_elastic
+from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.reduction import named
 from adasum_hvd.tensorflow.reduction.buckets import reduce_list

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.agreement import is_elastic
-from adasum_hvd.common.marks import is_marked_local
-from adasum_hvd.common.options import Options
-from adasum_hvd.common.partition import partition
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import is_elastic
+from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import Options
+from adasum_hvd.base.partition import partition
 from adasum_hvd.tensorflow.ops import refuse_sparse, wire_dtype
 from adasum_hvd.tensorflow.reduction import named
 from adasum_hvd.tensorflow.reduction.lists import is_sparse, name_of

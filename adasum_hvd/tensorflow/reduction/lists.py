@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common.agreement import (
+from adasum_hvd.base.agreement import (
     OPTIMIZER,
     OPTIONS,
     comparable,
@@ -20,7 +20,7 @@ from adasum_hvd.common.agreement import (
     compare_settings,
     is_elastic,
 )
-from adasum_hvd.common.options import Options
+from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.unfolded import zero

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 
 _order_variables: dict[str, tf.Variable] = {}  # by name
 _uses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by TF1 graph

@@ -24,10 +24,10 @@ import torch
 from horovod.torch.mpi_ops import global_process_set, rank
 
 from adasum_hvd import parallel
-from adasum_hvd.common import agreement, ops
-from adasum_hvd.common.dynamic_subclass import as_dynamic_subclass
-from adasum_hvd.common.namespaces import with_signature_of
-from adasum_hvd.common.options import (
+from adasum_hvd.base import agreement, ops
+from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.base.namespaces import with_signature_of
+from adasum_hvd.base.options import (
     Options,
     ProcessSet,
     check,

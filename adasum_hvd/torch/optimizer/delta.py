@@ -12,9 +12,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.agreement import first_difference
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import first_difference
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire

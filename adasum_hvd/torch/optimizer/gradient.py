@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer import scaling

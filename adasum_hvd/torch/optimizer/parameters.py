@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd.common.agreement import OPTIONS, compare_settings
-from adasum_hvd.common.marks import times_marked
-from adasum_hvd.common.options import Options
-from adasum_hvd.common.partition import partition
+from adasum_hvd.base.agreement import OPTIONS, compare_settings
+from adasum_hvd.base.marks import times_marked
+from adasum_hvd.base.options import Options
+from adasum_hvd.base.partition import partition
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object

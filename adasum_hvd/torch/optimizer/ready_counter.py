@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common.frames import is_inside
+from adasum_hvd.base.frames import is_inside
 
 # A gradient after backward, its version, and its address if it is in a bucket.
 Seen = tuple[torch.Tensor, int, int | None]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common import agreement
-from adasum_hvd.common.options import Options, ProcessSet, check_count
+from adasum_hvd.base import agreement
+from adasum_hvd.base.options import Options, ProcessSet, check_count
 from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.optimizer.buckets import NamedParameter

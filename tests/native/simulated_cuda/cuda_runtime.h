@@ -1,6 +1,6 @@
-// The part of CUDA that adasum_hvd/native and Horovod use, on the host: kernels run as written, their threads
-// one after the other, on memory that any tool can watch. For machines without a device; test_reduce.cc says
-// which tests run on it.
+// The part of CUDA that adasum_hvd/horovod and Horovod use, on the host: kernels run as written, their
+// threads one after the other, on memory that any tool can watch. For machines without a device;
+// test_reduce.cc says which tests run on it.
 //
 // A stream is a thread that works off what is enqueued, so that a host that does not wait is seen not to; the
 // threads of a block are fibers that meet at barriers and shuffles, and a kernel that one of them does not

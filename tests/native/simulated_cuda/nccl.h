@@ -1,4 +1,4 @@
-// The part of NCCL that adasum_hvd/native and Horovod use, between threads and processes of one machine.
+// The part of NCCL that adasum_hvd/horovod and Horovod use, between threads and processes of one machine.
 #pragma once
 
 #include <cstddef>

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from adasum_hvd.launch import supervisor
+from adasum_hvd.horovod.launch import supervisor
 from tests.parallel.harness.cases import Case
 from tests.parallel.harness.configurations import SIMULATED, Configuration
 from tests.parallel.harness.imported import python

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from adasum_hvd.common import binding
-from adasum_hvd.install.sources import CORE, NATIVE, cache_dir, source_tree
+from adasum_hvd.horovod import binding
+from adasum_hvd.horovod.build.sources import CORE, NATIVE, cache_dir, source_tree
 from tests.native import compiling, programs, rooms
 
 REPOSITORY = Path(__file__).parents[3]

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from adasum_hvd.common import binding, ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.flags import Flags

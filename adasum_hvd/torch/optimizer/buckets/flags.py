@@ -20,7 +20,7 @@ import math
 
 import torch
 
-from adasum_hvd.common import ops
+from adasum_hvd.base import ops
 
 NONE, DENSE, CHANGE = 0.0, 1.0, math.inf
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch.optimizer.buckets.bucket import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 

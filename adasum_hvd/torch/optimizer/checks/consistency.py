@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from adasum_hvd.common import ops
-from adasum_hvd.common.agreement import HYPERPARAMETERS, compare_settings
-from adasum_hvd.common.options import ProcessSet
+from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import HYPERPARAMETERS, compare_settings
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adasum_hvd import reference
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.monitor import statistics
 from tests.parallel.harness import expected_records
 from tests.parallel.harness.simulated_horovod import Horovod

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd import reference
-from adasum_hvd.common.options import Options
+from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction
 from tests.parallel.cases.keras.test_optimizer import (
     OPTIMIZERS,

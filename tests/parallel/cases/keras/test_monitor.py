@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.keras.callbacks import (
     AdasumMonitorCallback,

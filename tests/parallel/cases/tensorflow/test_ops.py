@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow as hvd
 from adasum_hvd import reference
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.tensorflow import ops as tf_ops
 
 SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)

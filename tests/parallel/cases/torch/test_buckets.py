@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch.wire import LIBRARY
 from tests.parallel.harness.models import (
     loss_of,

@@ -13,7 +13,7 @@ import torch
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from tests.parallel.cases.torch.test_ops import HOSTS, TOLERANCE, check_same_everywhere
 from tests.parallel.harness import process_sets
 

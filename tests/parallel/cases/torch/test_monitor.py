@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch import wire
 from tests.parallel.harness import expected_records, noise
 from tests.parallel.harness.models import (

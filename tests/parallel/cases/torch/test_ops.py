@@ -12,7 +12,7 @@ import torch
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
-from adasum_hvd.common import binding
+from adasum_hvd.horovod import binding
 from adasum_hvd.torch.wire import LIBRARY
 from tests.parallel.harness import conformance, process_sets
 from tests.parallel.harness.conformance import (

@@ -1,0 +1,296 @@
+"""The native op's C interface: its presence, settings, counters, memory and monitor records.
+
+Every framework's Horovod library holds a copy of the op. The functions here take that
+library, as `ctypes.CDLL` (`HorovodBasics.MPI_LIB_CTYPES`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from adasum_hvd.monitor.statistics import TensorRecord
+
+_BUILD_COMMAND = "adasum-hvd build"
+_SEGMENTS = "adasum.segments="  # the same as in op/fused_tensors.cc
+_RENAMED = {
+    "exchange_nanoseconds": "reduce_scatter_nanoseconds",
+    "solve_nanoseconds": "coefficients_nanoseconds",
+    "gather_nanoseconds": "allgather_nanoseconds",
+}
+
+
+class Counters(NamedTuple):
+    """The op's counters in this process since it was loaded.
+
+    The times cover tensors in host memory; Horovod's timeline has those on devices.
+
+    Attributes:
+        calls: reductions; a reduction of several fused tensors counts once.
+        tensors: parameters, each with its own coefficients.
+        delta_tensors: parameters reduced by the delta variant.
+        bytes: reduced.
+        explicit_tensors: tensors with an ill-conditioned node that this rank formed explicitly;
+            on devices, of finished reductions only.
+        reduce_scatter_nanoseconds: time of the reduce-scatter and the Gram matrices.
+        coefficients_nanoseconds: time of the Gram matrices' allreduce and of the coefficients.
+        allgather_nanoseconds: time to combine slices and allgather them.
+    """
+
+    calls: int
+    tensors: int
+    delta_tensors: int
+    bytes: int
+    explicit_tensors: int
+    reduce_scatter_nanoseconds: int
+    coefficients_nanoseconds: int
+    allgather_nanoseconds: int
+
+    def __getattr__(self, name: str) -> int:
+        new = _RENAMED.get(name)
+        if new is None:
+            raise AttributeError(name)
+        message = (
+            f"counters().{name} is now {new}; its old name goes with the next release"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+
+def has_op(library: ctypes.CDLL) -> bool:
+    """Return whether this Horovod library contains the AdaSum op."""
+    return hasattr(library, "horovod_adasum_version")
+
+
+def require_library(library: ctypes.CDLL) -> None:
+    """Check that the library has the op of this version.
+
+    Raises:
+        RuntimeError: the installed Horovod was built without the op, or by an earlier version.
+    """
+    if not has_op(library):
+        raise RuntimeError(
+            "AdaSum: expected a Horovod built with the AdaSum op, but got "
+            f"{library._name} without it; run `{_BUILD_COMMAND}`"
+        )
+    if not hasattr(library, "horovod_adasum_record_weights"):  # the newest function
+        raise RuntimeError(
+            "AdaSum: expected a Horovod built by this version of adasum_hvd, but got "
+            f"{library._name} of an earlier one; run `{_BUILD_COMMAND}`"
+        )
+
+
+def require_op(library: ctypes.CDLL) -> None:
+    """Check that the library has the op and the environment holds valid settings.
+
+    Raises:
+        RuntimeError: as :func:`require_library`.
+        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
+    """
+    require_library(library)
+    if error := settings_error(library):
+        raise ValueError(f"AdaSum: {error}")
+
+
+def _text(library: ctypes.CDLL, function: str) -> str:
+    call = getattr(library, function)
+    call.restype = ctypes.c_char_p
+    return call().decode(errors="backslashreplace")
+
+
+def version(library: ctypes.CDLL) -> str:
+    """Return the version of the op in this library."""
+    return _text(library, "horovod_adasum_version")
+
+
+def settings(library: ctypes.CDLL) -> dict[str, object]:
+    """Return the settings that the op read at the last `init`; before it, the environment's."""
+    return json.loads(_text(library, "horovod_adasum_settings"))
+
+
+def settings_error(library: ctypes.CDLL) -> str:
+    """Return the error about an invalid `ADASUM_HVD_*` variable, or "" if all are valid."""
+    return _text(library, "horovod_adasum_settings_error")
+
+
+def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
+    """Return the transport of a process set, and the reason if it is not shared memory.
+
+    Empty before the first AdaSum in that process set. The part about devices is added with the
+    first tensor on a device.
+    """
+    call = library.horovod_adasum_path
+    call.restype = ctypes.c_char_p
+    return call(process_set_id).decode()
+
+
+def reduces_on_devices(library: ctypes.CDLL) -> bool:
+    """Return whether CUDA tensors are reduced on their device, over NCCL."""
+    call = library.horovod_adasum_on_devices
+    call.restype = ctypes.c_bool
+    return call()
+
+
+def counters(library: ctypes.CDLL) -> Counters:
+    """Return how much the op has reduced in this process."""
+    values = (ctypes.c_int64 * len(Counters._fields))()
+    library.horovod_adasum_counters(values)
+    return Counters(*values)
+
+
+def shared_memory(
+    library: ctypes.CDLL, size: int
+) -> ctypes.Array[ctypes.c_char] | None:
+    """Return zeroed memory that the other ranks of this host can map.
+
+    The op reduces tensors in this memory in place, and copies all others in and out.
+
+    Args:
+        library: the framework's Horovod library.
+        size: bytes.
+
+    Returns:
+        A buffer of `size` bytes, freed with its last reference; None if the allocation fails.
+    """
+    allocate = library.horovod_adasum_allocate
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_int64,)
+    address = allocate(size)
+    if not address:
+        return None
+    memory = (ctypes.c_char * size).from_address(address)
+    free = weakref.finalize(
+        memory, library.horovod_adasum_free, ctypes.c_void_p(address)
+    )
+    free.atexit = False  # the op may use the memory until the process ends
+    return memory
+
+
+def request_record(library: ctypes.CDLL, entry: str) -> None:
+    """Request a record of the next reduction of tensor `entry`.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's full name in Horovod ("allreduce." included).
+    """
+    library.horovod_adasum_observe(entry.encode())
+
+
+def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
+    """Return the latest record of a tensor, or None if there is none.
+
+    For a tensor on a device, the first call waits for the reduction.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: see :func:`request_record`.
+    """
+    sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
+    levels, doubles = ctypes.c_int64(), ctypes.c_int64()
+    call = library.horovod_adasum_observed
+    call.restype = ctypes.c_int64
+    outputs = (sizes, levels, rows, doubles)
+    number = call(entry.encode(), *map(ctypes.byref, outputs))
+    if not number:
+        return None
+    count = doubles.value
+    copied = np.ctypeslib.as_array(rows, (count,)).copy() if count else np.zeros(0)
+    return TensorRecord(number, tuple(sizes[: levels.value]), copied)
+
+
+class OpRecords:
+    """The part of a monitor's `Channel` that the op provides."""
+
+    library: ctypes.CDLL
+
+    def request_record(self, entry: str) -> None:
+        """Request a record of the next reduction of a tensor."""
+        request_record(self.library, entry)
+
+    def latest_record(self, entry: str) -> TensorRecord | None:
+        """Return the latest record of a tensor, or None if there is none."""
+        return latest_record(self.library, entry)
+
+
+def segmented(name: str, elements: Sequence[int]) -> str:
+    """Return a name that makes the op treat a tensor as consecutive segments.
+
+    Each segment gets its own AdaSum coefficients, as if it were reduced alone; only one tensor is
+    negotiated. Horovod compares names over the ranks, so all ranks use the same segments,
+    also ranks that have joined.
+
+    Args:
+        name: the tensor's name without segments.
+        elements: the segments' element counts; their sum is the tensor's element count.
+
+    Example:
+        >>> segmented("bucket", [768, 768, 64])
+        'bucket/adasum.segments=768*2,64'
+    """
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(elements)]
+    parts = [f"{count}*{times}" if times > 1 else str(count) for count, times in runs]
+    return f"{name}/{_SEGMENTS}{','.join(parts)}"
+
+
+def register_weights(
+    library: ctypes.CDLL,
+    entry: str,
+    start: int,
+    elements: Sequence[int],
+    weights: Sequence[int],
+) -> None:
+    """Register tensor `entry` as a start copy of weights, with the addresses of the weights.
+
+    The op then reduces each segment's change (weight minus start copy), leaves `entry` as it is,
+    and sets each weight to its start copy plus the AdaSum of the changes.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's full name in Horovod ("allreduce." included).
+        start: address of the start copy. A tensor of the same name at another address (on a rank
+            that has joined) is an ordinary tensor.
+        elements: the segments' element counts, as in the name (:func:`segmented`).
+        weights: the weights' addresses, by segment, contiguous and of the tensor's dtype; they
+            must not move until the reduction is done.
+    """
+    array = (ctypes.c_int64 * len(elements))(*elements)
+    addresses = (ctypes.c_void_p * len(elements))(*weights)
+    library.horovod_adasum_register_weights(
+        entry.encode(), array, len(elements), ctypes.c_void_p(start), addresses
+    )
+
+
+def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -> int:
+    """Copy registered weights to their start copy, and return a checksum of their bits.
+
+    It is compared with :func:`weights_checksum`: equal if no weight has changed since the latest
+    reduction. One pass over the weights.
+
+    Args:
+        library: the framework's Horovod library.
+        entry: the tensor's name, as registered.
+        dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
+        threads: at most so many copy.
+    """
+    call = library.horovod_adasum_record_weights
+    call.restype = ctypes.c_uint64
+    types = ("float16", "float32", "float64", "bfloat16")  # the order of kernels.h
+    return int(call(entry.encode(), types.index(dtype), threads))
+
+
+def weights_checksum(library: ctypes.CDLL, entry: str) -> int:
+    """Return the checksum of registered weights as the latest reduction on the host wrote them."""
+    call = library.horovod_adasum_weights_checksum
+    call.restype = ctypes.c_uint64
+    return int(call(entry.encode()))
+
+
+def forget_weights(library: ctypes.CDLL, entry: str) -> None:
+    """Undo :func:`register_weights`."""
+    library.horovod_adasum_register_weights(entry.encode(), None, 0, None, None)

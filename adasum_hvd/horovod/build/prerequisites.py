@@ -1,0 +1,86 @@
+"""Prerequisites of the set-up; standard library only.
+
+`make setup` runs this file with the machine's own Python before `.venv` exists, and
+`adasum_hvd.horovod.build.command` calls :func:`missing` before it starts a compiler.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+OLDEST, NEWEST = (3, 10), (3, 13)
+_CXX17_PROBE = (
+    "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
+)
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler in use: `$CXX`, else the first of c++, g++, clang++."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return shutil.which(chosen)
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _compiles_cxx17(cxx: str) -> bool:
+    probe = subprocess.run(
+        [cxx, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
+        input=_CXX17_PROBE,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    return probe.returncode == 0
+
+
+def missing(*, need_venv: bool = False) -> list[str]:
+    """Return a sentence for each missing prerequisite that names the package to install.
+
+    Args:
+        need_venv: also require the `venv` module with `ensurepip`.
+
+    Returns:
+        An empty list if nothing is missing.
+    """
+    found = sys.version_info[:2]
+    problems = []
+    if not OLDEST <= found <= NEWEST:
+        problems.append(
+            f"Python: expected {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, but got "
+            f"{found[0]}.{found[1]}; run `make PYTHON=python3.11 ...`"
+        )
+    version = f"{found[0]}.{found[1]}"
+    if need_venv and not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
+        problems.append(
+            f"Python's venv module: install the package python{version}-venv"
+        )
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        problems.append(
+            f"Python.h: install the package python{version}-dev (python3-devel)"
+        )
+    cxx = compiler()
+    if cxx is None:
+        problems.append("a C++17 compiler: install the package g++ (gcc-c++)")
+    elif not _compiles_cxx17(cxx):
+        problems.append(
+            f"a C++17 compiler: {cxx} does not accept -std=c++17; install g++ 9 or newer"
+        )
+    return problems
+
+
+def main() -> int:
+    """Print the missing prerequisites; return the exit status, 0 if there are none."""
+    problems = missing(need_venv=True)
+    for problem in problems:
+        print(f"missing: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
