@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
 from adasum_hvd.base import namespaces as _names
-from adasum_hvd.horovod.startup import preflight as _installed
+from adasum_hvd.horovod import preflight as _installed
 
 _installed.require_horovod("tensorflow")
 

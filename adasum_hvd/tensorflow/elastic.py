@@ -2,7 +2,8 @@
 
 Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` documents the
 differences of all frameworks. Horovod's states do not work with Keras 3, whose
-`optimizer.variables` is not a method. Its `run` treats every failure but three as the end of the training.
+`optimizer.variables` is not a method. Its `run` treats every failure but three as the end
+of the training.
 
 References:
     Horovod 0.28.1's elastic API; docs/elastic.md.

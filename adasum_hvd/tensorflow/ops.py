@@ -7,7 +7,6 @@ refuses AdaSum on process sets and on numbers of ranks that are not a power of t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,8 @@ from tensorflow.python.ops import control_flow_util
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.horovod import binding
-from adasum_hvd.horovod.elastic import rendezvous
-from adasum_hvd.horovod.launch import start as launch
-from adasum_hvd.horovod.startup import after_init, groups, preflight
+from adasum_hvd.horovod import start as horovod_start
+from adasum_hvd.horovod.launch.variables import before_init
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.unfolded import unfolded
 
@@ -45,8 +43,8 @@ def init(
 
     Args:
         *args: as `horovod.tensorflow.init`.
-        group_op: see :func:`adasum_hvd.horovod.startup.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.startup.groups.configure`.
+        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
+        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
         **kwargs: as `horovod.tensorflow.init`.
 
     Raises:
@@ -57,10 +55,7 @@ def init(
 
     Collective: every rank calls it; blocks until all have.
     """
-    binding.require_library(LIBRARY)
-    running = settings() if mpi_ops.is_initialized() else None
-    groups.configure(group_op, group_size, running)
-    binding.require_op(LIBRARY)
+    horovod_start.configure(mpi_ops, LIBRARY, group_op, group_size)
     start(*args, **kwargs)
 
 
@@ -78,13 +73,8 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
     Collective: every rank; blocks until all have.
     """
-    preflight.require_unfinished_mpi(LIBRARY)
-    mpi = preflight.mpi_of(LIBRARY, mpi_ops.mpi_built())
-    expected = launch.before_init(mpi)
-    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
-    launch.after_init(mpi_ops.size(), expected, *args, **kwargs)
-    after_init.after_init(mpi_ops, LIBRARY)
-    after_init.log_startup(mpi_ops, LIBRARY, "")  # no reduction yet: no path
+    horovod_start.start(mpi_ops, LIBRARY, before_init, again, *args, **kwargs)
+    horovod_start.log_startup(mpi_ops, LIBRARY, "")  # no reduction yet: no path
 
 
 def agree() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from adasum_hvd import __version__
 from adasum_hvd.horovod.build import environment
-from adasum_hvd.horovod.startup.preflight import has_mpi
+from adasum_hvd.horovod.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine
 
 CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together

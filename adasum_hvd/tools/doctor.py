@@ -19,7 +19,7 @@ from adasum_hvd.horovod.build import environment, findings
 from adasum_hvd.horovod.build.findings import BUILD, DoctorFinding, State
 from adasum_hvd.horovod.launch import launchers
 from adasum_hvd.horovod.launch.launch_context import LaunchError
-from adasum_hvd.horovod.startup.preflight import has_mpi
+from adasum_hvd.horovod.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine, selfcheck
 
 RANKS = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,11 +13,9 @@ from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.distributed.sharded_types import is_dtensor
 from adasum_hvd.horovod import binding
-from adasum_hvd.horovod.elastic import rendezvous
-from adasum_hvd.horovod.launch import start as launch
-from adasum_hvd.horovod.startup import after_init, groups, preflight
-from adasum_hvd.horovod.startup.allocator import keep_freed_memory
-from adasum_hvd.torch import rendezvous as launch_rendezvous
+from adasum_hvd.horovod import start as horovod_start
+from adasum_hvd.torch import launch
+from adasum_hvd.torch.allocator import keep_freed_memory
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.wire import (
     LIBRARY,
@@ -52,8 +49,8 @@ def init(
 
     Args:
         *args: as `horovod.torch.init`.
-        group_op: see :func:`adasum_hvd.horovod.startup.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.startup.groups.configure`.
+        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
+        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
         **kwargs: as `horovod.torch.init`.
 
     Raises:
@@ -64,11 +61,8 @@ def init(
 
     Collective: every rank calls it; blocks until all have. A second call has no effect.
     """
-    binding.require_library(LIBRARY)
-    running = mpi_ops.is_initialized()
-    groups.configure(group_op, group_size, settings() if running else None)
-    binding.require_op(LIBRARY)
-    if not (running and begun()):
+    horovod_start.configure(mpi_ops, LIBRARY, group_op, group_size)
+    if not (mpi_ops.is_initialized() and begun()):
         start(*args, **kwargs)
 
 
@@ -87,17 +81,14 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     Collective: every rank; blocks until all have.
     """
     note_start(complete=False)
-    preflight.require_unfinished_mpi(LIBRARY)
-    expected = launch_rendezvous.before_init()
-    rendezvous.start(functools.partial(mpi_ops.init, *args, **kwargs), again)
-    launch.after_init(mpi_ops.size(), expected, *args, **kwargs)
-    after_init.after_init(mpi_ops, LIBRARY)
+    horovod_start.start(mpi_ops, LIBRARY, launch.before_init, again, *args, **kwargs)
     keep_freed_memory()
     forget()
     if ranks_meet():
         agree()
     note_start(complete=True)
-    after_init.log_startup(mpi_ops, LIBRARY, binding.transport_description(LIBRARY))
+    path = binding.transport_description(LIBRARY)
+    horovod_start.log_startup(mpi_ops, LIBRARY, path)
 
 
 def agree() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.horovod.build import environment, nccl
-from adasum_hvd.horovod.startup.preflight import library_path
+from adasum_hvd.horovod.preflight import library_path
 
 LIBRARIES = {name: library_path(name) for name in environment.installed_frameworks()}
 

@@ -11,7 +11,7 @@ import pytest
 
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod.build import environment
-from adasum_hvd.horovod.startup.preflight import library_path
+from adasum_hvd.horovod.preflight import library_path
 from tests.parallel.harness.configurations import (
     ASYNCHRONOUS,
     SLICED,

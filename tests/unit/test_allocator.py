@@ -11,7 +11,7 @@ import pytest
 # Frees blocks of 16 MiB in the order that makes glibc give memory back: page faults of a round.
 _PROGRAM = """
 import ctypes, resource
-from adasum_hvd.horovod.startup.allocator import keep_freed_memory
+from adasum_hvd.torch.allocator import keep_freed_memory
 kept = keep_freed_memory()
 c = ctypes.CDLL(None)
 c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

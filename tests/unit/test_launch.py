@@ -12,7 +12,7 @@ import pytest
 from horovod.runner.http.http_server import KVStoreHandler, RendezvousHTTPServer
 from horovod.runner.util.threads import in_thread
 
-from adasum_hvd.horovod.launch import slurm_lists, start
+from adasum_hvd.horovod.launch import slurm_lists, variables
 from adasum_hvd.horovod.launch.assignment import RankInfo, assign, server_address
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.horovod.launch.launchers import LAUNCHERS, Process, innermost
@@ -326,27 +326,27 @@ def test_slurms_lists(text, first) -> None:
     ],
 )
 def test_what_is_left_to_horovod(environment, mpi, expected) -> None:
-    assert start.starts_by_itself(environment, mpi) is expected
-    assert (start.context_to_start(environment, mpi) is None) is expected
+    assert variables.starts_by_itself(environment, mpi) is expected
+    assert (variables.context_to_start(environment, mpi) is None) is expected
 
 
 def test_one_process_starts_over_gloo_only_if_asked() -> None:
-    assert start.context_to_start({}, OPEN_MPI_LIBRARY) is None
-    context = start.context_to_start({"HOROVOD_CONTROLLER": "gloo"}, OPEN_MPI_LIBRARY)
+    assert variables.context_to_start({}, OPEN_MPI_LIBRARY) is None
+    context = variables.context_to_start({"HOROVOD_CONTROLLER": "gloo"}, OPEN_MPI_LIBRARY)
     assert numbers(context)[:2] == (0, 1)
 
 
 def test_another_size_than_the_launchers_is_an_error() -> None:
-    expected = start.Expected("the value of PMI_SIZE (PMI)", 2)
+    expected = variables.Expected("the value of PMI_SIZE (PMI)", 2)
     words = r"expected 2 ranks, the value of PMI_SIZE \(PMI\), but got hvd.size\(\) 1: .*gloo"
     with pytest.raises(LaunchError, match=words):
-        start.after_init(1, expected)
+        variables.check_size(1, expected)
     with pytest.raises(LaunchError, match="expected a number of ranks, of PMIx"):
-        start.after_init(1, start.Expected("of PMIx", None))
-    start.after_init(2, expected)
-    start.after_init(3, start.Expected("of PMIx", None))
-    start.after_init(1, expected, [0])  # Horovod's own argument: these ranks only
-    start.after_init(1, None, process_sets=[])
+        variables.check_size(1, variables.Expected("of PMIx", None))
+    variables.check_size(2, expected)
+    variables.check_size(3, variables.Expected("of PMIx", None))
+    variables.check_size(1, expected, [0])  # Horovod's own argument: these ranks only
+    variables.check_size(1, None, process_sets=[])
 
 
 def test_a_computed_port_in_use_leaves_the_next_one() -> None:
@@ -437,7 +437,7 @@ def test_ranks_that_contradict_one_another() -> None:
                 ),
             ]
         )
-    assert "error" in start.serve(three[:2])
+    assert "error" in variables.serve(three[:2])
 
 
 def test_the_way_to_rank_0() -> None:
@@ -454,4 +454,4 @@ def test_the_way_to_rank_0() -> None:
     with pytest.raises(
         LaunchError, match="HOROVOD_START_TIMEOUT: expected seconds, but got"
     ):
-        start.timeout_seconds({"HOROVOD_START_TIMEOUT": "soon"})
+        variables.timeout_seconds({"HOROVOD_START_TIMEOUT": "soon"})

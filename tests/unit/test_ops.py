@@ -8,8 +8,7 @@ import pytest
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.one_group import warn_of_one_group
-from adasum_hvd.horovod import binding
-from adasum_hvd.horovod.startup import groups
+from adasum_hvd.horovod import binding, groups
 
 
 def test_parse_names_and_numbers():

@@ -9,7 +9,7 @@ from pathlib import Path
 import horovod
 import pytest
 
-from adasum_hvd.horovod.startup.preflight import library_path
+from adasum_hvd.horovod.preflight import library_path
 
 REPOSITORY = Path(__file__).parents[2]
 SITE = Path(horovod.__file__).parents[1]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from adasum_hvd import core
 from adasum_hvd.horovod.build import command, environment, prerequisites
-from adasum_hvd.horovod.startup.preflight import library_path
+from adasum_hvd.horovod.preflight import library_path
 
 BUILD = "adasum-hvd build"
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from adasum_hvd.horovod.build import environment
-from adasum_hvd.horovod.startup.preflight import library_path
+from adasum_hvd.horovod.preflight import library_path
 
 
 def failures() -> list[str]:

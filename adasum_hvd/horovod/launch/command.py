@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from adasum_hvd.horovod.launch import start, supervisor
+from adasum_hvd.horovod.launch import supervisor, variables
 from adasum_hvd.horovod.launch.assignment import RankInfo
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.horovod.launch.route import Route
@@ -43,9 +43,9 @@ def run(command: list[str], processes: int | None) -> int:
             although `processes` is given.
         OSError: there is no such program.
     """
-    context = start.context_to_start(os.environ, mpi="")
+    context = variables.context_to_start(os.environ, mpi="")
     if processes is not None:
-        is_rank = context is None and start.starts_by_itself(os.environ, mpi="")
+        is_rank = context is None and variables.starts_by_itself(os.environ, mpi="")
         if is_rank or (context is not None and context.size > 1):
             raise LaunchError(
                 "expected a process outside of any job for --nprocs, but got one "
@@ -53,7 +53,7 @@ def run(command: list[str], processes: int | None) -> int:
             )
         return _Ranks(command, _local(processes)).wait()
     if context is not None:
-        start.start(context, start.over_http_store(context))
+        variables.set_for(context, variables.over_http_store(context))
     if context is None or context.rank:
         os.execvp(command[0], command)
     # Rank 0 stays in this process, which has the rendezvous server, and waits for the program.
@@ -68,9 +68,9 @@ def _local(processes: int) -> list[dict[str, str]]:
         for rank in range(processes)
     ]
     infos = [RankInfo(context, name, stays) for context in contexts]
-    reply = start.serve(infos)
+    reply = variables.serve(infos)
     return [
-        {**os.environ, **start.variables_of(reply, rank, os.environ)}
+        {**os.environ, **variables.variables_of(reply, rank, os.environ)}
         for rank in range(processes)
     ]
 

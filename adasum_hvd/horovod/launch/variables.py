@@ -131,7 +131,7 @@ def variables_of(
     return {f"HOROVOD_{name.upper()}": str(value) for name, value in variables.items()}
 
 
-def start(context: LaunchContext, rendezvous: Rendezvous) -> None:
+def set_for(context: LaunchContext, rendezvous: Rendezvous) -> None:
     """Set Horovod's variables in this process, on all ranks.
 
     Args:
@@ -170,13 +170,13 @@ def before_init(
         The number of ranks that Horovod must find, None if no launcher is seen.
 
     Raises:
-        LaunchError: see :func:`launchers.innermost`, :func:`context_to_start` and :func:`start`.
+        LaunchError: see :func:`launchers.innermost`, :func:`context_to_start` and :func:`set_for`.
 
     Collective: every rank; blocks until all respond.
     """
     context = context_to_start(os.environ, mpi)
     if context is not None:
-        start(context, rendezvous_of(context))
+        set_for(context, rendezvous_of(context))
     seen = launchers.innermost(os.environ)
     if seen is None or os.environ.get("HOROVOD_ELASTIC") == "1":
         return None  # an elastic job may have other ranks by now
@@ -187,7 +187,7 @@ def before_init(
     return Expected(source, int(size) if size and size.isdecimal() else None)
 
 
-def after_init(
+def check_size(
     size: int, expected: Expected | None, comm: Any = None, process_sets: Any = None
 ) -> None:
     """Check that Horovod has found all ranks.

@@ -12,7 +12,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.rendezvous import GET_RANK_AND_SIZE
 from horovod.runner.http.http_server import RendezvousServer
 
-from adasum_hvd.horovod.elastic import rendezvous
+from adasum_hvd.horovod.elastic import arrival
 
 LIMIT_SECONDS = 60
 FORK = multiprocessing.get_context("fork")
@@ -22,8 +22,8 @@ STARTED, NO_SLOT = 7, 0  # exit statuses
 def test_assignment_is_horovodruns_reply() -> None:
     slot = SlotInfo("here", 0, 1, 2, 3, 4, 5)
     values = map(int, slot.to_response_string().split(","))
-    assignment = dict(zip(rendezvous.ASSIGNMENT, values, strict=True))
-    expected = {n: getattr(slot, n[8:].lower()) for n in rendezvous.ASSIGNMENT}
+    assignment = dict(zip(arrival.ASSIGNMENT, values, strict=True))
+    expected = {n: getattr(slot, n[8:].lower()) for n in arrival.ASSIGNMENT}
     assert assignment == expected
     assert GET_RANK_AND_SIZE == "rank_and_size"
 
@@ -40,15 +40,15 @@ def port() -> Iterator[int]:
 def run_rank(rank: int, size: int, port: int, seconds: float) -> None:
     """Run one rank; its exit status is STARTED or NO_SLOT."""
     time.sleep(seconds)
-    assignment = dict.fromkeys(rendezvous.ASSIGNMENT, "0") | {"HOROVOD_ELASTIC": "1"}
+    assignment = dict.fromkeys(arrival.ASSIGNMENT, "0") | {"HOROVOD_ELASTIC": "1"}
     assignment |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
     assignment |= {
         "HOROVOD_HOSTNAME": "here",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
     }
     os.environ.update(assignment, HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
-    rendezvous.MISSING_SECONDS = 1.0
-    rendezvous.start(lambda: os._exit(STARTED), again=False)
+    arrival.MISSING_SECONDS = 1.0
+    arrival.init_together(lambda: os._exit(STARTED), again=False)
 
 
 def statuses(port: int, size: int, seconds: dict[int, float]) -> list[int | None]:
@@ -86,11 +86,11 @@ def test_a_missing_server_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     with pytest.raises(RuntimeError, match="expected a reply from horovodrun at"):
-        rendezvous.start(lambda: None, again=True)
+        arrival.init_together(lambda: None, again=True)
 
 
 def test_other_jobs_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
     started: list[int] = []
-    rendezvous.start(lambda: started.append(1), again=False)
+    arrival.init_together(lambda: started.append(1), again=False)
     assert started == [1]

@@ -9,41 +9,40 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from horovod.torch import mpi_ops
 
-from adasum_hvd.horovod.launch import launchers, start
+from adasum_hvd.horovod.launch import launchers, variables
 from adasum_hvd.horovod.launch.assignment import RankInfo
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.horovod.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
-from adasum_hvd.horovod.launch.start import Expected
-from adasum_hvd.horovod.startup import preflight
-from adasum_hvd.torch.wire import LIBRARY
+from adasum_hvd.horovod.launch.variables import Expected
 
 
-def before_init() -> Expected | None:
+def before_init(mpi: str) -> Expected | None:
     """Set Horovod's variables, if another launcher has started this process.
 
     A process group of several ranks gives their numbers; without one, the environment does.
+
+    Args:
+        mpi: the family of Horovod's MPI, "" without MPI.
 
     Returns:
         The number of ranks that Horovod must find, None if it is not known.
 
     Raises:
-        LaunchError: see :func:`adasum_hvd.horovod.launch.start.before_init`.
+        LaunchError: see :func:`adasum_hvd.horovod.launch.variables.before_init`.
 
     Collective: every rank; blocks until all respond.
     """
-    mpi = preflight.mpi_of(LIBRARY, mpi_ops.mpi_built())
     if not (
         dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     ):
-        return start.before_init(mpi, _over_torchs_store)
+        return variables.before_init(mpi, _over_torchs_store)
     of_group = Expected("the size of torch's process group", dist.get_world_size())
-    if start.starts_by_itself(os.environ, mpi):
-        return start.before_init(mpi) or of_group
+    if variables.starts_by_itself(os.environ, mpi):
+        return variables.before_init(mpi) or of_group
     here = [os.environ.get("MASTER_ADDR") or socket.gethostname()]
     dist.broadcast_object_list(here, 0, _group())
-    start.start(_context_in_group(here[0]), _over_group)
+    variables.set_for(_context_in_group(here[0]), _over_group)
     return of_group
 
 
@@ -82,7 +81,7 @@ def _over_group(
 def _store_of(context: LaunchContext, port: int) -> dist.Store:
     """Return torch's store on MASTER_PORT; a later process group shares it."""
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    seconds = start.timeout_seconds(os.environ)
+    seconds = variables.timeout_seconds(os.environ)
     try:
         store = dist.TCPStore(
             context.address,
@@ -103,5 +102,5 @@ def _store_of(context: LaunchContext, port: int) -> dist.Store:
 
 def _over_torchs_store(context: LaunchContext) -> Rendezvous:
     if context.port is None or context.size == 1:
-        return start.over_http_store(context)
+        return variables.over_http_store(context)
     return StoreRendezvous(_store_of(context, context.port))

@@ -70,7 +70,7 @@ class _Server:
             connection.close()
 
 
-def start(init: Callable[[], None], again: bool) -> None:
+def init_together(init: Callable[[], None], again: bool) -> None:
     """Start Horovod: at once, or in an elastic job when all ranks have arrived.
 
     Args:

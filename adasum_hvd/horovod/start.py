@@ -1,0 +1,90 @@
+"""`hvd.init()` of every framework: each of its steps is a line of :func:`start`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from adasum_hvd.advice.banner import startup_line
+from adasum_hvd.base.logging import log_on_first_rank, logger
+from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.horovod import binding, groups, preflight
+from adasum_hvd.horovod.elastic import arrival
+from adasum_hvd.horovod.launch import variables
+from adasum_hvd.horovod.uncaught import report_uncaught
+
+
+def configure(
+    mpi_ops: Any, library: ctypes.CDLL, group_op: str | None, group_size: int | None
+) -> None:
+    """Check that the library has the op, and set the groups of the next start.
+
+    Args:
+        mpi_ops: Horovod's module for the framework.
+        library: the framework's Horovod library.
+        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
+        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
+
+    Raises:
+        RuntimeError: the library lacks the op, or Horovod runs with other groups.
+        ValueError: a setting is invalid.
+    """
+    binding.require_library(library)
+    running = binding.settings(library) if mpi_ops.is_initialized() else None
+    groups.configure(group_op, group_size, running)
+    binding.require_op(library)
+
+
+def start(
+    mpi_ops: Any,
+    library: ctypes.CDLL,
+    set_variables: Callable[[str], variables.Expected | None],
+    again: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Start Horovod with the groups of the last :func:`configure`.
+
+    Args:
+        mpi_ops: Horovod's module for the framework.
+        library: the framework's Horovod library.
+        set_variables: :func:`variables.before_init` or the framework's own.
+        again: restart with the current ranks of an elastic job.
+        *args: as `mpi_ops.init`.
+        **kwargs: as `mpi_ops.init`.
+
+    Raises:
+        RuntimeError: `shutdown()` has ended MPI, which starts once in a process; or ranks are
+            missing: see :mod:`adasum_hvd.horovod.launch.variables`.
+
+    Collective: every rank; blocks until all have.
+    """
+    preflight.require_unfinished_mpi(library)
+    expected = set_variables(preflight.mpi_of(library, mpi_ops.mpi_built()))
+    arrival.init_together(functools.partial(mpi_ops.init, *args, **kwargs), again)
+    variables.check_size(mpi_ops.size(), expected, *args, **kwargs)
+    log_on_first_rank(mpi_ops.rank())
+    report_uncaught(library)
+    _warn_of_one_group(mpi_ops, binding.settings(library))
+
+
+def _warn_of_one_group(mpi_ops: Any, settings: dict[str, Any]) -> None:
+    ranks = mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
+    warn_of_one_group(settings["group_op"], settings["group_size"], *ranks)
+
+
+def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
+    """Log one line on rank 0: version, ranks, transport and groups.
+
+    Args:
+        mpi_ops: Horovod's module for the framework.
+        library: the framework's Horovod library.
+        path: `binding.transport_description`, "" before the first reduction.
+    """
+    if mpi_ops.rank() == 0:
+        backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
+        ranks, hosts = mpi_ops.size(), mpi_ops.cross_size()
+        settings = binding.settings(library)
+        logger.info(startup_line(settings, backend, ranks, hosts, path))
