@@ -28,12 +28,12 @@ from typing import Any
 
 import jobs
 
-AVERAGE, HOOK = "DDP, Gloo's average", "DDP, adasum_hook"
+AVERAGE = "DDP, Gloo's average"
 DISTRIBUTED = "DDP, hook without Horovod"
 HOROVOD = "Horovod's optimizer"
 GRADIENT, DELTA = "optimizer, AdasumGrad", "optimizer, AdasumDelta"
 LOCAL = "DDP, keep_local_hook"
-CONTENDERS = (AVERAGE, HOOK, DISTRIBUTED, HOROVOD, GRADIENT, DELTA, LOCAL)
+CONTENDERS = (AVERAGE, DISTRIBUTED, HOROVOD, GRADIENT, DELTA, LOCAL)
 PARTS = ("backward", "fill", "wait", "write back", "step")
 
 
@@ -141,8 +141,6 @@ def contender(name: str, model_name: str, rank: int):
         named = model.named_parameters(prefix=name)
         return model, batch, wrap(optimizer, named, op=op)
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if name == HOOK:
-        model.register_comm_hook(ddp.AdasumState(), ddp.adasum_hook)
     if name == DISTRIBUTED:
         model.register_comm_hook(distributed.AdasumState(), distributed.adasum_hook)
     if name == LOCAL:

@@ -4,8 +4,6 @@
 
 One line makes DDP's average an AdaSum: `register_comm_hook`. `--op adasum-delta` reduces changes of
 weights: gradients stay local, and `reduce_changes` does the rest. `--op average` is DDP as it is.
-With Horovod's op, which is the fastest path on CPUs, the import is `adasum_hvd.torch.ddp`, and
-`hvd.init()` follows `init_process_group`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _REASONS = {
     "ddp": (
         _REDUCED,
         "keep the plain optimizer and call ddp.register_comm_hook(AdasumState(), adasum_hook), of "
-        "adasum_hvd.torch.ddp, or pass the module inside, ddp.module, to the training loop (with "
+        "adasum_hvd.distributed, or pass the module inside, ddp.module, to the training loop (with "
         "op=AdasumDelta: register keep_local_hook)",
     ),
     "fsdp1": (

@@ -1,29 +1,22 @@
-"""`AdasumMonitor` for torch optimizers and DDP's hook: records of AdaSum in a run."""
+"""`AdasumMonitor` for torch optimizers: records of AdaSum in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 
+from adasum_hvd import distributed
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.horovod.binding import OpRecords
-from adasum_hvd.monitor.monitor import (
-    Entries,
-    Monitor,
-    check_job,
-    entries_of_buckets,
-    inputs_of,
-)
+from adasum_hvd.monitor.monitor import Entries, Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.ddp import AdasumState
 from adasum_hvd.torch.objects import allgather_object, ranks_of
-from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 
@@ -69,13 +62,12 @@ class AdasumMonitor:
     Recording does not change a bit of the results. A record is written a few steps after its step.
 
     Args:
-        source: an optimizer from `DistributedOptimizer` with an AdaSum op, or the
-            :class:`AdasumState` of DDP's hook.
+        source: an optimizer from `DistributedOptimizer` with an AdaSum op. For the `AdasumState`
+            of DDP's hook this makes an `adasum_hvd.distributed.AdasumMonitor`.
         every: steps between two records.
         to: where records go, on the first rank of the process set: paths that end in `.jsonl`,
             other paths (folders for TensorBoard), functions of a record; or one of these.
-        named_parameters: (name, parameter) pairs for an `AdasumState`, as
-            `model.named_parameters()`; not needed for an optimizer.
+        named_parameters: for an `AdasumState` only.
         scaler: torch's `GradScaler` of the run, if it has one, so that records are of the unscaled
             gradients. An optimizer knows an `hvd.GradScaler` itself.
 
@@ -96,17 +88,22 @@ class AdasumMonitor:
         docs/monitor.md; arXiv 2006.02924, figure 1.
     """
 
+    def __new__(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a monitor of the engine that `source` belongs to."""
+        if isinstance(source, distributed.AdasumState):
+            return distributed.AdasumMonitor(source, *args, **kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
         source: Any,
         every: int = 50,
         to: Any = (),
-        named_parameters: Iterable[NamedParameter] | None = None,
+        named_parameters: Any = None,
         scaler: Any = None,
     ):
         check_job(torch_ops.settings())
         self._source, self._scaler = source, scaler
-        self._names = {id(p): name for name, p in named_parameters or ()}
         self._monitor: Monitor | None = None
         process_set, inputs = self._reduced()
         if process_set.included() and process_set.size() > 1:
@@ -116,8 +113,6 @@ class AdasumMonitor:
 
     def _reduced(self) -> tuple[ProcessSet, str]:
         source = self._source
-        if isinstance(source, AdasumState):
-            return source.process_set, "gradients"
         if not isinstance(source, DistributedWrapper):
             raise TypeError(
                 "AdasumMonitor: expected an optimizer from DistributedOptimizer or an "
@@ -127,34 +122,24 @@ class AdasumMonitor:
         return options.process_set, inputs_of(options.op)
 
     def _loss_scale(self) -> float:
-        scaler = self._scaler
-        if isinstance(self._source, DistributedWrapper):
-            reducer = self._source._adasum
-            if not reducer.reduces_gradients:
-                return 1.0  # changes of weights
-            ours = getattr(reducer, "scaler", None)
-            scaler = (ours and ours()) or scaler
+        reducer = self._source._adasum
+        if not reducer.reduces_gradients:
+            return 1.0  # changes of weights
+        ours = getattr(reducer, "scaler", None)
+        scaler = (ours and ours()) or self._scaler
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _attach(self, monitor: Monitor) -> None:
-        if isinstance(self._source, AdasumState):
-            entries_of = self._entries_of_state
-            self._detach = self._source.on_round(lambda: monitor.after_step(entries_of))
-        else:
-            entries_of = self._entries_of_optimizer
-            hook = self._source.register_step_post_hook(
-                lambda *_: monitor.after_step(entries_of)
-            )
-            self._detach = hook.remove
-        monitor.request_first(entries_of)
+        hook = self._source.register_step_post_hook(
+            lambda *_: monitor.after_step(self._entries)
+        )
+        self._detach = hook.remove
+        monitor.request_first(self._entries)
 
-    def _entries_of_optimizer(self) -> Entries:
+    def _entries(self) -> Entries:
         return {
             bucket.entry: bucket.names for bucket in self._source._adasum.common_buckets
         }
-
-    def _entries_of_state(self) -> Entries:
-        return entries_of_buckets(self._source.reduced, self._names)
 
     def close(self) -> None:
         """Write the last record and stop. Collective; blocks."""

@@ -332,7 +332,9 @@ def test_what_is_left_to_horovod(environment, mpi, expected) -> None:
 
 def test_one_process_starts_over_gloo_only_if_asked() -> None:
     assert variables.context_to_start({}, OPEN_MPI_LIBRARY) is None
-    context = variables.context_to_start({"HOROVOD_CONTROLLER": "gloo"}, OPEN_MPI_LIBRARY)
+    context = variables.context_to_start(
+        {"HOROVOD_CONTROLLER": "gloo"}, OPEN_MPI_LIBRARY
+    )
     assert numbers(context)[:2] == (0, 1)
 
 

@@ -18,7 +18,7 @@ import adasum_hvd.torch as torch_hvd
 from adasum_hvd import cli
 from adasum_hvd.base import options
 from adasum_hvd.horovod.build import sources
-from adasum_hvd.horovod.launch import start
+from adasum_hvd.horovod.launch.variables import START_TIMEOUT_SECONDS
 from tests.unit import pages
 from tests.unit.pages import REPOSITORY
 
@@ -250,7 +250,7 @@ def test_every_variable_of_the_code_is_on_a_page() -> None:
 def test_defaults_of_horovod_are_those_of_its_sources() -> None:
     rows = variables()
     assert (
-        f"{start.START_TIMEOUT_SECONDS:g} for `hvd.init()`"
+        f"{START_TIMEOUT_SECONDS:g} for `hvd.init()`"
         in rows["HOROVOD_START_TIMEOUT"][1]
     )
     assert rows["ADASUM_HVD_CACHE"][0].startswith("`~/.cache/adasum_hvd`")

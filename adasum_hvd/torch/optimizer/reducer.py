@@ -186,7 +186,7 @@ class Reducer:
                 "DistributedOptimizer: expected gradients of this rank alone, but "
                 "DistributedDataParallel has reduced them already; register keep_local_hook on the "
                 "DDP model, run it inside no_sync(), or use adasum_hook and a plain optimizer (see "
-                "adasum_hvd.torch.ddp); allow_modes=['ddp'] lets it pass"
+                "adasum_hvd.distributed); allow_modes=['ddp'] lets it pass"
             )
 
     def check_may_change(self) -> None:
