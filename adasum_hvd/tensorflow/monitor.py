@@ -1,4 +1,4 @@
-"""`AdasumMonitor`: statistics of AdaSum in a run, for Keras and TF1 optimizers."""
+"""`AdasumMonitor`: statistics of AdaSum in a run, for Keras optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.horovod.binding import OpRecords
 from adasum_hvd.monitor.monitor import Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
-from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import is_distributed
@@ -58,8 +57,7 @@ class AdasumMonitor:
     `adasum_hvd.tensorflow.keras.callbacks.AdasumMonitorCallback`, which calls :meth:`step`.
 
     Args:
-        optimizer: from `DistributedOptimizer` with an AdaSum op, of Keras or
-            `tf.compat.v1.train` (executed eagerly or in a `tf.function`, not in a TF1 session).
+        optimizer: from `DistributedOptimizer` with an AdaSum op.
         every: steps between two records.
         to: the sinks, on the first rank of the process set: paths that end in `.jsonl`, other
             paths (folders for TensorBoard), functions of a record; or one of these.
@@ -108,8 +106,6 @@ class AdasumMonitor:
 
 
 def _reduction_of(optimizer: Any) -> tuple[Options, Reduction]:
-    if legacy.is_distributed(optimizer):
-        return optimizer._adasum_options, optimizer._adasum_reduction
     if is_distributed(optimizer):
         state = inner(optimizer)._adasum
         return state.options, state.reduction

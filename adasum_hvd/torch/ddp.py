@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from adasum_hvd import distributed
 
-__all__ = ["AdasumState", "adasum_hook", "keep_local_hook"]  # noqa: F822
+__all__ = ["keep_local_hook"]
 
 
 def __getattr__(name: str) -> Any:

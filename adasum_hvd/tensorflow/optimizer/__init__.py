@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: AdaSum, Average or Sum around a Keras 3 or a TF1 optimizer.
+"""`DistributedOptimizer`: AdaSum, Average or Sum around a Keras 3 optimizer.
 
 Two variants, as for torch: `gradient.py` reduces gradients, then every rank takes the same
 step; `delta.py` lets every rank take its own step and reduces the weight changes.
@@ -33,7 +33,6 @@ from adasum_hvd.base.options import (
 )
 from adasum_hvd.horovod import binding
 from adasum_hvd.parallel.tensorflow_modes import detect
-from adasum_hvd.tensorflow import legacy
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
@@ -68,8 +67,8 @@ def DistributedOptimizer(
     """Return `optimizer` as an instance of a subclass that reduces over the ranks.
 
     Args:
-        optimizer: any Keras 3 optimizer, also `LossScaleOptimizer`, or a
-            `tf.compat.v1.train.Optimizer`. The result shares its variables, so use only the result.
+        optimizer: any Keras 3 optimizer, also `LossScaleOptimizer`. The result shares its
+            variables, so use only the result.
         name: without effect, for Horovod's scripts, like `use_locking`, `device_dense`,
             `device_sparse` and `scale_local_gradients`: setting one warns with the reason.
         use_locking: see `name`.
@@ -106,8 +105,7 @@ def DistributedOptimizer(
         ValueError: bad arguments; a process set that is not registered.
         RuntimeError: inside a tf.distribute strategy or a keras.distribution.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
-            backend than TensorFlow; local steps with a TF1 optimizer; in an elastic job a
-            process set, or `backward_passes_per_step` with a TF1 optimizer.
+            backend than TensorFlow; in an elastic job a process set.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
@@ -147,11 +145,10 @@ def DistributedOptimizer(
                 f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
             )
         return wrap(optimizer, options)
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return legacy.wrap(optimizer, options)
     raise TypeError(
-        "DistributedOptimizer: expected a Keras 3 optimizer or a tf.compat.v1.train.Optimizer, "
-        f"but got {type(optimizer).__module__}.{type(optimizer).__name__}"
+        "DistributedOptimizer: expected a Keras 3 optimizer, but got "
+        f"{type(optimizer).__module__}.{type(optimizer).__name__}; with an optimizer of "
+        "tf.compat.v1.train, reduce the gradients by hvd.DistributedGradientTape"
     )
 
 
@@ -159,22 +156,18 @@ def banner(optimizer: Any) -> str:
     """Return one line with the settings in force: backend, ranks, groups, variant, wire.
 
     Args:
-        optimizer: from :func:`DistributedOptimizer`. The wire dtypes are known once it is built (a
-            TF1 optimizer: after its first gradients).
+        optimizer: from :func:`DistributedOptimizer`. The wire dtypes are known once it is built.
 
     Raises:
         TypeError: another optimizer.
     """
-    if legacy.is_distributed(optimizer):
-        options, dtypes = optimizer._adasum_options, optimizer._adasum_dtypes
-    elif is_distributed(optimizer):
-        options = optimizer._adasum.options
-        dtypes = {variable.dtype for variable in optimizer._trainable_variables}
-    else:
+    if not is_distributed(optimizer):
         raise TypeError(
             "banner: expected an optimizer from DistributedOptimizer, but got "
             f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         )
+    options = optimizer._adasum.options
+    dtypes = {variable.dtype for variable in optimizer._trainable_variables}
     wire = {tf_ops.wire_dtype(dtype, options.compression).name for dtype in dtypes}
     return banner_of(
         options,

@@ -34,16 +34,10 @@ def reduce_changes(
     Collective: every rank of the process set; blocks (eagerly).
     """
     pairs = list(zip(starts, variables, strict=True))
-    mine = [None if start is None else _now(v) - start for start, v in pairs]
+    mine = [None if start is None else wide(v) - start for start, v in pairs]
     changes, _ = reduction(mine, variables)
-    starts = [_now(v) if start is None else start for start, v in pairs]
+    starts = [wide(v) if start is None else start for start, v in pairs]
     return starts, _bounded(changes, limit)
-
-
-def _now(variable: Any) -> Any:
-    # The value of a TF1 reference variable might be read before the step.
-    read = getattr(variable, "read_value", None)  # a Keras variable has none
-    return wide(variable if read is None else read())
 
 
 def _bounded(changes: Sequence[Any], limit: float | None) -> list[Any]:

@@ -78,7 +78,7 @@ AGREEMENT = (
     *_files("tensorflow", "arguments"),
     *_files("keras", "missing"),
 )
-TENSORFLOW_OPS = _files("tensorflow", "ops reducer legacy")
+TENSORFLOW_OPS = _files("tensorflow", "ops reducer")
 SIMULATED = _files("device", "simulated")
 LAYOUTS = _files("distributed", "sharded_layouts")
 SHARDED = (

@@ -12,7 +12,6 @@ import tensorflow as tf
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.runner.elastic.worker import HostUpdateResult
 
-import adasum_hvd.tensorflow as tensorflows
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd.tensorflow import elastic as elastics
 from adasum_hvd.tensorflow.optimizer.slots import inner
@@ -302,9 +301,6 @@ def case_elastic_refusals() -> None:
             hvd.DistributedOptimizer(momentum(), process_set=some)
         with pytest.raises(NotImplementedError, match="process_set: expected all"):
             hvd.DistributedGradientTape(tf.GradientTape(), process_set=some)
-        plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-        with pytest.raises(NotImplementedError, match="got an elastic job"):
-            tensorflows.DistributedOptimizer(plain, backward_passes_per_step=2)
         for call in (
             hvd.callbacks.BroadcastGlobalVariablesCallback,
             lambda: hvd.DistributedGradReducer(model.weights),

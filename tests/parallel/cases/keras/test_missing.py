@@ -177,13 +177,6 @@ def case_other_sources_on_one_rank() -> None:
     gradients(sources[:1])
     with pytest.raises(ValueError, match="the same list of variables on all ranks"):
         gradients(sources[:1] if first else sources)
-    old = hvd.DistributedOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(1.0), op="average"
-    )
-    loss = lambda: tf.add_n([tf.reduce_sum(source) for source in sources])
-    old.compute_gradients(loss, sources)
-    with pytest.raises(ValueError, match="the same list of variables on all ranks"):
-        old.compute_gradients(loss, sources[:1] if first else sources)
 
 
 @pytest.mark.parametrize("op", VARIANTS)

@@ -1,11 +1,10 @@
-"""`AdasumMonitor` and its callback on Keras and TF1 optimizers, against the reference."""
+"""`AdasumMonitor` and its callback on Keras optimizers, against the reference."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
 from adasum_hvd.horovod import binding
@@ -90,27 +89,6 @@ def case_keras_monitor_counts_in_every_fit() -> None:
         steps = [] if hvd.rank() else [2, 4, 6, 8, 10, 12]
         assert [record["step"] for record in records] == steps, scaled
         assert len(set(hvd.allgather_object(digest_of(model)))) == 1
-
-
-def case_tf1_monitor() -> None:
-    initial = numerics.initial_weights()
-    variables = [tf.Variable(w, name=f"v{k}") for k, w in enumerate(initial)]
-    plain = tf.compat.v1.train.GradientDescentOptimizer(0.05)
-    optimizer = hvd.DistributedOptimizer(plain, op=hvd.AdasumDelta)
-    records: list = []
-    monitor = hvd.AdasumMonitor(optimizer, 2, records.append)
-    for step in range(STEPS):
-        before = [variable.numpy() for variable in variables]
-        mine = numerics.gradients(before, *numerics.batch_of(hvd.rank(), step, STEPS))
-        gradients = [tf.constant(g, tf.float32) for g in mine]
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        monitor.step()
-        if step == 1:
-            second = before
-    monitor.close()
-    assert [record["step"] for record in records] == ([] if hvd.rank() else [2, 4])
-    for record in records[:1]:
-        check(record, [variable.name for variable in variables], second, 1)
 
 
 def case_keras_monitor_refuses() -> None:
