@@ -33,7 +33,8 @@ FORMS = [
     ("gloo", 3, SHARED + SLICED, "localhost:1,127.0.0.1:2"),
     ("mpi", 2, SHARED + SLICED, ""),
     ("gloo", 1, ASYNCHRONOUS, ""),
-    ("gloo", 2, SHARED + ASYNCHRONOUS + TWO_STREAMS, ""),
+    ("gloo", 2, SHARED + ASYNCHRONOUS, ""),
+    ("gloo", 2, SHARED + SLICED + TWO_STREAMS, ""),
 ]
 CASES = [
     (framework, configuration, case.name)

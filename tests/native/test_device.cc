@@ -173,8 +173,8 @@ void TreesAreCompiledAsTheyAreInterpreted() {
   }
 }
 
-// One kernel walks the trees of small tensors, too, with the bits of the kernels for large ones.
-void SmallTensorsAreWalkedInOneKernel() {
+// The trees of small tensors that every rank reduces as a whole, with the bits of sliced ones.
+void SmallTensorsAreWalkedOnEveryRank() {
   for (ElementType type : {kFloat32, kFloat16}) {
     for (int ranks : {3, 4, 6, 8}) {
       const Maker opposite = [](int rank, size_t tensor, int64_t k) {
@@ -280,7 +280,7 @@ void WhatIsEnqueued() {
   } const rows[] = {
       {2, 40000, 0, 4, 3},     // Gram, fold, solve, combine; slices, sums, results
       {8, 40000, 0, 6, 5},     // and two tiers, which no one walks
-      {8, 100, 1 << 20, 1, 1}, // replicated: one kernel behind the exchange
+      {8, 100, 1 << 20, 6, 1}, // replicated: the same behind the only exchange
   };
   for (const auto& row : rows) {
     Job job(row.ranks, {row.elements}, 34);
@@ -314,7 +314,7 @@ int main(int argc, char** argv) {
                       {"positions beyond 31 bits", PositionsBeyond31Bits},
                       {"long tensors are folded in stretches", LongTensorsAreFoldedInStretches},
                       {"trees are compiled as they are interpreted", TreesAreCompiledAsTheyAreInterpreted},
-                      {"small tensors are walked in one kernel", SmallTensorsAreWalkedInOneKernel},
+                      {"small tensors are walked on every rank", SmallTensorsAreWalkedOnEveryRank},
                       {"plans fit what is reduced", PlansFitWhatIsReduced},
                   });
 }

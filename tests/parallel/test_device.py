@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import re
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from adasum_hvd.horovod import binding
 from tests.parallel.harness.configurations import (
     ALL_SIMULATED,
     ASYNCHRONOUS,
@@ -35,6 +37,18 @@ def test_all_ranks_have_the_same_bits(job, configuration: Configuration) -> None
     assert len(digests) == configuration.ranks
     assert None not in digests.values(), "a rank's case failed"
     assert len(set(digests.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("streams", "completion"), [("2", "1"), ("1", "1"), ("2", "0")]
+)
+def test_streams_that_may_wait_for_each_other(monkeypatch, streams, completion) -> None:
+    """On an H200 two ranks hung with two streams and asynchronous completion."""
+    monkeypatch.setenv("HOROVOD_NUM_NCCL_STREAMS", streams)
+    monkeypatch.setenv("HOROVOD_ENABLE_ASYNC_COMPLETION", completion)
+    error = binding.settings_error(ctypes.CDLL(str(make())))
+    words = "HOROVOD_NUM_NCCL_STREAMS: expected 1 with HOROVOD_ENABLE_ASYNC_COMPLETION"
+    assert error.startswith(words) is (streams == "2" and completion == "1")
 
 
 @pytest.mark.needs("case_host_tensors_next_to_device_tensors")

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.horovod.build import nccl
+from adasum_hvd.horovod.build.environment import scripts_path
 from adasum_hvd.horovod.build.sources import INCLUDES, NATIVE
 from tests.native.programs import COMBINATIONS, FORMS, TESTS, build, runs_here
 from tests.native.rooms import X86
+from tests.parallel.harness import simulated_horovod
 
 THREADED_TREES = ("cancelling pairs", "levels walk the same tree")
 CHOSEN = {
@@ -124,6 +127,25 @@ def test_nvcc_compiles_the_device_code(tmp_path: Path) -> None:
         subprocess.run(
             [*command, "-Werror", "all-warnings", str(source), "-o", target], check=True
         )
+
+
+@pytest.mark.skipif(not X86, reason="the simulated device is for x86-64")
+def test_what_horovod_uses_of_nccl_and_mpi_together_is_defined() -> None:
+    """Its list of operations names the classes that are compiled elsewhere."""
+    words = [shutil.which("mpicxx", path=scripts_path()) or "", "--showme:incdirs"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    used, defined = (
+        subprocess.run(
+            ["nm", "-C", option, str(made)], capture_output=True, text=True, check=True
+        ).stdout
+        for option, made in zip(
+            ("--undefined-only", "--defined-only"),
+            simulated_horovod.with_mpi([f"-I{folder}" for folder in found.split()]),
+            strict=True,
+        )
+    )
+    names = re.findall(r" U (.*AdasumGpuAllreduceOp::.*)", used)
+    assert names and set(names) <= set(re.findall(r" [TWV] (.*)", defined))
 
 
 @pytest.mark.skipif(not X86, reason="instruction sets of x86-64")

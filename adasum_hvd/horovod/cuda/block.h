@@ -221,10 +221,9 @@ void Launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, cud
 inline int64_t BlocksFor(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
 __device__ inline int64_t ThisThread() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
 
-// The parts of LoadKernels in gram.cu, combine.cu and small.cu.
+// The parts of LoadKernels in gram.cu and combine.cu.
 void LoadSums();
 void LoadElements();
-void LoadSmall();
 
 template <class... Parameters> void Load(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes;

@@ -1,4 +1,4 @@
-// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu, small.cu): the counterpart
+// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu): the counterpart
 // of kernels.h, gram.h and tree.h, with the same sums over the same blocks. Every function enqueues one
 // kernel.
 //
@@ -114,13 +114,6 @@ struct Tier {
   Sums sums;
 };
 
-// The tiers after the first, of a tree that has a compiled kernel; passed to ReduceSmall by value.
-struct Tiers {
-  static constexpr int kMost = 6;
-  int count;
-  Tier at[kMost];
-};
-
 enum class FoldBy { kAdd, kMaximum };
 
 // Makes the driver load all kernels. Otherwise it loads each at its first launch, which may wait for all work
@@ -151,12 +144,6 @@ void WalkTier(const Slice& slice, const Tier& before, const Tier& tier, cudaStre
 
 // result = scale * sum_i c_i x_i in float64, rounded once. `last` is the last tier that was walked.
 void Combine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream);
-
-// All steps from block_sums to result in one kernel, for reductions that every rank does as a whole, with
-// runs of at most `kMostSmall` elements.
-constexpr int64_t kMostSmall = 4 * kBlockElements;
-bool IsSmall(ElementType type, int ranks, int64_t longest_run);
-void ReduceSmall(const Slice& slice, const Sums& gram, const Tiers& tiers, double scale, cudaStream_t stream);
 
 } // namespace device
 } // namespace adasum_hvd

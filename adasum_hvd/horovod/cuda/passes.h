@@ -1,4 +1,4 @@
-// The steps of a block or a run: each in its own kernel, or all in one kernel if a reduction is small.
+// The steps of a block or a run.
 #pragma once
 
 #include <type_traits>

@@ -145,11 +145,6 @@ DevicePlan::DevicePlan(const std::vector<TensorView>& tensors, ElementType type,
   for (size_t level = 0; level < levels.size(); ++level) {
     PlanSlice(level, arena);
   }
-  const std::vector<Run>& runs = levels.front().placed.mine().runs;
-  const auto longest = std::max_element(runs.begin(), runs.end(),
-                                        [](const Run& a, const Run& b) { return a.count < b.count; });
-  is_small_ = placement_.replicates() && levels.size() == 1 && longest != runs.end() &&
-              device::IsSmall(type, levels.front().size, longest->count);
   Put(placement_.packs(), arena, packs);
   Put(placement_.unpacks(), arena, unpacks);
   Upload(arena, scratch, stream);

@@ -81,7 +81,6 @@ public:
 
   ElementType type() const { return type_; }
   bool replicates() const { return placement_.replicates(); }
-  bool is_small() const { return is_small_; } // one kernel does the whole reduction
 
   std::deque<DeviceLevel> levels; // a deque, because addresses of their members are kept
   DeviceCopies packs;
@@ -101,7 +100,6 @@ private:
   const char* staging_ = nullptr; // of the scratch memory, if used
   const char* received_ = nullptr;
   Placement placement_;
-  bool is_small_ = false;
   std::unique_ptr<DeviceBuffer> memory_;
 };
 

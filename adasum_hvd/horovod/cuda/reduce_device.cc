@@ -13,7 +13,6 @@ public:
   void Enqueue(const PhaseObserver& observer);
 
 private:
-  void EnqueueSmall(const PhaseObserver& observer);
   void Exchange(size_t index);
   void Gather(size_t index);
   void FindScales(const DeviceLevel& level);
@@ -26,27 +25,7 @@ private:
   const cudaStream_t stream_;
 };
 
-void DeviceReduction::EnqueueSmall(const PhaseObserver& observer) {
-  const DeviceLevel& level = plan_.levels.front();
-  device::Tiers tiers = {};
-  for (device::Tier tier : level.tiers) {
-    tier.sums = level.SumsOf(3 * tier.count, 1 - tiers.count % 2);
-    tiers.at[tiers.count++] = tier;
-  }
-  observer(Phase::kReduceScatterGram, 0);
-  device::CopyBlocks(plan_.type(), plan_.packs.at, plan_.packs.blocks, stream_);
-  Exchange(0);
-  observer(Phase::kCombineAllgather, 0);
-  device::ReduceSmall(level.slice, level.SumsOf(static_cast<int>(GramSize(level.size)), 0), tiers,
-                      level.placed.scale, stream_);
-  device::CopyBlocks(plan_.type(), plan_.unpacks.at, plan_.unpacks.blocks, stream_);
-}
-
 void DeviceReduction::Enqueue(const PhaseObserver& observer) {
-  if (plan_.is_small() && observation_ == nullptr) { // the one kernel does not write its sums
-    EnqueueSmall(observer);
-    return;
-  }
   std::deque<DeviceLevel>& levels = plan_.levels;
   device::Tier last = {};
   for (size_t index = 0; index < levels.size(); ++index) {

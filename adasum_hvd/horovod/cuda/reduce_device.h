@@ -13,8 +13,6 @@
 //      walked on vectors, a tier at a time; for all others those kernels return at once;
 //   6. every rank combines its slice. The next level reduces this slice over other groups.
 //
-//   (For small reductions, one kernel after the exchange does 3 to 6: small.cu.)
-//
 //   7. An allgather sends the slices, from the last level back to the first; concatenated slices are copied
 //   back,
 //      and changes are added to the older weights.

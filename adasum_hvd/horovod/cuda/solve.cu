@@ -112,7 +112,6 @@ void SetScales(const Slice& slice, const Sums& largest, cudaStream_t stream) {
 void LoadKernels() {
   LoadSums();
   LoadElements();
-  LoadSmall();
   Load(FoldBlocksKernel);
   Load(FoldSharedKernel);
   Load(SolveKernel);

@@ -80,6 +80,10 @@ inline void RemoveFrom(horovod::common::ProcessSetTable& table, int32_t id) {
 #include "op/settings.h" // ADASUM_ON_DEVICES
 #if ADASUM_ON_DEVICES
 #include "op/device_hooks.h"
+#if HAVE_MPI
+// It names NCCLContext, which is another class below.
+#include "horovod/common/ops/adasum_gpu_operations.h"
+#endif
 #endif
 
 namespace adasum_hvd {

@@ -142,6 +142,14 @@ Settings Settings::FromEnvironment() {
   } else if (!local.empty()) {
     Refuse(settings, "ADASUM_HVD_LOCAL", "auto, staged or off", local);
   }
+  const std::string streams = Variable("HOROVOD_NUM_NCCL_STREAMS");
+  if (kOnDevices && std::atoi(streams.c_str()) > 1 &&
+      std::atoi(Variable("HOROVOD_ENABLE_ASYNC_COMPLETION").c_str()) > 0) {
+    Refuse(settings, "HOROVOD_NUM_NCCL_STREAMS",
+           "1 with HOROVOD_ENABLE_ASYNC_COMPLETION, because kernels of two communicators may wait for each "
+           "other",
+           streams);
+  }
   const std::string kernels = Variable("ADASUM_HVD_KERNELS");
   settings.kernels = ChooseKernels(kernels.c_str());
   if (settings.kernels == nullptr) {

@@ -46,9 +46,9 @@ class Configuration:
     def framework(self) -> str:
         """Return what every rank imports: "torch", "tensorflow" or "" (neither)."""
         folders = {file.partition(".")[0] for file in self.files}
-        if folders & {"tensorflow", "keras"}:
+        if folders & {"tensorflow", "keras"} or self.files == TENSORFLOW_DEVICE:
             return "tensorflow"
-        return "" if folders == {"device"} else "torch"
+        return "" if self.files == SIMULATED else "torch"
 
     @property
     def cases(self) -> list[Case]:
@@ -194,6 +194,22 @@ ONE_HOST_3, ONE_HOST_5 = (
     for n in (3, 5)
 )
 
+# The cases of tests/gpu on the CPU, so that one that cannot pass is seen without a device.
+TENSORFLOW_DEVICE = _files("device", "tensorflow")
+ON_CPU = [
+    Configuration(
+        _files("device", "torch"),
+        "gloo",
+        3,
+        (("ADASUM_TEST_DEVICE", "cpu"),),
+        "localhost:1,127.0.0.1:2",
+    ),
+    Configuration(TENSORFLOW_DEVICE, "gloo", 2, (("ADASUM_TEST_DEVICE", "CPU"),)),
+    Configuration(
+        _files("device", "distributed"), "torchrun", 2, (("ADASUM_TEST_DEVICE", "cpu"),)
+    ),
+]
+
 CONFIGURATIONS = [
     ALONE, GLOO_2, GLOO_3, MPI_2, MPI_3, MPI_4, MPI_5,
     TINY_MPI, PORTABLE_MPI, STAGED_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,
@@ -205,5 +221,6 @@ CONFIGURATIONS = [
     Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE), ONE_HOST_3, ONE_HOST_5,
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     Configuration(CANCELLED, "torchrun", 6),
+    *ON_CPU,
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
 ]  # fmt: skip

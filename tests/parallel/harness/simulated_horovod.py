@@ -85,18 +85,15 @@ def _configure_gloo(gloo: Path, target: Path) -> Path:
     return target
 
 
-def make() -> Path:
-    """Build the library, or return the one of the same sources in the cache folder."""
-    tree = source_tree(cache_dir())
-    common = tree / "horovod" / "common"
+def _flags(tree: Path) -> list[str]:
+    """Return the compiler's flags for Horovod's sources."""
     third_party = tree / "third_party"
-    gloo = third_party / "gloo" / "gloo"
     includes = [
         tree,
         CORE,
         NATIVE,
         rooms.SIMULATED,
-        _configure_gloo(gloo, cache_dir() / ROOM),
+        _configure_gloo(third_party / "gloo" / "gloo", cache_dir() / ROOM),
     ]
     includes += [
         third_party / name
@@ -105,29 +102,51 @@ def make() -> Path:
     includes += [third_party / "boost" / name / "include" for name in _BOOST]
     includes.append(third_party / "flatbuffers" / "include")
     flags = [
-        "-std=c++17",
-        "-O1",
-        "-g1",
-        "-fPIC",
-        "-pthread",
-        "-w",
-        "-ffp-contract=off",
-        "-Wno-psabi",
+        *("-std=c++17", "-O1", "-g1", "-fPIC", "-pthread", "-w"),
+        *("-ffp-contract=off", "-Wno-psabi"),
     ]
-    flags += [f"-D{name}" for name in _DEFINES] + [f"-I{path}" for path in includes]
+    return flags + [f"-D{name}" for name in _DEFINES] + [f"-I{p}" for p in includes]
+
+
+def _changed(common: Path) -> dict[Path, tuple[str, ...]]:
+    """Return the sources that the op changes, with their flags."""
+    internals = str(NATIVE / "op" / "horovod_internals.h")
+    return {
+        common / f"{name}.cc": (f"-D{macro}", "-include", internals)
+        for name, macro in _CHANGED.items()
+    }
+
+
+def make() -> Path:
+    """Build the library, or return the one of the same sources in the cache folder."""
+    tree = source_tree(cache_dir())
+    common = tree / "horovod" / "common"
     # Without NVTX one of its headers lacks an include.
     sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}
-    internals = str(NATIVE / "op" / "horovod_internals.h")
-    for name, macro in _CHANGED.items():
-        sources[common / f"{name}.cc"] = (f"-D{macro}", "-include", internals)
-    sources |= dict.fromkeys(_gloo_sources(gloo), ())
+    sources |= _changed(common)
+    sources |= dict.fromkeys(_gloo_sources(tree / "third_party" / "gloo" / "gloo"), ())
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
     alone = rooms.WITHOUT_HOROVOD | rooms.SIMULATED_DEVICE
     sources |= {path: own for path, own in rooms.OP.items() if path not in alone}
-    compiled = compiling.objects(sources, flags, ROOM)
+    compiled = compiling.objects(sources, _flags(tree), ROOM)
     compiled += programs.objects(alone, "plain")
     link = ["-shared", "-pthread", "-Wl,-z,defs"]
     return compiling.linked(compiled, link, ["-ldl"], ROOM, "simulated.so")
+
+
+def with_mpi(mpi_flags: Sequence[str]) -> list[Path]:
+    """Return the objects in which Horovod's AdaSum of NCCL and MPI is used and defined.
+
+    Args:
+        mpi_flags: the compiler's, for MPI's headers.
+    """
+    tree = source_tree(cache_dir())
+    common = tree / "horovod" / "common"
+    operations = common / "operations.cc"
+    sources = {operations: _changed(common)[operations]}
+    sources[common / "ops" / "adasum_gpu_operations.cc"] = ("-include", "cstdint")
+    flags = [*_flags(tree), "-DHAVE_MPI=1", *mpi_flags]
+    return compiling.objects(sources, flags, ROOM)
 
 
 class Horovod:

@@ -6,6 +6,7 @@ ADASUM_TEST_DEVICE=CPU runs the same on the host, to try the cases themselves.
 from __future__ import annotations
 
 import os
+import socket
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ import adasum_hvd.tensorflow.keras as keras_hvd
 from adasum_hvd import reference
 
 DEVICE = os.environ.get("ADASUM_TEST_DEVICE", "GPU")
+HOSTS: list[str] = []
 TOLERANCE = {"float16": 2**-10, "float32": 1e-6, "float64": 1e-9}
 
 
@@ -27,6 +29,9 @@ def start() -> None:
     if devices:
         mine = devices[hvd.local_rank() % len(devices)]
         tf.config.set_visible_devices(mine, "GPU")
+    HOSTS[:] = hvd.allgather_object(
+        os.environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+    )
 
 
 def align() -> None:
@@ -46,7 +51,7 @@ def case_every_dtype_and_size() -> None:
                 result = hvd.allreduce(mine, op=hvd.Adasum, name=f"one.{dtype}.{size}")
             assert f"device:{DEVICE}" in result.device
             wide = np.float64 if dtype == "float64" else np.float32
-            expected = reference.adasum([array.astype(wide) for array in inputs])
+            expected = reference.adasum([a.astype(wide) for a in inputs], HOSTS)
             error = np.abs(result.numpy().astype(np.float64) - expected).max()
             assert error <= tolerance * max(np.abs(expected).max(), 0.3)
 

@@ -15,7 +15,13 @@ from torch import nn
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
-from tests.parallel.cases.torch.test_ops import SIZES, TOLERANCE, tensor_of
+from tests.parallel.cases.torch.test_ops import (
+    HOSTS,
+    SIZES,
+    TOLERANCE,
+    note_hosts,
+    tensor_of,
+)
 
 DEVICE = os.environ.get("ADASUM_TEST_DEVICE", "cuda")
 EVENS: hvd.ProcessSet
@@ -27,6 +33,7 @@ def start() -> None:
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     if hvd.size() > 1:
         EVENS = hvd.add_process_set(range(0, hvd.size(), 2))
+    note_hosts()
 
 
 def on_device(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -36,7 +43,8 @@ def on_device(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.
 def expected(size: int, dtype: torch.dtype, ranks, seed: int = 0) -> np.ndarray:
     inputs = [on_device(rank, size, dtype, seed).cpu() for rank in ranks]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return reference.adasum([tensor.to(wide).numpy() for tensor in inputs])
+    arrays = [tensor.to(wide).numpy() for tensor in inputs]
+    return reference.adasum(arrays, [HOSTS[rank] for rank in ranks])
 
 
 def check_close(got: torch.Tensor, expected: np.ndarray) -> None:
@@ -121,7 +129,7 @@ def case_cancelling_pairs() -> None:
         for rank in range(hvd.size())
     ]
     result = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum)
-    expected = reference.adasum([tensor.cpu().numpy() for tensor in inputs])
+    expected = reference.adasum([tensor.cpu().numpy() for tensor in inputs], HOSTS)
     error = np.abs(result.cpu().numpy() - expected).max() / np.abs(expected).max()
     assert error <= 1e-6 + 10 * 2**-52 / noise
 
@@ -155,8 +163,10 @@ def trained(op, rank: int) -> list[torch.Tensor]:
         features, targets = batch_of(step, rank)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 

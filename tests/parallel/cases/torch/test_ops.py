@@ -36,6 +36,11 @@ def start() -> None:
     global EVENS
     if hvd.size() > 1:
         EVENS = process_sets.of(*range(0, hvd.size(), 2))
+    note_hosts()
+
+
+def note_hosts() -> None:
+    """Find the host of every rank, on which the tree depends. Collective."""
     HOSTS[:] = hvd.allgather_object(
         os.environ.get("HOROVOD_HOSTNAME", socket.gethostname())
     )
