@@ -91,12 +91,9 @@ def launcher() -> DoctorFinding:
 
 def distributed() -> DoctorFinding:
     """Return whether the engine on torch.distributed reduces to the right numbers."""
-    module = "adasum_hvd.tools.torch_distributed_selfcheck"
-    try:
-        result = jobs.run("torchrun", RANKS, module, seconds=_SECONDS)
-    except jobs.JobError as error:
-        result = {"error": str(error)}
-    return _judged("torch.distributed", "torch", result, "reinstall torch")
+    name = "torch.distributed"
+    result = _try(["torchrun"], [name])["torchrun"][name]
+    return _judged(name, "torch", result, "reinstall torch")
 
 
 def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
