@@ -100,7 +100,7 @@ def _server(server: Any, where: str) -> tuple[str, list[int]]:
 
 
 def _list(holder: dict[str, Any], key: str, expected: str) -> list[Any]:
-    value = holder.get(key)
+    value: Any = holder.get(key)
     _require(isinstance(value, list) and value, expected, value)
     return list(value)
 
@@ -109,8 +109,8 @@ def _number(device: Any, key: str, where: str) -> int:
     _require(isinstance(device, dict), f"an object as {where}", device)
     text = device.get(key)
     is_number = isinstance(text, int | str) and not isinstance(text, bool)
-    is_number = is_number and re.fullmatch("[0-9]{1,9}", str(text))
-    _require(is_number, f"a number as {key} of {where}", text)
+    is_short = is_number and re.fullmatch("[0-9]{1,9}", str(text))
+    _require(is_short, f"a number as {key} of {where}", text)
     return int(text)
 
 
