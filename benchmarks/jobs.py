@@ -15,6 +15,7 @@ from typing import Any
 from namespaces import INTERFACE, Hosts
 
 from adasum_hvd.tools.bench import ratio as ratio
+from adasum_hvd.tools.jobs import OF_RANKS as OF_RANKS
 from adasum_hvd.tools.jobs import launcher as local_launcher
 from adasum_hvd.tools.jobs import output_of, result_of
 
@@ -85,9 +86,7 @@ def run(
         "PATH": search_path(hosts),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **OF_RANKS,
         **variables,
     }
     words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]

@@ -9,7 +9,7 @@ from pathlib import Path
 # Without pytest, which has it on its path: the programs there import each other.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from jobs import HOROVODRUN, REPOSITORY, launcher, run_launcher, search_path
+from jobs import HOROVODRUN, OF_RANKS, REPOSITORY, launcher, run_launcher, search_path
 
 from tests.parallel.harness.imported import python
 
@@ -48,13 +48,10 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
         **os.environ,
         "PATH": search_path(),
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *map(str, IMPORTED)]),
-        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **OF_RANKS,
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         **dict(waits(120)),  # a busy machine is not a broken one
         "OMPI_MCA_mpi_yield_when_idle": "1",  # also where each rank might have a processor
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **dict(extra),
     }
