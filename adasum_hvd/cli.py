@@ -14,25 +14,19 @@ from adasum_hvd.tools import advise, bench, demo, doctor, hosts, jobs, plot, tim
 from adasum_hvd.tools import torch_checkpoint as checkpoint
 
 
-def _build(arguments: argparse.Namespace) -> int:
+def _build(arguments: argparse.Namespace) -> None:
     given = arguments.frameworks
     frameworks = None if given is None else given.split(",")
-    try:
-        if not set(frameworks or ()) <= set(FRAMEWORKS):
-            raise BuildError(
-                "expected --frameworks torch, tensorflow or torch,tensorflow, but got "
-                f"{given!r}"
-            )
-        wheel = builder.build(
-            frameworks, arguments.mpi, arguments.gpu, force=arguments.force
+    if not set(frameworks or ()) <= set(FRAMEWORKS):
+        raise BuildError(
+            f"expected --frameworks torch, tensorflow or torch,tensorflow, but got {given!r}"
         )
-        if not arguments.no_install:
-            builder.install(wheel)
-    except BuildError as error:
-        print(f"adasum-hvd build: {error}", file=sys.stderr)
-        return 1
+    wheel = builder.build(
+        frameworks, arguments.mpi, arguments.gpu, force=arguments.force
+    )
+    if not arguments.no_install:
+        builder.install(wheel)
     print(f"{'built' if arguments.no_install else 'installed'}: {wheel}")
-    return 0
 
 
 def _exec(arguments: argparse.Namespace) -> int:
@@ -40,20 +34,21 @@ def _exec(arguments: argparse.Namespace) -> int:
         command,  # needs Horovod; `build` must work without it
     )
 
-    try:
-        return command.run(arguments.command, arguments.nprocs)
-    except (RuntimeError, OSError) as error:
-        print(f"adasum-hvd exec: {error}", file=sys.stderr)
-        return 1
+    return command.run(arguments.command, arguments.nprocs)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; `run` of the parsed arguments is the command."""
+    """Return the parser of all commands.
+
+    Of the parsed arguments `run` is the command, which may return an exit status; `errors` are the
+    exceptions that it raises on purpose.
+    """
     parser = argparse.ArgumentParser(prog="adasum-hvd", description=__doc__)
     parser.add_argument(
         "--version", action="version", version=f"adasum-hvd {__version__}"
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(errors=())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
 
     build = commands.add_parser(
         "build",
@@ -72,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--no-install", action="store_true", help="only make the wheel")
     build.add_argument("--force", action="store_true", help="do not use a cached wheel")
-    build.set_defaults(run=_build)
+    build.set_defaults(run=_build, errors=BuildError)
 
     program = commands.add_parser(
         "exec",
@@ -82,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--nprocs", type=jobs.count, metavar="N", help="start N ranks on this host"
     )
     program.add_argument("command", nargs="+", help="-- program and its arguments")
-    program.set_defaults(run=_exec)
+    program.set_defaults(run=_exec, errors=(RuntimeError, OSError))
     for tool in (doctor, bench, demo, plot, advise, timeline, hosts, checkpoint):
         tool.add_to(commands)
     return parser
@@ -99,7 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # what it has started has ended
         return 128 + signal.SIGINT
-    return status
+    except arguments.errors as error:
+        print(f"adasum-hvd {arguments.name}: {error}", file=sys.stderr)
+        return 1
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ inside a job the operations are interleaved. The figures to trust are ratios of 
 between operations that ran in the same rounds.
 
 Columns: `algbw` is bytes reduced per second, `busbw` is `algbw * 2 (N - 1) / N`, what each
-rank sends (nccl-tests' definition); `#wrong` counts elements further from the float64
-reference than one rounding. Below AdaSum's row: what its phases took on rank 0 (p50), and the
+rank sends (nccl-tests' definition); `#wrong` counts tensors further from the float64 reference
+than one rounding. Below AdaSum's row: what its phases took on rank 0 (p50), and the
 reduced bytes per second of each, to compare with memcpy's. "AdaSum, bucket" reduces the same
 parameters in one flat tensor, as `DistributedOptimizer` lays them: in memory that the ranks of a
 host share. "over copy" is the time over that of a plain copy of the same bytes by every rank at
@@ -147,38 +147,16 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
     return times
 
 
-def wrong_elements(case: str) -> int:
-    """Count elements of our result that are off by more than one float32 rounding."""
-    import numpy as np
-    import torch
-
-    import adasum_hvd.torch as hvd
-    from adasum_hvd import reference
-
-    wrong = 0
-    for k, size in enumerate(CASES[case][:5]):
-        checked = min(size, 200_000)
-        inputs = [
-            torch.randn(checked, generator=torch.Generator().manual_seed(100 * k + r))
-            for r in range(hvd.size())
-        ]
-        got = hvd.allreduce(
-            inputs[hvd.rank()], op=hvd.Adasum, name=f"wrong.{case}.{k}"
-        ).numpy()
-        expected = reference.adasum([t.numpy() for t in inputs])
-        wrong += int(np.sum(np.abs(got - expected) > 2.0**-23 * np.abs(expected).max()))
-    return wrong
-
-
 def rank_main(case: str, off: bool, repetitions: int, output: Path) -> None:
     """Measure on this rank; rank 0 writes the slowest rank's time of every repetition."""
     import torch
 
     import adasum_hvd.torch as hvd
+    from adasum_hvd.tools import torch_bench
 
     hvd.init()
     torch.set_num_threads(1)
-    wrong = 0 if off else wrong_elements(case)
+    wrong = 0 if off else torch_bench.wrong(case, CASES[case])
     everyone = hvd.allgather_object(measure(case, off, repetitions))
     if hvd.rank() == 0:
         times = jobs.slowest(everyone)

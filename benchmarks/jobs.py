@@ -15,6 +15,8 @@ from typing import Any
 from namespaces import INTERFACE, Hosts
 
 from adasum_hvd.tools.bench import ratio as ratio
+from adasum_hvd.tools.jobs import OF_RANKS as OF_RANKS
+from adasum_hvd.tools.jobs import launcher as local_launcher
 from adasum_hvd.tools.jobs import output_of, result_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -27,20 +29,16 @@ PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "horovod", "adasum-hvd")
 def launcher(
     backend: str, ranks: int, hosts: Hosts | None = None, slots: Sequence[int] = ()
 ) -> list[str]:
-    """Return the words in front of the program's.
+    """Return the words in front of the program's: of horovodrun, not exec, for "gloo".
 
     With `hosts`, ranks are spread evenly, or `slots` says how many each host has.
     """
-    words = {
-        "gloo": [*HOROVODRUN, "--gloo"],
-        "mpi": [str(BIN / "mpirun")],
-        "exec": [sys.executable, "-m", "adasum_hvd", "exec"],
-    }[backend]
-    if backend == "exec":  # on this machine, in one session
-        return [*words, "--nprocs", str(ranks), "--"]
+    if not hosts and backend != "gloo":  # "exec" is on this machine, in one session
+        return local_launcher("gloo" if backend == "exec" else backend, ranks)
+    words = [*HOROVODRUN, "--gloo"] if backend == "gloo" else [str(BIN / "mpirun")]
     words += ["-np", str(ranks)]
     if not hosts:
-        return words if backend == "gloo" else [*words, "--oversubscribe"]
+        return words
     slots = slots or [ranks // len(hosts.names)] * len(hosts.names)
     places = zip(hosts.names, slots, strict=True)
     words += ["-H", ",".join(f"{name}:{each}" for name, each in places)]
@@ -88,9 +86,7 @@ def run(
         "PATH": search_path(hosts),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **OF_RANKS,
         **variables,
     }
     words = [*launcher(backend, ranks, hosts), sys.executable, script, "--rank"]

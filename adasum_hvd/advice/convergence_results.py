@@ -53,6 +53,20 @@ class Figures(NamedTuple):
         """Return whether there are results for a reduction."""
         return op in self.rows or (self.is_linear and op is ops.Sum)
 
+    def rows_of(self, op: ops.ReduceOp) -> tuple[Measured, ...]:
+        """Return a reduction's rows; `Sum` has those of `Average`."""
+        return self.rows[ops.Average if op is ops.Sum else op]
+
+    def nearest(self, op: ops.ReduceOp, workers: int) -> tuple[Measured, Best]:
+        """Return the row with a result whose number of workers is nearest in ratio, and its best.
+
+        Of two that are equally near it is the one with fewer workers.
+        """
+        known = [(row, best) for row in self.rows_of(op) if (best := self.best(row))]
+        return min(
+            known, key=lambda of: max(workers / of[0].workers, of[0].workers / workers)
+        )
+
     def best(self, row: Measured) -> Best | None:
         """Return the better of the row's two rates; None if a seed missed at the best one.
 

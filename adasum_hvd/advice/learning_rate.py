@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from typing import Any, NamedTuple
 
-from adasum_hvd.advice.convergence_results import (
-    FIGURES,
-    Figures,
-    Measured,
-)
+from adasum_hvd.advice.convergence_results import FIGURES, Best, Figures, Measured
 from adasum_hvd.base import ops
 
 __all__ = [
@@ -28,7 +23,6 @@ __all__ = [
     "variant_advice",
 ]
 
-
 _NAMES = {  # parts of the names of optimizers, in this order, and their studies
     "adamw": "adamw",
     "adam": "adam",
@@ -36,13 +30,10 @@ _NAMES = {  # parts of the names of optimizers, in this order, and their studies
     "momentum": "momentum",
     "gradientdescent": "momentum",
 }
-# What a second workload says about a factor above 1.
-_CAUTIONS = {
-    ("momentum", ops.AdasumGrad): (
-        "keep one worker's rate if you do not tune: with a ResNet and 32 workers 1.73 times that "
-        "rate took a third more steps than the rate itself"
-    ),
-}
+_CAUTION = (  # of a second workload, about AdasumGrad's factors above 1 with momentum
+    "; keep one worker's rate if you do not tune: with a ResNet and 32 workers 1.73 times that "
+    "rate took a third more steps than the rate itself"
+)
 # Their names have such parts, but no study has trained with them.
 _OTHERS = frozenset({"adamax", "nadam", "radam", "sparseadam", "asgd"})
 
@@ -50,8 +41,9 @@ _OTHERS = frozenset({"adamax", "nadam", "radam", "sparseadam", "asgd"})
 class LearningRate(NamedTuple):
     """A learning rate, its factor over the single worker's, the reason and the certainty.
 
-    `certainty` is "measured" (at this number of workers), "interpolated" (between two), or
-    "extrapolated" (more workers than any study trained, or groups). `figures` are the rows used.
+    `certainty` is "measured" (with this number of workers), "nearest" (with the nearest number
+    that was measured), or "extrapolated" (more workers than any study trained, or groups).
+    `figures` has the row used.
     """
 
     lr: float
@@ -72,8 +64,8 @@ def adasum_lr(
     """Return the learning rate to start from, given the best one for a single process.
 
     The factor over `base_lr` is the better of two in the optimizer's `FIGURES`: 1, and the best
-    of a grid. Between two numbers of workers it is interpolated on logarithmic scales. Each study
-    used one model, so tune from this rate.
+    of a grid, with the number of workers that is nearest in ratio to `size`. Each study used one
+    model, so tune from this rate.
 
     Args:
         base_lr: the learning rate tuned on a single process, with the same batch per rank.
@@ -82,15 +74,13 @@ def adasum_lr(
         size: number of ranks.
         group_op: the reduction inside a group ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": the argument of `init`, or the
-            number of ranks per host if `init` got none. The default here is 1. The factor is then
-            Average's inside a group times AdaSum's over the groups, and at most the larger of both
-            reductions' with `size` ranks.
-        optimizer: an optimizer or its class, or the name of the study that fits it: "momentum"
-            (SGD), "adam" or "adamw". The next release requires it: without it the figures are
-            momentum's, and there is a DeprecationWarning.
+            number of ranks per host if `init` got none. The default here is 1. A group counts as
+            one worker. Its larger batch may allow a larger rate.
+        optimizer: required: an optimizer or its class, or the name of the study that fits it:
+            "momentum" (SGD), "adam" or "adamw".
 
     Returns:
-        The rate, its factor over `base_lr`, the reason, the certainty, and the rows used.
+        The rate, its factor over `base_lr`, the reason, the certainty, and the row used.
 
     Raises:
         ValueError: an `op`, `group_op` or `optimizer` is unknown or was not studied, a rate
@@ -120,39 +110,54 @@ def adasum_lr(
         raise ValueError(
             f"adasum_lr: group_op: expected one of {ops.GROUP_OPS}, but got {group_op!r}"
         )
-    if optimizer is None:
-        warnings.warn(
-            "adasum_lr: expected optimizer=, but got none, so the figures are those of SGD with "
-            'momentum; pass the optimizer, or optimizer="momentum", which the next release '
-            "requires",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-    study = "momentum" if optimizer is None else study_of(optimizer)
-    figures = FIGURES[study]
+    figures = FIGURES[study := study_of(optimizer)]
     reduction = ops.parse(op)
     reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction
-    grouped = group_op != "adasum" and group_size > 1 and ops.is_adasum(reduction)
-    for needed in (reduction, *([ops.parse(group_op)] if grouped else [])):
+    has_groups = group_op != "adasum" and ops.is_adasum(reduction)
+    group = min(group_size, size) if has_groups else 1
+    for needed in (reduction, *([ops.parse(group_op)] if group > 1 else [])):
         if not figures.covers(needed):
             raise ValueError(
                 "adasum_lr: op: expected average, sum or an AdaSum variant, but got "
                 f"{needed.name}, which has no measured results with {study}"
             )
-    if grouped:
-        return _grouped(rate, figures, reduction, size, group_op, group_size)
-    factor, certainty, rows = _factor(figures, reduction, size)
-    reason = _reason(figures, reduction, size, certainty, rows)
-    if advice := variant_advice(reduction, size, study):
-        reason += f"; {reduction.name} was {advice}"
-    if factor > 1 and (caution := _CAUTIONS.get((study, reduction))):
-        reason += f"; {caution}"
-    if group_op != "adasum" and ops.is_adasum(reduction):
+    workers = math.ceil(size / group)
+    row, best = figures.nearest(reduction, workers)
+    is_beyond = workers > row.workers and row is figures.rows_of(reduction)[-1]
+    certainty = "measured" if row.workers == workers else "nearest"
+    certainty = "extrapolated" if group > 1 or is_beyond else certainty
+    summed = size if reduction is ops.Sum else group if group_op == "sum" else 1
+    factor = best.factor / summed
+    reason = f"{certainty}: {_results(figures, reduction, row, best)}"
+    if group > 1:
+        reason += f"; a group of {group} ranks counts as one worker"
+        reason += f", whose sum is {group} times its mean" if summed > 1 else ""
+    elif has_groups and group_size == 1:
         reason += (
             "; group_size=1 means groups of one rank: pass the real group_size (by default the "
             "ranks per host)"
         )
-    return LearningRate(rate * factor, factor, reason, certainty, rows)
+    if advice := variant_advice(reduction, workers, study):
+        reason += f"; {reduction.name} was {advice}"
+    if factor > 1 and (study, reduction) == ("momentum", ops.AdasumGrad):
+        reason += _CAUTION
+    return LearningRate(rate * factor, factor, reason, certainty, (row,))
+
+
+def _results(figures: Figures, op: ops.ReduceOp, row: Measured, best: Best) -> str:
+    """Return what was measured, at the rate that is advised and at the single worker's."""
+    name = "Average, of which Sum is a multiple" if op is ops.Sum else op.name
+    workers = "one worker" if row.workers == 1 else f"{row.workers} workers"
+    times = "" if best.factor == 1 else f"{best.factor:.3g} times "
+    text = (
+        f"{name}: {best.result} ± {best.deviation} {figures.unit} with {workers} at {times}one "
+        "worker's rate"
+    )
+    if best.factor != 1 and row.unscaled is None:
+        text += ", at which itself a seed missed the target"
+    elif best.factor != 1:
+        text += f", and {row.unscaled} ± {row.unscaled_deviation} at that rate itself"
+    return f"{text} ({figures.workload}; docs/convergence.md)"
 
 
 def _number(value: Any) -> float:
@@ -241,114 +246,17 @@ def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> 
     if op not in variants or not set(variants) <= figures.rows.keys():
         return ""
     other = variants[1 - variants.index(op)]
-    nearest = min(
-        (row.workers for row in figures.rows[op]),
-        key=lambda workers: abs(math.log(size / workers)),
-    )
-    best, best_other = (
-        next(
-            (figures.best(row) for row in figures.rows[of] if row.workers == nearest),
-            None,
-        )
-        for of in (op, other)
-    )
-    if best is None or best_other is None:
+    row, best = figures.nearest(op, size)
+    same = [each for each in figures.rows[other] if each.workers == row.workers]
+    best_other = figures.best(same[0]) if same else None
+    if best_other is None:
         return ""
     difference = best_other.result - best.result
     improvement = -difference if figures.lower_is_better else difference
     if improvement <= best.deviation + best_other.deviation:
         return ""
     return (
-        f"measured worse than {other.name} on {nearest} workers ({best.result} ± "
+        f"measured worse than {other.name} on {row.workers} workers ({best.result} ± "
         f"{best.deviation} against {best_other.result} ± {best_other.deviation} "
         f"{figures.unit}; docs/convergence.md)"
     )
-
-
-def _factor(
-    figures: Figures, op: ops.ReduceOp, size: float
-) -> tuple[float, str, tuple[Measured, ...]]:
-    """Return the factor, its certainty, and the rows used."""
-    if op is ops.Sum:
-        factor, certainty, rows = _factor(figures, ops.Average, size)
-        return factor / size, certainty, rows
-    known = [(row, figures.best(row)) for row in figures.rows[op]]
-    tuned = [(row, best.factor) for row, best in known if best is not None]
-    below, factor = [pair for pair in tuned if pair[0].workers <= size][-1]
-    if below.workers == size:
-        return factor, "measured", (below,)
-    above = [pair for pair in tuned if pair[0].workers > size][:1]
-    if not above:
-        return factor, "extrapolated", (below,)
-    (more, larger), less = above[0], below.workers
-    part = math.log(size / less) / math.log(more.workers / less)
-    return factor * (larger / factor) ** part, "interpolated", (below, more)
-
-
-def _reason(
-    figures: Figures,
-    op: ops.ReduceOp,
-    size: int,
-    certainty: str,
-    rows: tuple[Measured, ...],
-) -> str:
-    of = ops.Average if op is ops.Sum else op
-    name = "Average, of which Sum is a multiple" if op is ops.Sum else op.name
-    results = [
-        _result(best.result, best.deviation, figures.unit, row.workers, best.factor)
-        for row in rows
-        if (best := figures.best(row)) is not None
-    ]
-    measured = next((row for row in figures.rows[of] if row.workers == size), None)
-    if measured and measured.unscaled is None:
-        results.append(
-            f"with {size} workers a seed missed the target at one worker's rate"
-        )
-    elif measured:
-        unscaled = measured.unscaled, measured.unscaled_deviation
-        results.append(_result(*unscaled, figures.unit, size, 1.0))
-    return (
-        f"{certainty}: {name}: {'; '.join(dict.fromkeys(results))} ({figures.workload}; "
-        "docs/convergence.md)"
-    )
-
-
-def _result(
-    result: float | None,
-    deviation: float | None,
-    unit: str,
-    workers: int,
-    factor: float,
-) -> str:
-    ranks = "one worker" if workers == 1 else f"{workers} workers"
-    times = "" if factor == 1 else f"{factor:.3g} times "
-    return f"{result} ± {deviation} {unit} with {ranks} at {times}one worker's rate"
-
-
-def _grouped(
-    base_lr: float,
-    figures: Figures,
-    op: ops.ReduceOp,
-    size: int,
-    group_op: str,
-    group_size: int,
-) -> LearningRate:
-    """Return Average's factor for a group times AdaSum's over the groups, within a bound.
-
-    AdaSum of sums is the group's size times AdaSum of means.
-    """
-    group = min(group_size, size)
-    groups = math.ceil(size / group)
-    inside, _, rows = _factor(figures, ops.Average, group)
-    across, _, more = _factor(figures, op, groups)
-    most = max(_factor(figures, each, size)[0] for each in (ops.Average, op))
-    factor = min(inside * across, most)
-    reason = (
-        f"extrapolated: {inside:.3g} times for Average of {group} ranks and {across:.3g} times for "
-        f"{op.name} over {size / group:.3g} groups, at most {most:.3g} times, the larger of both "
-        f"for {size} ranks; they were measured separately (docs/convergence.md)"
-    )
-    if group_op == "sum":
-        factor /= group
-        reason += f"; a sum of {group} ranks is {group} times their mean"
-    return LearningRate(base_lr * factor, factor, reason, "extrapolated", rows + more)

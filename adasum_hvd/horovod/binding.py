@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,11 +19,6 @@ from adasum_hvd.monitor.statistics import TensorRecord
 
 _BUILD_COMMAND = "adasum-hvd build"
 _SEGMENTS = "adasum.segments="  # the same as in op/fused_tensors.cc
-_RENAMED = {
-    "exchange_nanoseconds": "reduce_scatter_nanoseconds",
-    "solve_nanoseconds": "coefficients_nanoseconds",
-    "gather_nanoseconds": "allgather_nanoseconds",
-}
 
 
 class Counters(NamedTuple):
@@ -52,16 +46,6 @@ class Counters(NamedTuple):
     reduce_scatter_nanoseconds: int
     coefficients_nanoseconds: int
     allgather_nanoseconds: int
-
-    def __getattr__(self, name: str) -> int:
-        new = _RENAMED.get(name)
-        if new is None:
-            raise AttributeError(name)
-        message = (
-            f"counters().{name} is now {new}; its old name goes with the next release"
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
 
 
 def has_op(library: ctypes.CDLL) -> bool:

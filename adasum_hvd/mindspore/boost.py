@@ -57,15 +57,12 @@ class Boost:
     device_number: int = DEVICE_NUMBER
     gradients_mean: bool = True
 
-    @property
-    def _group_op(self) -> str:
-        return "average" if self.gradients_mean else "sum"
-
     def init_arguments(self) -> dict[str, Any]:
         """Return the arguments of `hvd.init`: the groups, if AdaSum is on."""
         if not self.adasum:
             return {}
-        return {"group_op": self._group_op, "group_size": self.device_number}
+        group_op = "average" if self.gradients_mean else "sum"
+        return {"group_op": group_op, "group_size": self.device_number}
 
     def optimizer_arguments(self, hvd: Any) -> dict[str, Any]:
         """Return `op` and `backward_passes_per_step` for `hvd.DistributedOptimizer`.
@@ -81,13 +78,9 @@ class Boost:
         is averaged (or summed) in the group, and combined across groups by AdaSum; MindSpore
         reduces the group's gradients before the step, as the wrap cells' `gradient_group` do.
         """
-        plain = ops.Average if self.gradients_mean else ops.Sum
-        arguments = {
-            "op": plain,
-            "backward_passes_per_step": self.accumulation_steps,
-        }
+        passes = {"backward_passes_per_step": self.accumulation_steps}
         if not self.adasum:
-            return arguments
+            return {"op": ops.Average if self.gradients_mean else ops.Sum, **passes}
         settings = hvd.settings()
         found = {name: settings[name] for name in ("group_op", "group_size")}
         if found != self.init_arguments():
@@ -95,7 +88,7 @@ class Boost:
                 f"boost adasum: expected {self.init_arguments()}, but got {found}; call "
                 "hvd.init(**boost.init_arguments())"
             )
-        return {**arguments, "op": ops.AdasumDelta}
+        return {"op": ops.AdasumDelta, **passes}
 
 
 def switch(
@@ -154,38 +147,44 @@ def switch(
     )
     asked = _asked(boost)
     on = {flag for flag in FLAGS if asked.get(flag, flag in LEVELS[boost_level])}
-    has_effect = on - set(ELSEWHERE) if boost_level != "O0" else set[str]()
-    if "grad_accumulation" not in has_effect:
-        accumulation = {}
+    adasum, accumulates = (boost_level != "O0" and flag in on for flag in FLAGS[3:])
+    steps = accumulation.get("grad_accumulation_step", 1) if accumulates else 1
     result = Boost(
-        adasum="adasum" in has_effect,
-        accumulation_steps=check_count(
-            "boost grad_accumulation_step",
-            accumulation.get("grad_accumulation_step", 1),
-        ),
-        device_number=check_count(
-            "boost device_number", common.get("device_number", DEVICE_NUMBER)
-        ),
-        gradients_mean=gradients_mean is not False,
+        adasum,
+        check_count("boost grad_accumulation_step", steps),
+        check_count("boost device_number", common.get("device_number", DEVICE_NUMBER)),
+        gradients_mean is not False,
     )
     lacking = [flag for flag in ELSEWHERE if asked.get(flag)]
     if lacking and boost_level != "O0":
         raise NotImplementedError(
             "boost: expected adasum and grad_accumulation only, but got "
             f"{', '.join(lacking)}, which this project does not have"
-            + (
-                "; dim_reduce would exclude all others"
-                if "dim_reduce" in lacking
-                else ""
-            )
+            + "; dim_reduce would exclude all others"
+            * ("dim_reduce" in lacking)
         )
-    _warn_of_flags(boost_level, on)
-    _warn_of_keys(config, boost.get("mode"), has_effect)
-    _warn_of_numbers(gradients_mean, result.accumulation_steps)
+    read = {
+        **_KEYS,
+        "boost": _KEYS["boost"] if boost.get("mode") == "manual" else {"mode"},
+    }
+    if not accumulates:
+        del read["grad_accumulation"]
+    _warn(boost_level, on, _unread(config, read), gradients_mean, steps)
     return result
 
 
-def _warn_of_flags(level: str, on: set[str]) -> None:
+def _unread(config: Mapping[str, Any], read: Mapping[str, set[str]]) -> set[str]:
+    keys = {
+        f"{part}.{key}"
+        for part in config.keys() & read.keys()
+        for key in config[part].keys() - read[part]
+    }
+    return keys | (config.keys() - read.keys())
+
+
+def _warn(
+    level: str, on: set[str], unread: set[str], gradients_mean: bool | None, steps: int
+) -> None:
     missing = on & set(ELSEWHERE)
     if level == "O0" and on:
         warnings.warn(
@@ -199,26 +198,12 @@ def _warn_of_flags(level: str, on: set[str]) -> None:
             "have; going on without",
             stacklevel=3,
         )
-
-
-def _warn_of_keys(config: Mapping[str, Any], mode: Any, on: set[str]) -> None:
-    read = {**_KEYS, "boost": _KEYS["boost"] if mode == "manual" else {"mode"}}
-    if "grad_accumulation" not in on:
-        del read["grad_accumulation"]
-    unread = (config.keys() - read.keys()) | {
-        f"{name}.{key}"
-        for name in config.keys() & read.keys()
-        for key in config[name].keys() - read[name]
-    }
     if unread:
         warnings.warn(
             f"boost_config_dict: nothing reads {_listed(unread)}; remove them, or set the "
             'mode to "manual" to use flags',
             stacklevel=3,
         )
-
-
-def _warn_of_numbers(gradients_mean: bool | None, steps: int) -> None:
     if gradients_mean is None:
         warnings.warn(
             "boost: expected gradients_mean, but got none: the ranks of a group are averaged "

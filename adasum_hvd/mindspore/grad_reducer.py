@@ -19,7 +19,7 @@ from typing import Any
 
 from adasum_hvd.base.agreement import refuse_elastic
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.options import ProcessSet, check_count
 from adasum_hvd.parallel.context import check_bool
 
 # Names must be equal on all ranks of a group, even if other ranks construct more reducers.
@@ -77,7 +77,8 @@ class GradReducer(ABC):
             )
         check_bool("DistributedGradReducer: mean", mean)
         self._group = self._all_ranks if group is None else group
-        degree = checked_degree(self._group.size() if degree is None else degree)
+        degree = self._group.size() if degree is None else degree
+        check_count("DistributedGradReducer: degree", degree)
         self._factor = 1.0 / degree if mean else 1.0
         self._fusion = fusion_groups(self.parameters, fusion_type, split_indices)
         count = _reducers.setdefault(self._group, itertools.count())
@@ -105,9 +106,8 @@ class GradReducer(ABC):
             )
         results = list(gradients)
         dense = defaultdict[int, list[int]](list)  # by fusion number
-        pairs = zip(self.parameters, gradients, strict=True)
-        for index, (parameter, gradient) in enumerate(pairs):
-            if gradient is None or self._keeps_its_own(parameter):
+        for index, gradient in enumerate(gradients):
+            if gradient is None or self._keeps_its_own(self.parameters[index]):
                 continue
             if self._is_sparse(gradient):
                 name = f"{self._name}.sparse.{index}"
@@ -142,16 +142,7 @@ def fusion_groups(
     fusion_type: int,
     split_indices: Sequence[int] | None,
 ) -> list[int]:
-    """Return the fusion id of each parameter of a `DistributedGradReducer`.
-
-    Args:
-        parameters: a parameter's attribute `comm_fusion` is its id.
-        fusion_type: the id of parameters without that attribute.
-        split_indices: with `fusion_type=1`, a new group begins after each index.
-
-    Returns:
-        One id per parameter; parameters with equal ids are reduced together.
-    """
+    """Return each parameter's fusion number; see :class:`GradReducer`."""
     own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]
     if len(set(own)) > 1:
         return own
@@ -165,12 +156,3 @@ def fusion_groups(
         )
     splits = sorted(split_indices)
     return [2**10 + sum(split < index for split in splits) for index in range(len(own))]
-
-
-def checked_degree(degree: Any) -> int:
-    """Return the divisor of a `DistributedGradReducer`; ValueError unless an int > 0."""
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree <= 0:
-        raise ValueError(
-            f"DistributedGradReducer: degree must be larger than 0 and int, got {degree!r}"
-        )
-    return degree

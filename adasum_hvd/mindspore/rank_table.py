@@ -57,72 +57,60 @@ def hosts(table: Any) -> list[Host]:
         [Host(name='10.0.0.1', slots=1)]
     """
     _require(isinstance(table, dict), "a JSON object", table)
-    _require(table.get("version") == "1.0", 'version "1.0"', table.get("version"))
-    _require(
-        table.get("status") == "completed", 'status "completed"', table.get("status")
-    )
-    servers = table.get("server_list")
-    _require(isinstance(servers, list) and servers, "a server_list", servers)
-    count = table.get("server_count")
-    _require(
-        str(count) == str(len(servers)),
-        f"server_count {len(servers)}, the length of server_list",
-        count,
-    )
+    for key, value in (("version", "1.0"), ("status", "completed")):
+        _require(table.get(key) == value, f'{key} "{value}"', table.get(key))
+    servers = _list(table, "server_list", "a server_list")
+    count, length = table.get("server_count"), len(servers)
+    expected = f"server_count {length}, the length of server_list"
+    _require(str(count) == str(length), expected, count)
     ranks_of: dict[str, list[int]] = {}
     for position, server in enumerate(servers):
         name, ranks = _server(server, f"server_list[{position}]")
         _require(name not in ranks_of, "each server_id once", f"{name} twice")
         ranks_of[name] = ranks
     found = sorted(rank for ranks in ranks_of.values() for rank in ranks)
-    _require(
-        found == list(range(len(found))),
-        f"rank_id 0 to {len(found) - 1}, each once",
-        found,
-    )
+    each_once = f"rank_id 0 to {len(found) - 1}, each once"
+    _require(found == list(range(len(found))), each_once, found)
     for name, ranks in ranks_of.items():
-        consecutive = list(range(ranks[0], ranks[0] + len(ranks)))
         _require(
-            ranks == consecutive,
+            ranks[-1] - ranks[0] == len(ranks) - 1,
             "consecutive rank_id on each server, as Horovod numbers ranks host by host",
             f"{ranks} on {name}",
         )
-    in_order = sorted(ranks_of, key=lambda name: ranks_of[name][0])
-    return [Host(name, len(ranks_of[name])) for name in in_order]
+    in_order = sorted(ranks_of.items(), key=lambda pair: pair[1])
+    return [Host(name, len(ranks)) for name, ranks in in_order]
 
 
 def _server(server: Any, where: str) -> tuple[str, list[int]]:
+    """Return a server's name and its ranks in order."""
     _require(isinstance(server, dict), f"an object as {where}", server)
     name = server.get("server_id")
-    _require(
-        isinstance(name, str) and HOST_NAME.fullmatch(name),
-        f"a host name or IPv4 address as server_id of {where}",
-        name,
-    )
-    devices = server.get("device")
-    _require(
-        isinstance(devices, list) and devices, f"a device list in {where}", devices
-    )
-    ids = [
-        _number(device, key, f"{where}.device[{position}]")
-        for position, device in enumerate(devices)
+    is_name = isinstance(name, str) and HOST_NAME.fullmatch(name)
+    _require(is_name, f"a host name or IPv4 address as server_id of {where}", name)
+    devices = _list(server, "device", f"a device list in {where}")
+    ids, ranks = (
+        [
+            _number(device, key, f"{where}.device[{position}]")
+            for position, device in enumerate(devices)
+        ]
         for key in ("device_id", "rank_id")
-    ]
-    _require(
-        len(set(ids[::2])) == len(devices), f"each device_id once in {where}", ids[::2]
     )
-    return name, sorted(ids[1::2])
+    _require(len({*ids}) == len(ids), f"each device_id once in {where}", ids)
+    return name, sorted(ranks)
+
+
+def _list(holder: dict[str, Any], key: str, expected: str) -> list[Any]:
+    value: Any = holder.get(key)
+    _require(isinstance(value, list) and value, expected, value)
+    return list(value)
 
 
 def _number(device: Any, key: str, where: str) -> int:
     _require(isinstance(device, dict), f"an object as {where}", device)
     text = device.get(key)
     is_number = isinstance(text, int | str) and not isinstance(text, bool)
-    _require(
-        is_number and re.fullmatch("[0-9]{1,9}", str(text)),
-        f"a number as {key} of {where}",
-        text,
-    )
+    is_short = is_number and re.fullmatch("[0-9]{1,9}", str(text))
+    _require(is_short, f"a number as {key} of {where}", text)
     return int(text)
 
 

@@ -7,9 +7,6 @@
 This package imports no framework; the last two modules use frameworks that are loaded already.
 """
 
-import warnings
-from typing import Any
-
 from adasum_hvd.parallel.context import MODES, ParallelContext, check
 from adasum_hvd.parallel.findings import FOUND_MODES, ParallelModeFinding, refuse
 
@@ -21,14 +18,3 @@ __all__ = [
     "check",
     "refuse",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Finding":
-        warnings.warn(
-            "adasum_hvd.parallel.Finding is now ParallelModeFinding",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return ParallelModeFinding
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

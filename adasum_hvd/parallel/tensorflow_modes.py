@@ -40,21 +40,18 @@ def detect(variables: Iterable[Any] = ()) -> list[ParallelModeFinding]:
     """
     findings = []
     strategies = _strategies(variables) if "tensorflow" in sys.modules else []
-    for strategy in strategies:
-        replicas = strategy.num_replicas_in_sync
-        if replicas > 1:
-            name = type(strategy).__name__
-            findings.append(
-                ParallelModeFinding("tf_strategy", f"{name} of {replicas} replicas")
-            )
-            break
+    replicated = [each for each in strategies if each.num_replicas_in_sync > 1]
+    if replicated:
+        name, replicas = (
+            type(replicated[0]).__name__,
+            replicated[0].num_replicas_in_sync,
+        )
+        text = f"{name} of {replicas} replicas"
+        findings.append(ParallelModeFinding("tf_strategy", text))
     distribution = sys.modules.get("keras.distribution")
     current = distribution.distribution() if distribution else None
     if current is not None and current.device_mesh.devices.size > 1:
         name, devices = type(current).__name__, current.device_mesh.devices.size
-        findings.append(
-            ParallelModeFinding(
-                "keras_distribution", f"Keras {name} over {devices} devices"
-            )
-        )
+        text = f"Keras {name} over {devices} devices"
+        findings.append(ParallelModeFinding("keras_distribution", text))
     return findings

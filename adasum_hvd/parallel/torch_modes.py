@@ -9,10 +9,17 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from adasum_hvd.parallel.context import ParallelContext
 from adasum_hvd.parallel.findings import ParallelModeFinding
+
+_Found: TypeAlias = tuple[str, str, int]  # the fields of a ParallelModeFinding
+_WRAPPERS = {  # of modules
+    "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
+    "fsdp1": ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
+}
 
 
 def _is(value: Any, module: str, *names: str) -> bool:
@@ -43,9 +50,7 @@ def _is_shard(parameter: Any) -> bool:
     )
 
 
-def _in_parameters(
-    parameters: Sequence[Any], shard_mode: str
-) -> Iterator[ParallelModeFinding]:
+def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[_Found]:
     flat = [
         p
         for p in parameters
@@ -54,39 +59,28 @@ def _in_parameters(
         or getattr(p, "_fsdp_flattened", False)
     ]
     if flat:
-        yield ParallelModeFinding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
-    shards = [p for p in parameters if _is_shard(p)]
-    if shards:
+        yield "fsdp1", _named(flat, "of FullyShardedDataParallel"), 1
+    if shards := [p for p in parameters if _is_shard(p)]:
         layout = getattr(shards[0], "_st_info", shards[0])
         mesh = layout.device_mesh
         axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        yield ParallelModeFinding(
-            shard_mode,
-            _named(
-                shards,
-                f"that are DTensors (FSDP2 or tensor parallelism), placed "
-                f"{tuple(layout.placements)} on a mesh of shape {tuple(mesh.shape)}{axes}",
-            ),
+        placed = (
+            f"that are DTensors (FSDP2 or tensor parallelism), placed "
+            f"{tuple(layout.placements)} on a mesh of shape {tuple(mesh.shape)}{axes}"
         )
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    if partitioned:
-        yield ParallelModeFinding(
-            "deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3")
-        )
+        yield shard_mode, _named(shards, placed), 1
+    if partitioned := [p for p in parameters if hasattr(p, "ds_id")]:
+        yield "deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3"), 1
     devices = {str(p.device) for p in parameters if p.device.type != "cpu"}
     if len(devices) > 1:
-        yield ParallelModeFinding(
-            "several_devices", f"parameters on {', '.join(sorted(devices))}"
-        )
+        yield "several_devices", f"parameters on {', '.join(sorted(devices))}", 1
 
 
-def _in_optimizer(optimizer: Any) -> Iterator[ParallelModeFinding]:
+def _in_optimizer(optimizer: Any) -> Iterator[_Found]:
     if _is(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-        yield ParallelModeFinding("zero_redundancy", "a ZeroRedundancyOptimizer")
+        yield "zero_redundancy", "a ZeroRedundancyOptimizer", 1
     if _is_deepspeed(optimizer):
-        yield ParallelModeFinding(
-            "deepspeed", f"DeepSpeed's {type(optimizer).__name__}"
-        )
+        yield "deepspeed", f"DeepSpeed's {type(optimizer).__name__}", 1
 
 
 def _keeps_local(module: Any) -> bool:
@@ -95,25 +89,21 @@ def _keeps_local(module: Any) -> bool:
     return any(getattr(hook, "keeps_local", False) for hook, _ in hooks)
 
 
-def _in_model(model: Any) -> Iterator[ParallelModeFinding]:
+def _in_model(model: Any) -> Iterator[_Found]:
+    kind = type(model).__name__
     pipelining = "torch.distributed.pipelining"
     if _is(model, pipelining, "PipelineStage", "Pipe") and model.num_stages > 1:
-        found = f"a {type(model).__name__} of {model.num_stages} stages"
-        yield ParallelModeFinding("pipeline", found, model.num_stages)
+        stages = model.num_stages
+        yield "pipeline", f"a {kind} of {stages} stages", stages
     if _is_deepspeed(model):
-        stage = f" with ZeRO stage {model.zero_optimization_stage()}"
-        yield ParallelModeFinding("deepspeed", f"a {type(model).__name__}{stage}")
+        stage = model.zero_optimization_stage()
+        yield "deepspeed", f"a {kind} with ZeRO stage {stage}", 1
     inner = getattr(model, "submod", model)
-    wrappers = {
-        "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
-        "fsdp1": ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-        "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
-    }
     modules = list(inner.modules()) if hasattr(inner, "modules") else []
     modules = [module for module in modules if not _keeps_local(module)]
-    for mode, (package, name) in wrappers.items():
+    for mode, (package, name) in _WRAPPERS.items():
         if any(_is(module, package, name) for module in modules):
-            yield ParallelModeFinding(mode, f"a module of {name}")
+            yield mode, f"a module of {name}", 1
 
 
 def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
@@ -157,16 +147,12 @@ def detect(
         >>> detect()
         []
     """
-    in_model = list(_in_model(model)) if model is not None else []
-    fully_shard = any(finding.mode == "fsdp2" for finding in in_model)
-    found = [
-        *_in_optimizer(optimizer),
-        *in_model,
-        *_in_parameters(list(parameters), "fsdp2" if fully_shard else "dtensor"),
-    ]
+    found = [*_in_optimizer(optimizer), *_in_model(model)]
+    has_fsdp2 = any(mode == "fsdp2" for mode, _, _ in found)
+    found += _in_parameters(list(parameters), "fsdp2" if has_fsdp2 else "dtensor")
     first: dict[str, ParallelModeFinding] = {}
-    for finding in found:
-        first.setdefault(finding.mode, finding)
+    for each in found:
+        first.setdefault(each[0], ParallelModeFinding(*each))
     return list(first.values())
 
 

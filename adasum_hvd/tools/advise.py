@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,9 @@ def add_to(commands: Any) -> None:
         required=True,
         help="of the run; momentum: SGD",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, errors=(OSError, ValueError))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the advice and return the exit status."""
-    try:
-        print(advise(arguments.file, optimizer=arguments.optimizer))
-    except (OSError, ValueError) as error:
-        print(f"adasum-hvd advise: {error}", file=sys.stderr)
-        return 1
-    return 0
+def run(arguments: argparse.Namespace) -> None:
+    """Print the advice."""
+    print(advise(arguments.file, optimizer=arguments.optimizer))

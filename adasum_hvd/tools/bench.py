@@ -56,23 +56,20 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="also write JSON, and a picture with the suffix .png",
     )
-    parser.set_defaults(run=run)
+    errors = jobs.JobError, OSError, ValueError, KeyError
+    parser.set_defaults(run=run, errors=errors)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure or compare, print, and return the exit status."""
-    try:
-        if arguments.compare:
-            print(_comparison(arguments.compare))
-            return 0
-        if arguments.ranks < 1 or not 0 < arguments.seconds < math.inf:
-            raise ValueError("expected --ranks and --seconds above 0, and finite")
-        if arguments.output:
-            _check_output(arguments.output)
-        measured = measure(arguments.ranks, arguments.seconds)
-    except (jobs.JobError, OSError, ValueError, KeyError) as error:
-        print(f"adasum-hvd bench: {error}", file=sys.stderr)
-        return 1
+    if arguments.compare:
+        print(_comparison(arguments.compare))
+        return 0
+    if arguments.ranks < 1 or not 0 < arguments.seconds < math.inf:
+        raise ValueError("expected --ranks and --seconds above 0, and finite")
+    if arguments.output:
+        _check_output(arguments.output)
+    measured = measure(arguments.ranks, arguments.seconds)
     text = json.dumps(measured, indent=1)
     print(text if arguments.json else table(measured))
     if arguments.output:

@@ -91,12 +91,9 @@ def launcher() -> DoctorFinding:
 
 def distributed() -> DoctorFinding:
     """Return whether the engine on torch.distributed reduces to the right numbers."""
-    module = "adasum_hvd.tools.torch_distributed_selfcheck"
-    try:
-        result = jobs.run("torchrun", RANKS, module, seconds=_SECONDS)
-    except jobs.JobError as error:
-        result = {"error": str(error)}
-    return _judged("torch.distributed", "torch", result, "reinstall torch")
+    name = "torch.distributed"
+    result = _try(["torchrun"], [name])["torchrun"][name]
+    return _judged(name, "torch", result, "reinstall torch")
 
 
 def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
@@ -119,8 +116,8 @@ def _try(
 ) -> dict[str, selfcheck.Results]:
     """Return each framework's report by backend, or {"error": ...}.
 
-    One job runs all of them and loads each framework once. If it fails, each backend, and then
-    each framework, gets a job of its own.
+    One job runs all of them and loads each framework once. If it fails, each backend with each
+    framework gets a job of its own.
     """
     words = [",".join(backends), ",".join(frameworks)]
     try:
@@ -130,12 +127,10 @@ def _try(
     except jobs.JobError as error:
         if len(backends) == len(frameworks) == 1:
             return {backends[0]: {frameworks[0]: {"error": str(error)}}}
-    found: dict[str, selfcheck.Results] = {backend: {} for backend in backends}
-    for backend in backends:
-        parts = [frameworks] if len(backends) > 1 else [[name] for name in frameworks]
-        for part in parts:
-            found[backend] |= _try([backend], part)[backend]
-    return found
+    return {
+        backend: {name: _try([backend], [name])[backend][name] for name in frameworks}
+        for backend in backends
+    }
 
 
 def _judged(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -35,20 +34,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="also write a hostfile"
     )
-    parser.set_defaults(run=run)
+    errors = ListError, rank_table.RankTableError, OSError, UnicodeError
+    parser.set_defaults(run=run, errors=errors)
 
 
-def run(given: argparse.Namespace) -> int:
-    """Print horovodrun's arguments and return the exit status."""
-    try:
-        found = read(given.hosts, given.slots)
-        if given.hostfile:
-            given.hostfile.write_text(hostfile(found))
-    except (ListError, rank_table.RankTableError, OSError, UnicodeError) as error:
-        print(f"adasum-hvd hosts: {error}", file=sys.stderr)
-        return 1
+def run(given: argparse.Namespace) -> None:
+    """Print horovodrun's arguments."""
+    found = read(given.hosts, given.slots)
+    if given.hostfile:
+        given.hostfile.write_text(hostfile(found))
     print(arguments(found))
-    return 0
 
 
 def read(what: str, slots: str = "1") -> list[Host]:

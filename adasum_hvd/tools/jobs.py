@@ -22,6 +22,12 @@ _NOT_PASSED_ON = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("ADASUM_HVD_GROUP_OP", "ADASUM_HVD_GROUP_SIZE"),
 )
+OF_RANKS = {  # variables of every job
+    "PYTHONUNBUFFERED": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 class JobError(RuntimeError):
@@ -76,10 +82,7 @@ def run(
         "OMP_NUM_THREADS": "1",
         **{k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON},
         "PATH": scripts_path(),
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **OF_RANKS,
         **(variables or {}),
     }
     words = [*launcher(backend, ranks), sys.executable, "-m", module]

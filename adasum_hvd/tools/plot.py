@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,15 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, help="picture (default: next to the records, .png)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, errors=(OSError, ValueError))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Draw a file and return the exit status."""
-    try:
-        found = records(arguments.file)
-        target = arguments.output or arguments.file.with_suffix(".png")
-        draw(found, target)
-    except (OSError, ValueError) as error:
-        print(f"adasum-hvd plot: {error}", file=sys.stderr)
-        return 1
+def run(arguments: argparse.Namespace) -> None:
+    """Draw a file."""
+    found = records(arguments.file)
+    target = arguments.output or arguments.file.with_suffix(".png")
+    draw(found, target)
     print(f"picture: {target}")
-    return 0
 
 
 def draw(found: list[dict[str, Any]], target: Path) -> None:

@@ -1,20 +1,20 @@
 """The program of a rank in `adasum-hvd doctor`: reductions, compared with the reference.
 
 python -m adasum_hvd.tools.selfcheck gloo,mpi torch,tensorflow OUTPUT
+python -m adasum_hvd.tools.selfcheck torchrun torch.distributed OUTPUT
 
 mpirun starts it if MPI is checked; its ranks can connect over Gloo, too.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,41 +48,95 @@ def is_right(actual: Array, tensors: list[Array]) -> bool:
     return bool(np.all(error <= np.finfo(actual.dtype).eps * np.abs(expected).max()))
 
 
-def examine(framework: Any) -> dict[str, object]:
-    """Reduce and return this rank's report. Collective: all ranks of one host; blocks.
+def compared(
+    rank: int,
+    ranks: int,
+    reduce: Callable[[str, Array], Array],
+    gather: Callable[[Any], list[Any]],
+) -> dict[str, object]:
+    """Return this rank's report of what was wrong on any rank. Collective; blocks.
 
     Args:
-        framework: a module with `hvd`, `LIBRARY` and `reduce(name, array)`.
+        rank: this rank.
+        ranks: number of ranks.
+        reduce: returns the AdaSum of every rank's array; of a name and this rank's.
+        gather: returns every rank's object.
     """
-    hvd, library = framework.hvd, framework.LIBRARY
-    hvd.init()
-    rank, ranks = hvd.rank(), hvd.size()
+    tried = inputs(ranks)
     wrong = [
         name
-        for name, tensors in inputs(ranks).items()
-        if not is_right(framework.reduce(name, tensors[rank]), tensors)
+        for name, tensors in tried.items()
+        if not is_right(reduce(name, tensors[rank]), tensors)
     ]
-    backends = ("gloo", "mpi", "nccl")
-    return {
-        "rank": rank,
-        "ranks": ranks,
-        "tried": len(SIZES) * len(DTYPES),
-        "wrong": sorted(
-            {name for all_of in hvd.allgather_object(wrong) for name in all_of}
-        ),
-        "version": binding.version(library),
-        "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
-        "settings": binding.settings(library),
-        "path": binding.transport_description(library),
-    }
+    names = sorted({name for of_rank in gather(wrong) for name in of_rank})
+    return {"rank": rank, "ranks": ranks, "tried": len(tried), "wrong": names}
+
+
+class _Horovod:
+    """The op under one framework."""
+
+    def __init__(self, framework: str):
+        library, array = {
+            "torch": ("wire", "from_numpy"),
+            "tensorflow": ("ops", "constant"),
+        }[framework]
+        self.hvd = import_module(f"adasum_hvd.{framework}")
+        self._library = import_module(f"adasum_hvd.{framework}.{library}").LIBRARY
+        self._tensor = getattr(import_module(framework), array)
+        self.shutdown = self.hvd.shutdown
+
+    def examine(self) -> dict[str, object]:
+        self.hvd.init()
+        found = compared(
+            self.hvd.rank(), self.hvd.size(), self._reduce, self.hvd.allgather_object
+        )
+        backends = ("gloo", "mpi", "nccl")
+        library = self._library
+        return {
+            **found,
+            "version": binding.version(library),
+            "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
+            "settings": binding.settings(library),
+            "path": binding.transport_description(library),
+        }
+
+    def _reduce(self, name: str, array: Array) -> Any:
+        tensor = self._tensor(array)
+        return self.hvd.allreduce(tensor, op=self.hvd.Adasum, name=name).numpy()
+
+
+class _Distributed:
+    """The engine on torch.distributed."""
+
+    def __init__(self) -> None:
+        self._torch = import_module("torch")
+        self._engine = import_module("adasum_hvd.distributed")
+        self._dist = import_module("torch.distributed")
+        self.shutdown = self._dist.destroy_process_group
+
+    def examine(self) -> dict[str, object]:
+        self._dist.init_process_group("gloo")
+        self._torch.set_num_threads(1)
+        rank, self._ranks = self._dist.get_rank(), self._dist.get_world_size()
+        return compared(rank, self._ranks, self._reduce, self._gather)
+
+    def _reduce(self, name: str, array: Array) -> Any:
+        tensor = self._torch.from_numpy(array.copy())
+        self._engine.adasum_all_reduce(tensor)
+        return tensor.numpy()
+
+    def _gather(self, obj: Any) -> list[Any]:
+        of_all = [None] * self._ranks
+        self._dist.all_gather_object(of_all, obj)
+        return of_all
 
 
 def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
     """Return each framework's report over one backend, or its error.
 
     Args:
-        backend: "gloo" or "mpi", for the life of this process.
-        frameworks: by name, a module for :func:`examine`, or the error of importing it.
+        backend: "gloo", "mpi" or "torchrun", for the life of this process.
+        frameworks: by name, what examines it, or the error of importing it.
     """
     os.environ["HOROVOD_CONTROLLER"] = backend
     found: Results = {}
@@ -90,7 +144,7 @@ def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
         try:
             if isinstance(framework, Exception):
                 raise framework
-            found[name] = examine(framework)
+            found[name] = framework.examine()
         except Exception as error:  # the next framework may still work
             traceback.print_exception(error)
             found[name] = {"error": f"{type(error).__name__}: {error}"}
@@ -110,8 +164,8 @@ def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
             found = over(backend, frameworks)
             os.write(writer, json.dumps(found).encode())
             for framework in frameworks.values():
-                if isinstance(framework, ModuleType):
-                    framework.hvd.shutdown()
+                if not isinstance(framework, Exception):
+                    framework.shutdown()
         finally:
             sys.stdout.flush()
             os._exit(0)
@@ -127,9 +181,9 @@ def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
 
 
 def _loaded(name: str) -> Any:
-    """Return a framework's module, or the error of importing it."""
+    """Return what examines a framework, or the error of importing it."""
     try:
-        return importlib.import_module(f"adasum_hvd.tools.{name}_selfcheck")
+        return _Distributed() if name == "torch.distributed" else _Horovod(name)
     except Exception as error:
         return error
 

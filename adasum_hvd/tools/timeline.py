@@ -207,13 +207,9 @@ def table(phases: list[Phase], microseconds: int) -> str:
 
 def as_json(phases: list[Phase], microseconds: int) -> str:
     """Return the same as JSON, times in microseconds."""
+    names = "count", "microseconds", "bytes"
     listed = [
-        {
-            "phase": p.name,
-            "count": p.count,
-            "microseconds": p.microseconds,
-            "bytes": p.bytes,
-        }
-        for p in phases
+        {"phase": phase.name, **{name: getattr(phase, name) for name in names}}
+        for phase in phases
     ]
     return json.dumps({"microseconds": microseconds, "phases": listed}, indent=1)

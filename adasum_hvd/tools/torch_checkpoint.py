@@ -23,21 +23,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="returns the torch model"
     )
-    parser.set_defaults(run=run)
+    errors = ValueError, RuntimeError, OSError, pickle.UnpicklingError
+    parser.set_defaults(run=run, errors=errors)
 
 
-def run(given: argparse.Namespace) -> int:
-    """List or convert, and return the exit status."""
-    try:
-        if given.target is None:
-            for entry in mindspore_checkpoint.read(given.source).values():
-                print(entry.name, entry.dtype, list(entry.shape))
-        else:
-            convert(given.source, given.target, given.model)
-    except (ValueError, RuntimeError, OSError, pickle.UnpicklingError) as error:
-        print(f"adasum-hvd mindspore-checkpoint: {error}", file=sys.stderr)
-        return 1
-    return 0
+def run(given: argparse.Namespace) -> None:
+    """List or convert."""
+    if given.target is None:
+        for entry in mindspore_checkpoint.read(given.source).values():
+            print(entry.name, entry.dtype, list(entry.shape))
+    else:
+        convert(given.source, given.target, given.model)
 
 
 def convert(source: str, target: str, model: str | None) -> None:

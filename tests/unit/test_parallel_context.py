@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 
-from adasum_hvd import parallel
 from adasum_hvd.mindspore.wrap_cells import check_job
 from adasum_hvd.parallel import (
     ParallelContext,
@@ -117,11 +116,6 @@ def test_context_of_findings():
     assert not context_of(
         [ParallelModeFinding("ddp", "it")], 2
     ).enable_parallel_optimizer
-
-
-def test_the_former_name_still_works():
-    with pytest.warns(DeprecationWarning, match="is now ParallelModeFinding"):
-        assert parallel.Finding is ParallelModeFinding
 
 
 def test_refuse():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adasum_hvd.base import agreement, ops, options
 from adasum_hvd.base.partition import partition
-from adasum_hvd.mindspore.grad_reducer import checked_degree, fusion_groups
+from adasum_hvd.mindspore.grad_reducer import fusion_groups
 
 SIZES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50)), max_size=20)
 
@@ -45,12 +45,6 @@ def test_fusion_groups_of_the_seed():
     assert fusion_groups(own, 1, [0]) == [1, 2, 1]
     with pytest.warns(UserWarning, match="expected indices below 5"):
         fusion_groups(plain, 1, [7])
-
-
-@pytest.mark.parametrize("degree", [0, -2, 1.0, None])
-def test_degree(degree):
-    with pytest.raises(ValueError, match="must be larger than 0 and int"):
-        checked_degree(degree)
 
 
 def test_lists_of_parameters():

@@ -1,11 +1,13 @@
-"""Refusals of the wrap cells of all frameworks, in the order of MindSpore's checks."""
+"""Steps of the wrap cells of all frameworks, and refusals in the order of MindSpore's checks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from adasum_hvd import reference
 from adasum_hvd.parallel import ParallelContext
 
 AUTO = "auto_parallel"
@@ -37,3 +39,40 @@ def check_refusals(cell_class: Any, ranks: int, plain: str) -> None:
             cell_class("no optimizer", context=context)
     with pytest.raises(TypeError, match=f"expected a {plain}, but got str"):
         cell_class("no optimizer", relaxed=True, context=ParallelContext(AUTO, 12))
+
+
+def check_step(
+    hvd: Any,
+    cell: Any,
+    gradients: list[Any],
+    rate: float = 0.5,
+    tolerance: float = 1e-6,
+    **groups: Any,
+) -> None:
+    """Check a step of plain SGD against the reference.
+
+    Args:
+        hvd: the framework's module.
+        cell: a wrap cell.
+        gradients: this rank's.
+        rate: the learning rate.
+        tolerance: absolute.
+        **groups: of `reference.adasum`.
+    """
+    before = [_array(parameter) for parameter in cell.parameters]
+    given = [_array(gradient) for gradient in gradients]
+    result = cell(gradients)
+    if isinstance(cell, hvd.AdaSumByDeltaWeightWrapCell):
+        assert all(a is b for a, b in zip(result, cell.parameters, strict=True))
+    found = zip(before, cell.parameters, gradients, given, strict=True)
+    for old, parameter, gradient, copy in found:
+        assert np.array_equal(_array(gradient), copy)  # it is not touched
+        change = reference.adasum(hvd.allgather_object(copy), **groups)
+        expected = old - rate * change
+        np.testing.assert_allclose(_array(parameter), expected, rtol=0, atol=tolerance)
+
+
+def _array(tensor: Any) -> Any:
+    """Return a copy of any framework's tensor."""
+    detached = tensor.detach() if hasattr(tensor, "detach") else tensor
+    return np.array(detached)

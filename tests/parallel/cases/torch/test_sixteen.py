@@ -11,9 +11,9 @@ from torch import nn
 import adasum_hvd.torch as hvd
 from adasum_hvd import boost, reference
 from adasum_hvd.parallel import ParallelContext
+from tests.parallel.harness.cells import check_step
 
 CELLS = {"grad": hvd.AdaSumByGradWrapCell, "delta": hvd.AdaSumByDeltaWeightWrapCell}
-TOLERANCE = 1e-6
 
 
 def init() -> None:
@@ -27,27 +27,13 @@ def layer_and_gradients() -> tuple[nn.Module, list[torch.Tensor]]:
     return layer, [torch.randn_like(p) for p in layer.parameters()]
 
 
-def combined(gradient: torch.Tensor) -> np.ndarray:
-    """Return the reference: means of groups of 8, AdaSum over the two groups."""
-    everyone = hvd.allgather_object(gradient.numpy())
-    return reference.adasum(everyone, group_op="average", group_size=8)
-
-
 @pytest.mark.parametrize("variant", ["grad", "delta"])
 @pytest.mark.filterwarnings("ignore")
 def case_strict_cells(variant: str) -> None:
-    cell_class = CELLS[variant]
     layer, gradients = layer_and_gradients()
-    before = [p.detach().clone() for p in layer.parameters()]
     with pytest.warns(UserWarning, match=r"data_parallel.*adasum_hvd\.boost"):
-        cell = cell_class(torch.optim.SGD(layer.parameters(), 0.5))
-    result = cell(gradients)
-    assert (result is None) == (cell_class is CELLS["grad"])
-    for old, parameter, gradient in zip(
-        before, layer.parameters(), gradients, strict=True
-    ):
-        expected = old.numpy() - 0.5 * combined(gradient)
-        np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=TOLERANCE)
+        cell = CELLS[variant](torch.optim.SGD(layer.parameters(), 0.5))
+    check_step(hvd, cell, gradients, group_op="average", group_size=8)
     hvd.check_replicas(layer)
 
 
@@ -70,21 +56,16 @@ def case_cell_over_seed_groups() -> None:
         deltas = [0.1 * np.sign(everyone[k : k + 8].mean(0)) for k in (0, 8)]
         expected = old.numpy() - reference.adasum(deltas)
         np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=1e-5)
-    for mean in (True, False):  # the group's sum is not summed once more by the op
+    for group_op in ("average", "sum"):  # which the op does not sum once more
         layer, gradients = layer_and_gradients()
-        before = [p.detach().clone() for p in layer.parameters()]
-        optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        mean = group_op == "average"
         context = ParallelContext("auto_parallel", hvd.size(), gradients_mean=mean)
-        hvd.AdaSumByGradWrapCell(optimizer, context=context, gradient_group=mine)(
-            gradients
+        cell = hvd.AdaSumByGradWrapCell(
+            torch.optim.SGD(layer.parameters(), 1.0),
+            context=context,
+            gradient_group=mine,
         )
-        for old, parameter, gradient in zip(
-            before, layer.parameters(), gradients, strict=True
-        ):
-            everyone = np.stack(hvd.allgather_object(gradient.numpy()))
-            groups = [everyone[k : k + 8].sum(0) / (8 if mean else 1) for k in (0, 8)]
-            expected = old.numpy() - reference.adasum(groups)
-            np.testing.assert_allclose(parameter.detach(), expected, rtol=0, atol=1e-5)
+        check_step(hvd, cell, gradients, 1.0, 1e-5, group_op=group_op, group_size=8)
     for process_set in sets:
         hvd.remove_process_set(process_set)
 
