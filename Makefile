@@ -25,7 +25,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
@@ -42,6 +42,7 @@ help:
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
+	@echo "make mutants   changes of the package that no test notices; MUTANTS='20 1 advice': 20 of them, seed 1"
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
@@ -162,6 +163,11 @@ bench: setup
 
 study: setup
 	$(BIN)/python benchmarks/convergence --scale tiny
+
+# Changes the package in 200 places, one at a time, and lists the changes that no test notices; hours.
+mutants: FORMS = plain
+mutants: programs
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak
