@@ -7,6 +7,17 @@ NP     ?= 4
 PACKAGES ?= $(PINS) --editable '.[dev]'
 # Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
 PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")
+# Installs the packages $(1), with a line about it.
+define INSTALL
+	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
+	@$(BIN)/python -m pip install -q -q --no-build-isolation $(1) & pip=$$!; \
+	  while kill -0 $$pip 2> /dev/null; do \
+	    printf '\r%s in .venv ' "$$(du -sh $(VENV) 2> /dev/null | cut -f1)"; sleep 3; done; \
+	  echo; wait $$pip
+	@touch $@
+endef
+# The core, for adasum_hvd.distributed; seconds after a change of one file.
+CORE   := $(BIN)/python setup.py --quiet build_ext --inplace > /dev/null
 
 NATIVE := $(shell find adasum_hvd/core adasum_hvd/horovod tests/native benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc')
 
@@ -14,13 +25,14 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
-	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op (10 minutes at most)"
-	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants"
-	@echo "make test      lint, unit tests, parallel tests, several hosts; CI also runs docs, demo, wheel, lint-docker"
+	@echo "make demo      train LeNet-5 on $(NP) ranks with Sum, Average and both AdaSum variants, on both engines"
+	@echo "make test      lint, and each test once: unit tests, ranks on this host and on two, faults"
+	@echo "make check     make test, then the same on all launchers, numbers of ranks, engines and sanitizers"
+	@echo "make setup     .venv with pinned versions, and Horovod with the AdaSum op"
 	@echo "make lint      ruff, mypy, clang-format, imports between rooms, the glossary"
 	@echo "make docs      links, code blocks, sentences and tables of the documents, examples in docstrings"
 	@echo "make site      the documents as a site, in build/site; strict about links"
@@ -30,37 +42,54 @@ help:
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
+	@echo "make mutants   changes of the package that no test notices; MUTANTS='20 1 advice': 20 of them, seed 1"
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
-$(VENV)/ready: pyproject.toml docker/constraints.txt adasum_hvd/horovod/build/prerequisites.py
+$(VENV)/created: adasum_hvd/horovod/build/prerequisites.py
 	@$(PYTHON) adasum_hvd/horovod/build/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' wheel 'cmake>=3.21,<4' ninja
-	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
-	@$(BIN)/python -m pip install -q -q --no-build-isolation $(PACKAGES) & pip=$$!; \
-	  while kill -0 $$pip 2> /dev/null; do \
-	    printf '\r%s in .venv ' "$$(du -sh $(VENV) 2> /dev/null | cut -f1)"; sleep 3; done; \
-	  echo; wait $$pip
 	@touch $@
 
-# The core, for adasum_hvd.distributed; seconds after a change of one file.
+$(VENV)/ready: $(VENV)/created pyproject.toml docker/constraints.txt
+	$(call INSTALL,$(PACKAGES))
+
+$(VENV)/for-demo: $(VENV)/created pyproject.toml docker/constraints.txt
+	$(call INSTALL,$(PINS) --editable '.[dev-demo]')
+
 core: $(VENV)/ready
-	@$(BIN)/python setup.py --quiet build_ext --inplace > /dev/null
+	@$(CORE)
 
 setup: core
 	@$(BIN)/adasum-hvd build
 
-demo: setup
-	@$(BIN)/adasum-hvd demo --ranks $(NP) --output build
+# Without TensorFlow and the tests' packages, if setup has not installed them. Horovod compiles while the first training
+# has the processors.
+demo: $(if $(wildcard $(VENV)/ready),core,$(VENV)/for-demo)
+	@mkdir -p build/torch && $(CORE)
+	@nice $(BIN)/adasum-hvd build > build/horovod.log 2>&1 & horovod=$$!; \
+	  trap 'kill $$horovod 2> /dev/null' EXIT; trap 'exit 130' INT TERM; \
+	  echo "on torch.distributed; Horovod compiles meanwhile (build/horovod.log)"; \
+	  $(BIN)/adasum-hvd demo --ranks $(NP) --engine torch --output build/torch || exit; \
+	  echo "on Horovod's op, when it is compiled"; \
+	  wait $$horovod || { tail build/horovod.log; exit 1; }; trap - EXIT; \
+	  $(BIN)/adasum-hvd demo --ranks $(NP) --engine horovod --output build
 
-# Compiles the tests in C++, once for each state of their sources.
+# Compiles the tests in C++, once for each state of their sources; FORMS= all of them, sanitizers too.
 programs: setup
-	@$(BIN)/python -m tests.native.programs
+	@$(BIN)/python -m tests.native.programs $(FORMS)
 
-# Parts side by side, because some of their tests wait; tests/parts.py says what is in each.
+# Parts side by side, because some of their tests wait; tests/parts.py says what is in each, tests/tiers.py what is left
+# to `make check`.
+test: FORMS = plain
 test: lint programs
-	$(BIN)/python -m tests.parts
+	$(BIN)/python -m tests.parts --tier quick
+
+# Everything: `make test`, then what that leaves out.
+check: test
+	@$(BIN)/python -m tests.native.programs
+	$(BIN)/python -m tests.parts --tier rest
 
 parallel: cases jobs faults
 
@@ -134,6 +163,11 @@ bench: setup
 
 study: setup
 	$(BIN)/python benchmarks/convergence --scale tiny
+
+# Changes the package in 200 places, one at a time, and lists the changes that no test notices; hours.
+mutants: FORMS = plain
+mutants: programs
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak

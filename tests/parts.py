@@ -1,23 +1,29 @@
 """Runs the parts of `make test`, two at a time, and shows how far each one is.
 
-    python -m tests.parts [PART ...]   # all of them unless some are named
+    python -m tests.parts [--tier TIER] [PART ...]   # all of them unless some are named
 
 A part is one run of pytest. Its output is printed when it ends; until then a line says how many
-of its tests are done, and in which file it is.
+of its tests are done, and in which file it is. `tiers.py` says which tests a tier has. The output
+stays in build/tests, with that of the ranks of each job that failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from tests.parallel.harness.job import KEPT
+from tests.tiers import ALL, TIERS
 
 SHARING = [
     f"tests/parallel/{name}" for name in ("cases", "test_bits.py", "test_device.py")
@@ -41,13 +47,19 @@ class Progress:
     """The plugin of a part's pytest: writes "done/total file" after each test."""
 
     def __init__(self, path: Path):
-        self.path, self.done, self.total = path, 0, 0
+        self.path, self.done, self.total, self.left_out = path, 0, 0, 0
 
     def _write(self, file: str) -> None:
         self.path.write_text(f"{self.done}/{self.total} {file}")
 
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.left_out += len(items)
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.total = len(session.items)
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(f"{self.done}/{self.done + self.left_out} ended")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(nodeid.partition("::")[0])
@@ -62,19 +74,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(Path(path)))
 
 
-def command_of(name: str) -> list[str]:
+def command_of(name: str, tier: str) -> list[str]:
     """Return the command of a part."""
-    return [sys.executable, "-m", "pytest", *PARTS[name]]
+    chosen = ["--tier", tier] * (tier != ALL)
+    return [sys.executable, "-m", "pytest", *PARTS[name], *chosen]
 
 
 class Part:
     """A running part."""
 
-    def __init__(self, name: str, folder: Path):
+    def __init__(self, name: str, tier: str):
         self.name, self._began, self._shown = name, time.monotonic(), 0.0
-        self._progress, self._log = folder / f"{name}.progress", folder / f"{name}.log"
+        self._progress, self._log = KEPT / f"{name}.progress", KEPT / f"{name}.log"
         self._last = ""
-        words = [*command_of(name), "-p", "tests.parts"]
+        words = [*command_of(name, tier), "-p", "tests.parts"]
         words += ["--color=yes"] * sys.stdout.isatty()
         with self._log.open("w") as log:
             # A session each: Linux divides the processors by session, and ranks that wait in
@@ -96,6 +109,11 @@ class Part:
             return ""
         self._last, self._shown = state, now
         return state
+
+    def counts(self) -> Counter[str]:
+        """Return how many tests have run, and of how many in all tiers."""
+        run, _, known = self.state().split()[1].partition("/")
+        return Counter({"run": int(run), "known": int(known)}) if known else Counter()
 
     def report(self) -> str:
         """Return what pytest printed, under the part's name and its duration."""
@@ -122,26 +140,33 @@ def interrupt(running: list[Part]) -> None:
         part.process.wait()
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], tier: str = ALL) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
-        return subprocess.call(command_of(names[0]))
+        return subprocess.call(command_of(names[0], tier))
+    shutil.rmtree(KEPT, ignore_errors=True)
+    KEPT.mkdir(parents=True)
     began, waiting, running, failed = time.monotonic(), list(names), [], []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as left:
+    counts: Counter[str] = Counter()
+    with ExitStack() as left:
         left.callback(interrupt, running)
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
-                running.append(Part(waiting.pop(0), Path(folder)))
+                running.append(Part(waiting.pop(0), tier))
             for part in [p for p in running if p.process.poll() is not None]:
                 running.remove(part)
                 print(part.report(), flush=True)
+                counts += part.counts()
                 if part.process.returncode not in (0, NO_TESTS):
                     failed.append(part.name)
             show(running)
             time.sleep(0.5)
-    print(f"{', '.join(names)}: {time.monotonic() - began:.0f} s")
+    took, used = time.monotonic() - began, sum(os.times()[:4]) / 60
+    print(f"{', '.join(names)}: {took:.0f} s, {used:.1f} CPU-minutes")
+    more = "; `make check` runs all" if counts["run"] < counts["known"] else ""
+    print(f"run {counts['run']:,} of {counts['known']:,}{more}")
     if failed:
-        print(f"failed: {', '.join(failed)}")
+        print(f"output: {KEPT}\nfailed: {', '.join(failed)}")
     return bool(failed)
 
 
@@ -149,4 +174,8 @@ if __name__ == "__main__":
     # Also SIGINT, which a job in the background of a shell would ignore, and its children too.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    sys.exit(main(sys.argv[1:] or list(PARTS)))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tier", choices=TIERS, default=ALL)
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    given = parser.parse_args()
+    sys.exit(main(given.parts or list(PARTS), given.tier))

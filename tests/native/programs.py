@@ -1,6 +1,6 @@
 """The test programs in C++; run as a program, it compiles all of them.
 
-    python -m tests.native.programs
+    python -m tests.native.programs [FORM ...]
 
 They take minutes of both processors, once for each state of the sources: `compiling.py`.
 """
@@ -97,17 +97,18 @@ def runs_here(name: str) -> bool:
     return X86 or not name.startswith("device")
 
 
-def main() -> None:
-    """Build every program and the simulated Horovod, with a line about each.
+def main(chosen: Sequence[str]) -> None:
+    """Build every program in these forms and the simulated Horovod, with a line about each.
 
     Those of one form share objects, so they are made one after the other.
     """
     from tests.parallel.harness import simulated_horovod
 
-    forms: dict[str, dict[str, Callable[[], Path]]] = {form: {} for form in FORMS}
-    for name, form in filter(lambda pair: runs_here(pair[0]), COMBINATIONS):
-        forms[form][f"{name}, {form}"] = partial(build, name, form)
-    if X86:
+    forms: dict[str, dict[str, Callable[[], Path]]] = {form: {} for form in chosen}
+    for name, form in COMBINATIONS:
+        if form in forms and runs_here(name):
+            forms[form][f"{name}, {form}"] = partial(build, name, form)
+    if X86 and "plain" in forms:
         forms["plain"]["simulated Horovod"] = simulated_horovod.make
     total, done = sum(map(len, forms.values())), itertools.count(1)
     begin, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")
@@ -127,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(FORMS))

@@ -42,8 +42,12 @@ def pins() -> dict[str, str]:
 def test_images_hold_the_versions_that_are_tested(pins):
     """For direct requirements, the versions are those of the test environment."""
     needed = [Requirement(line) for line in metadata.requires("adasum_hvd")]
-    extra = {"extra": "dev"}
-    names = {r.name for r in needed if r.marker is None or r.marker.evaluate(extra)}
+    names = {
+        r.name
+        for r in needed
+        for extra in ("dev-demo", "dev")
+        if r.marker is None or r.marker.evaluate({"extra": extra})
+    }
     installed = {
         name: Version(metadata.version(name)).public for name in names if name in pins
     }

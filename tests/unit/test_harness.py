@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import parts
-from tests.parallel.harness import cases, configurations
+from tests.parallel.harness import cases, configurations, faults
 from tests.parallel.harness.worker import run
 
 FILE = """
@@ -94,6 +94,7 @@ def test_parts_show_how_far_they_are_and_fail(tmp_path: Path) -> None:
     script = (
         "import sys; from tests import parts\nparts.PLAIN_SECONDS = 0\n"
         f"parts.PARTS = {{n: [f'{tmp_path}/test_{{n}}.py'] for n in ('one', 'two')}}\n"
+        f"parts.KEPT = parts.Path('{tmp_path}/kept')\n"
         "sys.exit(parts.main(['one', 'two']))"
     )
     shown = subprocess.run(
@@ -106,4 +107,30 @@ def test_parts_show_how_far_they_are_and_fail(tmp_path: Path) -> None:
     assert shown.returncode == 1, shown.stderr
     assert "two 0/1 " in shown.stdout
     assert "2 passed in" in shown.stdout and "1 failed in" in shown.stdout
-    assert shown.stdout.endswith("failed: two\n")
+    assert "run 3 of 3\n" in shown.stdout
+    assert shown.stdout.endswith(f"output: {tmp_path}/kept\nfailed: two\n")
+    assert "assert False" in (tmp_path / "kept" / "two.log").read_text()
+
+
+def collected(tier: str) -> list[str]:
+    """Return the names of a tier's tests among those that run in several ways."""
+    places = ["tests/parallel/cases", "tests/parallel/test_faults.py"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "pytest", *places, "--collect-only", "--tier", tier]
+        + ["-q", "-o", "addopts="],
+        cwd=Path(parts.__file__).parents[1], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line for line in shown.stdout.splitlines() if "::" in line]
+
+
+def test_make_test_runs_each_case_once_and_make_check_all_of_them() -> None:
+    quick, rest = collected("quick"), collected("rest")
+    known = [case for one in configurations.CONFIGURATIONS for case in one.cases]
+    ways = [name for name in (*quick, *rest) if "/cases/" in name]
+    assert len(set(ways)) == len(ways) == len(known)
+    once = [name for name in quick if "/cases/" in name]
+    assert len(once) == len(set(known)) < len(ways) / 2
+    kinds = [name for name in quick if "test_faults" in name]
+    assert len(kinds) == len(faults.FAULTS)
+    # The core reduces there, and not torch.
+    assert not [name for name in once if "core=off" in name]

@@ -27,6 +27,8 @@ from tests.parallel.harness.launch import REPOSITORY, command, environment
 WORKER = ["-m", "tests.parallel.harness.worker"]
 TIMEOUT_SECONDS = 1500
 POLL_SECONDS = 0.05
+# Where a failed job's output and its ranks' reports stay, until the next `make test`.
+KEPT = REPOSITORY / "build" / "tests"
 Verdicts = Mapping[int, Mapping[str, Any]]
 
 
@@ -162,8 +164,16 @@ class Job:
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End the job, if it has not, and remove its files."""
+        """End the job, if it has not, and remove its files; those of a failure are kept."""
         self._end()
+        if self._process.returncode or any(
+            verdict["error"]
+            for of in self._verdicts.values()
+            for verdict in of.values()
+        ):
+            one = self.configuration
+            name = f"{one.files[0]}-{one.backend}{one.ranks}-{self._folder.name}"
+            shutil.copytree(self._folder, KEPT / name)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _find(self, case: Case | str) -> Case:
