@@ -1,6 +1,6 @@
 """The interface to Horovod's background thread for AdaSum of torch tensors.
 
-Only this file calls Horovod's torch library directly, because Horovod's own Python refuses
+This file starts reductions by Horovod's torch library itself, because Horovod's own Python refuses
 AdaSum on process sets and if the number of ranks is not a power of two. It relies on
 `mpi_ops._handle_map` and on the names of the library's functions in Horovod 0.28.1
 (tests/unit/test_horovod_internals.py).

@@ -32,11 +32,11 @@ bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entrie
     return false;
   }
   // Horovod calls this on every rank, so ranks with different settings detect it here.
-  return !settings_.off || !AgreementOf(entries.front().process_set_id).Usable().ok();
+  return !settings_.off || !Connect(entries.front().process_set_id).Usable().ok();
 }
 
-Agreement& AdasumDeviceOp::AgreementOf(int process_set_id) const {
-  return agreements_.Of(
+Agreement& AdasumDeviceOp::Connect(int process_set_id) const {
+  return agreements_.Connect(
       process_set_id, *global_state_, settings_, [](const Agreement& agreement, const auto&) {
         return agreement.levels.size() > 1 ? "NCCL, levels of " + Describe(agreement.levels) + " ranks"
                                            : std::string("NCCL");
@@ -51,7 +51,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
   Agreement* agreed = nullptr;
   try {
-    agreed = &AgreementOf(process_set_id);
+    agreed = &Connect(process_set_id);
   } catch (const UnresponsiveRank& error) {
     return Report(error);
   } catch (const std::exception& error) {

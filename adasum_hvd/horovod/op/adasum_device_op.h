@@ -49,7 +49,7 @@ protected:
 private:
   using Entries = std::vector<horovod::common::TensorTableEntry>;
 
-  Agreement& AgreementOf(int process_set_id) const;
+  Agreement& Connect(int process_set_id) const;
   DeviceScratch& ScratchOf(int device);
   void AbortElastic(const Entries& entries, DeviceScratch& scratch, const std::string& why);
   bool IsDrained();

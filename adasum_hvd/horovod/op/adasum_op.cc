@@ -153,11 +153,11 @@ bool AdasumOp::Enabled(const hvd::ParameterManager&, const std::vector<hvd::Tens
     return entries.empty() && !settings_.off;
   }
   // Horovod calls this on every rank, so ranks with different settings detect it here.
-  return !settings_.off || !StateOf(entries.front().process_set_id).Usable().ok();
+  return !settings_.off || !Connect(entries.front().process_set_id).Usable().ok();
 }
 
-AdasumOp::ProcessSetState& AdasumOp::StateOf(int process_set_id) const {
-  return agreements_.Of(
+AdasumOp::ProcessSetState& AdasumOp::Connect(int process_set_id) const {
+  return agreements_.Connect(
       process_set_id, *global_state_, settings_, [&](ProcessSetState& state, const AllgatherTwo& allgather) {
         hvd::Controller& controller = *state.controller.lock();
         std::string path = controller.GetSize() == 1 ? "one rank" : "network";
@@ -212,7 +212,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   }
   ProcessSetState* connected = nullptr;
   try {
-    connected = &StateOf(entries.front().process_set_id);
+    connected = &Connect(entries.front().process_set_id);
   } catch (const UnresponsiveRank& error) {
     return Report(error);
   } catch (const std::exception& error) {

@@ -51,7 +51,8 @@ private:
   horovod::common::Status ReduceEntries(std::vector<horovod::common::TensorTableEntry>& entries,
                                         const horovod::common::Response& response, ProcessSetState& state,
                                         PhaseClock& clock);
-  ProcessSetState& StateOf(int process_set_id) const;
+  // Collective at a process set's first call. Const, because Horovod's Enabled is, which calls it, too.
+  ProcessSetState& Connect(int process_set_id) const;
   std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
                              const AllgatherTwo& allgather) const;
   int GlobalRank() const;

@@ -50,8 +50,8 @@ public:
   // Collective over the process set at its first call for it, which agrees and then calls
   // `prepare(state, allgather)`; that returns a description of the transport.
   template <class Prepare>
-  State& Of(int id, horovod::common::HorovodGlobalState& global_state, const Settings& settings,
-            Prepare prepare) {
+  State& Connect(int id, horovod::common::HorovodGlobalState& global_state, const Settings& settings,
+                 Prepare prepare) {
     horovod::common::ProcessSet& process_set = global_state.process_set_table.Get(id);
     State& state = by_id_[id];
     if (!state.IsOf(process_set.controller)) {
