@@ -100,7 +100,10 @@ def test_a_release_is_tested_and_published_without_a_token():
     assert document[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
     build, publish = document["jobs"]["build"], document["jobs"]["publish"]
     assert {"run": "make wheel sdist"} in build["steps"]
-    assert publish["needs"] == "build" and publish["environment"] == "pypi"
+    runners = document["jobs"]["wheels"]["strategy"]["matrix"]["runner"]
+    assert runners == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+    assert set(publish["needs"]) == {"build", "wheels"}
+    assert publish["environment"] == "pypi"
     assert publish["permissions"] == {"id-token": "write"}
     assert "permissions" not in build
     assert "secrets." not in path.read_text()
