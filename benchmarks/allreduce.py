@@ -27,7 +27,8 @@ import json
 import os
 import statistics
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jobs
@@ -97,53 +98,39 @@ def measure(case: str, off: bool, repetitions: int) -> dict[str, list[float]]:
 
     import adasum_hvd.torch as hvd
     from adasum_hvd.horovod import binding
+    from adasum_hvd.tools.torch_bench import reduce_all, timed, values_of
 
     sizes = CASES[case]
-    generator = torch.Generator().manual_seed(hvd.rank())
-    inputs = [torch.randn(size, generator=generator) for size in sizes]
-    tensors = [t.clone() for t in inputs]
+    fresh = [values_of(hvd.rank(), index, size) for index, size in enumerate(sizes)]
+    flat = torch.cat(fresh)
+    tensors, bucket, target = [t.clone() for t in fresh], bucket_of(sizes), flat.clone()
 
-    def reduce_all(module: object, op: object, name: str) -> None:
-        handles = [
-            module.allreduce_async_(t, op=op, name=f"{case}.{name}.{k}")
-            for k, t in enumerate(tensors)
-        ]
-        for handle in handles:
-            module.synchronize(handle)
+    reset = partial(torch._foreach_copy_, [*tensors, bucket], [*fresh, flat])
 
-    operations = {
-        "Average": lambda: reduce_all(horovod_torch, horovod_torch.Average, "average")
-    }
+    def reduce(module: object, op: str) -> Callable[[], None]:
+        reduced = getattr(module, op)
+        return lambda: reduce_all(module, reduced, f"{case}.{op}", tensors)
+
+    todo = {"Average": reduce(horovod_torch, "Average")}
     if off:
-        operations["Horovod AdaSum"] = lambda: reduce_all(
-            horovod_torch, horovod_torch.Adasum, "adasum"
-        )
+        todo["Horovod AdaSum"] = reduce(horovod_torch, "Adasum")
     else:
-        operations["AdaSum"] = lambda: reduce_all(hvd, hvd.Adasum, "adasum")
-        bucket, segments = bucket_of(sizes), binding.segmented(f"{case}.bucket", sizes)
-        operations[BUCKET] = lambda: hvd.allreduce_(
-            bucket, op=hvd.Adasum, name=segments
-        )
-    source, target = torch.randn(sum(sizes)), torch.empty(sum(sizes))
-    operations[COPY] = lambda: target.copy_(source)
-    times: dict[str, list[float]] = {name: [] for name in operations}
-    times |= {phase: [] for phase in PHASES if not off}
-    for repetition in range(-3, repetitions):
-        for name, operation in operations.items():
-            for tensor, fresh in zip(tensors, inputs, strict=True):
-                tensor.copy_(fresh)
-            if name == BUCKET:
-                bucket.copy_(torch.cat(inputs))
-            horovod_torch.barrier()
-            before, started = hvd.counters(), time.perf_counter()
-            operation()
-            if repetition < 0:
-                continue
-            times[name].append(time.perf_counter() - started)
-            for phase in PHASES if name == "AdaSum" else ():
-                counter = f"{phase}_nanoseconds"
-                spent = getattr(hvd.counters(), counter) - getattr(before, counter)
-                times[phase].append(spent / 1e9)
+        todo["AdaSum"] = reduce(hvd, "Adasum")
+        segments = binding.segmented(f"{case}.bucket", sizes)
+        todo[BUCKET] = lambda: hvd.allreduce_(bucket, op=hvd.Adasum, name=segments)
+    todo[COPY] = lambda: target.copy_(flat)
+    timed(todo, reset, 3)
+    times = timed(todo, reset, repetitions)
+    for _ in range(0 if off else repetitions):
+        reset()
+        horovod_torch.barrier()
+        before = hvd.counters()
+        todo["AdaSum"]()
+        after = hvd.counters()
+        for phase in PHASES:
+            name = f"{phase}_nanoseconds"
+            spent = getattr(after, name) - getattr(before, name)
+            times.setdefault(phase, []).append(spent / 1e9)
     return times
 
 

@@ -112,13 +112,14 @@ class _Distributed:
         self._torch = import_module("torch")
         self._engine = import_module("adasum_hvd.distributed")
         self._dist = import_module("torch.distributed")
-        self.shutdown = self._dist.destroy_process_group
 
     def examine(self) -> dict[str, object]:
         self._dist.init_process_group("gloo")
         self._torch.set_num_threads(1)
         rank, self._ranks = self._dist.get_rank(), self._dist.get_world_size()
-        return compared(rank, self._ranks, self._reduce, self._gather)
+        found = compared(rank, self._ranks, self._reduce, self._gather)
+        self._dist.destroy_process_group()
+        return found
 
     def _reduce(self, name: str, array: Array) -> Any:
         tensor = self._torch.from_numpy(array.copy())

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ _CHECKED = 50_000  # elements of a tensor that are compared with the reference
 Operation = Callable[[], object]
 
 
-def _reduce_all(module: Any, op: Any, name: str, tensors: list[torch.Tensor]) -> None:
+def reduce_all(module: Any, op: Any, name: str, tensors: list[torch.Tensor]) -> None:
+    """Reduce tensors in place, all at once. Collective; blocks."""
     handles = [
         module.allreduce_async_(tensor, op=op, name=f"{name}.{index}")
         for index, tensor in enumerate(tensors)
@@ -47,15 +49,15 @@ def operations(
     """Return the operations to measure, by name; each reduces `tensors` in place."""
     if not ours:
         return {
-            "Horovod AdaSum": lambda: _reduce_all(
+            "Horovod AdaSum": lambda: reduce_all(
                 horovod_ops, horovod_ops.Adasum, f"{case}.horovod_ops", tensors
             )
         }
     source = torch.randn(sum(tensor.numel() for tensor in tensors))
     target = torch.empty_like(source)
     found: dict[str, Operation] = {
-        OURS: lambda: _reduce_all(hvd, hvd.Adasum, f"{case}.adasum", tensors),
-        "Horovod Average": lambda: _reduce_all(
+        OURS: lambda: reduce_all(hvd, hvd.Adasum, f"{case}.adasum", tensors),
+        "Horovod Average": lambda: reduce_all(
             horovod_ops, horovod_ops.Average, f"{case}.average", tensors
         ),
         "copy": lambda: target.copy_(source),
@@ -70,7 +72,7 @@ def wrong(case: str, sizes: list[int]) -> int:
     count = 0
     for index, size in enumerate(sizes[:5]):
         inputs = [
-            _inputs(rank, index, min(size, _CHECKED)) for rank in range(hvd.size())
+            values_of(rank, index, min(size, _CHECKED)) for rank in range(hvd.size())
         ]
         name = f"{case}.wrong.{index}"
         actual = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum, name=name).numpy()
@@ -79,36 +81,39 @@ def wrong(case: str, sizes: list[int]) -> int:
     return count
 
 
-def _inputs(rank: int, index: int, size: int) -> torch.Tensor:
-    return torch.randn(
-        size, generator=torch.Generator().manual_seed(1000 * rank + index)
-    )
+def values_of(rank: int, index: int, size: int) -> torch.Tensor:
+    """Return a rank's values of a tensor, by the tensor's number."""
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    return torch.randn(size, generator=generator)
+
+
+def timed(
+    todo: dict[str, Operation], reset: Callable[[], object], rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of all operations, which take turns. Collective; blocks."""
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for _ in range(rounds):
+        for name, operation in todo.items():
+            reset()
+            horovod_ops.barrier()
+            started = time.perf_counter()
+            operation()
+            times[name].append(time.perf_counter() - started)
+    return times
 
 
 def measure(
     case: str, sizes: list[int], seconds: float, ours: bool
 ) -> dict[str, list[float]]:
     """Return the seconds of every operation on this rank, the same number on all ranks."""
-    fresh = [_inputs(hvd.rank(), index, size) for index, size in enumerate(sizes)]
+    fresh = [values_of(hvd.rank(), index, size) for index, size in enumerate(sizes)]
     tensors = [tensor.clone() for tensor in fresh]
     todo = operations(case, tensors, ours)
-    times: dict[str, list[float]] = {name: [] for name in todo}
-    # The time of the first round, the warm-up, gives the number of further rounds.
-    rounds, done = 1, 0
-    while done < rounds:
-        began = time.perf_counter()
-        for name, operation in todo.items():
-            for tensor, start in zip(tensors, fresh, strict=True):
-                tensor.copy_(start)
-            horovod_ops.barrier()
-            started = time.perf_counter()
-            operation()
-            times[name].append(time.perf_counter() - started)
-        done += 1
-        if done == 1:
-            fit = int(seconds / (time.perf_counter() - began))
-            rounds = 1 + hvd.broadcast_object(min(MOST, max(FEWEST, fit)), 0)
-    return {name: values[1:] for name, values in times.items()}
+    reset = partial(torch._foreach_copy_, tensors, fresh)
+    began = time.perf_counter()
+    timed(todo, reset, 1)  # the warm-up, whose time gives the number of rounds
+    fit = int(seconds / (time.perf_counter() - began))
+    return timed(todo, reset, hvd.broadcast_object(min(MOST, max(FEWEST, fit)), 0))
 
 
 def _join_process_group() -> None:
