@@ -88,10 +88,18 @@ class AdasumMonitor:
         docs/monitor.md; arXiv 2006.02924, figure 1.
     """
 
-    def __new__(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def __new__(
+        cls,
+        source: Any,
+        every: int = 50,
+        to: Any = (),
+        named_parameters: Any = None,
+        scaler: Any = None,
+    ) -> Any:
         """Return a monitor of the engine that `source` belongs to."""
         if isinstance(source, distributed.AdasumState):
-            return distributed.AdasumMonitor(source, *args, **kwargs)
+            names = named_parameters or ()
+            return distributed.AdasumMonitor(source, every, to, names, scaler)
         return super().__new__(cls)
 
     def __init__(

@@ -211,7 +211,7 @@ ON_CPU = [
 ]
 
 # In the order in which they are likely to show a fault: `make test` runs a case on the first
-# configuration that has its file (tests/tiers.py). Three ranks are no power of two, paths of large
+# configuration that has its file (tests/tiers.py). Three is not a power of two. Paths of large
 # tensors come before usual ones, a device on two hosts before one on one, the core before torch.
 CONFIGURATIONS = [
     STAGED_MPI, TINY_MPI, MPI_3, GLOO_2, MPI_4,
