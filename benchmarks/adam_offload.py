@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from adasum_hvd.adam_offload import AdamOffload
-from adasum_hvd.common import adam
+from adasum_hvd.offload import adam
 
 LR = 1e-3
 TENSOR_ELEMENTS = 1_000_000

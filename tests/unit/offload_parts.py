@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from adasum_hvd.adam_offload import AdamOffload
-from adasum_hvd.adam_offload.host import PIECE_ELEMENTS
-from adasum_hvd.common import adam
+from adasum_hvd.offload import adam
+from adasum_hvd.offload.host import PIECE_ELEMENTS
 
 TOLERANCE = 1e-6  # relative to the largest weight, after 100 steps in float32
 # 0-d, empty, odd, and longer than one thread's part of the scratch buffer.

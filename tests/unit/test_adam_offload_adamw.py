@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-from adasum_hvd.tensorflow.adam_offload import AdamOffload as KerasAdamOffload
+from adasum_hvd.offload.keras import AdamOffload as KerasAdamOffload
 from tests.unit.offload_parts import equal, offload, parameters, set_gradients, train
 
 DECOUPLED = {"decoupled_weight_decay": True, "torch_eps": True}

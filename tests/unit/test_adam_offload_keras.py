@@ -9,8 +9,8 @@ import tensorflow as tf
 import torch
 
 from adasum_hvd.adam_offload import AdamOffload as TorchAdamOffload
-from adasum_hvd.common import adam
-from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
+from adasum_hvd.offload import adam
+from adasum_hvd.offload.keras import AdamOffload, RateVector
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 
 STEPS = 100

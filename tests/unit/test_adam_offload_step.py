@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from adasum_hvd import adam_offload
-from adasum_hvd.adam_offload import AdamOffload, host, state
-from adasum_hvd.adam_offload.host import PIECE_ELEMENTS
-from adasum_hvd.common import adam
+from adasum_hvd.offload import adam, host, optimizer, state
+from adasum_hvd.offload.host import PIECE_ELEMENTS
+from adasum_hvd.offload.optimizer import AdamOffload
 from tests.unit.offload_parts import (
     Reference,
     equal,
@@ -245,7 +244,7 @@ def run_bound(program: str, variables: dict[str, str]) -> subprocess.CompletedPr
 
 def test_the_launcher_is_found_above_a_wrapper():
     program = (
-        "from adasum_hvd.adam_offload import host;"
+        "from adasum_hvd.offload import host;"
         "print(host.cores_of_rank(), host.cores_of_launcher('LOCAL_WORLD_SIZE'))"
     )
     sizes = dict.fromkeys(host._LOCAL_SIZES, "") | {"LOCAL_WORLD_SIZE": "2"}
@@ -414,7 +413,7 @@ def test_device_parameters_that_are_held_back(monkeypatch):
 
 
 def test_examples_run():
-    for module in (adam, adam_offload):
+    for module in (adam, optimizer):
         outcome = doctest.testmod(module)
         assert outcome.attempted > 0
         assert outcome.failed == 0

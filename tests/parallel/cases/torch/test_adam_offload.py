@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
-from adasum_hvd.common import adam
+from adasum_hvd.offload import adam
 from tests.parallel.harness.models import (
     batch_of,
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from adasum_hvd.adam_offload.settings import Settings
+from adasum_hvd.offload.settings import Settings
 
 PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
 # The number of ranks on the host, as launchers tell it; the innermost launcher first.

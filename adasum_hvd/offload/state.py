@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.adam_offload import settings
-from adasum_hvd.adam_offload.cuda import Transfers
-from adasum_hvd.adam_offload.plan import is_own_master, master_dtype
+from adasum_hvd.offload import settings
+from adasum_hvd.offload.cuda import Transfers
+from adasum_hvd.offload.plan import is_own_master, master_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ALL_GROUPS = ("_use_locking", "_num_threads")  # attributes that copies keep

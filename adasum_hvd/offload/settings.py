@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.common import adam
+from adasum_hvd.offload import adam
 
 Group = dict[str, Any]
 Named = tuple[str, torch.Tensor]  # an unknown name is empty
@@ -41,7 +41,7 @@ SCHEDULES = {"lr": "schedule", "weight_decay": "decay_schedule"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The formula's numbers in one step, for parameters that share them: see `common/adam.py`."""
+    """The formula's numbers in one step, for parameters that share them: see `offload/adam.py`."""
 
     lr: float
     betas: tuple[float, float]

@@ -1,6 +1,6 @@
 """`AdamOffload`: Adam with its moments and float32 master weights on the host.
 
-The formula and its arguments are in `adasum_hvd/common/adam.py`. A step runs through these files:
+The formula and its arguments are in `adasum_hvd/offload/adam.py`. A step runs through these files:
 
     gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
 
@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.adam_offload import settings
-from adasum_hvd.adam_offload.host import (
+from adasum_hvd.common.frames import is_making_state
+from adasum_hvd.common.logging import logger
+from adasum_hvd.offload import adam, settings
+from adasum_hvd.offload.host import (
     HostAdam,
     Update,
     hint_of_threads,
     thread_budget,
     threads,
 )
-from adasum_hvd.adam_offload.plan import Plan
-from adasum_hvd.adam_offload.settings import Group, Settings
-from adasum_hvd.adam_offload.state import HostStateOptimizer
-from adasum_hvd.common import adam
-from adasum_hvd.common.frames import is_making_state
-from adasum_hvd.common.logging import logger
+from adasum_hvd.offload.plan import Plan
+from adasum_hvd.offload.settings import Group, Settings
+from adasum_hvd.offload.state import HostStateOptimizer
 
 _CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
 

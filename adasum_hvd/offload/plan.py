@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from adasum_hvd.adam_offload.host import PIECE_ELEMENTS, ranks_here, thread_budget
+from adasum_hvd.offload.host import PIECE_ELEMENTS, ranks_here, thread_budget
 
 
 def master_dtype(param: torch.Tensor) -> torch.dtype:
