@@ -3,37 +3,78 @@
 The kernel divides `sqrt(v)` by `sqrt(1 - beta2^t)` before it adds eps, so it gets
 `eps / sqrt(1 - beta2^t)`. Nesterov's numerator `beta1 m + (1 - beta1) g` is the kernel's own update
 of the first moment, applied to the new `m`: so `m` is updated first, and the kernel gets a copy.
+torch's NAdam has another numerator, with a schedule of beta1.
+
 The kernel gets updates in batches. Updates that need scratch (another gradient dtype, scaled
 gradients, Nesterov) are split into pieces, so that a batch of them fits in the cache.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-
-from adasum_hvd.offload.settings import Settings
+from torch._utils import _unflatten_dense_tensors
 
 PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
-# The number of ranks on the host, as launchers tell it; the innermost launcher first.
-_LOCAL_SIZES = (
-    *("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
-    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-)
 
 
-@dataclass(slots=True)
-class Update:
+@dataclass(frozen=True)
+class Settings:
+    """The formula's numbers in one step, for parameters that share them.
+
+    Attributes:
+        group: the param group.
+        decay: weight decay; 0 for parameters of the group that have none.
+        step: of these parameters, counted from 1.
+        scale: all factors of the loss.
+        converts: gradients have another dtype than weights.
+    """
+
+    group: dict[str, Any]
+    decay: float
+    step: float
+    scale: float
+    converts: bool
+
+    @property
+    def adds_decay(self) -> bool:
+        """Whether gradients need the weight decay before the kernel, for Nesterov's update."""
+        group = self.group
+        in_gradient = self.decay and not group["decoupled_weight_decay"]
+        return bool(in_gradient and group["use_nesterov"])
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether the kernel needs a converted copy of the gradients."""
+        return self.converts or self.scale != 1.0 or self.adds_decay
+
+    def kernel(self) -> Callable[..., Any]:
+        """Return torch's kernel with these settings."""
+        group, (beta1, beta2) = self.group, self.group["betas"]
+        inside = 1.0 if group["torch_eps"] else math.sqrt(1.0 - beta2**self.step)
+        decoupled = group["decoupled_weight_decay"]
+        return partial(
+            torch._fused_adamw_ if decoupled else torch._fused_adam_,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0 if self.adds_decay else self.decay,
+            eps=group["eps"] / inside,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class Update(NamedTuple):
     """One parameter's update, or a piece of it: contiguous host tensors of one shape.
 
     Attributes:
-        settings: one object for all updates that share it.
         weights: float32 or float64, updated in place.
         grad: of any float dtype; only read.
         exp_avg: first moment, as `weights`.
@@ -42,7 +83,6 @@ class Update:
         completes: the parameter that this update finishes and `run` reports, or None.
     """
 
-    settings: Settings
     weights: torch.Tensor
     grad: torch.Tensor
     exp_avg: torch.Tensor
@@ -50,216 +90,104 @@ class Update:
     out: torch.Tensor | None = None
     completes: torch.Tensor | None = None
 
-    @property
-    def copies_gradient(self) -> bool:
-        """Whether the kernel needs a converted copy of the gradient."""
-        settings = self.settings
-        return (
-            self.grad.dtype != self.weights.dtype
-            or settings.loss_scale != 1.0
-            or (settings.use_nesterov and settings.l2_penalty != 0.0)
-        )
-
     def pieces(self, elements: int) -> Iterator[Update]:
         """Yield the update in pieces of at most so many elements."""
         if self.weights.numel() <= elements:
             yield self
             return
-        weights, grads, exp_avgs, exp_avg_sqs = (
-            tensor.detach().view(-1).split(elements)
-            for tensor in (self.weights, self.grad, self.exp_avg, self.exp_avg_sq)
-        )
-        outs: Sequence[torch.Tensor | None] = [None] * len(weights)
-        if self.out is not None:
-            outs = self.out.detach().view(-1).split(elements)
-        last = [None] * (len(weights) - 1) + [self.completes]
-        columns = weights, grads, exp_avgs, exp_avg_sqs, outs, last
-        for piece in zip(*columns, strict=True):
-            yield Update(self.settings, *piece)
-
-
-def _launched() -> tuple[str, int]:
-    """Return a variable of the launcher and its value, the ranks on this host."""
-    sizes = ((name, os.environ.get(name, "")) for name in _LOCAL_SIZES)
-    return next(((n, int(size)) for n, size in sizes if size.isdecimal()), ("", 1))
-
-
-def ranks_here() -> int:
-    """Return the ranks on this host; 1 without a launcher."""
-    return _launched()[1]
-
-
-@functools.cache
-def cores_of_launcher(variable: str) -> int:
-    """Return the cores that this host's ranks have together: those of their launcher.
-
-    It binds ranks, but not itself. Processes between it and a rank, such as a shell that sets up
-    the rank's environment, are bound as the rank.
-
-    Args:
-        variable: set by the launcher in all of these.
-    """
-    pid, mark = os.getppid(), f"\0{variable}=".encode()
-    with suppress(OSError):  # the process of another user, or of another container
-        while mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-            pid = int(fields.split()[1])
-    try:
-        return len(os.sched_getaffinity(pid))
-    except OSError:
-        return len(os.sched_getaffinity(0))
-
-
-def cores_of_rank() -> int:
-    """Return this rank's share of the launcher's cores, at most those that it is bound to."""
-    bound, (variable, ranks) = len(os.sched_getaffinity(0)), _launched()
-    if ranks < 2:
-        return bound
-    return max(1, min(bound, cores_of_launcher(variable) // ranks))
-
-
-def thread_budget() -> int:
-    """Return the cores of this rank, at most the number of threads that torch uses."""
-    return min(torch.get_num_threads(), cores_of_rank())
-
-
-def hint_of_threads() -> str:
-    """Return how to use this rank's cores if torchrun restricts torch to one; "" otherwise."""
-    cores, variables = cores_of_rank(), os.environ
-    restricted = (
-        "TORCHELASTIC_RUN_ID" in variables and variables.get("OMP_NUM_THREADS") == "1"
-    )
-    if not restricted or thread_budget() == cores:
-        return ""
-    return (
-        f"AdamOffload: a step uses 1 of this rank's {cores} cores, because torchrun sets "
-        f"OMP_NUM_THREADS=1; pass num_threads={cores}"
-    )
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads inside the context."""
-    before = torch.get_num_threads()
-    if count != before:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if count != before:
-            torch.set_num_threads(before)
+        *tensors, completes = self
+        columns: list[Any] = [
+            tensor if tensor is None else tensor.detach().view(-1).split(elements)
+            for tensor in tensors
+        ]
+        count = len(columns[0])
+        columns = [column or [None] * count for column in columns]
+        last = [None] * (count - 1) + [completes]
+        for piece in zip(*columns, last, strict=True):
+            yield Update(*piece)
 
 
 class HostAdam:
-    """Updates weights and moments in host memory; keeps two scratch tensors, but no state."""
+    """Updates weights and moments in host memory; keeps scratch, but no state."""
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def run(
         self,
+        settings: Settings,
         updates: Iterable[Update],
         done: Callable[[torch.Tensor], None],
-        direct_elements: float = float("inf"),
+        overlaps: bool = False,
     ) -> None:
-        """Do every update, in order.
+        """Do updates of one dtype, in order.
 
         Args:
+            settings: of all of them.
             updates: consumed one by one, so that each may wait for its gradient.
             done: called with `completes` of each update right after it.
-            direct_elements: limit of a batch without scratch; a larger tensor is its own batch.
+            overlaps: do not wait for all updates, because others are copied meanwhile.
         """
-        for batch in _batches(updates, direct_elements):
-            self._update(batch)
+        limit = PIECE_ELEMENTS * torch.get_num_threads()
+        kernel = settings.kernel()
+        step = torch.tensor(settings.step, dtype=torch.float32, device="cpu")
+        if settings.copies_gradients or settings.group["use_nesterov"]:
+            updates = chain.from_iterable(update.pieces(limit) for update in updates)
+            overlaps = True
+        for batch in _batches(updates, limit if overlaps else math.inf):
+            self._update(
+                settings, partial(kernel, state_steps=[step] * len(batch)), batch
+            )
             for update in batch:
                 if update.out is not None:
                     update.out.copy_(update.weights)
                 if update.completes is not None:
                     done(update.completes)
 
-    def _update(self, batch: list[Update]) -> None:
-        settings = batch[0].settings
-        decay, decoupled = settings.weight_decay, settings.decoupled_weight_decay
-        weights = [update.weights for update in batch]
-        grads = [update.grad for update in batch]
-        exp_avgs = [update.exp_avg for update in batch]
-        exp_avg_sqs = [update.exp_avg_sq for update in batch]
-        if batch[0].copies_gradient:
-            grads = self._unscaled(settings, weights, grads)
-            decay -= settings.l2_penalty
-        if settings.use_nesterov:
-            torch._foreach_lerp_(exp_avgs, grads, 1.0 - settings.betas[0])
+    def _update(
+        self, settings: Settings, kernel: Callable[..., Any], batch: list[Update]
+    ) -> None:
+        columns: list[Any] = [list(column) for column in zip(*batch, strict=True)]
+        weights, grads, exp_avgs, exp_avg_sqs, *_ = columns
+        group = settings.group
+        if settings.copies_gradients:  # the caller's do not change
+            flat, copies = self._scratch_like(weights, 0)
+            torch._foreach_copy_(copies, grads)
+            if settings.scale != 1.0:
+                flat.mul_(1.0 / settings.scale)
+            if settings.adds_decay:
+                torch._foreach_add_(copies, weights, alpha=settings.decay)
+            grads = copies
+        if group["use_nesterov"]:
+            torch._foreach_lerp_(exp_avgs, grads, 1.0 - group["betas"][0])
             _, copies = self._scratch_like(exp_avgs, 1)
             torch._foreach_copy_(copies, exp_avgs)
             exp_avgs = copies
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        kernel(
-            weights,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [settings.kernel_step] * len(weights),
-            lr=settings.lr,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            weight_decay=decay,
-            eps=settings.kernel_eps,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def _unscaled(
-        self,
-        settings: Settings,
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Return g of the formula in scratch; the caller's gradients do not change."""
-        flat, copies = self._scratch_like(weights, 0)
-        torch._foreach_copy_(copies, grads)
-        scale, decay = settings.loss_scale, settings.l2_penalty
-        if decay:
-            torch._foreach_add_(copies, weights, alpha=decay * scale)
-        if scale != 1.0:
-            flat.mul_(1.0 / scale)
-        return copies
+        kernel(weights, grads, exp_avgs, exp_avg_sqs, [])
 
     def _scratch_like(
         self, tensors: list[torch.Tensor], which: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return one of the two scratch tensors, and views of it in the tensors' shapes."""
-        sizes = [tensor.numel() for tensor in tensors]
+        """Return one of two scratch tensors, and views of it in the tensors' shapes."""
         elements = PIECE_ELEMENTS * torch.get_num_threads()  # no batch has more
-        key = which, tensors[0].dtype
-        if key not in self._scratch or self._scratch[key].numel() < elements:
-            self._scratch[key] = torch.empty(elements, dtype=key[1], device="cpu")
-        flat = self._scratch[key].narrow(0, 0, sum(sizes))
-        if len(tensors) == 1:  # a piece of a large parameter; split() is slower
-            return flat, [flat.view(tensors[0].shape)]
-        views = zip(flat.split(sizes), tensors, strict=True)
-        return flat, [view.view(tensor.shape) for view, tensor in views]
+        dtype = tensors[0].dtype
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.shape[1] < elements:
+            scratch = torch.empty((2, elements), dtype=dtype, device="cpu")
+            self._scratch[dtype] = scratch
+        flat = scratch[which, : sum(tensor.numel() for tensor in tensors)]
+        return flat, list(_unflatten_dense_tensors(flat, tensors))
 
 
-def _batches(
-    updates: Iterable[Update], direct_elements: float
-) -> Iterator[list[Update]]:
-    """Yield lists of updates, or of their pieces, for one call of the kernel each."""
-    piece_elements = PIECE_ELEMENTS * torch.get_num_threads()
+def _batches(updates: Iterable[Update], elements: float) -> Iterator[list[Update]]:
+    """Yield lists of at most so many elements; a larger update is alone."""
     batch: list[Update] = []
-    filled, shared = 0, None
+    filled = 0
     for update in updates:
-        copies, settings = update.copies_gradient, update.settings
-        direct = not copies and not settings.use_nesterov
-        limit = direct_elements if direct else piece_elements
-        kind = id(settings), copies, update.weights.dtype
-        for piece in (update,) if direct else update.pieces(piece_elements):
-            elements = piece.weights.numel()
-            if batch and (kind != shared or filled + elements > limit):
-                yield batch
-                batch, filled = [], 0
-            shared = kind
-            batch.append(piece)
-            filled += elements
+        if batch and filled + update.weights.numel() > elements:
+            yield batch
+            batch, filled = [], 0
+        batch.append(update)
+        filled += update.weights.numel()
     if batch:
         yield batch

@@ -13,16 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from adasum_hvd.offload import adam
 
 _HOST = "CPU:0"
 
 
+_CHECKED = ("beta1", "beta2", "eps", "use_locking", "use_nesterov", "loss_scale",
+            "decoupled_weight_decay")  # fmt: skip
+
+
 @keras.saving.register_keras_serializable(package="adasum_hvd")
-class RateVector(keras.optimizers.schedules.LearningRateSchedule):
+class RateVector(LearningRateSchedule):
     """A learning rate per step, counted from 0.
 
     Args:
@@ -40,12 +44,13 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
 
     def require(self, step: Any) -> None:
         """Fail, by an assertion, unless there is a rate for a step."""
+        count = len(self.rates)
+        message = (
+            f"AdamOffload: lr: expected a rate per step, but got a vector of {count}"
+        )
         with tf.device(_HOST):
-            count = len(self.rates)
-            message = f"AdamOffload: lr: expected a rate per step, but got a vector of {count}"
-            tf.debugging.assert_less(
-                tf.cast(step, tf.int64), tf.constant(count, tf.int64), message
-            )
+            limit = tf.constant(count, tf.int64)
+            tf.debugging.assert_less(tf.cast(step, tf.int64), limit, message)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
@@ -53,7 +58,7 @@ class RateVector(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
-class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
+class RateFunction(LearningRateSchedule):
     """A learning rate or weight decay from any Python function of the step, counted from 0.
 
     Keras calls its own callables without the step. In a graph the function also runs in every
@@ -70,11 +75,11 @@ class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> tf.Tensor:
         """Return the value of a step; the step fails unless it is a number >= 0."""
 
-        def rate(step: Any) -> float:
-            return adam.check_value(self.of, np.asarray(self.function(int(step))))
+        def value(step: Any) -> float:
+            return adam.value_at(self.of, self.function, int(step))
 
         with tf.device(_HOST):
-            found = tf.py_function(rate, [tf.cast(step, tf.int64)], tf.float32)
+            found = tf.py_function(value, [tf.cast(step, tf.int64)], tf.float32)
             found.set_shape(())
             return found
 
@@ -90,40 +95,36 @@ class RateFunction(keras.optimizers.schedules.LearningRateSchedule):
         return cls(function, config.get("of", "lr"))
 
 
-def _is_schedule(value: Any) -> bool:
-    return isinstance(value, keras.optimizers.schedules.LearningRateSchedule)
-
-
-def _keras_rate(value: Any) -> Any:
-    """Return a learning rate argument in a form that Keras accepts.
+def _schedule_of(name: str, value: Any) -> Any:
+    """Return "lr" or "weight_decay" as a number, or in a form that Keras accepts.
 
     Raises:
         TypeError: a wrong type.
-        ValueError: a rate is negative.
+        ValueError: a number is negative.
     """
-    if isinstance(value, list | tuple) and any(
-        isinstance(item, dict) or hasattr(item, "assign") for item in value
-    ):
+    elements = value if isinstance(value, list | tuple) else ()
+    if any(isinstance(item, dict) or hasattr(item, "assign") for item in elements):
         raise TypeError(
             "AdamOffload: expected a learning rate first, as in Keras, but got variables or "
             "parameter groups, as in torch; pass the variables to build() or apply(), and use an "
             "optimizer for each group"
         )
-    rate = adam.parse_lr(value)
-    if isinstance(rate, tuple):
-        return RateVector(rate)
-    if not callable(rate) or _is_schedule(rate):
-        return rate
+    value = adam.parse(name, value)
+    if isinstance(value, tuple):
+        return RateVector(value)
+    if not callable(value) or isinstance(value, LearningRateSchedule):
+        return value
     try:
-        inspect.signature(rate).bind(0)
+        inspect.signature(value).bind(0)
     except (TypeError, ValueError):
-        return rate  # without arguments, as Keras's own callables
-    return RateFunction(rate)
+        if name == "lr":
+            return value  # without arguments, as Keras's own callables
+    return RateFunction(value, name)
 
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class AdamOffload(keras.optimizers.Optimizer):
-    """Adam on the host CPU, for variables on any device; as `offload/adam.py` defines it.
+    """Adam on the host CPU, for variables on any device; as `adam.py` defines it.
 
     A float32 (or float64) variable on the CPU is updated in place. Any other variable has a master
     copy in float32 (float64 for float64) on the host, and is rounded from it in every step. If
@@ -178,19 +179,17 @@ class AdamOffload(keras.optimizers.Optimizer):
     ):
         adam.drop_foreign(kwargs)
         # Keras's own weight_decay would decay the variables and not their masters.
-        super().__init__(learning_rate=_keras_rate(learning_rate), name=name, **kwargs)
+        rate = _schedule_of("lr", learning_rate)
+        super().__init__(learning_rate=rate, name=name, **kwargs)
         self.beta1 = adam.check("beta1", beta1)
         self.beta2 = adam.check("beta2", beta2)
         self.eps = adam.check("eps", eps)
         self.use_locking = adam.check("use_locking", use_locking)
         self.use_nesterov = adam.check("use_nesterov", use_nesterov)
-        self.decay = adam.parse("weight_decay", weight_decay)
-        if callable(self.decay) and not _is_schedule(self.decay):
-            self.decay = RateFunction(self.decay, "weight_decay")
-        self.decoupled_weight_decay = adam.check(
-            "decoupled_weight_decay", decoupled_weight_decay
-        )
         self.loss_scale = adam.check("loss_scale", loss_scale)
+        decoupled = adam.check("decoupled_weight_decay", decoupled_weight_decay)
+        self.decoupled_weight_decay = decoupled
+        self.decay = _schedule_of("weight_decay", weight_decay)
 
     def _get_current_learning_rate(self) -> Any:
         # Keras would pass its count of backward passes.
@@ -228,25 +227,27 @@ class AdamOffload(keras.optimizers.Optimizer):
             if master is not None:
                 here = tf.identity(variable.value)
                 same = tf.cast(master.value, here.dtype) == here
-                master.value.assign(
-                    tf.where(same, master.value, tf.cast(here, master.dtype))
-                )
+                here = tf.cast(here, master.dtype)
+                master.value.assign(tf.where(same, master.value, here))
             weights = variable.value if master is None else master.value
-            decay = self._decay_of(variable, weights.dtype)
+            dtype = weights.dtype
+            gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+            decay = self._decay_of(variable, dtype)
             if decay is not None and self.decoupled_weight_decay:
-                rate = tf.cast(learning_rate, weights.dtype)
-                weights.assign_sub(weights * rate * decay)
+                weights.assign_sub(weights * tf.cast(learning_rate, dtype) * decay)
+            elif decay is not None:
+                gradient += decay * self.loss_scale * weights
             tf.raw_ops.ResourceApplyAdam(
                 var=weights.handle,
                 m=momentum.value.handle,
                 v=velocity.value.handle,
-                beta1_power=tf.zeros((), weights.dtype),
-                beta2_power=tf.zeros((), weights.dtype),
-                lr=tf.cast(self._corrected(learning_rate, weights.dtype), weights.dtype),
-                beta1=tf.constant(self.beta1, weights.dtype),
-                beta2=tf.constant(self.beta2, weights.dtype),
-                epsilon=tf.constant(self.eps, weights.dtype),
-                grad=self._unscaled(gradient, decay, weights),
+                beta1_power=tf.zeros((), dtype),
+                beta2_power=tf.zeros((), dtype),
+                lr=self._corrected(learning_rate, dtype),
+                beta1=tf.constant(self.beta1, dtype),
+                beta2=tf.constant(self.beta2, dtype),
+                epsilon=tf.constant(self.eps, dtype),
+                grad=gradient if self.loss_scale == 1.0 else gradient / self.loss_scale,
                 use_locking=self.use_locking,
                 use_nesterov=self.use_nesterov,
             )  # fmt: skip
@@ -255,14 +256,14 @@ class AdamOffload(keras.optimizers.Optimizer):
             variable.value.assign(rounded)
 
     def _corrected(self, learning_rate: Any, dtype: tf.DType) -> tf.Tensor:
-        """Return `lr sqrt(1 - beta2^t) / (1 - beta1^t)`, float64, for the kernel's betas."""
+        """Return `lr sqrt(1 - beta2^t) / (1 - beta1^t)`, in float64, for the kernel's betas."""
         step = tf.cast(self.iterations + 1, tf.float64)
         beta1, beta2 = (
             tf.cast(tf.constant(beta, dtype), tf.float64)
             for beta in (self.beta1, self.beta2)
         )
         correction = tf.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-        return tf.cast(learning_rate, tf.float64) * correction
+        return tf.cast(tf.cast(learning_rate, tf.float64) * correction, dtype)
 
     def _decay_of(self, variable: Any, dtype: tf.DType) -> Any:
         """Return the variable's weight decay in this step, or None."""
@@ -273,24 +274,12 @@ class AdamOffload(keras.optimizers.Optimizer):
             return tf.cast(self.decay(self.iterations), dtype)
         return self.decay
 
-    def _unscaled(self, gradient: Any, decay: Any, weights: Any) -> tf.Tensor:
-        gradient = tf.cast(tf.convert_to_tensor(gradient), weights.dtype)
-        if decay is not None and not self.decoupled_weight_decay:
-            gradient += decay * self.loss_scale * weights
-        return gradient if self.loss_scale == 1.0 else gradient / self.loss_scale
-
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return {
             **super().get_config(),
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "eps": self.eps,
-            "use_locking": self.use_locking,
-            "use_nesterov": self.use_nesterov,
+            **{key: getattr(self, key) for key in _CHECKED},
             "weight_decay": keras.saving.serialize_keras_object(self.decay),
-            "loss_scale": self.loss_scale,
-            "decoupled_weight_decay": self.decoupled_weight_decay,
         }
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A former place of `AdamOffload`, which saved models name."""
+"""A former place of Keras's `AdamOffload`, which pickled optimizers name."""
 
 from adasum_hvd.offload.keras import AdamOffload as AdamOffload
 from adasum_hvd.offload.keras import RateFunction as RateFunction
