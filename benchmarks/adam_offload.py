@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from adasum_hvd.adam_offload import AdamOffload
-from adasum_hvd.base import adam
+from adasum_hvd.offload import adam
 
 LR = 1e-3
 TENSOR_ELEMENTS = 1_000_000
@@ -37,54 +37,29 @@ BASELINES = {ADAMW: ADAMW, "AdamOffload decoupled": ADAMW}  # of all others: BAS
 Params = list[torch.nn.Parameter]
 
 
-def deepspeed_adam(params: Params):
+def deepspeed_adam(params: Params, lr: float):
     """Return DeepSpeed's CPUAdam as plain Adam; raises where it does not import or build."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(params, lr=LR, adamw_mode=False)
+    return DeepSpeedCPUAdam(params, lr=lr, adamw_mode=False)
 
 
-def offload(**settings) -> Callable:
-    """Return a maker of quiet AdamOffloads."""
-    return lambda params: AdamOffload(params, LR, verbose=False, **settings)
-
-
-# Name -> (maker, settings of the definition, dtype of the parameters).
-CONTENDERS: dict[str, tuple[Callable, dict, torch.dtype]] = {
-    BASELINE: (
-        lambda params: torch.optim.Adam(params, LR, fused=True),
-        {"torch_eps": True},
-        torch.float32,
-    ),
-    "AdamOffload": (offload(), {}, torch.float32),
-    "AdamOffload Nesterov": (
-        offload(use_nesterov=True),
-        {"use_nesterov": True},
-        torch.float32,
-    ),
-    "AdamOffload scaled": (
-        offload(loss_scale=128.0, weight_decay=0.01),
-        {"loss_scale": 128.0, "weight_decay": 0.01},
-        torch.float32,
-    ),
-    ADAMW: (
-        lambda params: torch.optim.AdamW(params, LR, weight_decay=0.01, fused=True),
-        {"torch_eps": True, "decoupled_weight_decay": True, "weight_decay": 0.01},
-        torch.float32,
-    ),
-    "AdamOffload decoupled": (
-        offload(decoupled_weight_decay=True, weight_decay=0.01),
-        {"decoupled_weight_decay": True, "weight_decay": 0.01},
-        torch.float32,
-    ),
-    "AdamOffload bfloat16": (offload(), {}, torch.bfloat16),
-    "torch for-loop": (
-        lambda params: torch.optim.Adam(params, LR, foreach=False),
-        {"torch_eps": True},
-        torch.float32,
-    ),
-    "DeepSpeed CPUAdam": (deepspeed_adam, {"torch_eps": True}, torch.float32),
+# Name -> (class, its settings that the definition has too, all its other ones).
+DECAY = {"weight_decay": 0.01}
+SCALED = {"loss_scale": 128.0, **DECAY}
+DECOUPLED = {"decoupled_weight_decay": True, **DECAY}
+QUIET = {"verbose": False}
+CONTENDERS: dict[str, tuple[Callable, dict, dict]] = {
+    BASELINE: (torch.optim.Adam, {}, {"fused": True}),
+    "AdamOffload": (AdamOffload, {}, QUIET),
+    "AdamOffload Nesterov": (AdamOffload, {"use_nesterov": True}, QUIET),
+    "AdamOffload scaled": (AdamOffload, SCALED, QUIET),
+    ADAMW: (torch.optim.AdamW, DECAY, {"fused": True}),
+    "AdamOffload decoupled": (AdamOffload, DECOUPLED, QUIET),
+    "AdamOffload bfloat16": (AdamOffload, {}, QUIET),
+    "torch for-loop": (torch.optim.Adam, {}, {"foreach": False}),
+    "DeepSpeed CPUAdam": (deepspeed_adam, {}, {}),
 }
 
 
@@ -92,11 +67,15 @@ class Contender:
     """Parameters of its own and the optimizer that updates them."""
 
     def __init__(self, name: str, weights: list[torch.Tensor], grads: dict):
-        maker, self.settings, dtype = CONTENDERS[name]
+        maker, settings, others = CONTENDERS[name]
+        dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
+        decoupled = {"decoupled_weight_decay": True} if name == ADAMW else {}
+        of_torch = {} if maker is AdamOffload else {"torch_eps": True, **decoupled}
+        self.settings = {**settings, **of_torch}
         self.params = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in weights]
         for param, grad in zip(self.params, grads[dtype], strict=True):
             param.grad = grad
-        self.optimizer = maker(self.params)
+        self.optimizer = maker(self.params, lr=LR, **settings, **others)
         self.times: list[float] = []
 
     def verify(self) -> float:
@@ -156,10 +135,8 @@ def measure(names: list[str], millions: int, repetitions: int, slow: int) -> dic
         times = np.array(contender.times) * 1e3
         baseline = np.array(running[BASELINES.get(name, BASELINE)].times) * 1e3
         itemsize = contender.params[0].element_size()
-        masters = (
-            4 if itemsize < 4 else 0
-        )  # read and written in addition to the parameter
-        moved = elements * (16 + 2 * masters + (3 if not masters else 2) * itemsize)
+        # A master is read and written in addition to the parameter.
+        moved = elements * (28 if itemsize == 4 else 24 + 2 * itemsize)
         median = float(np.median(times))
         rows.append(
             {

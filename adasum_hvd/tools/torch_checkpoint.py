@@ -54,7 +54,7 @@ def convert(source: str, target: str, model: str | None) -> None:
         ) from None
     import torch  # the other commands do without
 
-    from adasum_hvd.adam_offload import AdamOffload
+    from adasum_hvd.offload.optimizer import AdamOffload
 
     net = make_model()
     optimizer = AdamOffload(net.parameters(), verbose=False)

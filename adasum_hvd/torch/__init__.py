@@ -12,7 +12,6 @@ from horovod.torch import *
 from horovod.torch.mpi_ops import is_homogeneous as is_homogeneous
 
 import adasum_hvd.torch.elastic as elastic  # replaces Horovod's, imported by the star
-from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.advice.learning_rate import adasum_lr
 from adasum_hvd.advice.run import Advice, advise
 from adasum_hvd.base.marks import mark_worker_local
@@ -27,6 +26,7 @@ from adasum_hvd.base.ops import (
     ReduceOp,
     Sum,
 )
+from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.torch.amp import GradScaler
 from adasum_hvd.torch.broadcasting import (
     broadcast_optimizer_state,

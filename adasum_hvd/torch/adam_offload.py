@@ -1,4 +1,3 @@
-"""The former place of `adasum_hvd.adam_offload`, which pickled optimizers name."""
+"""A former place of `AdamOffload`, which pickled optimizers name."""
 
-from adasum_hvd.adam_offload import AdamOffload as AdamOffload
-from adasum_hvd.adam_offload import __path__ as __path__
+from adasum_hvd.offload.optimizer import AdamOffload as AdamOffload

@@ -13,11 +13,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import size
 
-from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.mindspore import wrap_cells
 from adasum_hvd.mindspore.grad_reducer import GradReducer
+from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
 from adasum_hvd.torch import marks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from adasum_hvd.adam_offload import AdamOffload
-from adasum_hvd.adam_offload.cuda import Transfers, pinned
+from adasum_hvd.offload.cuda import Transfers, pinned
 from tests.unit import offload_parts
 
 pytestmark = pytest.mark.skipif(

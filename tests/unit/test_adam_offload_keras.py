@@ -9,8 +9,8 @@ import tensorflow as tf
 import torch
 
 from adasum_hvd.adam_offload import AdamOffload as TorchAdamOffload
-from adasum_hvd.base import adam
-from adasum_hvd.tensorflow.adam_offload import AdamOffload, RateVector
+from adasum_hvd.offload import adam
+from adasum_hvd.offload.keras import AdamOffload, RateVector
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 
 STEPS = 100
@@ -276,3 +276,49 @@ def test_parameter_groups_are_torchs():
             TypeError, match=r"a learning rate first, as in Keras.*groups"
         ):
             AdamOffload(wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keras_run_is_that_of_keras_adamw(dtype):
+    start = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.95)
+    options = {"gradient_accumulation_steps": 2, "weight_decay": 0.5}
+    ours, expected = keras.Variable(start, dtype=dtype), keras.Variable(start)
+    expected.assign(ours)  # rounded alike
+    offloaded = AdamOffload(schedule, decoupled_weight_decay=True, **options)
+    adamw = keras.optimizers.AdamW(schedule, epsilon=1e-8, **options)
+    # Keras's learning rate counts every pass, and its moments only every window.
+    run = tf.function(lambda g: offloaded.apply([tf.cast(g, dtype)], [ours]))
+    for step in range(20):
+        gradient = tf.cast(tf.random.stateless_normal(start.shape, (step, 0)), dtype)
+        run(gradient)
+        adamw.apply([tf.cast(gradient, "float32")], [expected])
+    actual = ours if dtype == "float32" else offloaded._masters[0]
+    error = np.abs(actual.numpy() - expected.numpy()).max()
+    assert error < (2e-6 if dtype == "float32" else 2e-3)
+    again = AdamOffload.from_config(offloaded.get_config())
+    assert again.decoupled_weight_decay
+
+
+@pytest.mark.parametrize("optimizer", [TorchAdamOffload, AdamOffload])
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [
+        ({"amsgrad": True}, r"use Adam\(amsgrad=True\)"),
+        ({"use_amsgrad": True}, r"use Adam\(amsgrad=True\)"),
+        (
+            {"use_lazy": True},
+            "expected False, but got True; use torch.optim.SparseAdam",
+        ),
+        ({"use_offload": False}, "use Adam of torch.optim or keras.optimizers"),
+        ({"use_lock": True}, "use_lock"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_adams(optimizer, argument, match):
+    of_torch = optimizer is TorchAdamOffload
+    first = [torch.nn.Parameter(torch.ones(3))] if of_torch else 0.1
+    error = TypeError if "use_lock" in argument and of_torch else ValueError
+    with pytest.raises(error, match=match):
+        optimizer(first, **argument)
+    optimizer(first, amsgrad=False, use_lazy=False, use_offload=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,13 @@ from tests.unit.offload_parts import (
     equal,
     offload,
     parameters,
+    set_gradients,
     train,
 )
+
+FILES = Path(__file__).with_name("adam_offload")  # written by earlier releases
+DECOUPLED = {"decoupled_weight_decay": True, "torch_eps": True}
+SHAPES = [(7,), (33, 5), (300_000,)]
 
 # ---- resume and exchange ----
 
@@ -131,26 +137,45 @@ def test_loading_reports_what_cannot_be_taken_over():
 
 
 @pytest.mark.parametrize("how", ["state dict", "pickle"])
-def test_states_with_one_count_for_all_parameters(how):
-    """As 0.3.0 wrote them: state dicts with equal counts, pickles with a group's only."""
-    params = parameters(shapes=[(7,), (5,)])
+@pytest.mark.parametrize("release", ["0.3.0", "2026-11-27"])
+def test_files_of_earlier_releases(release, how):
+    """0.3.0 had one count of steps for all parameters, and another module."""
+    if how == "pickle" and release == "0.3.0":
+        pytest.importorskip("horovod", reason="its module imported Horovod")
+    saved = torch.load(FILES / f"{release}.pt", weights_only=False)
+    lr = [0.1 / (1 + i) for i in range(6)]
+    settings = {"use_nesterov": True, "weight_decay": 0.1, "loss_scale": 2.0}
+    runs = []
+    for first in (0, 3):
+        generator = torch.Generator().manual_seed(0)
+        matrix = nn.Parameter(torch.randn(3, 2, generator=generator))
+        vector = nn.Parameter(torch.randn(5, generator=generator).bfloat16())
+        params = [matrix, vector]
+        optimizer = offload(params, lr, **settings)
+        if first and how == "pickle":
+            params, optimizer = saved["pair"]
+        elif first:
+            optimizer.load_state_dict(saved["state"])
+            with torch.no_grad():
+                for p, q in zip(params, saved["pair"][0], strict=True):
+                    p.copy_(q)
+        for step in range(first, 6):
+            for p in params:
+                p.grad = torch.full_like(p, 0.5 - step)
+            optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {6.0}
+        runs.append([optimizer.master(p) for p in params])
+    for unbroken, resumed in zip(*runs, strict=True):
+        assert torch.allclose(unbroken, resumed, rtol=1e-6, atol=0)
+
+
+def test_a_copy_from_before_the_first_step():
+    params = parameters()
     optimizer = offload(params, 0.01)
-    train(optimizer, params, 0, 3)
-    if how == "pickle":
-        for state in optimizer.state.values():
-            del state["step"]
-        again, resumed = copy.deepcopy((params, optimizer))
-    else:
-        again = copy.deepcopy(params)
-        resumed = offload(again, 0.01)
-        saved = optimizer.state_dict()
-        saved["param_groups"][0].pop("decay_schedule")
-        resumed.load_state_dict(copy.deepcopy(saved))
-    assert {float(state["step"]) for state in resumed.state.values()} == {3.0}
-    unbroken = parameters(shapes=[(7,), (5,)])
-    train(offload(unbroken, 0.01), unbroken, 0, 5)
-    train(resumed, again, 3, 5)
-    assert equal(again, unbroken)
+    copied_params, copied = copy.deepcopy((params, optimizer))
+    train(optimizer, params, 0, 2)
+    train(copied, copied_params, 0, 2)
+    assert equal(params, copied_params)
 
 
 def test_hooks_of_the_user_see_plain_tensors():
@@ -170,6 +195,104 @@ def test_hooks_of_the_user_see_plain_tensors():
     )
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [(torch.Tensor, True)] * 3
+
+
+# ---- AdamW ----
+
+
+def relative_error(actual, expected) -> float:
+    return max(
+        ((a.double() - e.double()).abs().max() / e.double().abs().max()).item()
+        for a, e in zip(actual, expected, strict=True)
+    )
+
+
+def groups_of(params) -> list[dict]:
+    return [
+        {"params": params[:1], "lr": 0.03, "weight_decay": 0.3},
+        {"params": params[1:]},
+    ]
+
+
+def accumulate(params, step: int, scale: float) -> None:
+    """Two backward passes, as within an accumulation window."""
+    for p in params:
+        p.grad = None
+        for micro_batch in range(2):
+            generator = torch.Generator().manual_seed(2 * step + micro_batch)
+            target = torch.randn(p.shape, generator=generator)
+            ((p - target).square().sum() * scale).backward()
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 100.0])
+def test_a_run_is_that_of_torchs_adamw(loss_scale):
+    """With groups, a schedule, accumulation, and states exchanged every 5 steps."""
+    ours, of_torch = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    offloaded = offload(
+        torch.optim.AdamW(groups_of(ours), 0.01, weight_decay=0.1).param_groups,
+        loss_scale=loss_scale,
+        torch_eps=True,
+        num_threads=torch.get_num_threads(),  # the kernel rounds by a thread's share
+    )
+    adamw = torch.optim.AdamW(groups_of(of_torch), 0.01, weight_decay=0.1, fused=True)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
+        for optimizer in (offloaded, adamw)
+    ]
+    for step in range(20):
+        accumulate(ours, step, loss_scale)
+        accumulate(of_torch, step, 1.0)
+        for optimizer, schedule in zip((offloaded, adamw), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        if step % 5 == 4:
+            states = [copy.deepcopy(o.state_dict()) for o in (offloaded, adamw)]
+            offloaded.load_state_dict(states[1])
+            adamw.load_state_dict(states[0])
+            for group in adamw.param_groups:
+                assert group["decoupled_weight_decay"]
+                group["fused"] = True  # lost in ours
+    if loss_scale == 1.0:
+        assert equal(ours, of_torch)
+    assert relative_error(ours, of_torch) < 1e-6
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_gradient_that_is_missing_every_second_step(capturable):
+    """Each parameter counts its own steps; also in a state of torch's, whose dtype differs."""
+    ours, of_torch = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    offloaded = offload(ours, 0.01, weight_decay=0.1, **DECOUPLED)
+    adamw = torch.optim.AdamW(of_torch, 0.01, weight_decay=0.1, fused=True)
+    for step in range(12):
+        for optimizer, params in ((offloaded, ours), (adamw, of_torch)):
+            set_gradients(params, step)
+            if step % 2:
+                params[1].grad = None
+            optimizer.step()
+        if step == 5:
+            saved = copy.deepcopy(adamw.state_dict())
+            saved["param_groups"][0]["capturable"] = capturable
+            for state in saved["state"].values():
+                state["step"] = state["step"].double() if capturable else state["step"]
+            offloaded = offload(ours, 0.01, weight_decay=0.1, **DECOUPLED)
+            offloaded.load_state_dict(saved)
+    assert equal(ours, of_torch)
+    for p, q in zip(ours, of_torch, strict=True):
+        assert torch.equal(offloaded.state[p]["step"], adamw.state[q]["step"])
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_loading_the_other_kind_of_decay_is_an_error(decoupled):
+    params = parameters(shapes=[(7,)])
+    ours = offload(params, decoupled_weight_decay=decoupled)
+    other = torch.optim.Adam(params) if decoupled else torch.optim.AdamW(params)
+    match = f"expected {decoupled}, but got {not decoupled}.*_decay={not decoupled}"
+    with pytest.raises(ValueError, match=match):
+        ours.load_state_dict(other.state_dict())
+    older = other.state_dict()
+    del older["param_groups"][0]["decoupled_weight_decay"]  # as before torch 2.7
+    ours.load_state_dict(older)
+    assert ours.param_groups[0]["decoupled_weight_decay"] is decoupled
 
 
 # ---- bytes ----

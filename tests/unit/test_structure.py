@@ -19,7 +19,7 @@ PACKAGE = TESTS.parent / "adasum_hvd"
 # By room of `adasum_hvd`, the rooms that it imports; all may import `reference` and `__version__`.
 ROOMS: dict[str, set[str]] = {
     "base": set(),
-    "adam_offload": {"base"},
+    "offload": {"base"},
     "advice": {"base", "monitor"},
     "monitor": {"base"},
     "core": set(),
@@ -28,19 +28,25 @@ ROOMS: dict[str, set[str]] = {
     "parallel": set(),
     "mindspore": {"base", "parallel"},
     "torch": {
-        *("base", "advice", "adam_offload", "distributed", "horovod"),
+        *("base", "advice", "offload", "distributed", "horovod"),
         *("parallel", "mindspore", "monitor"),
     },
-    "tensorflow": {"base", "advice", "horovod", "parallel", "mindspore", "monitor"},
+    "tensorflow": {
+        *("base", "advice", "horovod", "offload"),
+        *("parallel", "mindspore", "monitor"),
+    },
     "tools": {
-        *("base", "advice", "adam_offload", "core", "distributed", "horovod"),
+        *("base", "advice", "offload", "core", "distributed", "horovod"),
         *("mindspore", "monitor", "torch", "tensorflow"),
     },
 }
 # The command, and public import paths that only re-export.
 DOORS = {
     f"adasum_hvd.{name}"
-    for name in ("cli", "boost", "ops", "learning_rate", "mindspore_checkpoint")
+    for name in (
+        *("cli", "boost", "ops", "learning_rate", "mindspore_checkpoint"),
+        "adam_offload",
+    )
 }
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 # Files for one framework, by their names.
@@ -138,15 +144,17 @@ def test_imports_between_rooms_have_one_direction() -> None:
 def test_only_the_frameworks_rooms_import_a_framework() -> None:
     for module, path in modules().items():
         mine = re.findall(r"^adasum_hvd\.(torch|tensorflow)\b", module)
-        rooms = ("adasum_hvd.distributed", "adasum_hvd.adam_offload")
-        mine += ["torch"] if module.startswith(rooms) else []
+        rooms = ("adasum_hvd.distributed", "adasum_hvd.offload")
+        of_keras = module == "adasum_hvd.offload.keras"
+        if module.startswith((*rooms, "adasum_hvd.adam_offload")):
+            mine += ["tensorflow" if of_keras else "torch"]
         mine += PER_FRAMEWORK.findall(str(path.relative_to(PACKAGE)))
         for name in imported(path):
             framework = FRAMEWORKS.get(name.split(".")[0])
             assert framework is None or framework in mine, (module, name)
 
 
-@pytest.mark.parametrize("room", ["distributed", "adam_offload"])
+@pytest.mark.parametrize("room", ["distributed", "offload", "offload.keras"])
 def test_what_needs_no_horovod(room: str) -> None:
     program = f"import sys; sys.modules['horovod'] = None; import adasum_hvd.{room}"
     subprocess.run([sys.executable, "-c", program], check=True)

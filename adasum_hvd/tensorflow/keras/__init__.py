@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING as _CHECKING
 from typing import Any as _Any
 
 from adasum_hvd.base import namespaces as _names
+from adasum_hvd.offload.keras import AdamOffload
 from adasum_hvd.tensorflow import *
-from adasum_hvd.tensorflow.adam_offload import AdamOffload
 from adasum_hvd.tensorflow.keras import callbacks
 from adasum_hvd.tensorflow.keras.collectives import (
     allgather,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.base.options import Options
+from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer

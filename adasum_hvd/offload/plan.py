@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from adasum_hvd.adam_offload.host import PIECE_ELEMENTS, ranks_here, thread_budget
+from adasum_hvd.offload.cores import launched, thread_budget
+from adasum_hvd.offload.host import PIECE_ELEMENTS
 
 
 def master_dtype(param: torch.Tensor) -> torch.dtype:
@@ -18,11 +19,8 @@ def master_dtype(param: torch.Tensor) -> torch.dtype:
 
 def is_own_master(param: torch.Tensor) -> bool:
     """Return whether the host can update the parameter itself."""
-    return (
-        param.is_cpu
-        and param.dtype in (torch.float32, torch.float64)
-        and param.is_contiguous()
-    )
+    same = param.dtype == master_dtype(param)
+    return bool(param.is_cpu and same and param.is_contiguous())
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Plan:
         pinned: page-locked buffers for parameters on CUDA, on the host.
         scratch: on the host.
         model: device bytes of the model: parameters on CUDA and as many gradients.
-        kept_on_device: device bytes of the optimizer between steps: always 0.
         available: free host memory, which all ranks of the host share.
+        kept_on_device: device bytes of the optimizer between steps: always 0.
     """
 
     params: int
@@ -52,22 +50,18 @@ class Plan:
     @classmethod
     def of(cls, params: Iterable[torch.Tensor]) -> Plan:
         """Return the bytes that these parameters will need; allocate nothing."""
-        sums = dict.fromkeys(("params", "moments", "masters", "pinned"), 0)
-        for param in params:
-            if not param.requires_grad:
-                continue
-            elements, master_bytes = param.numel(), master_dtype(param).itemsize
-            sums["params"] += elements
-            sums["moments"] += 2 * elements * master_bytes
-            if not is_own_master(param):
-                sums["masters"] += elements * master_bytes
-            if param.is_cuda:
-                sums["pinned"] += elements * param.element_size()
-        # Scratch is two float32 tensors, if a step needs it at all.
+        trained = [param for param in params if param.requires_grad]
+        sizes = [param.numel() * master_dtype(param).itemsize for param in trained]
+        pinned = sum(param.nbytes for param in trained if param.is_cuda)
+        sized = zip(trained, sizes, strict=True)
         return cls(
-            **sums,
+            params=sum(param.numel() for param in trained),
+            moments=2 * sum(sizes),
+            masters=sum(size for param, size in sized if not is_own_master(param)),
+            pinned=pinned,
+            # Two float32 tensors, if a step needs scratch at all.
             scratch=2 * 4 * PIECE_ELEMENTS * thread_budget(),
-            model=2 * sums["pinned"],
+            model=2 * pinned,
             available=psutil.virtual_memory().available,
         )
 
@@ -87,7 +81,7 @@ class Plan:
             f"{mib(self.kept_on_device)} kept between steps (parameters and gradients on CUDA: "
             f"{mib(self.model)})"
         )
-        ranks = ranks_here()
+        _, ranks = launched()
         if self.host * ranks > self.available:
             line += (
                 f"; WARNING: {ranks} ranks on this host need {mib(self.host * ranks)}, which is "

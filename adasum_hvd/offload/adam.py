@@ -17,47 +17,37 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import numpy as np
 
 Schedule = Callable[[int], Any] | tuple[float, ...]
 UNDECAYED = ("beta", "gamma")  # ungrouped parameters with these in their names
 
-_NUMBER = int | float
-
-
-class _Rule(NamedTuple):
-    """The type and range of an argument, and their text in errors."""
-
-    type: Any
-    type_words: str
-    holds: Callable[[Any], bool]
-    range_words: str
-
-
 _POSITIVE = (lambda x: 0.0 < x < math.inf), "a finite number > 0"
 _NOT_NEGATIVE = (lambda x: 0.0 <= x < math.inf), "a finite number >= 0"
-_BETA = _Rule(float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
-_BOOL = _Rule(bool, "a bool", lambda _: True, "a bool")
-_RULES = {
+_BETA = (float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
+_FLAGS = (
+    "use_locking",
+    "use_nesterov",
+    "torch_eps",
+    "decoupled_weight_decay",
+    "verbose",
+)
+# By argument, its type and range, and their words in errors.
+_RULES: dict[str, tuple[Any, str, Callable[[Any], bool], str]] = {
     "beta1": _BETA,
     "beta2": _BETA,
-    "eps": _Rule(float, "a float", *_POSITIVE),
-    "loss_scale": _Rule(_NUMBER, "a float", *_POSITIVE),
-    "weight_decay": _Rule(
-        _NUMBER, "an int, a float or a function of the step", *_NOT_NEGATIVE
+    "eps": (float, "a float", *_POSITIVE),
+    "loss_scale": (int | float, "a float", *_POSITIVE),
+    "weight_decay": (
+        *(int | float, "an int, a float or a function of the step"),
+        *_NOT_NEGATIVE,
     ),
-    "lr": _Rule(_NUMBER, "numbers", *_NOT_NEGATIVE),
-    "use_locking": _BOOL,
-    "use_nesterov": _BOOL,
-    "torch_eps": _BOOL,
-    "decoupled_weight_decay": _BOOL,
-    "verbose": _BOOL,
+    "lr": (int | float, "numbers", *_NOT_NEGATIVE),
+    **{name: (bool, "a bool", lambda _: True, "") for name in _FLAGS},
 }
-
-
 # Arguments of other Adams: the value that asks for this algorithm, and what else to use.
 _KEEPS_AMSGRAD = "use Adam(amsgrad=True) of torch.optim or keras.optimizers"
 FOREIGN = {
@@ -73,14 +63,6 @@ FOREIGN = {
 }
 
 
-def _got(value: Any) -> str:
-    return f"but got {value!r} ({type(value).__name__})"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _NUMBER) and not isinstance(value, bool)
-
-
 def check(name: str, value: Any) -> Any:
     """Return the value of the argument `name`: a bool unchanged, a number as a float.
 
@@ -88,18 +70,17 @@ def check(name: str, value: Any) -> Any:
         TypeError: it has a wrong type; a bool is not a number.
         ValueError: it is out of range or not finite.
     """
-    rule = _RULES[name]
-    if not isinstance(value, rule.type) or (
-        isinstance(value, bool) and rule is not _BOOL
-    ):
+    kind, words, holds, range_words = _RULES[name]
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         raise TypeError(
-            f"AdamOffload: {name}: expected {rule.type_words}, {_got(value)}"
+            f"AdamOffload: {name}: expected {words}, but got {value!r} "
+            f"({type(value).__name__})"
         )
-    if not rule.holds(value):
+    if not holds(value):
         raise ValueError(
-            f"AdamOffload: {name}: expected {rule.range_words}, but got {value!r}"
+            f"AdamOffload: {name}: expected {range_words}, but got {value!r}"
         )
-    return value if rule is _BOOL else float(value)
+    return value if kind is bool else float(value)
 
 
 def drop_foreign(arguments: dict[str, Any]) -> None:
@@ -122,67 +103,56 @@ def drop_foreign(arguments: dict[str, Any]) -> None:
             )
 
 
-def check_value(name: str, value: Any) -> float:
-    """Return a number of one step ("lr" or "weight_decay"), or a 0-d array, as a float.
+def _plain(value: Any) -> Any:
+    """Return a tensor or array of any framework as a number or lists."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().double()
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative or not finite.
-    """
-    return check(name, value.item() if hasattr(value, "item") else value)
+
+def _number(value: Any) -> Any:
+    """Return an array of one element as a number; others as they are."""
+    value = _plain(value)
+    while isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return value
 
 
 def parse(name: str, value: Any) -> float | Schedule:
-    """Return the meaning of "lr" or "weight_decay": a float, or a schedule of the steps.
-
-    Raises:
-        TypeError: `value` is of no accepted type; see :func:`parse_lr`.
-        ValueError: it is out of range.
-    """
-    if name == "lr":
-        return parse_lr(value)
-    return value if callable(value) else check(name, value)
-
-
-def parse_lr(value: Any) -> float | Schedule:
-    """Return the meaning of a learning rate argument.
+    """Return the meaning of "lr" or "weight_decay".
 
     Args:
-        value: a number; a 0-d array (the same for all steps); a 1-d array or a finite
-            iterable (the i-th step, counted from 0, takes the i-th value); or a schedule,
-            called with the step counted from 0.
+        name: one of the two.
+        value: a number, or a function that is called with the step, counted from 0. "lr" may
+            also be a 0-d array; or a 1-d array or finite iterable, with a rate per step.
 
     Returns:
-        A float, a tuple of floats, or the callable.
+        A float, a tuple of floats, or the function.
 
     Raises:
         TypeError: `value` is none of these.
-        ValueError: a rate is negative, or the array has more than one dimension or no value.
+        ValueError: a number is negative, or the array has more than one dimension or no value.
     """
-    if _is_number(value):
-        return check("lr", value)
-    if hasattr(value, "__array__") and not callable(value):
-        array = np.asarray(value, dtype=np.float64)
-        if array.ndim > 1:
-            raise ValueError(
-                "AdamOffload: lr: expected a tensor of at most 1 dimension, but got shape "
-                f"{array.shape}"
-            )
-        if array.ndim == 0:
-            return check_value("lr", array)
-        value = array
     if callable(value):
         return value
-    is_single = isinstance(value, bool | str | bytes)
-    if is_single or isinstance(value, Mapping | Set) or not isinstance(value, Iterable):
+    value = _plain(value) if name == "lr" else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name != "lr" or is_number:
+        return check(name, value)
+    unordered = isinstance(value, str | bytes | Mapping | Set)
+    if unordered or not isinstance(value, Iterable):
         raise TypeError(
             "AdamOffload: lr: expected an int, a float, a tensor, a sequence or a schedule "
-            f"(called with the step), {_got(value)}"
+            f"(called with the step), but got {value!r} ({type(value).__name__})"
         )
-    rates = tuple(check_value("lr", rate) for rate in value)
+    rates = [rate if isinstance(rate, list) else _number(rate) for rate in value]
+    if any(isinstance(rate, list) for rate in rates):
+        raise ValueError(
+            f"AdamOffload: lr: expected a tensor of at most 1 dimension, but got {rates!r}"
+        )
     if not rates:
         raise ValueError("AdamOffload: lr: expected at least one value, but got none")
-    return rates
+    return tuple(check("lr", rate) for rate in rates)
 
 
 def value_at(name: str, schedule: Schedule, step: int) -> float:
@@ -194,27 +164,13 @@ def value_at(name: str, schedule: Schedule, step: int) -> float:
         ValueError: a schedule returned a negative number.
     """
     if callable(schedule):
-        return check_value(name, schedule(step))
+        return check(name, _number(schedule(step)))
     if step >= len(schedule):
         raise IndexError(
             f"AdamOffload: lr: expected a rate for step {step} (counted from 0), but got a vector "
             f"of {len(schedule)}; give as many rates as there are steps"
         )
     return schedule[step]
-
-
-def check_same_length(schedules: Sequence[Any]) -> None:
-    """Check that the groups' vectors of rates have one length.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
-    lengths = {len(s) for s in schedules if isinstance(s, tuple)}
-    if len(lengths) > 1:
-        raise ValueError(
-            "AdamOffload: lr: expected vectors of one length in all groups, but got lengths "
-            f"{sorted(lengths)}"
-        )
 
 
 def is_decayed(name: str) -> bool:
@@ -225,11 +181,6 @@ def is_decayed(name: str) -> bool:
         (True, False)
     """
     return not any(part in name for part in UNDECAYED)
-
-
-def corrections(beta1: float, beta2: float, t: int) -> tuple[float, float]:
-    """Return `1 - beta1^t` and `sqrt(1 - beta2^t)`, for t counted from 1."""
-    return 1.0 - beta1**t, math.sqrt(1.0 - beta2**t)
 
 
 def reference_step(
@@ -250,21 +201,14 @@ def reference_step(
 ) -> None:
     """Take step t in place, in float64: the reference for the frameworks' tests.
 
+    The other arguments are `AdamOffload`'s, with the values of this step.
+
     Args:
         w: weights, float64, any shape.
         g: gradients of the scaled loss, as `w`.
         m: first moment, as `w`, zero before step 1.
         v: second moment, as `m`.
         t: the step, counted from 1.
-        lr: learning rate of this step.
-        beta1: decay rate of `m`.
-        beta2: decay rate of `v`.
-        eps: added to `sqrt(v)`.
-        use_nesterov: Nesterov's numerator.
-        weight_decay: L2 penalty, or the factor of the decoupled decay.
-        loss_scale: factor of the loss.
-        torch_eps: add eps to the bias-corrected `sqrt(v)`, as torch does.
-        decoupled_weight_decay: shrink `w` before the step and leave `g` alone, as AdamW does.
 
     Example:
         >>> w, m, v = np.ones(1), np.zeros(1), np.zeros(1)
@@ -279,6 +223,6 @@ def reference_step(
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g
     numerator = beta1 * m + (1 - beta1) * g if use_nesterov else m
-    first, second = corrections(beta1, beta2, t)
+    first, second = 1.0 - beta1**t, math.sqrt(1.0 - beta2**t)
     eps = eps * second if torch_eps else eps
     w -= lr * second / first * numerator / (np.sqrt(v) + eps)

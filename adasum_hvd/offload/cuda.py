@@ -63,8 +63,9 @@ class Transfers:
         self._stale_steps = 0
 
     def watch(self, param: torch.Tensor) -> None:
-        """Copy the parameter's gradient to the host after every backward pass."""
-        if param in self._hooks or not (param.requires_grad and param.is_leaf):
+        """Copy a parameter's gradient to the host after every backward pass, if it is on CUDA."""
+        trained = param.is_cuda and param.requires_grad and param.is_leaf
+        if param in self._hooks or not trained:
             return
         reference = weakref.ref(self)
 

@@ -1,37 +1,32 @@
 """`AdamOffload`: Adam with its moments and float32 master weights on the host.
 
-The formula and its arguments are in `adasum_hvd/base/adam.py`. A step runs through these files:
+The formula and its arguments are in `adam.py`. A step runs through these files:
 
     gradients arrive (cuda.py) -> arithmetic (host.py) -> parameters return (cuda.py)
 
 `settings.py` has arguments and param groups. `state.py` has the state between steps (moments and
-masters) and its state dicts, `plan.py` their bytes.
+masters) and its state dicts, `plan.py` their bytes, `cores.py` the threads of a step.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from adasum_hvd.adam_offload import settings
-from adasum_hvd.adam_offload.host import (
-    HostAdam,
-    Update,
-    hint_of_threads,
-    thread_budget,
-    threads,
-)
-from adasum_hvd.adam_offload.plan import Plan
-from adasum_hvd.adam_offload.settings import Group, Settings
-from adasum_hvd.adam_offload.state import HostStateOptimizer
-from adasum_hvd.base import adam
 from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.base.logging import logger
+from adasum_hvd.offload import adam, settings
+from adasum_hvd.offload.cores import hint_of_threads, thread_budget, threads
+from adasum_hvd.offload.host import HostAdam, Settings, Update
+from adasum_hvd.offload.plan import Plan, master_dtype
+from adasum_hvd.offload.settings import Group
+from adasum_hvd.offload.state import HostStateOptimizer
 
-_CUDA_BATCH_ELEMENTS = 1 << 20  # updated at once while other parameters are copied
+Item = tuple[int, int, torch.Tensor]  # number of the group, place in it, parameter
 
 
 class AdamOffload(HostStateOptimizer):
@@ -122,7 +117,7 @@ class AdamOffload(HostStateOptimizer):
         adam.drop_foreign(foreign)
         if foreign:
             raise TypeError(f"AdamOffload: unexpected arguments {sorted(foreign)}")
-        if not hasattr(torch, "_fused_adam_") or torch.__version__ < "2.4":
+        if torch.__version__ < "2.4":
             raise RuntimeError(
                 f"AdamOffload: expected torch >= 2.4 for its fused Adam on the CPU, but got "
                 f"{torch.__version__}; pip install --upgrade torch"
@@ -152,7 +147,7 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        # With Horovod only rank 0 logs anyway: see `base/logging.py`.
+        # With Horovod only rank 0 logs anyway: see `common/logging.py`.
         rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
         if adam.check("verbose", verbose) and rank == "0":
             logger.info("%s", self.plan())
@@ -177,34 +172,33 @@ class AdamOffload(HostStateOptimizer):
             )
         param_group, _ = settings.complete(param_group, self.defaults)
         if self.param_groups:
-            first = self.param_groups[0]
-            param_group["step"] = first["step"]
-            if any("order" in group for group in self.param_groups):
-                start = sum(len(group["params"]) for group in self.param_groups)
-                count = len(param_group["params"])
+            param_group["step"] = self.param_groups[0]["step"]
+            if "order" in self.param_groups[0]:
+                start, count = len(self._params()), len(param_group["params"])
                 param_group.setdefault("order", list(range(start, start + count)))
         super().add_param_group(param_group)
         if "_transfers" in self.__dict__:
-            self._watch(self.param_groups[-1])
+            for param in param_group["params"]:
+                self._transfers.watch(param)
 
     # ---- memory and order ----
 
     def plan(self) -> Plan:
         """Return the bytes that training needs on host and device."""
-        return Plan.of(p for group in self.param_groups for p in group["params"])
+        return Plan.of(self._params())
 
     def update_order(self) -> list[torch.Tensor]:
         """Return the parameters in the order in which a step updates them."""
         return [param for _, _, param in self._ordered()]
 
-    def _ordered(self) -> list[tuple[Group, int, torch.Tensor]]:
+    def _ordered(self) -> list[Item]:
         listed = [
-            (group, index, param)
-            for group in self.param_groups
+            (number, index, param)
+            for number, group in enumerate(self.param_groups)
             for index, param in enumerate(group["params"])
         ]
-        if any("order" in group for group in self.param_groups):
-            listed.sort(key=lambda item: item[0]["order"][item[1]])
+        if "order" in self.param_groups[0]:
+            listed.sort(key=lambda item: self.param_groups[item[0]]["order"][item[1]])
         return listed[::-1]
 
     # ---- the step ----
@@ -227,22 +221,19 @@ class AdamOffload(HostStateOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        # torch's scaler adds it up over the gradients: the int 0 if there are none.
-        if found_inf is not None and float(found_inf):
+        # torch's scaler adds `found_inf` up over the gradients: the int 0 if there are none.
+        if float(getattr(self, "found_inf", None) or 0):
             return loss
         with self._guard():
             work = [item for item in self._ordered() if item[2].grad is not None]
             if not self.state and is_making_state():
                 for _, _, param in work:
                     self._state_of(param)
-                return loss
-            self._take_step(work)
-            for group in self.param_groups:
-                group["step"] += 1
+            else:
+                self._take_step(work)
         return loss
 
-    def _take_step(self, work: list[tuple[Group, int, torch.Tensor]]) -> None:
+    def _take_step(self, work: list[Item]) -> None:
         if any(param.grad.is_sparse for _, _, param in work):
             raise RuntimeError(
                 "AdamOffload: expected dense gradients, but got a sparse one; use sparse=False"
@@ -255,14 +246,14 @@ class AdamOffload(HostStateOptimizer):
         self._transfers.collect(on_cuda, unscaled)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         with threads(self._num_threads or thread_budget()):
-            self._host.run(
-                self._updates(work, scale),
-                self._updated,
-                _CUDA_BATCH_ELEMENTS if on_cuda else float("inf"),
-            )
+            for of_all, params in self._runs(work, scale):
+                updates = map(self._update_of, params)
+                self._host.run(of_all, updates, self._updated, bool(on_cuda))
         self._transfers.finish()
         if self._publishing:
             self._agree(on_cuda)
+        for group in self.param_groups:
+            group["step"] += 1
 
     def _follow_schedules(self) -> None:
         """Set every group's values of this step; if a schedule raises, change no group."""
@@ -277,9 +268,10 @@ class AdamOffload(HostStateOptimizer):
         for group, found in zip(self.param_groups, values, strict=True):
             group.update(found)
 
-    def _updates(
-        self, work: list[tuple[Group, int, torch.Tensor]], grad_scale: float
-    ) -> Iterator[Update]:
+    def _runs(
+        self, work: list[Item], grad_scale: float
+    ) -> Iterator[tuple[Settings, Iterator[torch.Tensor]]]:
+        """Count the step of each parameter; yield those in a row that share settings."""
         if not work:
             return
         counts = [self._state_of(param)["step"] for _, _, param in work]
@@ -288,19 +280,34 @@ class AdamOffload(HostStateOptimizer):
             counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0
         )
         steps = torch.stack(counts).tolist()
-        shared: dict[tuple[int, bool, float], Settings] = {}
-        for (group, index, param), step in zip(work, steps, strict=True):
-            decayed = not ("no_decay" in group and group["no_decay"][index])
-            key = id(group), decayed, step
-            if key not in shared:
-                shared[key] = Settings.of(group, decayed, grad_scale, int(step))
-            yield self._update_of(param, shared[key])
 
-    def _update_of(self, param: torch.Tensor, shared: Settings) -> Update:
+        def shared(item: tuple[Item, float]) -> tuple[Any, ...]:
+            (number, index, param), step = item
+            undecayed = self.param_groups[number].get("no_decay")
+            decays = not (undecayed and undecayed[index])
+            # A gradient travels from a device in the dtype of its parameter.
+            arrives_as = param.dtype if param.is_cuda else param.grad.dtype
+            return number, decays, step, arrives_as, master_dtype(param)
+
+        for key, run in groupby(zip(work, steps, strict=True), shared):
+            number, decays, step, *dtypes = key
+            group = self.param_groups[number]
+            yield (
+                Settings(
+                    group=group,
+                    decay=group["weight_decay"] if decays else 0.0,
+                    step=step,
+                    scale=group["loss_scale"] * grad_scale,
+                    converts=dtypes[0] != dtypes[1],
+                ),
+                (param for (_, _, param), _ in run),
+            )
+
+    def _update_of(self, param: torch.Tensor) -> Update:
         state = self.state[param]
         moments = state["exp_avg"], state["exp_avg_sq"]
         if "master" not in state:
-            return Update(shared, param, param.grad.contiguous(), *moments)
+            return Update(param, param.grad.contiguous(), *moments)
         weights, out = self.master(param), None
         if param.is_cuda:
             grad = self._transfers.gradient(param)
@@ -309,4 +316,4 @@ class AdamOffload(HostStateOptimizer):
             grad = param.grad.contiguous()
             if self._publishing and param.is_contiguous():
                 out = param
-        return Update(shared, weights, grad, *moments, out, param)
+        return Update(weights, grad, *moments, out, param)

@@ -1,7 +1,6 @@
 """The state of `AdamOffload` on the host: moments, float32 masters, and their state dicts.
 
-A state dict is that of torch's Adam, plus masters if there are any. Loading shields tensors from
-`Optimizer.load_state_dict`, which would move them to the parameter's device and dtype.
+A state dict is that of torch's Adam, plus masters if there are any.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.adam_offload import settings
-from adasum_hvd.adam_offload.cuda import Transfers
-from adasum_hvd.adam_offload.plan import is_own_master, master_dtype
+from adasum_hvd.offload import settings
+from adasum_hvd.offload.cuda import Transfers
+from adasum_hvd.offload.plan import is_own_master, master_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_OF_ALL_GROUPS = ("_use_locking", "_num_threads")  # attributes that copies keep
 
 
 class HostStateOptimizer(torch.optim.Optimizer):
@@ -35,21 +33,21 @@ class HostStateOptimizer(torch.optim.Optimizer):
         self._agreed: dict[torch.Tensor, tuple[int, int]] = {}
         self._publishing = True
         self._unpublished: set[torch.Tensor] = set()
-        for group in self.param_groups:
-            self._watch(group)
+        self.register_state_dict_post_hook(_exported)
+        for param in self._params():
+            self._transfers.watch(param)
 
-    def _watch(self, group: settings.Group) -> None:
-        for param in group["params"]:
-            if param.is_cuda:
-                self._transfers.watch(param)
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _guard(self) -> Any:
         return self.lock if self._use_locking else nullcontext()
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state, dtype = self.state[param], master_dtype(param)
+        """Return the parameter's state, with all tensors that it needs, in their dtype."""
+        state, dtype = self.state.setdefault(param, {}), master_dtype(param)
         if "exp_avg" not in state:
-            state["step"] = _count(0)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for key in MOMENTS:
                 state[key] = torch.zeros(param.shape, dtype=dtype, device="cpu")
         elif state["exp_avg"].dtype != dtype:  # the model went to float64, or back
@@ -130,18 +128,6 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
     # ---- state dicts and copies ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch's Adam, plus the masters; on the host.
-
-        `torch.optim.Adam` can load it, and then uses its own place of eps.
-        """
-        hook = self.register_state_dict_post_hook(_exported, prepend=True)
-        try:
-            with self._guard():
-                return super().state_dict()
-        finally:
-            hook.remove()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `AdamOffload` or torch's Adam; the state stays on the host.
 
@@ -163,15 +149,17 @@ class HostStateOptimizer(torch.optim.Optimizer):
         """Return torch's state, with a copy of each master that is part of a larger tensor."""
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in _OF_ALL_GROUPS},
-            "state": {
-                param: {key: _alone(value) for key, value in values.items()}
-                for param, values in self.state.items()
-            },
+            "_use_locking": self._use_locking,
+            "_num_threads": self._num_threads,
+            "state": _alone(self.state),
         }
 
+    @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set loaded or unpickled state, on the host."""
+        """Set loaded or unpickled state, on the host.
+
+        Tensors of the old state take the new values, because buckets may have views of masters.
+        """
         old = self.__dict__.get("state", {})
         super().__setstate__(state)
         if "_transfers" not in self.__dict__:
@@ -179,89 +167,97 @@ class HostStateOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 values = self.state.get(param, {})
-                if (
-                    values
-                ):  # an optimizer pickled by 0.3 has the count in its groups only
-                    values = {"step": group["step"], **values}
-                if values or "master" in old.get(param, {}):
-                    self.state[param] = _settled(param, old.get(param, {}), values)
+                values = values() if callable(values) else values  # see _imported
+                self._set_state(param, old.get(param, {}), values, group["step"])
         self._agreed.clear()
 
+    def _set_state(
+        self,
+        param: torch.Tensor,
+        home: dict[str, torch.Tensor],
+        values: dict[str, Any],
+        steps: int,
+    ) -> None:
+        if not values and "master" not in home:
+            self.state.pop(param, None)
+            return
+        self.state[param] = home
+        state = self._state_of(param)
+        # An optimizer pickled by 0.3 has the count in its groups only.
+        state["step"].fill_(float(values.get("step", steps if values else 0)))
+        for key in MOMENTS:
+            state[key].copy_(values[key]) if values else state[key].zero_()
+        if "master" in state:
+            state["master"].copy_(values.get("master", param.detach()))
 
-class _Shield:
-    """A tensor that `Optimizer.load_state_dict` does not change."""
 
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+def _alone(state: dict[Any, dict[str, torch.Tensor]]) -> dict[Any, dict[str, Any]]:
+    """Return the state, with a copy of each tensor that is part of a larger allocation."""
 
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if whole else tensor.clone()
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if it is part of a larger allocation."""
-    return (
-        tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-    )
+    return {
+        key: {name: alone(value) for name, value in values.items()}
+        for key, values in state.items()
+    }
 
 
 def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert torch's state dict of an `AdamOffload` so that torch's Adam can load it.
 
-    It omits schedules that are functions: they are part of the program, not of its state.
+    It then uses its own place of eps. Schedules that are functions are omitted: they are part of
+    the program, not of its state.
     """
-    state = {
-        place: {key: _alone(value) for key, value in values.items()}
-        for place, values in state_dict["state"].items()
-    }
     param_groups = [
         {key: value for key, value in group.items() if not callable(value)}
         for group in state_dict["param_groups"]
     ]
-    return {**state_dict, "state": state, "param_groups": param_groups}
+    return {
+        **state_dict,
+        "state": _alone(state_dict["state"]),
+        "param_groups": param_groups,
+    }
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert a state dict of `AdamOffload` or torch's Adam for `Optimizer.load_state_dict`.
 
+    That would move tensors to the parameter's device and dtype, but leaves functions alone.
+
     Raises:
         ValueError: a setting or the state is of another algorithm, or a moment has another
             shape than its parameter.
     """
-    saved = [dict(group) for group in state_dict["param_groups"]]
     state = state_dict["state"]
-    ours = optimizer.param_groups
     steps = [float(values["step"]) for values in state.values() if "step" in values]
-    for group, own in zip(saved, ours, strict=False):
+    groups = []
+    for written, own in zip(
+        state_dict["param_groups"], optimizer.param_groups, strict=False
+    ):
+        group = {key: value for key, value in written.items() if key != "order"}
         settings.drop_foreign(group)
-        group.pop("order", None)  # gradients come in the order of this program
-        _check_same_decay(group, own)
+        expected = own["decoupled_weight_decay"]
+        # Releases of torch before 2.7 do not save it.
+        if (actual := group.get("decoupled_weight_decay", expected)) != expected:
+            raise ValueError(
+                f"AdamOffload.load_state_dict: decoupled_weight_decay: expected {expected}, but "
+                f"got {actual} in the saved state; create AdamOffload with "
+                f"decoupled_weight_decay={actual}"
+            )
         # torch's Adam keeps our groups' "step", but does not increment it.
-        group["step"] = int(max([group.get("step", 0), *steps]))
-        for key, value in own.items():
-            if key != "params":
-                group.setdefault(key, value)
-    places = [place for group in saved for place in group["params"]]
-    params = [param for group in ours for param in group["params"]]
-    for place, param in zip(places, params, strict=False):
-        _check_fits(place, state.get(place, {}), param)
-    shielded = {
-        place: {
-            key: _Shield(value) if torch.is_tensor(value) else value
-            for key, value in values.items()
-        }
-        for place, values in state.items()
-    }
-    return {**state_dict, "state": shielded, "param_groups": saved}
-
-
-def _check_same_decay(saved: settings.Group, own: settings.Group) -> None:
-    expected = own["decoupled_weight_decay"]
-    # Releases of torch before 2.7 do not save it.
-    actual = saved.get("decoupled_weight_decay", expected)
-    if actual != expected:
-        raise ValueError(
-            f"AdamOffload.load_state_dict: decoupled_weight_decay: expected {expected}, but got "
-            f"{actual} in the saved state; create AdamOffload with "
-            f"decoupled_weight_decay={actual}"
-        )
+        step = int(max([group.get("step", 0), *steps]))
+        groups.append({**own, **group, "step": step})
+    places = [place for group in groups for place in group["params"]]
+    params = dict(zip(places, optimizer._params(), strict=False))
+    hidden = {}
+    for place in [place for place in state if place in params]:
+        values = state[place]
+        _check_fits(place, values, params[place])
+        hidden[place] = lambda values=values: values
+    groups += state_dict["param_groups"][len(groups) :]  # torch reports their number
+    return {**state_dict, "state": hidden, "param_groups": groups}
 
 
 def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None:
@@ -271,39 +267,10 @@ def _check_fits(place: int, values: dict[str, Any], param: torch.Tensor) -> None
             f"{sorted(values)}; was this saved from an Adam?"
         )
     for key in (*MOMENTS, "master"):
-        value = values.get(key)
-        if value is not None and value.shape != param.shape:
+        value = values.get(key, param)
+        if value.shape != param.shape:
             raise ValueError(
                 f"AdamOffload.load_state_dict: {key} of parameter {place}: expected shape "
                 f"{tuple(param.shape)}, but got {tuple(value.shape)}; was this saved from "
                 "another model?"
             )
-
-
-def _count(steps: Any) -> torch.Tensor:
-    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-
-
-def _settled(
-    param: torch.Tensor, old: dict[str, torch.Tensor], values: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return a parameter's new state on the host, in the tensors of its old state, if any.
-
-    A master must keep its memory, because buckets may have views of it. Missing tensors are
-    initialized.
-    """
-    steps = values.get("step", 0)
-    steps = steps.tensor if isinstance(steps, _Shield) else steps
-    new = {"step": _count(steps)}
-    needs_master = "master" in old or not is_own_master(param)
-    for key in (*MOMENTS, "master") if needs_master else MOMENTS:
-        value, home = values.get(key), old.get(key)
-        if home is None and isinstance(value, torch.Tensor):
-            new[key] = value  # unpickled or copied with this optimizer
-            continue
-        if home is None:
-            home = torch.empty(param.shape, dtype=master_dtype(param), device="cpu")
-        if value is None:
-            value = param.detach() if key == "master" else home.zero_()
-        new[key] = home.copy_(value.tensor if isinstance(value, _Shield) else value)
-    return new
