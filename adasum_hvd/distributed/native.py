@@ -21,10 +21,14 @@ from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
-from adasum_hvd.distributed.communicator import Communicator, Unresponsive
+from adasum_hvd.distributed.communicator import (
+    Communicator,
+    Unresponsive,
+    boot_id,
+    hosts_of,
+)
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
-from adasum_hvd.distributed.topology import boot_id, hosts_of
 from adasum_hvd.monitor.statistics import width
 
 SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations

@@ -29,13 +29,10 @@ from adasum_hvd.distributed.coefficients import (
     tree_of,
     walk,
 )
-from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.exchange import Exchange, Shards
-from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.communicator import Communicator, hosts_of
+from adasum_hvd.distributed.exchange import Exchange, FormNodes, Shards, sums_by_tensor
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
-from adasum_hvd.distributed.sums import sums_by_tensor
-from adasum_hvd.distributed.topology import hosts_of
 
 
 class Solution(NamedTuple):

@@ -22,7 +22,7 @@ from adasum_hvd.distributed import (
     mark_worker_local,
     reduce_changes,
 )
-from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.exchange import FormNodes
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,
