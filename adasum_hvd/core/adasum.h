@@ -66,8 +66,8 @@ typedef struct {
  * call it with the same numbers. Returns 0, or another number if it fails. */
 typedef int (*adasum_rule)(const double* grams, double* coefficients);
 
-/* What a reduction does besides AdaSum of whole tensors. The same on all ranks. Then there is one level, and
- * all tensors that are not in shared memory are copied there at once. */
+/* What a reduction does in addition to AdaSum of whole tensors, or instead. The same on all ranks. Then there
+ * is one level, and all tensors that are not in shared memory are copied there at once. */
 typedef struct {
   const adasum_shards* shards;
   int shards_count;
