@@ -6,8 +6,10 @@
 Contenders are interleaved in one job, on one mesh of replicas x shards: HSDP on the mesh of two
 dimensions, `adasum_replicate` on the replicas of FSDP2 with AdaSum and with its plain mean,
 `LocalSGD` with 8 steps in a window, and FSDP2 whose replicas never meet. Times are medians of the
-slowest rank, after a warm-up. Bytes are those that a rank sends: counted in messages, and
-`2 n (N - 1) / N` for a collective of Gloo's that reduces and gathers `n` bytes on `N` ranks.
+slowest rank, after a warm-up. Processor time is that of all ranks together, and changes less when
+other programs share the cores; its ratio is a median of pairs in one repetition. Bytes are those
+that a rank sends: counted in messages, and `2 n (N - 1) / N` for a collective of Gloo's that
+reduces and gathers `n` bytes on `N` ranks.
 """
 
 from __future__ import annotations
@@ -137,32 +139,45 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             step(model, optimizer, batch)
     sent = count(runs, mesh, batch)
     times: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.repetitions):
         for name, (model, optimizer) in runs.items():
             dist.barrier()
-            started = time.perf_counter()
-            for _ in range(WINDOW if name == LOCAL else 1):
+            steps = WINDOW if name == LOCAL else 1
+            started, used = time.perf_counter(), time.process_time()
+            for _ in range(steps):
                 step(model, optimizer, batch)
-            taken = time.perf_counter() - started
-            times[name].append(taken / (WINDOW if name == LOCAL else 1))
+            times[name].append((time.perf_counter() - started) / steps)
+            processor[name].append((time.process_time() - used) / steps)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, times)
-    return {"mesh": shape, "times": jobs.slowest(everyone), "bytes": sent}
+    dist.all_gather_object(everyone, (times, processor))
+    of_times, of_processor = zip(*everyone, strict=True)
+    total = {
+        name: [*map(sum, zip(*(one[name] for one in of_processor), strict=True))]
+        for name in runs
+    }
+    slowest = jobs.slowest([*of_times])
+    return {"mesh": shape, "times": slowest, "processor": total, "bytes": sent}
 
 
 def show(row: dict[str, Any]) -> None:
     """Print a line for each contender."""
     medians = {name: statistics.median(of) for name, of in row["times"].items()}
     print(
-        f"{'{} x {}'.format(*row['mesh']):22s}       ms    / HSDP  MB replicas    shards"
+        f"{'{} x {}'.format(*row['mesh']):22s}       ms    / HSDP  processor / HSDP"
+        "  MB replicas    shards"
     )
     for name, median in medians.items():
         replicas, shards = (
             row["bytes"][name][part] / 1e6 for part in ("replica", "shard")
         )
         ratio = jobs.ratio(median / medians[HSDP])
+        used = row["processor"]
+        pairs = zip(used[name], used[HSDP], strict=True)
+        share = statistics.median(own / others for own, others in pairs)
         print(
-            f"{name:22s} {median * 1e3:8.1f} {ratio:>9s} {replicas:11.3f} {shards:9.3f}"
+            f"{name:22s} {median * 1e3:8.1f} {ratio:>9s} {share:17.2f}x"
+            f" {replicas:11.3f} {shards:9.3f}"
         )
 
 

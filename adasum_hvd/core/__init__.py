@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["ABI", "CoreError", "Group", "Unresponsive", "share", "why_missing"]
 
-ABI = 1
+ABI = 2
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
@@ -27,6 +28,8 @@ _UNRESPONSIVE = -2
 TENSOR = np.dtype(
     [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
 )
+# From Gram matrices, float64 [tensors, N (N + 1) / 2], to coefficients, float64 [tensors, N].
+Rule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
 class CoreError(RuntimeError):
@@ -54,6 +57,26 @@ class _Config(ctypes.Structure):
     ]
 
 
+class _Shards(ctypes.Structure):
+    _fields_ = [
+        ("group", ctypes.c_void_p),
+        ("tensors", ctypes.POINTER(ctypes.c_int)),
+        ("count", ctypes.c_int),
+    ]
+
+
+_Doubles = ctypes.POINTER(ctypes.c_double)
+_Rule = ctypes.CFUNCTYPE(ctypes.c_int, _Doubles, _Doubles)
+
+
+class _Extra(ctypes.Structure):
+    _fields_ = [
+        ("shards", ctypes.POINTER(_Shards)),
+        ("shards_count", ctypes.c_int),
+        ("rule", _Rule),
+    ]
+
+
 @functools.cache
 def _loaded() -> tuple[Any, str]:
     """Return the library and "", or None and why there is none."""
@@ -70,7 +93,8 @@ def _loaded() -> tuple[Any, str]:
         ("listen", integer, [ctypes.POINTER(_Config), ctypes.POINTER(pointer), integers, integers]),
         ("connect", integer, [pointer, integers, integers]),
         ("confirm", integer, [pointer, integers]),
-        ("reduce", integer, [pointer, pointer, integer, integer, ctypes.c_double]),
+        ("reduce", integer, [
+            pointer, pointer, integer, integer, ctypes.c_double, ctypes.POINTER(_Extra)]),
         ("levels", integer, [pointer, integers, integer]),
         ("describe", ctypes.c_char_p, [pointer]),
         ("share", pointer, [pointer, ctypes.c_int64]),
@@ -135,6 +159,7 @@ class Group:
         limit: str,
     ):
         self._handle, name, nonce = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        self._size = len(hosts)
         config = _Config(
             ABI, rank, len(hosts), _integers(hosts), _integers(job_ranks),
             GROUP_OPS[group_op], group_size, 1, 0, 0, timeout_seconds, limit.encode(),
@@ -169,26 +194,55 @@ class Group:
         joined = _integers([int(one) for one in connected])
         _check(_library().adasum_confirm(self._handle, joined))
 
-    def reduce(self, tensors: NDArray[Any], dtype: str, scale: float = 1.0) -> None:
+    def reduce(
+        self,
+        tensors: NDArray[Any],
+        dtype: str,
+        scale: float = 1.0,
+        shards: Sequence[tuple[Group, Sequence[int]]] = (),
+        rule: Rule | None = None,
+    ) -> None:
         """Replace outputs by `scale` times AdaSum over the ranks of inputs; without the GIL.
 
         Args:
             tensors: of :data:`TENSOR`, the same elements on all ranks.
             dtype: a key of :data:`DTYPES`.
             scale: the same on all ranks.
+            shards: groups of ranks that hold other shards, and numbers of the tensors that they
+                share: dot products are added up over them.
+            rule: in AdaSum's place.
 
         Raises:
             Unresponsive: a rank has ended, or did not respond within the timeout.
-            CoreError: this or another rank failed; the group is of no use afterwards.
+            CoreError: this or another rank failed; the groups are of no use afterwards.
+            Exception: of the rule; on ranks where it has not failed CoreError. No output has
+                changed, and the group can go on.
 
-        Collective: all ranks; blocks.
+        Collective: all ranks, and those of the shards' groups; blocks.
         """
-        table = tensors.ctypes.data
-        _check(
-            _library().adasum_reduce(
-                self._handle, table, len(tensors), DTYPES[dtype], scale
-            )
+        failed: list[BaseException] = []
+
+        def call(grams: Any, coefficients: Any) -> int:
+            pairs = self._size * (self._size + 1) // 2
+            shape = (len(tensors), pairs), (len(tensors), self._size)
+            given, to = map(np.ctypeslib.as_array, (grams, coefficients), shape)
+            try:
+                to[...] = rule(given)  # type: ignore[misc]
+            except BaseException as error:  # raised below, not in the library
+                failed.append(error)
+            return len(failed)
+
+        extra = None
+        if shards or rule:
+            table = [(one._handle, _integers(own), len(own)) for one, own in shards]
+            parts = (_Shards * len(table))(*itertools.starmap(_Shards, table))
+            extra = _Extra(parts, len(table), _Rule(call) if rule else _Rule())
+        code = _library().adasum_reduce(
+            self._handle, tensors.ctypes.data, len(tensors), DTYPES[dtype], scale, extra
         )
+        if failed:
+            raise failed[0]
+        _check(code)
 
     @property
     def levels(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define ADASUM_ABI 1 /* changes with any struct or function below */
+#define ADASUM_ABI 2 /* changes with any struct or function below */
 
 enum {
   ADASUM_OK = 0,
@@ -53,6 +53,27 @@ typedef struct {
   double* observation; /* NULL, or a row of zeros, as reduce/observation.h describes */
 } adasum_tensor;
 
+/* Ranks that hold the other shards of some tensors, of which the first `adasum_reduce` is given one. */
+typedef struct {
+  adasum_group* group; /* of these ranks alone, and for the same thread */
+  const int* tensors;  /* their numbers in the call; the same tensors in the same order on these ranks */
+  int count;
+} adasum_shards;
+
+/* Writes `size` coefficients for each tensor, which its result is the sum of the ranks' vectors times.
+ * `grams` has for each tensor the upper triangle of the ranks' dot products, by rows: size (size + 1) / 2
+ * numbers, zeros for an empty tensor. Float64 tensors are multiplied by powers of two for that. All ranks
+ * call it with the same numbers. Returns 0, or another number if it fails. */
+typedef int (*adasum_rule)(const double* grams, double* coefficients);
+
+/* What a reduction does in addition to AdaSum of whole tensors, or instead. The same on all ranks. Then there
+ * is one level, and all tensors that are not in shared memory are copied there at once. */
+typedef struct {
+  const adasum_shards* shards;
+  int shards_count;
+  adasum_rule rule; /* NULL: AdaSum */
+} adasum_extra;
+
 int adasum_abi(void);
 const char* adasum_error(void); /* of this thread's last call */
 
@@ -64,9 +85,11 @@ int adasum_connect(adasum_group* group, const int* names, const int* nonces);
 int adasum_confirm(adasum_group* group, const int* connected);
 
 /* Replaces each tensor's output by scale * AdaSum over the ranks of its input. Collective: the same sizes,
- * dtype and scale on all ranks. Blocks. After an error the group is of no use, and every later call returns
- * the same error. */
-int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype, double scale);
+ * dtype and scale on all ranks, and all ranks of the shards' groups, too. Blocks. After an error these groups
+ * are of no use, and every later call returns the same error. If only a rule has failed, all ranks return
+ * ADASUM_FAILED, no output has changed, and the group can go on. `extra` may be NULL. */
+int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype, double scale,
+                  const adasum_extra* extra);
 
 /* Writes the number of vectors that AdaSum joins, by level, and returns the number of levels: the form of an
  * observation. `sizes` has room for `most`. */

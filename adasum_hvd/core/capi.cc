@@ -48,6 +48,7 @@ struct adasum_group {
   std::vector<GroupPlan> plan;
   std::vector<std::unique_ptr<Transport>> transports; // by level
   std::vector<ReduceLevel> levels;
+  Tree tree; // of all ranks in one level
   std::unique_ptr<Workers> workers;
   Scratch scratch;
   std::string description;
@@ -57,33 +58,47 @@ struct adasum_group {
 
 namespace {
 
-// Runs `work`; an error of a group that has reduced, or tried to, is final. The peers are notified of it.
-template <class Work> int Guarded(adasum_group* group, const Work& work) {
+void Fail(adasum_group* group, const std::string& problem, int code, const RootCause* cause) {
+  if (group == nullptr || group->failure_code != ADASUM_OK) {
+    return;
+  }
+  if (group->local != nullptr && cause != nullptr) {
+    group->local->Abort(*cause);
+  }
+  group->failure = problem;
+  group->failure_code = code;
+}
+
+// Runs `work`; an error of groups that have reduced, or tried to, is final. The peers are notified of it.
+template <class Work>
+int Guarded(adasum_group* group, const Work& work, const std::vector<adasum_group*>& others = {}) {
   if (group != nullptr && group->owner != getpid()) {
     return Failed("expected the process that made the group, but got a forked child of it");
   }
   if (group != nullptr && group->failure_code != ADASUM_OK) {
     return Failed(group->failure, group->failure_code);
   }
-  int code = ADASUM_FAILED;
-  std::string problem;
+  const auto fail = [&](const std::exception& error, int code, const RootCause* cause) {
+    Fail(group, error.what(), code, cause);
+    for (adasum_group* other : others) {
+      Fail(other, error.what(), code, cause);
+    }
+    return Failed(error.what(), code);
+  };
   try {
     work();
     return ADASUM_OK;
+  } catch (const RuleFailed& error) {
+    return Failed(error.what());
   } catch (const UnresponsiveRank& error) {
-    problem = error.what();
-    code = ADASUM_UNRESPONSIVE;
+    return fail(error, ADASUM_UNRESPONSIVE, &error.cause);
   } catch (const std::exception& error) {
-    problem = error.what();
-    if (group != nullptr && group->local != nullptr) {
-      group->local->Abort(OwnFailure(group->local->global_rank(), error));
+    if (group == nullptr || group->local == nullptr) {
+      return fail(error, ADASUM_FAILED, nullptr);
     }
+    const RootCause cause = OwnFailure(group->local->global_rank(), error);
+    return fail(error, ADASUM_FAILED, &cause);
   }
-  if (group != nullptr) {
-    group->failure = problem;
-    group->failure_code = code;
-  }
-  return Failed(problem, code);
 }
 
 std::unique_ptr<LocalGroup> Joining(const adasum_config& config) {
@@ -101,6 +116,7 @@ void Plan(adasum_group& group) {
     group.transports.push_back(std::make_unique<GroupTransport>(*group.local, level.group));
     group.levels.push_back({group.transports.back().get(), &level.tree});
   }
+  group.tree = BuildTree(group.hosts, group.group_op, group.group_size);
 }
 
 } // namespace
@@ -156,9 +172,15 @@ EXPORT int adasum_confirm(adasum_group* group, const int* connected) {
 }
 
 EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype,
-                         double scale) {
-  return Guarded(group, [&] {
-    if (dtype < 0 || dtype >= kElementTypes || group->local == nullptr) {
+                         double scale, const adasum_extra* extra) {
+  std::vector<adasum_group*> others;
+  for (int k = 0; extra != nullptr && k < extra->shards_count; ++k) {
+    others.push_back(extra->shards[k].group);
+  }
+  const auto reduce = [&] {
+    const auto confirmed = [](const adasum_group* one) { return one->local != nullptr; };
+    if (dtype < 0 || dtype >= kElementTypes || !confirmed(group) ||
+        !std::all_of(others.begin(), others.end(), confirmed)) {
       throw std::invalid_argument("expected a known dtype and a confirmed group");
     }
     std::vector<TensorView> views(count);
@@ -167,10 +189,24 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
       view.observation = tensor.observation;
       return view;
     });
+    ReduceSettings settings;
+    std::vector<ReduceLevel> levels = group->levels;
     group->local->BeginOperation();
-    Reduce(views, static_cast<ElementType>(dtype), group->levels, scale, {}, *ChooseKernels(""),
+    if (extra != nullptr) {
+      levels = {{group->local.get(), &group->tree}};
+      for (size_t k = 0; k < others.size(); ++k) {
+        const adasum_shards& shards = extra->shards[k];
+        others[k]->local->BeginOperation();
+        settings.shards.push_back({others[k]->local.get(), {shards.tensors, shards.tensors + shards.count}});
+      }
+      if (extra->rule != nullptr) {
+        settings.rule = [extra](const double* grams, double* c) { return extra->rule(grams, c) == 0; };
+      }
+    }
+    Reduce(views, static_cast<ElementType>(dtype), levels, scale, settings, *ChooseKernels(""),
            *group->workers, group->scratch, [](Phase, int) {});
-  });
+  };
+  return Guarded(group, reduce, others);
 }
 
 EXPORT int adasum_levels(const adasum_group* group, int* sizes, int most) {

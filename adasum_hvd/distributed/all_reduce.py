@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from adasum_hvd.distributed.checks import Call, agree, call_of, listed
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, check_groups, hosts_of
 from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
-from adasum_hvd.distributed.topology import check_groups, hosts_of
 
 __all__ = ["AdasumWork", "adasum_all_reduce"]
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from adasum_hvd.distributed.coefficients import Tree, constant
-from adasum_hvd.distributed.slices import (
-    BLOCK_ELEMENTS,
-    Chunk,
-    Run,
-    chunks_of,
-)
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Chunk, Run, chunks_of
 
 # Float64 elements that are worked on together, of all ranks: 2 MiB, or 16 MiB where a kernel has
 # to be started for every step.
@@ -23,37 +16,6 @@ _ELEMENTS_ON_DEVICE = 1 << 21
 # Ranks whose dot products one call of the matrix library forms. In larger products it adds up some
 # of them in another order than others, and identical vectors would not give identical numbers.
 _TILE = 4
-# Elements of a tensor below which a call per tensor takes longer than an index.
-_SMALL = 8192
-
-
-class Places(NamedTuple):
-    """Indices that stand in for a copy per tensor in a chunk of many small tensors.
-
-    Attributes:
-        sources: int32, for every element of the chunk its place in the slice's range; filling
-            comes from one element more, which is zero.
-        targets: int32, for every element of the slice's range its place in the chunk.
-    """
-
-    sources: torch.Tensor
-    targets: torch.Tensor
-
-
-@lru_cache(maxsize=64)
-def places_of(chunk: Chunk, device: torch.device) -> Places | None:
-    """Return the places of a chunk's elements, or None if its tensors are large."""
-    elements = sum(copy.elements for copy in chunk.copies)
-    if len(chunk.copies) * _SMALL < elements:
-        return None
-    cpu = torch.device("cpu")
-    targets = torch.cat(
-        [torch.arange(to, to + count, device=cpu) for _, count, to in chunk.copies]
-    )
-    length = len(chunk.tensors) * BLOCK_ELEMENTS
-    sources = torch.full((length,), elements, device=cpu)
-    sources[targets] = torch.arange(elements, device=cpu)
-    return Places(sources.int().to(device), targets.int().to(device))
 
 
 class Slice:
@@ -88,35 +50,19 @@ class Slice:
             factors: float64 [tensors, ranks], what they are multiplied by.
         """
         blocks = self._space[:, : len(chunk.tensors)]
-        flat = self._space.view(len(self._space), -1)
-        if places := places_of(chunk, flat.device):
-            self._load_small(chunk, places, flat[:, : len(places.sources)])
-        else:
-            self._load_large(chunk, flat)
+        flat = self._space.flatten(1)[: len(self._rows), : sum(chunk.sizes)]
+        if chunk.is_filled:
+            flat.zero_()
+        for row, to in zip(self._rows, flat, strict=True):
+            parts = to.split(chunk.sizes)[::2]
+            torch._foreach_copy_(parts, row[chunk.range].split(chunk.counts))
         if factors is not None:
             own = blocks[: len(self._rows)]
             own.mul_(self._by_block(chunk, factors).movedim(-1, 0)[..., None])
         return blocks
 
-    def _load_large(self, chunk: Chunk, flat: torch.Tensor) -> None:
-        targets = flat[: len(self._rows)].unbind()
-        for start, count, target in chunk.copies:
-            end = target + count
-            for row, to in zip(self._rows, targets, strict=True):
-                to[target:end].copy_(row[start : start + count])
-            if filling := -end % BLOCK_ELEMENTS:
-                flat[:, end : end + filling].zero_()
-
-    def _load_small(self, chunk: Chunk, places: Places, flat: torch.Tensor) -> None:
-        source = self._space.new_zeros(len(places.targets) + 1)
-        for row, to in zip(self._rows, flat.unbind(), strict=False):
-            source[:-1].copy_(row[chunk.range])
-            torch.index_select(source, 0, places.sources, out=to)
-
     def _by_block(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
-        """Return [blocks, ...] of [tensors, ...], or [1, ...] where all blocks are one's."""
-        if chunk.only_tensor is not None:
-            return values[chunk.only_tensor : chunk.only_tensor + 1]
+        """Return [blocks, ...] of [tensors, ...]."""
         return values[self.owners[chunk.first : chunk.first + len(chunk.tensors)]]
 
     def largest(self) -> torch.Tensor:
@@ -224,12 +170,8 @@ class Slice:
                 blocks[left].add_(blocks[right])
             if scale is not None:
                 blocks[0].div_(self._by_block(chunk, scale)[:, None])
-            flat = blocks[0].view(-1)
-            if places := places_of(chunk, flat.device):
-                result[chunk.range].copy_(flat.index_select(0, places.targets))
-                continue
-            for start, count, target in chunk.copies:
-                result[start : start + count].copy_(flat[target : target + count])
+            parts = blocks[0].view(-1).split(chunk.sizes)[::2]
+            torch._foreach_copy_(result[chunk.range].split(chunk.counts), parts)
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

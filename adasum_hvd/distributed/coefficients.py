@@ -5,6 +5,8 @@ The tree is that of `reference.tree`; all tensors are walked together, without a
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -70,6 +72,22 @@ def constant(
 ) -> torch.Tensor:
     """Return a small constant tensor, which travels to the device once."""
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def symmetric(triangles: torch.Tensor) -> torch.Tensor:
+    """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
+    ranks = math.isqrt(2 * triangles.shape[1])
+    places = constant(_places_in_triangle(ranks), torch.int64, triangles.device)
+    return triangles[:, places].view(-1, ranks, ranks)
+
+
+@lru_cache(maxsize=256)
+def _places_in_triangle(ranks: int) -> tuple[int, ...]:
+    """Return for each element of a matrix its place in the upper triangle, row by row."""
+    pairs = itertools.combinations_with_replacement(range(ranks), 2)
+    places = {pair: number for number, pair in enumerate(pairs)}
+    everything = itertools.product(range(ranks), repeat=2)
+    return tuple(places[min(pair), max(pair)] for pair in everything)
 
 
 def coefficient(dot: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

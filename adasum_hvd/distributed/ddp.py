@@ -23,7 +23,7 @@ from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.rounds import Rounds
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, check_groups
 from adasum_hvd.distributed.lanes import (
     Future,
     Lane,
@@ -37,7 +37,6 @@ from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharded_types import shard_problem
 from adasum_hvd.distributed.shared_buckets import SharedBuckets
-from adasum_hvd.distributed.topology import check_groups
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
 

@@ -1,4 +1,9 @@
-"""From sums over a rank's slice to sums over the whole tensors."""
+"""From sums over a rank's slice to sums over the whole tensors.
+
+A node whose squared norm is lost in the Gram matrix is one more such sum: where opposite vectors
+cancel, it is small against the terms that its norm is the sum of. Its vector is never stored: each
+tier forms it again, block by block, and takes its dot products.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,55 @@ from typing import NamedTuple
 
 import torch
 
-from adasum_hvd.distributed.coefficients import constant
+from adasum_hvd.distributed.blocks import Slice
+from adasum_hvd.distributed.coefficients import Tree, constant
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.slices import Layout
-from adasum_hvd.distributed.sums import Sums, sums_by_tensor
+
+
+class Sums(NamedTuple):
+    """Sums as `high + low`, each float64 [tensors, columns]; together about 100 bits."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+
+    def rounded(self) -> torch.Tensor:
+        """Return the sums in float64."""
+        return self.high + self.low
+
+
+def sums_by_tensor(values: torch.Tensor, owners: torch.Tensor, tensors: int) -> Sums:
+    r"""Add up the rows of each tensor.
+
+    Every term is split into multiples of one grid, of which float64 adds that many without an
+    error, and a rest that is split in the same way once more. NaN and infinity give NaN.
+
+    Args:
+        values: float64 [rows, columns].
+        owners: int64 [rows], the tensor of each row.
+        tensors: how many tensors there are.
+
+    References:
+        Demmel and Nguyen, "Parallel Reproducible Summation", 2015: the splitting.
+    """
+    rows, columns = values.shape
+    places = owners[:, None] * columns + torch.arange(columns, device=values.device)
+    places = places.flatten()
+    terms = values.flatten()
+    largest = terms.new_zeros(tensors * columns)
+    largest.scatter_reduce_(0, places, terms.abs(), "amax")
+    # Four times as many as the rows, rounded up to a power of two.
+    spread = float(1 << (rows.bit_length() + 2))
+    grid = largest.mul_(spread)[places]
+    high = (terms + grid) - grid
+    low = terms - high
+    grid.mul_(spread * 2.0**-53)
+    low = (low + grid) - grid
+    parts = (
+        terms.new_zeros(tensors * columns).index_add_(0, places, part)
+        for part in (high, low)
+    )
+    return Sums(*(part.view(tensors, columns) for part in parts))
 
 
 class Shards(NamedTuple):
@@ -120,3 +170,54 @@ class Exchange:
         high, low = sums.high.clone(), sums.low.clone()
         high[index], low[index] = found
         return Sums(high, low)
+
+
+class FormNodes:
+    """Gives `coefficients.walk` the dot products of nodes from the nodes' vectors.
+
+    On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
+    and ranks without a part of it, such as those of an empty shard, take no notice.
+    On other devices for all tensors, because the program does not wait for a device's values.
+
+    Attributes:
+        waiting: types of devices whose values the program waits for.
+
+    Args:
+        part: this rank's slice.
+        exchange: to the other ranks.
+        tree: the order of the merges.
+        factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
+    """
+
+    waiting = ("cpu",)
+
+    def __init__(
+        self,
+        part: Slice,
+        exchange: Exchange,
+        tree: Tree,
+        factors: torch.Tensor | None,
+    ):
+        self._slice, self._exchange = part, exchange
+        self._tree, self._factors = tree, factors
+
+    def __call__(
+        self,
+        tier: int,
+        sides: Sequence[torch.Tensor],
+        cancelled: torch.Tensor,
+        dots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the dot products of a tier with those of cancelled tensors replaced.
+
+        Collective if a tensor that crosses a slice border is among them.
+        """
+        only: list[int] | None = None
+        if cancelled.device.type in self.waiting:
+            only = cancelled.nonzero().flatten().tolist()
+            if not only:
+                return dots
+        values = self._slice.node_products(self._tree, sides, self._factors, only)
+        sums = sums_by_tensor(values, self._slice.owners, len(dots))
+        formed = self._exchange.total(sums, only)
+        return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
-from adasum_hvd.distributed.communicator import Communicator, Unresponsive
-from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.topology import boot_id, hosts_of
+from adasum_hvd.distributed.coefficients import symmetric
+from adasum_hvd.distributed.communicator import (
+    Communicator,
+    Unresponsive,
+    boot_id,
+    hosts_of,
+)
+from adasum_hvd.distributed.exchange import Shards
+from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import width
 
 SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations
@@ -36,38 +42,51 @@ class Rows(NamedTuple):
     rows: NDArray[np.float64]  # [tensors, width(sizes)]
 
 
-class _Choice(NamedTuple):
-    """A group of the core, or why there is none."""
+class Choice(NamedTuple):
+    """Groups of the core, or why there are none."""
 
     group: core.Group | None
     why_not: str
+    shards: tuple[core.Group, ...] = ()
 
 
-# By communicator that only one thread uses, or else by process group; then by the rule's groups.
-_chosen: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], _Choice]]
+# By communicator that only one thread uses, or else by process group; then by how a group joins
+# its ranks, and by the ranks that hold other shards.
+_Key = tuple[str, int, tuple[Communicator, ...]]
+_chosen: weakref.WeakKeyDictionary[Any, dict[_Key, Choice]]
 _chosen = weakref.WeakKeyDictionary()
 
 
-def _known(communicator: Communicator) -> dict[tuple[str, int], _Choice]:
+def _known(communicator: Communicator) -> dict[_Key, Choice]:
     owner = communicator if communicator.apart else communicator.group
     return _chosen.setdefault(owner, {})
 
 
-def choose(communicator: Communicator, rule: Rule) -> _Choice:
-    """Return the core's group of these ranks, or why they have none; the same on all ranks.
+def _joining(communicator: Communicator, rule: Rule) -> tuple[str, int]:
+    """Return the core's arguments for a rule; a mean is that of one group."""
+    if rule.kind == "mean":
+        return "average", communicator.size
+    return rule.group_op, rule.group_size
 
-    Collective on the first call; blocks then.
+
+def choose(
+    communicator: Communicator, rule: Rule, shards: Sequence[Shards] = ()
+) -> Choice:
+    """Return the core's groups, or why there are none; the same on all ranks.
+
+    Collective on the first call, the ranks of the shards included; blocks then.
     """
-    key = (rule.group_op, rule.group_size)
-    known = _known(communicator)
+    others = tuple(one.communicator for one in shards)
+    key, known = (*_joining(communicator, rule), others), _known(communicator)
     if key not in known:
-        known[key] = _agree(communicator, rule)
+        agree = _agree_with_shards if shards else _agree
+        known[key] = agree(communicator, rule, others)
     return known[key]
 
 
-def chosen(communicator: Communicator, rule: Rule) -> _Choice | None:
+def chosen(communicator: Communicator, rule: Rule) -> Choice | None:
     """Return what these ranks have agreed on before, if they have."""
-    return _known(communicator).get((rule.group_op, rule.group_size))
+    return _known(communicator).get((*_joining(communicator, rule), ()))
 
 
 def described(communicator: Communicator, rule: Rule) -> str:
@@ -80,15 +99,20 @@ def described(communicator: Communicator, rule: Rule) -> str:
     return f"reduced by the core ({choice.group})"
 
 
-def reduces(
-    tensor: torch.Tensor, communicator: Communicator, rule: Rule, shards: Sequence[Any]
-) -> bool:
-    """Return whether the core can reduce a tensor; the same on all ranks."""
-    whole = tensor.is_cpu and rule.kind == "adasum" and not shards
-    return whole and communicator.may_use_core
+def _agree_with_shards(
+    communicator: Communicator, rule: Rule, others: Sequence[Communicator]
+) -> Choice:
+    """Choose the core for all shards of a tensor, or for none."""
+    choices = [choose(communicator, rule)]
+    choices += [choose(one, Rule("adasum")) for one in others]
+    problem = next((one.why_not for one in choices if one.why_not), "")
+    for one in (communicator, *others):
+        problem = next(filter(None, one.all_gather_object(problem)), "")
+    groups = [one.group for one in choices if one.group is not None]
+    return Choice(None, problem) if problem else Choice(groups[0], "", (*groups[1:],))
 
 
-def _agree(communicator: Communicator, rule: Rule) -> _Choice:
+def _agree(communicator: Communicator, rule: Rule, _: Sequence[Communicator]) -> Choice:
     group, why = None, core.why_missing()
     if os.environ.get(SETTING) == "off":
         why = f"{SETTING}=off"
@@ -96,7 +120,7 @@ def _agree(communicator: Communicator, rule: Rule) -> _Choice:
     if not why:
         try:
             group = core.Group(
-                communicator.rank, hosts, communicator.ranks, rule.group_op, rule.group_size,
+                communicator.rank, hosts, communicator.ranks, *_joining(communicator, rule),
                 _timeout_seconds(communicator.group), LIMIT,
             )  # fmt: skip
         except core.CoreError as error:
@@ -109,7 +133,7 @@ def _agree(communicator: Communicator, rule: Rule) -> _Choice:
     if not problem and len({place for _, place, _ in everyone}) > 1:
         problem = "the ranks are on several machines, or have other versions"
     if group is None or problem:
-        return _Choice(None, problem)
+        return Choice(None, problem)
     try:
         names, nonces = zip(*(here for _, _, here in everyone), strict=True)
         group.connect(names, nonces)
@@ -117,9 +141,9 @@ def _agree(communicator: Communicator, rule: Rule) -> _Choice:
         why = str(error)
     problems = communicator.all_gather_object(why)
     if problem := _first(problems, communicator):
-        return _Choice(None, problem)
+        return Choice(None, problem)
     group.confirm([True] * communicator.size)
-    return _Choice(group, "")
+    return Choice(group, "")
 
 
 def _first(problems: Sequence[str], communicator: Communicator) -> str:
@@ -145,54 +169,92 @@ def _timeout_seconds(group: Any) -> float:
     return timeout.total_seconds()
 
 
-def reduce_flat(
-    group: core.Group,
-    flat: torch.Tensor,
-    sizes: Sequence[int],
-    communicator: Communicator,
-    at: int | None = None,
-    observe: bool = False,
-) -> Rows | None:
-    """Reduce concatenated tensors in place.
+class Reducer:
+    """Reduces tensors by the core.
 
     Args:
-        group: of the core.
-        flat: one-dimensional and contiguous.
-        sizes: elements of each tensor.
+        choice: has a group.
         communicator: the ranks.
-        at: another address of `flat`'s memory, which the ranks share.
-        observe: return rows for a monitor.
+        rule: what becomes of the tensors.
+        shards: which tensors have other shards, in the order of the choice's groups.
 
-    Raises:
-        Unresponsive: a rank has ended, or did not respond within the group's timeout.
+    Every method raises Unresponsive if a rank has ended, or did not respond within the group's
+    timeout; and what the rule raises.
     """
-    table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
-    table["input"] += flat.data_ptr() if at is None else at
-    table["output"] = table["input"]
-    rows = None
-    if observe:
-        rows = Rows(group.levels, np.zeros((len(sizes), width(group.levels))))
-        step = rows.rows.strides[0]
-        table["observation"] = rows.rows.ctypes.data + step * np.arange(len(sizes))
-    _reduce(group, table, flat.dtype, communicator)
-    return rows
+
+    def __init__(
+        self,
+        choice: Choice,
+        communicator: Communicator,
+        rule: Rule,
+        shards: Sequence[Shards],
+    ):
+        assert choice.group is not None
+        self._group, self._communicator = choice.group, communicator
+        self._rule = rule.kind if callable(rule.kind) else None
+        tensors = [one.tensors for one in shards]
+        self._shards = [*zip(choice.shards, tensors, strict=True)]
+
+    def reduce_flat(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        at: int | None = None,
+        observe: bool = False,
+    ) -> Rows | None:
+        """Reduce concatenated tensors in place.
+
+        Args:
+            flat: one-dimensional and contiguous.
+            sizes: elements of each tensor.
+            at: another address of `flat`'s memory, which the ranks share.
+            observe: return rows for a monitor.
+        """
+        table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
+        table["input"] += flat.data_ptr() if at is None else at
+        table["output"] = table["input"]
+        rows = None
+        if observe:
+            ranks = (self._communicator.size,)
+            levels = self._group.levels if self._rule is None else ranks
+            rows = Rows(levels, np.zeros((len(sizes), width(levels))))
+            step = rows.rows.strides[0]
+            table["observation"] = rows.rows.ctypes.data + step * np.arange(len(sizes))
+        self._reduce(table, flat.dtype)
+        return rows
+
+    def reduce_each(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Reduce tensors of one dtype in place, each where it is."""
+        dense = [t if t.is_contiguous() and not t.is_neg() else t.clone(
+            memory_format=torch.contiguous_format) for t in tensors]  # fmt: skip
+        table: NDArray[Any] = np.zeros(len(dense), core.TENSOR)
+        table["input"] = table["output"] = [tensor.data_ptr() for tensor in dense]
+        table["elements"] = [tensor.numel() for tensor in dense]
+        self._reduce(table, tensors[0].dtype)
+        for tensor, reduced in zip(tensors, dense, strict=True):
+            if tensor is reduced:
+                torch.autograd.graph.increment_version(tensor)
+            else:
+                tensor.copy_(reduced)
+
+    def _reduce(self, table: NDArray[Any], dtype: torch.dtype) -> None:
+        name, rule = str(dtype).removeprefix("torch."), self._rule
+        call = None if rule is None else partial(_coefficients, rule)
+        try:
+            self._group.reduce(table, name, 1.0, self._shards, call)
+        except core.Unresponsive as error:
+            ranks, here = self._communicator.ranks, self._communicator.rank
+            raise Unresponsive(
+                f"AdaSum: expected all {len(ranks)} ranks of the group to reduce, but {error} "
+                f"(seen by rank {ranks[here]} of {self._communicator.job_size})"
+            ) from error
 
 
-def reduce_each(
-    group: core.Group, tensors: Sequence[torch.Tensor], communicator: Communicator
-) -> None:
-    """Reduce tensors of one dtype in place, each where it is; as :func:`reduce_flat`."""
-    dense = [t if t.is_contiguous() and not t.is_neg() else t.clone(
-        memory_format=torch.contiguous_format) for t in tensors]  # fmt: skip
-    table: NDArray[Any] = np.zeros(len(dense), core.TENSOR)
-    table["input"] = table["output"] = [tensor.data_ptr() for tensor in dense]
-    table["elements"] = [tensor.numel() for tensor in dense]
-    _reduce(group, table, tensors[0].dtype, communicator)
-    for tensor, reduced in zip(tensors, dense, strict=True):
-        if tensor is reduced:
-            torch.autograd.graph.increment_version(tensor)
-        else:
-            tensor.copy_(reduced)
+def _coefficients(
+    rule: Coefficients, grams: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    gram = symmetric(torch.from_numpy(grams))
+    return checked(rule(gram), gram).detach().numpy()
 
 
 @lru_cache(maxsize=1024)
@@ -202,19 +264,3 @@ def _table(sizes: tuple[int, ...], element_bytes: int) -> NDArray[Any]:
     table["elements"] = sizes
     table["input"][1:] = np.cumsum(table["elements"][:-1]) * element_bytes
     return table
-
-
-def _reduce(
-    group: core.Group,
-    table: NDArray[Any],
-    dtype: torch.dtype,
-    communicator: Communicator,
-) -> None:
-    try:
-        group.reduce(table, str(dtype).removeprefix("torch."))
-    except core.Unresponsive as error:
-        here = communicator.ranks[communicator.rank]
-        raise Unresponsive(
-            f"AdaSum: expected all {communicator.size} ranks of the group to reduce, but {error} "
-            f"(seen by rank {here} of {communicator.job_size})"
-        ) from error

@@ -5,16 +5,74 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from adasum_hvd.distributed.coefficients import tree_of
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.coefficients import Tree, tree_of
+from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.native import Rows
-from adasum_hvd.distributed.observation import inputs_of, rows_of
 from adasum_hvd.distributed.reduction import Solution
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.slices import layout_of
-from adasum_hvd.distributed.topology import hosts_of
+from adasum_hvd.distributed.slices import Layout, layout_of
 from adasum_hvd.monitor.statistics import TensorRecord
+
+
+def inputs_of(tree: Tree) -> list[list[int]]:
+    """Return the ranks of each vector that AdaSum joins: ranks, or groups that are added up."""
+    members = {rank: [rank] for rank in range(len(tree.weights))}
+    found: list[list[int]] = []
+    for tier in tree.tiers:
+        for left, right, by_adasum in zip(*tier, strict=True):
+            both = members.pop(left, None), members.pop(right, None)
+            if not by_adasum and all(both):
+                members[left] = [rank for part in both for rank in part or ()]
+            else:
+                found += filter(None, both)
+    return sorted(found)
+
+
+def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.Tensor:
+    """Return float64 [tensors, 5 + inputs], as `monitor.statistics` reads them.
+
+    Rows of tensors whose first element is in another rank's slice are zero.
+
+    Args:
+        solution: of a rule on Gram matrices.
+        layout: of the buffer.
+        rank: this rank.
+        tree: the order of the merges.
+    """
+    gram = solution.gram
+    assert gram is not None
+    tensors, ranks = gram.shape[:2]
+    inputs = inputs_of(tree)
+    by_input = gram.new_zeros((len(inputs), ranks))
+    for number, members in enumerate(inputs):
+        for member in members:
+            by_input[number, member] = tree.weights[member]
+    first = [members[0] for members in inputs]
+    coefficients = (
+        solution.coefficients[:, first] / gram.new_tensor(tree.weights)[first]
+    )
+    products = by_input @ gram @ by_input.T
+    squares = products.diagonal(dim1=1, dim2=2)
+    norms = squares.clamp_min(0).sqrt()
+    pairs = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device).unbind()
+    scales = norms[:, pairs[0]] * norms[:, pairs[1]]
+    cosines = torch.where(scales > 0, products[:, pairs[0], pairs[1]] / scales, 0.0)
+    result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
+    inverse = 1.0 if solution.scale is None else 1.0 / solution.scale
+    columns = [
+        cosines.sum(1),
+        (scales > 0).sum(1).double(),
+        squares.sum(1).clamp_min(0).sqrt() * inverse,
+        products.sum((1, 2)).clamp_min(0).sqrt() / max(len(inputs), 1) * inverse,
+        result.clamp_min(0).sqrt() * inverse,
+    ]
+    rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
+    mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
+    before = {tensor for held in layout.held[:rank] for tensor in held}
+    mine[[tensor for tensor in layout.held[rank] if tensor not in before]] = True
+    return torch.where(mine, rows, 0.0)
 
 
 class Records:

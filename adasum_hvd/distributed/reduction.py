@@ -14,30 +14,25 @@ sum of the shards' dot products. Only `Exchange` knows who holds a part of a ten
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from adasum_hvd.core import Group
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import (
     Tree,
     constant,
     leaf_coefficients,
+    symmetric,
     tree_of,
     walk,
 )
-from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.exchange import Exchange, Shards
-from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.communicator import Communicator, hosts_of
+from adasum_hvd.distributed.exchange import Exchange, FormNodes, Shards, sums_by_tensor
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
-from adasum_hvd.distributed.sums import sums_by_tensor
-from adasum_hvd.distributed.topology import hosts_of
 
 
 class Solution(NamedTuple):
@@ -78,8 +73,8 @@ def reduce_buffer(
     layout = layout_of(tuple(sizes), communicator.size)
     if communicator.size == 1 or not (shards or flat.numel()):
         return None
-    if group := _core(flat, communicator, rule, shards):
-        return native.reduce_flat(group, flat, sizes, communicator, at, observe)
+    if core := _core(flat, communicator, rule, shards):
+        return core.reduce_flat(flat, sizes, at, observe)
     rows = communicator.scatter(flat, layout.bounds)
     part = Slice(rows, layout.runs[communicator.rank])
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
@@ -99,9 +94,9 @@ def reduce_tensors(
     """Reduce tensors of one dtype and device, in place; as :func:`reduce_buffer`."""
     sizes = [tensor.numel() for tensor in tensors]
     only = tensors[0]
-    some = communicator.size > 1 and any(sizes)
-    if some and (group := _core(only, communicator, rule, shards)):
-        native.reduce_each(group, tensors, communicator)
+    some = communicator.size > 1 and (shards or any(sizes))
+    if some and (core := _core(only, communicator, rule, shards)):
+        core.reduce_each(tensors)
         return
     if len(tensors) == 1 and only.is_contiguous() and not only.is_neg():
         reduce_buffer(only.view(-1), sizes, communicator, rule, shards)
@@ -117,10 +112,16 @@ def _core(
     communicator: Communicator,
     rule: Rule,
     shards: Sequence[Shards],
-) -> Group | None:
-    if not native.reduces(tensor, communicator, rule, shards):
+) -> native.Reducer | None:
+    """Return what reduces tensors by the core, if these ranks have it. Collective."""
+    if not (tensor.is_cpu and communicator.may_use_core):
         return None
-    return native.choose(communicator, rule).group
+    if rule.kind == "mean":  # a mean of parts is a part of the mean
+        shards = ()
+    choice = native.choose(communicator, rule, shards)
+    if choice.group is None:
+        return None
+    return native.Reducer(choice, communicator, rule, shards)
 
 
 def _solve(
@@ -143,28 +144,13 @@ def _solve(
         scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))
     factors = None if scale is None else scale[:, None].expand_as(weights)
     sums = sums_by_tensor(part.gram(factors), part.owners, tensors)
-    gram = _symmetric(exchange.total(sums), communicator.size)
+    gram = symmetric(exchange.total(sums))
     if callable(rule.kind):
         return Solution(checked(rule.kind(gram), gram), gram, scale)
     if set(tree.weights) != {1.0}:
         factors = weights if factors is None else weights * factors
     sides = walk(gram, tree, FormNodes(part, exchange, tree, factors))
     return Solution(leaf_coefficients(sides, tree, tensors), gram, scale)
-
-
-def _symmetric(triangles: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
-    places = constant(_places_in_triangle(ranks), torch.int64, triangles.device)
-    return triangles[:, places].view(-1, ranks, ranks)
-
-
-@lru_cache(maxsize=256)
-def _places_in_triangle(ranks: int) -> tuple[int, ...]:
-    """Return for each element of a matrix its place in the upper triangle, row by row."""
-    pairs = itertools.combinations_with_replacement(range(ranks), 2)
-    places = {pair: number for number, pair in enumerate(pairs)}
-    everything = itertools.product(range(ranks), repeat=2)
-    return tuple(places[min(pair), max(pair)] for pair in everything)
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,16 @@ import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
-from adasum_hvd.distributed.communicator import Communicator, group_of
+from adasum_hvd.distributed.communicator import (
+    Communicator,
+    check_groups,
+    group_of,
+    hosts_of,
+)
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharded_types import shard_groups
 from adasum_hvd.distributed.sharding import local_of, problems, reshard
-from adasum_hvd.distributed.topology import check_groups, hosts_of
 from adasum_hvd.distributed.units import gradient_dtype, grouped
 
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]

@@ -14,10 +14,9 @@ from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.replicas import ReplicaMismatch, compare, is_due
 from adasum_hvd.distributed import native
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.ddp import AdasumState
 from adasum_hvd.distributed.sharding import local_of, repeated
-from adasum_hvd.distributed.topology import hosts_of
 
 
 def digest(tensor: torch.Tensor) -> str:

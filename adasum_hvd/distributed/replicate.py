@@ -28,7 +28,6 @@ from adasum_hvd.base.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
-from adasum_hvd.distributed.progress import Progress
 from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
@@ -40,6 +39,7 @@ from adasum_hvd.distributed.unit_reduction import (
     NEW,
     REDUCED,
     Place,
+    Progress,
     UnitReducer,
 )
 from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of

@@ -25,31 +25,33 @@ class Run(NamedTuple):
     whole: bool  # the run is the whole tensor
 
 
-class Copy(NamedTuple):
-    """Elements that lie side by side in the slice and in a chunk."""
-
-    start: int  # element of the slice
-    elements: int
-    target: int  # element of the chunk, on a block border
-
-
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """Blocks that are worked on together; the last block of a tensor is filled with zeros."""
 
     first: int  # number of its first block in the slice
+    start: int  # its first element in the slice
     tensors: tuple[int, ...]  # of each block
-    copies: tuple[Copy, ...]
+    counts: tuple[
+        int, ...
+    ]  # elements of each of its runs, which lie end to end in the slice
 
     @property
     def range(self) -> slice:
-        """The elements of the slice, which lie side by side."""
-        last = self.copies[-1]
-        return slice(self.copies[0].start, last.start + last.elements)
+        """The elements of the slice."""
+        return slice(self.start, self.start + sum(self.counts))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The elements of each run, and of the filling after it."""
+        return tuple(
+            n for count in self.counts for n in (count, -count % BLOCK_ELEMENTS)
+        )
 
     @property
-    def only_tensor(self) -> int | None:
-        """The one tensor that all blocks belong to, if there is one."""
-        return self.tensors[0] if self.tensors[0] == self.tensors[-1] else None
+    def is_filled(self) -> bool:
+        """Whether a run has filling after it."""
+        return any(self.sizes[1::2])
 
 
 @dataclass(frozen=True)
@@ -125,29 +127,20 @@ def chunks_of(runs: Sequence[Run], blocks: int) -> tuple[Chunk, ...]:
 
 
 def _chunks(runs: Sequence[Run], blocks: int) -> Iterator[Chunk]:
-    first, tensors, copies = 0, list[int](), list[Copy]()
+    first, start, tensors, counts = 0, 0, list[int](), list[int]()
     for run in runs:
-        done = 0
-        while done < run.elements:
-            room = (blocks - len(tensors)) * BLOCK_ELEMENTS
-            count = min(run.elements - done, room)
-            _append(
-                copies, Copy(run.start + done, count, len(tensors) * BLOCK_ELEMENTS)
-            )
-            tensors += [run.tensor] * -(-count // BLOCK_ELEMENTS)
-            done += count
+        left = run.elements
+        while left:
+            counts.append(min(left, (blocks - len(tensors)) * BLOCK_ELEMENTS))
+            tensors += [run.tensor] * -(-counts[-1] // BLOCK_ELEMENTS)
+            left -= counts[-1]
             if len(tensors) == blocks:
-                yield Chunk(first, tuple(tensors), tuple(copies))
-                first, tensors, copies = first + blocks, [], []
+                yield Chunk(first, start, tuple(tensors), tuple(counts))
+                first, start, tensors, counts = (
+                    first + blocks,
+                    start + sum(counts),
+                    [],
+                    [],
+                )
     if tensors:
-        yield Chunk(first, tuple(tensors), tuple(copies))
-
-
-def _append(copies: list[Copy], new: Copy) -> None:
-    """Append a copy, or extend the last one if the new copy continues it."""
-    if copies:
-        start, elements, target = copies[-1]
-        if (start + elements, target + elements) == (new.start, new.target):
-            copies[-1] = Copy(start, elements + new.elements, target)
-            return
-    copies.append(new)
+        yield Chunk(first, start, tuple(tensors), tuple(counts))

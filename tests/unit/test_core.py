@@ -148,6 +148,101 @@ def test_results_are_the_references_and_the_same_on_all_ranks(size: int) -> None
     assert max(error for _, error in first) <= 8
 
 
+class Some:
+    """Some ranks of a job, which gather among themselves."""
+
+    def __init__(self, rank: Rank, members: list[int]):
+        self._rank, self._members = rank, members
+        self.rank, self.size = members.index(rank.rank), len(members)
+
+    def gather(self, thing: Any) -> list[Any]:
+        everyone = self._rank.gather(thing)
+        return [everyone[member] for member in self._members]
+
+
+# By shard, elements of the tensors that it holds, the first of which cancels to a part in 10^6:
+# the second shard has none of the second and fourth, and all tensors of the third are in it.
+SHARDS = ((3000, 5, 70_000, 1), (41_000, 0, 70_001, 0))
+VECTORS = (1.0, -1.001, 3.0)
+
+
+def sharded(rank: Rank, dtype: str) -> list[np.ndarray]:
+    """Reduce shards over 3 replicas; return this rank's tensors before and after, by tensor."""
+    replica, shard = divmod(rank.rank, 2)
+    replicas = Rank.group(Some(rank, [shard, shard + 2, shard + 4]))
+    shards = Rank.group(Some(rank, [2 * replica, 2 * replica + 1]))
+    sizes = SHARDS[shard]
+    mine = inputs(rank.rank, sizes, dtype)
+    mine[: sizes[0]] = inputs(shard, sizes[:1], dtype) * VECTORS[replica]
+    before = mine.copy()
+    for _ in range(2):
+        mine[:] = before
+        replicas.reduce(table(mine, sizes), dtype, shards=[(shards, range(4))])
+    bounds = np.cumsum(sizes)[:-1]
+    return [np.split(before, bounds), np.split(mine, bounds)]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_shards_are_reduced_as_the_whole_tensor(dtype: str) -> None:
+    results = run(sharded, 6, dtype)
+    for tensor in range(4):
+        before, after = (
+            [
+                np.concatenate([results[2 * r + s][which][tensor] for s in range(2)])
+                for r in range(3)
+            ]
+            for which in range(2)
+        )
+        assert all((one == after[0]).all() for one in after)
+        wide = [one.astype("float64") for one in before]
+        error = np.abs(after[0] - reference.adasum(wide)).max()
+        largest = sum(np.abs(one) for one in wide).max()
+        # What is left of vectors that cancel has fewer digits.
+        digits = 2e3 if tensor == 0 else 1
+        assert error <= 8 * digits * EPS[dtype] * largest
+
+
+def ruled(rank: Rank, dtype: str) -> list[Any]:
+    """Weigh ranks by their norms, with a rule that fails at first, on the second rank alone."""
+    group, sizes = rank.group(), (5, 0, 70_000)
+    mine, seen = inputs(rank.rank, sizes, dtype) * 1e30, []
+
+    def by_norm(grams: np.ndarray) -> np.ndarray:
+        assert len(seen) or rank.rank != 1, "the rule's own error"
+        seen.append(grams.copy())
+        norms = grams[:, np.cumsum([0, *range(rank.size, 1, -1)])]
+        return norms / np.maximum(norms.sum(1, keepdims=True), 1e-300)
+
+    before, errors = mine.copy(), []
+    for _ in range(2):
+        try:
+            group.reduce(table(mine, sizes), dtype, rule=by_norm)
+        except (AssertionError, core.CoreError) as error:
+            errors.append(str(error))
+            assert (mine == before).all()
+            seen.append(None)
+    return [errors, seen[-1], mine]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_a_rule_has_the_gram_matrices_on_all_ranks(dtype: str) -> None:
+    results = run(ruled, 3, dtype)
+    for number, (errors, grams, after) in enumerate(results):
+        (error,) = errors
+        own = "the rule's own error"
+        assert error.startswith(own) if number == 1 else "failed on another" in error
+        assert (grams == results[0][1]).all() and not grams[1].any()
+        assert (after == results[0][2]).all()
+    several = [
+        inputs(rank, (70_005,), dtype).astype("float64") * 1e30 for rank in range(3)
+    ]
+    for part in (slice(0, 5), slice(5, None)):
+        squares = np.array([one[part] @ one[part] for one in several])
+        want = (squares / squares.sum()) @ [one[part] for one in several]
+        error = np.abs(results[0][2][part] - want).max()
+        assert error <= 8 * EPS[dtype] * np.abs([one[part] for one in several]).max()
+
+
 def outlive(rank: Rank, child: bool) -> tuple[float, str] | None:
     """Return how long this rank waited for one that is killed, and the error."""
     group = rank.group()

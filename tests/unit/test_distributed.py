@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adasum_hvd import reference
-from adasum_hvd.distributed import blocks
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import (
     coefficients,
@@ -19,9 +18,9 @@ from adasum_hvd.distributed.coefficients import (
     tree_of,
     walk,
 )
+from adasum_hvd.distributed.exchange import sums_by_tensor
 from adasum_hvd.distributed.reduction import power_of_two_scale
 from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Layout, chunks_of
-from adasum_hvd.distributed.sums import sums_by_tensor
 
 SIZES = st.lists(st.integers(0, 5 * BLOCK_ELEMENTS), max_size=6).map(tuple)
 
@@ -38,9 +37,9 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
         in_chunks: list[int] = []
         for chunk in chunks_of(runs, blocks):
             assert len(chunk.tensors) <= blocks
-            for copy in chunk.copies:
-                assert copy.target % BLOCK_ELEMENTS == 0
-                in_chunks += range(copy.start, copy.start + copy.elements)
+            assert sum(chunk.sizes) == len(chunk.tensors) * BLOCK_ELEMENTS
+            assert chunk.sizes[::2] == chunk.counts
+            in_chunks += range(sum(run.elements for run in runs))[chunk.range]
         assert in_chunks == list(range(sum(run.elements for run in runs)))
         for run in runs:
             first = layout.bounds[rank] + run.start - starts[run.tensor]
@@ -90,21 +89,24 @@ def test_identical_vectors_have_identical_products(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1024, 32, 0, 2000, 7), (3,) * 700])
-def test_an_index_gives_the_bits_of_copies(sizes, monkeypatch) -> None:
+def test_a_tensor_has_the_same_bits_in_a_buffer_as_alone(sizes) -> None:
     rows = [torch.randn(sum(sizes), dtype=torch.float16) for _ in range(3)]
     rows[1][0] = float("nan")
-    layout, tree = Layout(sizes, 1), tree_of((0, 0, 0), "adasum", 0)
+    tree = tree_of((0, 0, 0), "adasum", 0)
     factors = torch.rand(len(sizes), 3, dtype=torch.float64)
-    found = []
-    for small in (blocks._SMALL, 0):
-        monkeypatch.setattr(blocks, "_SMALL", small)
-        blocks.places_of.cache_clear()
-        part, result = Slice(rows, layout.runs[0]), torch.empty_like(rows[0])
+
+    def reduced(rows, sizes, factors):
+        part, result = Slice(rows, Layout(sizes, 1).runs[0]), torch.empty_like(rows[0])
         part.combine(tree, factors, None, result)
-        found.append((part.gram(factors), result))
-    for indexed, copied in zip(*found, strict=True):
-        assert torch.equal(indexed.nan_to_num(-1), copied.nan_to_num(-1))
-    blocks.places_of.cache_clear()
+        return part.gram(factors).nan_to_num(-1), part.owners, result.nan_to_num(-1)
+
+    grams, owners, together = reduced(rows, sizes, factors)
+    parts = zip(*(row.split(sizes) for row in rows), together.split(sizes), strict=True)
+    for number, (*own, expected) in enumerate(parts):
+        if sizes[number]:
+            gram, _, alone = reduced(own, sizes[number : number + 1], factors[[number]])
+            assert torch.equal(alone, expected)
+            assert torch.equal(gram, grams[owners == number])
 
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)

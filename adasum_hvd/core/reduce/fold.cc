@@ -1,6 +1,7 @@
 #include "reduce/fold.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -33,6 +34,36 @@ void SumsOverRanks::Fold(SumsByTensor& sums, const std::set<int>* only, size_t e
   for (const SumsOverRanks* level = this; level != nullptr; level = level->below_) {
     level->FoldOverGroup(sums, only, entries, op);
   }
+  for (const Shards& shards : shards_) {
+    FoldOverShards(shards, sums, only, entries, op);
+  }
+}
+
+// A rank whose shard of a tensor is empty contributes zeros.
+void SumsOverRanks::FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only,
+                                   size_t entries, FoldOp op) {
+  std::vector<int> tensors;
+  std::copy_if(shards.tensors.begin(), shards.tensors.end(), std::back_inserter(tensors),
+               [only](int tensor) { return only == nullptr || only->count(tensor) != 0; });
+  std::vector<Sums> all(shards.transport->size(), Sums(tensors.size() * entries));
+  Sums& mine = all[shards.transport->rank()];
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    Sums& own = sums[tensors[k]];
+    own.resize(entries);
+    std::copy(own.begin(), own.end(), mine.begin() + k * entries);
+    own.assign(entries, DoubleDouble());
+  }
+  std::vector<Message> messages;
+  for (Sums& of_rank : all) {
+    const auto bytes = static_cast<int64_t>(mine.size() * sizeof mine[0]);
+    messages.push_back({mine.data(), bytes, of_rank.data(), bytes});
+  }
+  shards.transport->Exchange(messages);
+  for (const Sums& of_rank : all) {
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      FoldInto(sums[tensors[k]], &of_rank[k * entries], op);
+    }
+  }
 }
 
 // Whether all ranks of the group need a tensor's total, also ranks without a part of it: in the level before
@@ -48,7 +79,7 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
     std::vector<int> tensors;
     for (int tensor : PartsOf(from)) {
       if ((only == nullptr || only->count(tensor) != 0) &&
-          (Holds(PartsOf(by), tensor) || IsPassedOn(tensor))) {
+          (level_.shares.everywhere || Holds(PartsOf(by), tensor) || IsPassedOn(tensor))) {
         tensors.push_back(tensor);
       }
     }

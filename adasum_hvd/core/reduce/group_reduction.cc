@@ -25,12 +25,14 @@ bool IsPastCaches(const Arithmetic& arithmetic, const PlacedLevel& level) {
 GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& level,
                                const GroupReduction* below, bool last)
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
-      over_ranks_(level, below == nullptr ? nullptr : &below->over_ranks_),
+      over_ranks_(level, below == nullptr ? nullptr : &below->over_ranks_, arithmetic.settings.shards),
       index_(below == nullptr ? 0 : below->index_ + 1), spreads_(level.shared && last),
       blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
       written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0),
       all_ones_(tree_.merges.size()), worker_scratch_(arithmetic.workers.threads()) {
-  coefficients_.assign(mine().runs.size() * size_, 1.0); // the coefficients of a single rank
+  for (size_t run = 0; run < mine().runs.size(); ++run) { // the coefficients if AdaSum joins nothing
+    coefficients_.insert(coefficients_.end(), tree_.leaf_weights.begin(), tree_.leaf_weights.end());
+  }
   for (WorkerScratch& scratch : worker_scratch_) {
     scratch.vectors.resize(size_);
     scratch.coefficients.resize(size_);
@@ -66,7 +68,16 @@ void GroupReduction::PointAt(size_t run, int64_t position, WorkerScratch& scratc
 
 // ---- the Gram matrices ----
 
+bool GroupReduction::AddsOnly() const {
+  return arithmetic_.settings.rule == nullptr &&
+         std::none_of(tree_.merges.begin(), tree_.merges.end(),
+                      [](const Merge& merge) { return merge.adasum; });
+}
+
 void GroupReduction::GramUpTo(int64_t received) {
+  if (AddsOnly()) {
+    return;
+  }
   std::vector<Block> blocks;
   size_t run = gram_run_;
   int64_t position = gram_position_;
@@ -124,7 +135,7 @@ void GroupReduction::WriteSolved(const std::vector<Block>& blocks) {
   std::vector<Block> solved;
   for (const Block& block : blocks) {
     const Run& run = mine().runs[block.run];
-    if (run.whole && block.position + block.n == run.count) {
+    if (IsSolvedAlone(run) && block.position + block.n == run.count) {
       const std::vector<Block> whole = Blocks(mine(), run.offset, run.offset + run.count);
       solved.insert(solved.end(), whole.begin(), whole.end());
       written_[block.run] = true;
@@ -135,7 +146,7 @@ void GroupReduction::WriteSolved(const std::vector<Block>& blocks) {
 
 void GroupReduction::FinishRun(size_t run_index) {
   const Run& run = mine().runs[run_index];
-  if (!run.whole) {
+  if (!IsSolvedAlone(run)) {
     partial_grams_[run.tensor] = gram_;
     return;
   }
@@ -165,6 +176,9 @@ void GroupReduction::Observe(size_t run_index, const std::vector<double>& gram) 
 
 // The scales follow from the largest element over all ranks.
 void GroupReduction::FindScales() {
+  if (AddsOnly()) {
+    return;
+  }
   const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
   std::vector<double> of_blocks(blocks.size()), of_runs(mine().runs.size());
   arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
@@ -181,7 +195,7 @@ void GroupReduction::FindScales() {
   SumsByTensor partial;
   for (size_t index = 0; index < of_runs.size(); ++index) {
     const Run& run = mine().runs[index];
-    if (run.whole) {
+    if (IsSolvedAlone(run)) {
       tensor_scales_[run.tensor] = PowerOfTwoScale(of_runs[index]);
     } else {
       partial[run.tensor] = {DoubleDouble{of_runs[index], 0.0}};
@@ -193,29 +207,61 @@ void GroupReduction::FindScales() {
   }
 }
 
-// ---- tensors that cross slice borders ----
+// ---- tensors that several ranks solve ----
 
 void GroupReduction::Solve() {
+  if (AddsOnly()) {
+    return;
+  }
   over_ranks_.Fold(partial_grams_, nullptr, GramSize(size_), FoldOp::kAdd);
+  if (arithmetic_.settings.rule != nullptr) {
+    ApplyRule();
+  } else {
+    FindCoefficients();
+  }
+  for (size_t run = 0; arithmetic_.observation != nullptr && run < mine().runs.size(); ++run) {
+    if (!IsSolvedAlone(mine().runs[run])) {
+      Observe(run, Rounded(partial_grams_.at(mine().runs[run].tensor)));
+    }
+  }
+}
+
+void GroupReduction::FindCoefficients() {
   std::set<int> ill_conditioned;
-  std::vector<double> coefficients(size_);
+  std::map<int, std::vector<double>> solved;
   for (const auto& [tensor, gram] : partial_grams_) {
+    std::vector<double>& coefficients = solved[tensor];
+    coefficients.resize(size_);
     if (!SolveCoefficients(tree_, Rounded(gram).data(), coefficients.data())) {
       ill_conditioned.insert(tensor);
     }
-    for (size_t run = 0; run < mine().runs.size(); ++run) {
-      if (mine().runs[run].tensor == tensor) {
-        std::copy(coefficients.begin(), coefficients.end(), CoefficientsOf(run));
-      }
+  }
+  for (size_t run = 0; run < mine().runs.size(); ++run) {
+    if (const auto found = solved.find(mine().runs[run].tensor); found != solved.end()) {
+      std::copy(found->second.begin(), found->second.end(), CoefficientsOf(run));
     }
   }
   if (!ill_conditioned.empty()) {
     WalkTrees(ill_conditioned, /*shared=*/true);
   }
-  if (arithmetic_.observation != nullptr) {
-    for (const Run* run : mine().PartialRuns()) {
-      Observe(run - mine().runs.data(), Rounded(partial_grams_.at(run->tensor)));
-    }
+}
+
+// Empty tensors have Gram matrices of zeros.
+void GroupReduction::ApplyRule() {
+  const int64_t entries = GramSize(size_);
+  std::vector<double> grams(arithmetic_.tensors * entries), coefficients(arithmetic_.tensors * size_);
+  for (const auto& [tensor, gram] : partial_grams_) {
+    const std::vector<double> rounded = Rounded(gram);
+    std::copy(rounded.begin(), rounded.end(), grams.begin() + tensor * entries);
+  }
+  const bool failed = !arithmetic_.settings.rule(grams.data(), coefficients.data());
+  if (AnyRank(*level_.transport, failed)) {
+    throw RuleFailed(
+        "AdaSum: expected coefficients of the rule on all ranks, but it failed on another one; see its error");
+  }
+  for (size_t run = 0; run < mine().runs.size(); ++run) {
+    const double* from = &coefficients[mine().runs[run].tensor * size_];
+    std::copy(from, from + size_, CoefficientsOf(run));
   }
 }
 

@@ -28,6 +28,7 @@ namespace adasum_hvd {
 // Common to all levels of a reduction.
 struct Arithmetic {
   ElementType type;
+  const ReduceSettings& settings;
   const Kernels& kernels;
   Workers& workers;
   size_t tensors;                 // how many
@@ -83,6 +84,10 @@ private:
   double* CoefficientsOf(size_t run) { return &coefficients_[run * size_]; }
   void FinishBlocks(const std::vector<Block>& blocks);
   void FinishRun(size_t run);
+  bool IsSolvedAlone(const Run& run) const { return run.whole && !arithmetic_.settings.knows_all_grams(); }
+  bool AddsOnly() const; // AdaSum joins nothing in this level
+  void FindCoefficients();
+  void ApplyRule();
   void Observe(size_t run, const std::vector<double>& gram) const;
   void WriteSolved(const std::vector<Block>& blocks);
   void CombineBlocks(const std::vector<Block>& blocks);

@@ -21,17 +21,6 @@ int64_t BorderAtOrAfter(int64_t elements, int64_t run_elements) {
 
 } // namespace
 
-std::vector<const Run*> Slice::PartialRuns() const {
-  std::vector<const Run*> partial;
-  if (!runs.empty() && !runs.front().whole) {
-    partial.push_back(&runs.front());
-  }
-  if (runs.size() > 1 && !runs.back().whole) {
-    partial.push_back(&runs.back());
-  }
-  return partial;
-}
-
 Slice Fused(const std::vector<int64_t>& tensor_elements) {
   Slice slice;
   for (size_t tensor = 0; tensor < tensor_elements.size(); ++tensor) {
@@ -67,16 +56,19 @@ std::vector<Slice> Cut(const Slice& slice, int parts) {
   return cut;
 }
 
-Shares Share(const Slice& region, int ranks, bool replicate) {
+Shares Share(const Slice& region, int ranks, bool replicate, bool everywhere) {
   Shares shares;
+  shares.everywhere = everywhere;
   shares.slices = replicate ? std::vector<Slice>(ranks, region) : Cut(region, ranks);
   int64_t start = 0;
   for (const Slice& slice : shares.slices) {
     shares.starts.push_back(start);
     start += replicate ? 0 : slice.elements;
     shares.shared.emplace_back();
-    for (const Run* run : slice.PartialRuns()) {
-      shares.shared.back().push_back(run->tensor);
+    for (const Run& run : slice.runs) {
+      if (!run.whole || (everywhere && !replicate)) {
+        shares.shared.back().push_back(run.tensor);
+      }
     }
   }
   return shares;

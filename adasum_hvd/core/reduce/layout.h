@@ -21,9 +21,6 @@ struct Run {
 struct Slice {
   int64_t elements = 0;
   std::vector<Run> runs; // none is empty
-
-  // The runs that are not whole tensors: at most the first and the last.
-  std::vector<const Run*> PartialRuns() const;
 };
 
 // Concatenated tensors of the given element counts.
@@ -37,10 +34,11 @@ struct Shares {
   std::vector<Slice> slices;
   std::vector<int64_t> starts;
   std::vector<std::vector<int>> shared; // per rank: the tensors of which it holds a part, at most two
+  bool everywhere;                      // all ranks need the sums of all tensors, and `shared` lists all
 };
 
 // With `replicate` every rank's slice is the whole region.
-Shares Share(const Slice& region, int ranks, bool replicate);
+Shares Share(const Slice& region, int ranks, bool replicate, bool everywhere);
 
 // Consecutive elements to copy. If `other` is not null: to = from + sign * other, rounded once.
 struct Copy {

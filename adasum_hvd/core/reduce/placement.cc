@@ -37,7 +37,7 @@ Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
   }
   alone_ = ranks == 1;
   replicate_ = alone_ || everything.elements * element_bytes_ * ranks <= settings.replicate_bytes;
-  CutLevels(levels, everything, scale);
+  CutLevels(levels, everything, scale, settings.knows_all_grams());
   if (levels_.front().shared) {
     PlaceFirstShared(shared_staging);
   } else {
@@ -48,7 +48,8 @@ Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
   PlaceRuns();
 }
 
-void Placement::CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale) {
+void Placement::CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale,
+                          bool everywhere) {
   const size_t scaled = ScaledLevel(scale, levels.size());
   for (size_t index = 0; index < levels.size(); ++index) {
     const Slice& region = index == 0 || replicate_ ? everything : levels_.back().mine();
@@ -56,7 +57,7 @@ void Placement::CutLevels(const std::vector<ReduceLevel>& levels, const Slice& e
     level.transport = levels[index].transport;
     level.tree = levels[index].tree;
     level.scale = index == scaled ? scale : 1.0;
-    level.shares = Share(region, level.size(), replicate_);
+    level.shares = Share(region, level.size(), replicate_, everywhere);
     level.shared = !replicate_ && level.transport->shares_memory() && (index == 0 || levels_.back().shared);
     levels_.push_back(std::move(level));
   }

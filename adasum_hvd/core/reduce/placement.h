@@ -76,7 +76,8 @@ public:
   const std::vector<Copies>& unpacks() const { return unpacks_; }
 
 private:
-  void CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale);
+  void CutLevels(const std::vector<ReduceLevel>& levels, const Slice& everything, double scale,
+                 bool everywhere);
   void PlaceFirst(const Reserve& staging);
   void PlaceFirstShared(const Reserve& staging);
   std::vector<MemoryPiece> MyPieces(size_t level) const;

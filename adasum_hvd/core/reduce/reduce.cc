@@ -70,7 +70,7 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
           [&](int64_t bytes) { return ReserveShared(scratch, bytes); },
           [&](int64_t bytes) { return scratch.received.Reserve(bytes); }),
       observation_(MakeObservation(tensors, levels, placement_.replicates())),
-      arithmetic_{type, kernels, workers, tensors.size(), observation_ ? &*observation_ : nullptr},
+      arithmetic_{type, settings, kernels, workers, tensors.size(), observation_ ? &*observation_ : nullptr},
       chunk_elements_(std::max<int64_t>(settings.chunk_bytes / arithmetic_.bytes() / kBlockElements, 1) *
                       kBlockElements) {
   for (const PlacedLevel& level : placement_.levels()) {
@@ -340,7 +340,7 @@ bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
   const bool on_one_host = std::all_of(levels.begin(), levels.end(), [](const ReduceLevel& level) {
     return level.transport->shares_memory();
   });
-  if (!on_one_host || elements * element_bytes <= settings.window_bytes) {
+  if (settings.knows_all_grams() || !on_one_host || elements * element_bytes <= settings.window_bytes) {
     return false;
   }
   observer(Phase::kReduceScatterGram, 0);

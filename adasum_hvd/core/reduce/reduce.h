@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
 #include <vector>
 
 #include "host/transport.h"
@@ -48,6 +49,20 @@ struct ReduceLevel {
   const Tree* tree;
 };
 
+// Ranks that hold the other shards of some tensors: a whole tensor's dot products are sums over them.
+struct Shards {
+  Transport* transport;
+  std::vector<int> tensors; // as numbers among a reduction's; the same on all of its ranks
+};
+
+// A rule in AdaSum's place: writes coefficients of the ranks from packed Gram matrices (tree.h: GramIndex),
+// both by tensor, in float64. Returns false if it fails on this rank; all ranks then throw RuleFailed.
+using Rule = std::function<bool(const double* grams, double* coefficients)>;
+
+struct RuleFailed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 struct ReduceSettings {
   int64_t chunk_bytes = 1 << 20; // sent at a time, so that arithmetic and transport overlap
   // If n bytes times N ranks are at most this, every rank reduces all of them: it sends (N - 1) n bytes
@@ -56,6 +71,11 @@ struct ReduceSettings {
   int64_t replicate_bytes = 32 << 10;
   // Bytes copied to shared staging memory at a time, unless one tensor is larger. A bucket has 16 MiB.
   int64_t window_bytes = 18 << 20;
+  // With any of these there is one level, and no window: all ranks know the Gram matrices of all tensors.
+  std::vector<Shards> shards;
+  Rule rule = nullptr;
+
+  bool knows_all_grams() const { return !shards.empty() || rule != nullptr; }
 };
 
 enum class Phase { kReduceScatterGram, kCoefficients, kCombineAllgather };

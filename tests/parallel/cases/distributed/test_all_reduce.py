@@ -22,7 +22,7 @@ from adasum_hvd.distributed import (
     mark_worker_local,
     reduce_changes,
 )
-from adasum_hvd.distributed.ill_conditioned import FormNodes
+from adasum_hvd.distributed.exchange import FormNodes
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,
@@ -180,8 +180,8 @@ def case_rules() -> None:
             adasum_all_reduce(mine, rule=rule)
             means.append(mine[0])
         everyone = [tensor_of(r, 9000, dtype, 60) for r in range(size)]
-        check_close(means[0], torch.stack(everyone).double().mean(0).numpy(), dtype)
-        assert torch.equal(*means)
+        for mean in means:
+            check_close(mean, torch.stack(everyone).double().mean(0).numpy(), dtype)
     several = [
         [tensor_of(r, n, torch.float32, 62) for n in (9000, 70)] for r in range(size)
     ]

@@ -33,6 +33,7 @@ from adasum_hvd.distributed import (
     adasum_replicate,
     check_replicas,
     mark_worker_local,
+    native,
 )
 from tests.parallel.harness.sharded import (
     MESHES,
@@ -65,6 +66,51 @@ def case_any_number_of_shards() -> None:
         shard(model, shards)
         replicas = adasum_replicate(model, mesh_of(shards)["replica"])
         check(plain, model, replicas, shards, steps=8)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def case_all_shards_by_the_core_or_none(everywhere: bool) -> None:
+    """If one rank has no core, its replicas and the ranks of all other shards do without it."""
+    plain = Model()
+    model = copy.deepcopy(plain)
+    shard(model, 2)
+    replicas = adasum_replicate(model, mesh_of(2)["replica"])
+    off = not everywhere and rank() == 1
+    with mock.patch.dict(os.environ, {native.SETTING: "off"} if off else {}):
+        check(plain, model, replicas, 2, steps=2)
+    known = native._known(replicas._communicator).items()
+    by_core = [choice.group is not None for key, choice in known if key[2]]
+    expected = everywhere and os.environ.get(native.SETTING) != "off"
+    assert everyone(by_core) == [[expected]] * dist.get_world_size()
+
+
+def weights_of(gram: torch.Tensor) -> torch.Tensor:
+    """Weigh each replica by its norm."""
+    norms = gram.diagonal(dim1=1, dim2=2)
+    return norms / norms.sum(1, keepdim=True).clamp_min(1e-300)
+
+
+@pytest.mark.parametrize("rule", ["mean", "norms"])
+def case_rules_of_shards(rule: str) -> None:
+    """A function's matrices are those of whole tensors."""
+    plain = Model()
+    model = copy.deepcopy(plain)
+    shard(model, 2)
+    function = weights_of if rule == "norms" else rule
+    adasum_replicate(model, mesh_of(2)["replica"], rule=function)
+    for one in (plain, model):
+        loss_of(one, rank()).backward()
+    gradients = [None if p.grad is None else p.grad.numpy() for p in plain.parameters()]
+    ranks = everyone(gradients)
+    for parameter, *own in zip(model.parameters(), *ranks, strict=True):
+        if own[0] is None:
+            continue
+        pairs = [np.stack(own[k : k + 2]) for k in range(0, len(own), 2)]
+        means = np.stack([pair.mean(0, dtype=np.float64).ravel() for pair in pairs])
+        norms = np.ones(len(means)) if rule == "mean" else (means**2).sum(1)
+        expected = (norms / norms.sum()) @ means
+        error = np.abs(whole(parameter.grad).ravel() - expected).max()
+        assert error <= TOLERANCE * np.abs(means).max()
 
 
 @pytest.mark.parametrize(
