@@ -176,4 +176,7 @@ class Slice:
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return [blocks, K, L], block by block the dot products of [K, blocks, BLOCK_ELEMENTS]."""
-    return torch.bmm(left.permute(1, 0, 2), right.permute(1, 2, 0))
+    count = left.shape[1]
+    if count == 1:  # on CUDA it would have other bits than as one of several
+        left, right = left.expand(-1, 2, -1), right.expand(-1, 2, -1)
+    return torch.bmm(left.permute(1, 0, 2), right.permute(1, 2, 0))[:count]

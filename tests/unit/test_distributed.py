@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adasum_hvd import reference
-from adasum_hvd.distributed.blocks import Slice
+from adasum_hvd.distributed.blocks import Slice, _products
 from adasum_hvd.distributed.coefficients import (
     coefficients,
     leaf_coefficients,
@@ -159,3 +159,20 @@ def test_scales_are_powers_of_two() -> None:
     scaled = (scales * torch.tensor(largest, dtype=torch.float64))[[0, 1, 3, 4]]
     assert (scaled >= 0.5).all() and (scaled <= 1).all()
     assert scales[5:].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_products_of_a_block_do_not_depend_on_the_number_of_blocks(
+    device, dtype
+) -> None:
+    """Buckets of any size have the same bits. On an H200 float64 had others for one block."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(3, 9, BLOCK_ELEMENTS, generator=generator, dtype=dtype)
+    blocks = values.to(device, torch.float64)
+    alone = [_products(blocks[:, k : k + 1], blocks[:, k : k + 1]) for k in range(9)]
+    for count in range(1, 10):
+        together = _products(blocks[:, :count], blocks[:, :count])
+        assert torch.equal(together, torch.cat(alone[:count])), count
