@@ -13,7 +13,11 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.buckets import prepared
-from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
+from adasum_hvd.tensorflow.reduction.changes import (
+    reduce_changes,
+    refuse_records,
+    wide,
+)
 
 Pair = tuple[Any, Any]  # a gradient, or None, and its variable
 
@@ -219,6 +223,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
     """Return `optimizer`'s slots and settings in an instance of the op's variant.
 
     Raises:
+        ValueError: AdaSum of changes with an optimizer that undoes them.
         NotImplementedError: local steps, which only Keras optimizers have; windows of passes in
             an elastic job, because new ranks would start in the middle of one.
     """
@@ -227,6 +232,7 @@ def wrap(optimizer: tf.compat.v1.train.Optimizer, options: Options) -> Any:
             "local_steps: expected 1 with a tf.compat.v1 optimizer, but got "
             f"{options.local_steps}; use a Keras optimizer"
         )
+    refuse_records(type(optimizer), options)
     passes = options.backward_passes_per_step
     if passes > 1:
         refuse_elastic("backward_passes_per_step of a tf.compat.v1 optimizer")

@@ -140,3 +140,15 @@ def case_tf1_optimizer_accumulates() -> None:
     )
     with pytest.raises(RuntimeError, match=r"expected gradients of compute_gradients"):
         optimizer.apply_gradients([(tf.ones(3), tf.Variable(tf.ones(3)))])
+
+
+def case_tf1_optimizers_that_undo_reductions() -> None:
+    v1 = tf.compat.v1.train
+    for make in (
+        lambda: v1.FtrlOptimizer(0.1),
+        lambda: v1.AdagradDAOptimizer(0.1, tf.Variable(0, dtype=tf.int64)),
+    ):
+        hvd.DistributedOptimizer(make(), op="adasum-grad")
+        if hvd.size() > 1:
+            with pytest.raises(ValueError, match="Optimizer with AdasumDelta"):
+                hvd.DistributedOptimizer(make(), op="adasum-delta")
