@@ -13,11 +13,7 @@ from adasum_hvd.common.marks import is_marked_local
 from adasum_hvd.common.options import Options
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.buckets import prepared
-from adasum_hvd.tensorflow.reduction.changes import (
-    reduce_changes,
-    refuse_records,
-    wide,
-)
+from adasum_hvd.tensorflow.reduction.changes import reduce_changes, refuse_records, wide
 
 Pair = tuple[Any, Any]  # a gradient, or None, and its variable
 

@@ -16,15 +16,7 @@ _FROM_RECORDS = {"AdagradDAOptimizer", "Ftrl", "FtrlOptimizer", "ScheduleFreeAda
 
 
 def refuse_records(kind: type, options: Options) -> None:
-    """Raise if the steps of an optimizer undo reduced changes.
-
-    Args:
-        kind: the optimizer's class.
-        options: those of `DistributedOptimizer`.
-
-    Raises:
-        ValueError: it does, with the delta variant.
-    """
+    """Raise ValueError if the steps of a class of optimizers undo reductions of changes."""
     names = {base.__name__ for base in kind.__mro__}
     if options.is_delta and must_reduce(options) and names & _FROM_RECORDS:
         raise ValueError(
