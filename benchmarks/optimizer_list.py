@@ -43,6 +43,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "pytorch_optimizer.LookSAM": _WITH_A_BASE,
     "pytorch_optimizer.Ranger21": {"num_iterations": 16},
     "pytorch_optimizer.SAM": _WITH_A_BASE,
+    # It trains weights below the threshold only, and by a rate that falls with it.
+    "pytorch_optimizer.SaRA": {"lr": 0.01, "threshold": 0.2},
     **{
         f"bitsandbytes.{name}{bits}": {"lr": 0.01, "momentum": 0.9}
         for name in ("LARS", "SGD")

@@ -47,7 +47,7 @@ def train(settings: dict[str, Any]) -> None:
             optimizer.step()
     check_replicas(model)
     with torch.no_grad():
-        hits = model.module(test_images).argmax(1) == test_labels
+        hits = model(test_images).argmax(1) == test_labels
     if dist.get_rank() == 0:
         accuracy = hits.float().mean().item()
         print(f"{dist.get_world_size()} ranks, test accuracy {accuracy:.3f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import subprocess
+import sys
 from pathlib import Path
 
 import horovod.keras
@@ -128,10 +129,21 @@ def test_what_a_keras_optimizer_knows_of_its_variables():
         optimizer._filter_empty_gradients([None, tf.ones(1)], variables)
 
 
-def test_a_loss_scale_announces_itself_to_the_optimizer_inside():
-    inner = keras.optimizers.SGD(loss_scale_factor=8.0)
-    scaled = keras.optimizers.LossScaleOptimizer(inner)
-    assert inner.loss_scale_factor is None
+def test_optimizers_around_build_the_ones_inside():
+    class Inner(keras.optimizers.SGD):
+        def build(self, variables):
+            callers.append(sys._getframe(1).f_locals["self"])
+            super().build(variables)
+
+    callers: list = []
+    scaled = keras.optimizers.LossScaleOptimizer(Inner())
+    around = [scaled]
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        inside = Inner()
+        around.append(keras.optimizers.MultiOptimizer(lambda variable: inside))
+    for optimizer in around:
+        optimizer.build([keras.Variable([1.0])])
+    assert callers == around
     for name in (
         "check_finite",
         "_stateful_handle_finite_grads",

@@ -35,11 +35,12 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
+from adasum_hvd.tensorflow.optimizer.base import MULTI, KerasDistributed
 from adasum_hvd.tensorflow.optimizer.delta import DeltaOptimizer
 from adasum_hvd.tensorflow.optimizer.gradient import GradientOptimizer
 from adasum_hvd.tensorflow.optimizer.loss_scale import DistributedLossScale
 from adasum_hvd.tensorflow.optimizer.saving import CLASS_NAME, restored_options
+from adasum_hvd.tensorflow.reduction.changes import refuse_records
 
 
 def DistributedOptimizer(
@@ -199,8 +200,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
             "DistributedOptimizer: expected a plain optimizer, but got one that is distributed "
             "already"
         )
-    multi = getattr(keras.optimizers, "MultiOptimizer", ())  # not in every Keras 3
-    if isinstance(optimizer, multi):
+    if isinstance(optimizer, MULTI):
         raise NotImplementedError(
             "DistributedOptimizer: expected an optimizer that takes the step, but got Keras's "
             "MultiOptimizer, whose inner optimizers take it; reduce the gradients with "
@@ -211,6 +211,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
         scaled.inner_optimizer = wrap(optimizer.inner_optimizer, options)
         scaled.inner_optimizer._adasum.watch_overflow()
         return scaled
+    refuse_records(type(optimizer), options)
     if options.local_steps > 1 and optimizer.use_ema:
         raise ValueError(
             "use_ema: expected local_steps=1, but got more; the moving average would be of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ from adasum_hvd.tensorflow.optimizer.window import (
 )
 from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
+
+# Keras's optimizers that let others take the step; MultiOptimizer is not in every Keras 3.
+MULTI: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+AROUND = (keras.optimizers.LossScaleOptimizer, MULTI)
 
 
 class State:
@@ -95,23 +100,29 @@ class KerasDistributed(keras.optimizers.Optimizer):
             window.build(self._trainable_variables)
 
     def build(self, variables: Any) -> None:
-        """As Keras's, but eagerly, because some slots start as copies of the weights."""
+        """As Keras's, but eagerly, because some slots start as copies of the weights.
+
+        Raises:
+            RuntimeError: a Keras optimizer around this one takes the step.
+        """
+        # Keras before 3.10 gives no other sign of an optimizer around.
+        self._refuse_around(sys._getframe(1).f_locals.get("self"))
         with tf.init_scope():
             super().build(variables)
         self._build_windows()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:
+    def _refuse_around(self, caller: Any) -> None:
+        # A loss scale of this package watches for overflows.
+        if isinstance(caller, AROUND) and self._adasum.finite is None:
             raise RuntimeError(
-                "DistributedOptimizer: expected to be the outermost optimizer, but is inside "
-                "Keras's LossScaleOptimizer or MultiOptimizer. A LossScaleOptimizer (compile() "
-                "adds one under mixed_float16) would let each rank decide by its own gradients "
-                "whether to skip a step. Use DistributedOptimizer(LossScaleOptimizer(optimizer)), "
-                "or adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
+                "DistributedOptimizer: expected to be the outermost optimizer, but is inside a "
+                f"{type(caller).__name__}. A LossScaleOptimizer (compile() adds one under "
+                "mixed_float16) would let each rank decide by its own gradients whether to skip "
+                "a step. Use DistributedOptimizer(LossScaleOptimizer(optimizer)), or "
+                "adasum_hvd.tensorflow.keras.compile(model, optimizer, ...). For a "
                 "MultiOptimizer reduce the gradients with DistributedGradientTape, and pass them "
                 "to a MultiOptimizer of plain optimizers"
             )
-        super().__setattr__(name, value)
 
     # ---- the step ----
 
@@ -144,6 +155,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
                 self.build(variables)
         self._refuse_overwritten(variables)
         self._refuse_lost_windows()
+        self._refuse_executions()
         grads = self._prepared(grads, variables)
         window = self._adasum.gradients
         if window.length == 1:
@@ -177,6 +189,22 @@ class KerasDistributed(keras.optimizers.Optimizer):
                 "local_steps, but it is in none; pass it to the state, so that new ranks start "
                 "inside the window of the others"
             )
+
+    def _refuse_executions(self) -> None:
+        # If the data ends inside an execution of an old Keras, TensorFlow cancels the steps
+        # before, at another place on each rank.
+        version = tuple(map(int, keras.__version__.split(".")[:2]))
+        if version >= (3, 7) or not self._adasum.reducing:
+            return
+        graph: Any = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if getattr(graph, "name", "") == "multi_step_on_iterator":
+                raise NotImplementedError(
+                    "steps_per_execution: expected 1 with Keras before 3.7, but got more. If the "
+                    "data ends inside an execution, each rank stops at a different step; "
+                    "install Keras 3.7 or newer"
+                )
+            graph = getattr(graph, "outer_graph", None)
 
     def _accumulate(
         self, window: Window, grads: Sequence[Any], variables: Sequence[Any]

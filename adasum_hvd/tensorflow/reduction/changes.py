@@ -7,7 +7,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from adasum_hvd.tensorflow.reduction import Reduction
+from adasum_hvd.base.options import Options
+from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
+
+# Their steps compute weights from sums over all steps, or evaluate others than the trained ones.
+# Known by names, because a step does not show it.
+_FROM_RECORDS = {"Ftrl", "ScheduleFreeAdamW"}
+
+
+def refuse_records(kind: type, options: Options) -> None:
+    """Raise ValueError if the steps of a class of optimizers undo reductions of changes."""
+    names = {base.__name__ for base in kind.__mro__}
+    if options.is_delta and must_reduce(options) and names & _FROM_RECORDS:
+        raise ValueError(
+            "DistributedOptimizer: expected an optimizer whose steps change the weights, but got "
+            f"{kind.__name__} with {options.op.name}. It computes them from each rank's own state, "
+            "which undoes reductions of changes; use op=AdasumGrad, which reduces gradients"
+        )
 
 
 def wide(variable: Any) -> Any:

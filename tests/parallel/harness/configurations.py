@@ -71,7 +71,7 @@ CONVERGENCE = _files("torch", "convergence")
 ELASTIC = _files("torch", "elastic")
 KERAS_OPTIMIZER = _files("keras", "optimizer")
 KERAS_MONITOR = _files("keras", "monitor")
-KERAS_MODES = _files("keras", "modes scales callbacks elastic")
+KERAS_MODES = _files("keras", "modes scales callbacks elastic other_optimizers")
 KERAS_CELLS = _files("keras", "wrap_cells")
 AGREEMENT = (
     *_files("keras", "agreement"),

@@ -142,14 +142,6 @@ def case_keras_overflow_of_the_reduced_gradient_skips_the_step(
         assert all((variable.numpy() < 1).all() for variable in variables)
 
 
-def case_keras_loss_scale_around_is_refused() -> None:
-    optimizer = hvd.DistributedOptimizer(momentum(), op="adasum-delta")
-    with pytest.raises(
-        RuntimeError, match=r"Use DistributedOptimizer\(LossScaleOptimizer"
-    ):
-        keras.optimizers.LossScaleOptimizer(optimizer)
-
-
 def case_keras_mixed_precision() -> None:
     for policy, tolerance in (("mixed_float16", 5e-3), ("mixed_bfloat16", 3e-2)):
         for op in VARIANTS:
