@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_digits.py      # or accelerate launch
 
 The hook is registered on the model that Accelerate has prepared. Accumulation and clipping stay
-Accelerate's. `--engine horovod` reduces by Horovod's op; else nothing is compiled.
+Accelerate's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from accelerate import Accelerator
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
 from adasum_hvd.tools.torch_digits import LeNet5, digits
-from adasum_hvd.tools.torch_engines import HOOKS, register_hook
 
 
 def main() -> None:
@@ -26,7 +25,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", action="store_true", help="else the CPU")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--engine", default="torch", choices=HOOKS)
     parser.add_argument("--lr", type=float, default=0.03, help="for one process")
     arguments = parser.parse_args()
     torch.manual_seed(42)
@@ -37,7 +35,7 @@ def main() -> None:
     net = LeNet5()
     optimizer = torch.optim.SGD(net.parameters(), arguments.lr, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    passes = register_hook(model, arguments.engine)
+    state = register_adasum_hook(model)
     for _ in range(arguments.epochs):
         for batch, target in loader:
             with accelerator.accumulate(model):
@@ -50,7 +48,7 @@ def main() -> None:
     with torch.no_grad():
         hits = net(test_images).argmax(1) == test_labels
     if accelerator.is_main_process:
-        print(f"{dist.get_world_size()} ranks, {passes()} passes reduced by AdaSum")
+        print(f"{dist.get_world_size()} ranks, {state.passes} passes reduced by AdaSum")
         print(f"test accuracy {hits.float().mean().item():.3f}", flush=True)
     accelerator.end_training()
 

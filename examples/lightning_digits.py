@@ -4,7 +4,6 @@
 
 `DDPStrategy(ddp_comm_state=AdasumState(), ddp_comm_hook=adasum_hook)` would need a process group
 when it is made, and Lightning ignores its hook on the CPU. The strategy here has neither limit.
-`--engine horovod` reduces by Horovod's op; else nothing is compiled.
 """
 
 from __future__ import annotations
@@ -18,22 +17,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
 from adasum_hvd.tools.torch_digits import LeNet5, digits
-from adasum_hvd.tools.torch_engines import HOOKS, register_hook
 
 
 class AdasumStrategy(DDPStrategy):
     """The Trainer's DDP with AdaSum, on any device."""
 
-    def __init__(self, engine: str):
-        super().__init__()
-        self.engine = engine
-
     def configure_ddp(self) -> None:
         """Wrap the model and register the hook."""
         super().configure_ddp()
-        self.passes = register_hook(self.model, self.engine)
+        self.state = register_adasum_hook(self.model)
 
 
 class Digits(LightningModule):
@@ -59,7 +53,6 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2, help="ranks on this host")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--engine", default="torch", choices=HOOKS)
     parser.add_argument("--lr", type=float, default=0.03, help="for one process")
     arguments = parser.parse_args()
     torch.manual_seed(42)
@@ -69,7 +62,7 @@ def main() -> None:
     module = Digits(arguments.lr)
     trainer = Trainer(
         accelerator=arguments.accelerator, devices=arguments.devices,
-        strategy=AdasumStrategy(arguments.engine),
+        strategy=AdasumStrategy(),
         max_epochs=arguments.epochs, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -78,10 +71,9 @@ def main() -> None:
     check_replicas(net)
     with torch.no_grad():
         hits = net(test_images).argmax(1) == test_labels
+    reduced = trainer.strategy.state.passes
     if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} ranks, {trainer.strategy.passes()} passes reduced by AdaSum"
-        )
+        print(f"{dist.get_world_size()} ranks, {reduced} passes reduced by AdaSum")
         print(f"test accuracy {hits.float().mean().item():.3f}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Train LeNet-5 on handwritten digits with your own loop in Lightning's Fabric.
 
-torchrun --nproc-per-node 2 examples/lightning_fabric.py --devices 2    # --engine horovod: its op
+torchrun --nproc-per-node 2 examples/lightning_fabric.py --devices 2
 """
 
 from __future__ import annotations
@@ -15,22 +15,17 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
 from adasum_hvd.tools.torch_digits import LeNet5, digits
-from adasum_hvd.tools.torch_engines import HOOKS, register_hook
 
 
 class AdasumStrategy(DDPStrategy):
     """Fabric's DDP with AdaSum, on any device."""
 
-    def __init__(self, engine: str):
-        super().__init__()
-        self.engine = engine
-
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a model and register the hook."""
         model = super().setup_module(module)
-        self.passes = register_hook(model, self.engine)
+        self.state = register_adasum_hook(model)
         return model
 
 
@@ -40,7 +35,6 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2, help="ranks on this host")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--engine", default="torch", choices=HOOKS)
     parser.add_argument("--lr", type=float, default=0.03, help="for one process")
     arguments = parser.parse_args()
     torch.manual_seed(42)
@@ -49,7 +43,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(images, labels), 32, shuffle=True, drop_last=True)
     fabric = Fabric(
         accelerator=arguments.accelerator, devices=arguments.devices,
-        strategy=AdasumStrategy(arguments.engine),
+        strategy=AdasumStrategy(),
     )  # fmt: skip
     fabric.launch()
     net = LeNet5()
@@ -66,10 +60,9 @@ def main() -> None:
     check_replicas(net)
     with torch.no_grad():
         hits = net(test_images).argmax(1) == test_labels
+    reduced = fabric.strategy.state.passes
     if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} ranks, {fabric.strategy.passes()} passes reduced by AdaSum"
-        )
+        print(f"{dist.get_world_size()} ranks, {reduced} passes reduced by AdaSum")
         print(f"test accuracy {hits.float().mean().item():.3f}", flush=True)
 
 

@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 examples/transformers_trainer.py
 
 The model is made on the spot, of random weights, and so is the text: sums of two digits, which it
-learns to write down. Nothing is downloaded. `--engine horovod` reduces by Horovod's op; else
-nothing is compiled.
+learns to write down. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from transformers import (
     TrainingArguments,
 )  # fmt: skip
 
-from adasum_hvd.distributed import check_replicas
-from adasum_hvd.tools.torch_engines import HOOKS, register_hook
+from adasum_hvd.distributed import check_replicas, register_adasum_hook
 
 PLUS, EQUALS, VOCABULARY = 19, 20, 21  # after the numbers 0 to 18
 
@@ -32,12 +30,12 @@ PLUS, EQUALS, VOCABULARY = 19, 20, 21  # after the numbers 0 to 18
 class AdasumCallback(TrainerCallback):
     """Registers the hook on the trainer's DDP model, which is there when training begins."""
 
-    def __init__(self, trainer: Trainer, engine: str):
-        self.trainer, self.engine = trainer, engine
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Register the hook."""
-        self.passes = register_hook(self.trainer.model_wrapped, self.engine)
+        self.state = register_adasum_hook(self.trainer.model_wrapped)
 
 
 def sums() -> list[dict[str, torch.Tensor]]:
@@ -54,7 +52,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", action="store_true", help="else the CPU")
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--engine", default="torch", choices=HOOKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(42)
@@ -71,7 +68,7 @@ def main() -> None:
             disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model=model, args=settings, train_dataset=sums())
-        callback = AdasumCallback(trainer, arguments.engine)
+        callback = AdasumCallback(trainer)
         trainer.add_callback(callback)
         trainer.train()
     rows = torch.stack([row["input_ids"] for row in sums()])
@@ -81,7 +78,7 @@ def main() -> None:
     check_replicas(model)
     if dist.get_rank() == 0:
         print(
-            f"{dist.get_world_size()} ranks, {callback.passes()} passes reduced by AdaSum"
+            f"{dist.get_world_size()} ranks, {callback.state.passes} passes reduced by AdaSum"
         )
         print(f"sums that are right: {right.float().mean().item():.3f}", flush=True)
 

@@ -61,6 +61,9 @@ class AdasumState(Rounds):
         group_op: as of `adasum_all_reduce`.
         group_size: as of `adasum_all_reduce`.
 
+    Attributes:
+        passes: backward passes that have been reduced.
+
     Raises:
         ValueError: an argument is not one of these, or not the same on all ranks; on every rank.
             Or this rank is not in the group.
@@ -98,7 +101,7 @@ class AdasumState(Rounds):
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._shared = SharedBuckets()
-        self._passes = 0  # after the first one DDP makes its final buckets
+        self.passes = 0  # after the first one DDP makes its final buckets
         self.records = Records()
         self._last_pass = LastPass()
 
@@ -157,7 +160,7 @@ class AdasumState(Rounds):
 
     def _address(self, flat: torch.Tensor) -> int | None:
         """Return the core's address of a bucket, if the core reduces it where it lies."""
-        if self._passes == 0 or self.compression or not flat.is_cpu:
+        if self.passes == 0 or self.compression or not flat.is_cpu:
             return None
         choice = native.chosen(self.communicator, self.rule)
         by_core = choice is not None and choice.group is not None
@@ -290,7 +293,7 @@ def adasum_hook(
     future = state._start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state._finish()
-        state._passes += 1
+        state.passes += 1
         state._last_pass.note(state.reduced)
         state.end_round()
     return future

@@ -16,7 +16,6 @@ from tests.parallel.harness.launch import (
 )
 
 SECONDS = 300
-BOTH_ENGINES = pytest.mark.parametrize("engine", ["torch", "horovod"])
 UNDER_TORCHRUN = [*TORCHRUN, "--standalone", "--nproc-per-node"]
 
 
@@ -51,25 +50,19 @@ def test_plain_ddp(op: str) -> None:
     assert float(accuracy) > 0.95
 
 
-@BOTH_ENGINES
-def test_lightning(engine: str) -> None:
+def test_lightning() -> None:
     pytest.importorskip("lightning")
-    output = run(
-        [sys.executable], "lightning_digits.py", "--devices", "2", "--engine", engine
-    )
+    output = run([sys.executable], "lightning_digits.py", "--devices", "2")
     check_trained(output, ranks=2, accuracy=0.85, passes=6 * 22)
 
 
-@BOTH_ENGINES
-def test_fabric(engine: str) -> None:
+def test_fabric() -> None:
     pytest.importorskip("lightning")
     output = run(
         [*UNDER_TORCHRUN, "2"],
         "lightning_fabric.py",
         "--devices",
         "2",
-        "--engine",
-        engine,
     )
     check_trained(output, ranks=2, accuracy=0.85, passes=6 * 22)
 
@@ -86,18 +79,16 @@ def test_lightning_with_fsdp2() -> None:
     assert found[0] == "1" and float(found[1]) < 0.8, found  # of 4 equal classes 1.39
 
 
-@BOTH_ENGINES
-def test_accelerate(engine: str) -> None:
+def test_accelerate() -> None:
     pytest.importorskip("accelerate")
-    output = run([*UNDER_TORCHRUN, "2"], "accelerate_digits.py", "--engine", engine)
+    output = run([*UNDER_TORCHRUN, "2"], "accelerate_digits.py")
     # Of two passes the first one stays local.
     check_trained(output, ranks=2, accuracy=0.85, passes=6 * 22)
 
 
-@BOTH_ENGINES
-def test_transformers(engine: str) -> None:
+def test_transformers() -> None:
     pytest.importorskip("transformers")
-    output = run([*UNDER_TORCHRUN, "2"], "transformers_trainer.py", "--engine", engine)
+    output = run([*UNDER_TORCHRUN, "2"], "transformers_trainer.py")
     check_trained(output, ranks=2, accuracy=0.7, passes=40 * 5)
 
 
