@@ -195,8 +195,8 @@ ONE_HOST_3, ONE_HOST_5 = (
 )
 
 # In the order in which they are likely to show a fault: `make test` runs a case on the first
-# configuration that has its file (tests/tiers.py). Three ranks are no power of two, paths of large
-# tensors come before usual ones, a device on two hosts before one on one, the core before torch.
+# configuration that has its file (tests/tiers.py). First are three ranks, which is not a power of
+# two, paths of large tensors, devices of two hosts, and the core.
 CONFIGURATIONS = [
     STAGED_MPI, TINY_MPI, MPI_3, GLOO_2, MPI_4,
     GLOO_3, ALONE, MPI_2, MPI_5, PORTABLE_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,

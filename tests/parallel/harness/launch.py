@@ -21,6 +21,7 @@ __all__ = [
     "environment",
     "run_launcher",
     "search_path",
+    "torchrun",
     "waits",
 ]
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -35,11 +36,15 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
         mpirun = shutil.which("mpirun", path=search_path()) or "mpirun"
         return [mpirun, "--oversubscribe", "-np", str(ranks)]
     if backend == "torchrun":
-        words = [*python(), *TORCHRUN[1:]]
-        words += ["--standalone", "--nproc-per-node", str(ranks)]
+        words = [*torchrun(), "--standalone", "--nproc-per-node", str(ranks)]
         return [*words, "--no-python"]
     where = ["-H", hosts] if hosts else []
     return [*HOROVODRUN, "-np", str(ranks), "--gloo", *where]
+
+
+def torchrun() -> list[str]:
+    """Return torchrun's words, in a process that has imported torch."""
+    return [*python(), *TORCHRUN[1:]]
 
 
 def waits(seconds: int) -> tuple[tuple[str, str], ...]:
