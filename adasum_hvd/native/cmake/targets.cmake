@@ -73,9 +73,14 @@ function(adasum_share target)
   if(NOT TARGET adasum_core_${key})
     adasum_add_core(adasum_core_${key})
     target_compile_definitions(adasum_core_${key} PRIVATE _GLIBCXX_USE_CXX11_ABI=${abi})
-    # Without the frameworks' own: the commands stay the same when the other framework is added to a build.
+    # Without the frameworks' own folders, of which TensorFlow's replaces Horovod's Eigen: the commands stay the same
+    # when the other framework is added to a build. No binding uses a member that is of Eigen.
     get_target_property(includes ${target} INCLUDE_DIRECTORIES)
     list(FILTER includes EXCLUDE REGEX "/(torch|tensorflow)/include")
+    foreach(folder IN ITEMS eigen flatbuffers/include)
+      list(REMOVE_ITEM includes "${CMAKE_SOURCE_DIR}/third_party/${folder}")
+      list(APPEND includes "${CMAKE_SOURCE_DIR}/third_party/${folder}")
+    endforeach()
     add_library(adasum_common_${key} OBJECT ${common} ${ADASUM_SOURCES})
     set_target_properties(adasum_common_${key} PROPERTIES CXX_STANDARD ${ADASUM_CXX_STANDARD} CXX_STANDARD_REQUIRED ON
       COMPILE_DEFINITIONS "${definitions}" INCLUDE_DIRECTORIES "${includes}")
@@ -109,28 +114,6 @@ function(adasum_flags target)
   endforeach()
 endfunction()
 
-# The rest of a target binds the library to a framework: templates of headers, and no arithmetic. torch's header, which
-# takes the compiler longer than all else, is compiled once.
-function(adasum_bindings target)
-  target_compile_options(${target} PRIVATE -O1)
-  if(NOT target STREQUAL pytorch)
-    return()
-  endif()
-  target_precompile_headers(${target} PRIVATE <torch/extension.h>)
-  foreach(name IN ITEMS handle_manager ready_event cuda_util mpi_ops_v2)
-    set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/torch/${name}.cc" TARGET_DIRECTORY ${target} PROPERTIES
-      SKIP_PRECOMPILE_HEADERS ON)
-  endforeach()
-  # A precompiled header must come first: in this source before the one that changes Horovod's calls.
-  get_target_property(folder ${target} BINARY_DIR)
-  set(compiled "${folder}/CMakeFiles/${target}.dir/cmake_pch.hxx")
-  set(source "${CMAKE_SOURCE_DIR}/horovod/torch/mpi_ops_v2.cc")
-  get_source_file_property(options "${source}" TARGET_DIRECTORY ${target} COMPILE_OPTIONS)
-  get_source_file_property(depends "${source}" TARGET_DIRECTORY ${target} OBJECT_DEPENDS)
-  set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES
-    COMPILE_OPTIONS "-include;${compiled};${options}" OBJECT_DEPENDS "${depends};${compiled}.gch")
-endfunction()
-
 set(ADASUM_KERNEL_LIBRARIES)
 foreach(target IN ITEMS pytorch tensorflow)
   if(NOT TARGET ${target})
@@ -138,7 +121,9 @@ foreach(target IN ITEMS pytorch tensorflow)
   endif()
   adasum_share(${target})
   adasum_flags(${target})
-  adasum_bindings(${target})
+  # What is left binds the library to a framework: templates of its headers, and no arithmetic. A precompiled header
+  # takes as long to compile as it saves, and 760 MB.
+  target_compile_options(${target} PRIVATE -O1)
   if(target STREQUAL tensorflow AND HAVE_CUDA)
     set(source "${ADASUM_NATIVE_DIR}/op/tensorflow_stream.cc")
     target_sources(${target} PRIVATE "${source}")
