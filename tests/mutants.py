@@ -95,9 +95,10 @@ def in_cpp(path: str, source: bytes) -> Iterator[Mutant]:
 def known(words: tuple[str, ...]) -> Iterator[Mutant]:
     """Yield the mutants of the rooms whose paths have these words."""
     for path in (path for room in ROOMS for path in sorted(Path(room).rglob("*"))):
-        if path.name == "cuda.py":  # which only `make gpu` runs
+        # Only `make gpu` runs cuda.py.
+        if path.suffix not in SOURCES or path.name == "cuda.py":
             continue
-        if path.suffix in SOURCES and all(word in str(path) for word in words):
+        if all(word in str(path) for word in words):
             of = in_python if path.suffix == ".py" else in_cpp
             yield from of(str(path), path.read_bytes())
 

@@ -51,7 +51,7 @@ case "$1" in
   --build) exec {cmake} --build . --parallel {jobs} ;;
 esac
 if [ -f build.ninja ] && [ "$(cat adasum_configured 2>/dev/null)" = "{key}" ]; then exit 0; fi
-rm -f CMakeCache.txt
+rm -f CMakeCache.txt adasum_configured
 {cmake} "$@" -DCMAKE_PROJECT_horovod_INCLUDE={inject} {extra} || exit $?
 echo "{key}" > adasum_configured
 """
