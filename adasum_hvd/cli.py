@@ -22,7 +22,11 @@ def _build(arguments: argparse.Namespace) -> None:
             f"expected --frameworks torch, tensorflow or torch,tensorflow, but got {given!r}"
         )
     wheel = builder.build(
-        frameworks, arguments.mpi, arguments.gpu, force=arguments.force
+        frameworks,
+        arguments.mpi,
+        arguments.gpu,
+        force=arguments.force,
+        debug=arguments.debug,
     )
     if not arguments.no_install:
         builder.install(wheel)
@@ -67,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--no-install", action="store_true", help="only make the wheel")
     build.add_argument("--force", action="store_true", help="do not use a cached wheel")
+    build.add_argument("--debug", action="store_true", help="with debug information")
     build.set_defaults(run=_build, errors=BuildError)
 
     program = commands.add_parser(

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +13,20 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.tools import doctor
+from tests.parallel.harness.imported import EXECUTABLE, interpreter
 from tests.parallel.harness.launch import environment
+
+
+def forked() -> dict[str, str]:
+    """Return an environment in which the command's Pythons are forks."""
+    return environment() | {EXECUTABLE: interpreter()}
 
 
 def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `adasum-hvd WORDS`."""
     return subprocess.run(
-        [sys.executable, "-m", "adasum_hvd", *words],
-        env=environment() | variables, capture_output=True, text=True, timeout=500,
+        [interpreter(), "-m", "adasum_hvd", *words],
+        env=forked() | variables, capture_output=True, text=True, timeout=500,
         check=False,
     )  # fmt: skip
 
@@ -94,8 +99,8 @@ def test_the_demos_ranks_end_with_it(tmp_path: Path, engine: str) -> None:
     """SIGTERM reaches the launcher, which ends its ranks."""
     words = ["demo", "--engine", engine, "--ranks", "2", "--epochs", "9999"]
     demo = subprocess.Popen(
-        [sys.executable, "-m", "adasum_hvd", *words, "--output", str(tmp_path)],
-        env=environment(),
+        [interpreter(), "-m", "adasum_hvd", *words, "--output", str(tmp_path)],
+        env=forked(),
     )
     try:
         limit = time.monotonic() + 60

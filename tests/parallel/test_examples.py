@@ -11,7 +11,7 @@ from jobs import REPOSITORY
 from adasum_hvd import cli
 from tests.parallel.harness import elastic_example
 from tests.parallel.harness.imported import python
-from tests.parallel.harness.launch import TORCHRUN, environment, run_launcher
+from tests.parallel.harness.launch import environment, run_launcher, torchrun
 from tests.unit import pages
 
 EXAMPLES = REPOSITORY / "examples"
@@ -24,7 +24,7 @@ def test_torch_elastic(tmp_path: Path) -> None:
 
 
 def test_torch_fsdp_resumes_on_another_number_of_shards(tmp_path: Path) -> None:
-    words = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
+    words = [*torchrun(), "--standalone", "--nproc-per-node", "4"]
     words += ["--no-python", *python(), str(EXAMPLES / "torch_fsdp.py")]
     folder = str(tmp_path / "checkpoint")
     losses = []
@@ -46,7 +46,7 @@ def test_first_run_page(tmp_path: Path) -> None:
     blocks = [block for block in pages.blocks(page, "") if block.startswith(starts)]
     _, adasum, plot, advise = map(str.split, blocks)
     shown = re.search(r"^    (adasum_hvd .*\n(?:    .*\n)*)", page.read_text(), re.M)[1]
-    words = [*TORCHRUN, "--standalone", *adasum[1:], "--epochs", "1"]
+    words = [*torchrun(), "--standalone", *adasum[1:], "--epochs", "1"]
     program = words.index("examples/torch_ddp.py")
     words[program : program + 1] = [
         "--no-python",

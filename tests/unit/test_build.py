@@ -45,8 +45,19 @@ def test_key_follows_everything_that_decides_the_wheel(monkeypatch):
     assert here.key() == environment.detect(["torch"], mpi=False).key()
     assert here.key() != environment.detect(["tensorflow"], mpi=False).key()
     assert here.key() != environment.detect(["torch"], mpi=True).key()
+    debug = environment.detect(["torch"], mpi=False, debug=True)
+    assert here.key() != debug.key()
+    assert debug.settings["CXXFLAGS"].endswith("-g")
     monkeypatch.setenv("HOROVOD_DEBUG", "1")
     assert here.key() != environment.detect(["torch"], mpi=False).key()
+
+
+def test_a_framework_is_added_in_the_tree_of_the_others():
+    both = environment.detect(mpi=False)
+    for name in both.frameworks:
+        assert build._root(environment.detect([name], mpi=False)) == build._root(both)
+    with_mpi, debug = environment.detect(mpi=True), environment.detect(debug=True)
+    assert len({build._root(one) for one in (both, with_mpi, debug)}) == 3
 
 
 def test_native_key_follows_the_sources(monkeypatch, tmp_path):

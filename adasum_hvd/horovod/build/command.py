@@ -5,7 +5,8 @@ a small script that adds `-DCMAKE_PROJECT_horovod_INCLUDE=cmake/inject.cmake` to
 configure call; `horovod/cmake` does the rest.
 
 The cache directory keeps finished wheels, keyed by everything that decides their content. It also
-keeps one build tree per environment, so that a change of one native file compiles only that file.
+keeps one build tree per environment, so that a change of one native file compiles only that file,
+and a framework that is added only what binds the library to it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from adasum_hvd.horovod.build import nccl
@@ -49,6 +51,7 @@ case "$1" in
   --build) exec {cmake} --build . --parallel {jobs} ;;
 esac
 if [ -f build.ninja ] && [ "$(cat adasum_configured 2>/dev/null)" = "{key}" ]; then exit 0; fi
+rm -f CMakeCache.txt adasum_configured
 {cmake} "$@" -DCMAKE_PROJECT_horovod_INCLUDE={inject} {extra} || exit $?
 echo "{key}" > adasum_configured
 """
@@ -56,8 +59,8 @@ echo "{key}" > adasum_configured
 
 def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
     variables = dict(os.environ, PATH=scripts_path(), PYTHONUNBUFFERED="1")
+    variables |= env.settings
     if "HOROVOD_CUDA_HOME" in env.settings:
-        variables |= env.settings
         variables |= nccl.build_variables(variables, wrapper.with_name("nccl"))
     variables["HOROVOD_CMAKE"] = str(wrapper)
     variables["HOROVOD_LOCAL_VERSION"] = LOCAL_VERSION
@@ -136,6 +139,7 @@ def build(
     mpi: bool | None = None,
     gpu: str | None = None,
     force: bool = False,
+    debug: bool = False,
 ) -> Path:
     """Return a wheel of Horovod with the AdaSum op for this environment; build it if needed.
 
@@ -144,6 +148,7 @@ def build(
         mpi: see :func:`detect`.
         gpu: see :func:`detect`.
         force: build even if a cached wheel fits, in the same build tree.
+        debug: with debug information.
 
     Returns:
         The path of the wheel in the cache.
@@ -152,7 +157,7 @@ def build(
         BuildError: a prerequisite is missing, Horovod's source cannot be downloaded, or the
             build failed; the message then holds the first compiler error and the log's path.
     """
-    env = detect(frameworks, mpi, gpu)
+    env = detect(frameworks, mpi, gpu, debug)
     wheels = cache_dir() / "wheels" / env.key(native_key())
     with locked(_root(env)):
         cached = sorted(wheels.glob("horovod-*.whl"))
@@ -162,8 +167,11 @@ def build(
 
 
 def _root(env: Environment) -> Path:
-    """Return the folder of this environment's build tree; environments can build at once."""
-    return cache_dir() / "build" / env.key(sys.prefix)
+    """Return the folder of this environment's build tree; environments can build at once.
+
+    Frameworks may come and go: the compiler's commands name their versions.
+    """
+    return cache_dir() / "build" / replace(env, frameworks={}).key(sys.prefix)
 
 
 def _build_wheel(env: Environment, wheels: Path) -> Path:
@@ -176,7 +184,7 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
             cmake=shlex.quote(_cmake()),
             jobs=(os.cpu_count() or 1) + 1,
             inject=shlex.quote(str(root / "adasum_native" / "cmake" / "inject.cmake")),
-            key=root.name,
+            key=env.key(),
             extra=f"-DCMAKE_BUILD_RPATH='{nccl.RPATH}'" if env.nccl else "",
         )
     )
@@ -195,7 +203,8 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
         "--dist-dir",
         str(root / "dist"),
     ]
-    shutil.rmtree(root / "dist", ignore_errors=True)
+    for folder in (root / "dist", *tree.glob("build/lib*")):
+        shutil.rmtree(folder, ignore_errors=True)
     started = time.monotonic()
     _run_logged(command, tree, _build_variables(env, wrapper), root / "build.log")
     (wheel,) = (root / "dist").glob("horovod-*.whl")

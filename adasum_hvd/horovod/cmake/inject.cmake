@@ -4,5 +4,5 @@
 # EVAL, because a deferred call expands its arguments late, when CMAKE_CURRENT_LIST_DIR is another folder.
 cmake_language(EVAL CODE
   "cmake_language(DEFER DIRECTORY [[${CMAKE_SOURCE_DIR}]] CALL include [[${CMAKE_CURRENT_LIST_DIR}/targets.cmake]])")
-# Debug information is a third of the compilers' time, and 70 MB a library. CXXFLAGS=-g brings it back.
+# Debug information is a third of the compilers' time, and 70 MB a library. `build --debug` brings it back.
 string(REGEX REPLACE "-g( |$)" "\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")

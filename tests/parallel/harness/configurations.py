@@ -211,8 +211,8 @@ ON_CPU = [
 ]
 
 # In the order in which they are likely to show a fault: `make test` runs a case on the first
-# configuration that has its file (tests/tiers.py). Three is not a power of two. Paths of large
-# tensors come before usual ones, a device on two hosts before one on one, the core before torch.
+# configuration that has its file (tests/tiers.py). First are three ranks, which is not a power of
+# two, paths of large tensors, devices of two hosts, and the core.
 CONFIGURATIONS = [
     STAGED_MPI, TINY_MPI, MPI_3, GLOO_2, MPI_4,
     GLOO_3, ALONE, MPI_2, MPI_5, PORTABLE_MPI, UNEQUAL_HOSTS, TWO_HOSTS, SPLIT_MPI, GROUPED,

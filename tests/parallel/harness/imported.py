@@ -4,9 +4,11 @@ A rank's start is its imports: three or four seconds of processor time for torch
 TensorFlow, in some 300 ranks. A fork has them at once. What is tested is imported by each rank
 itself: neither Horovod nor this package is in a parent.
 
-Words of `python()` take the place of `python` in front of a program. `sys.executable` remains
-right where a test is about the start itself, or sets a variable that is read before the first
-line of a program (a parent refuses to run a program whose variables of that kind differ).
+Words of `python()` take the place of `python` in front of a program. A command that starts more
+Pythons itself (`adasum-hvd demo`) is started by `interpreter()`, which forks those, too.
+`sys.executable` remains right where a test is about the start itself, or sets a variable that is
+read before the first line of a program (a parent refuses to run a program whose variables of that
+kind differ).
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ FRAMEWORKS = {
     "tensorflow": ("pytest", "cloudpickle", "psutil", "yaml", "tensorflow", "keras"),
 }
 PARENTS = 2  # forked.py says why
+# In place of a Python: modules and programs run in forks, all else (-c, -S) as usual.
+INTERPRETER = """#!/bin/sh
+case "$1" in
+  -m | *.py) exec {python} -IS {forked} {sockets} "$@" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+EXECUTABLE = "ADASUM_TESTS_EXECUTABLE"  # the `sys.executable` of a fork
 FORKED = str(Path(__file__).with_name("forked.py"))
 # Read by libraries when they are loaded.
 READ_AT_START = (
@@ -44,6 +54,17 @@ READ_AT_START = (
 def python(framework: str = "torch") -> list[str]:
     """Return the words that run a program in a fork of a process with this framework."""
     return [sys.executable, "-IS", FORKED, ",".join(_parents(framework))]
+
+
+@functools.cache
+def interpreter(framework: str = "torch") -> str:
+    """Return a program that stands for `sys.executable`, also in what it starts."""
+    sockets = _parents(framework)
+    program = Path(sockets[0]).with_name("python")
+    words = {"python": sys.executable, "forked": FORKED, "sockets": ",".join(sockets)}
+    program.write_text(INTERPRETER.format(**words))
+    program.chmod(0o755)
+    return str(program)
 
 
 @functools.cache
@@ -167,6 +188,7 @@ def run(
     added = {name: v for name, v in os.environ.items() if name not in given}
     os.environ.clear()
     os.environ.update(added | environment)
+    sys.executable = environment.get(EXECUTABLE, sys.executable)
     sys.modules["numpy"].random.seed()  # else all forks have the parent's state
     if torch := sys.modules.get("torch"):
         torch.seed()

@@ -20,6 +20,7 @@ __all__ = [
     "environment",
     "run_launcher",
     "search_path",
+    "torchrun",
     "waits",
 ]
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -34,6 +35,11 @@ def command(backend: str, ranks: int, hosts: str = "") -> list[str]:
     if backend == "torchrun":
         return [*python(), *words[1:]]
     return [*words, *(["-H", hosts] if hosts else [])]
+
+
+def torchrun() -> list[str]:
+    """Return torchrun's words, in a process that has imported torch."""
+    return [*python(), *TORCHRUN[1:]]
 
 
 def waits(seconds: int) -> tuple[tuple[str, str], ...]:
