@@ -16,7 +16,7 @@ folder=$(mktemp --directory)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3.11}" -m venv environment
-environment/bin/pip install --quiet mindspore==2.10.0 numpy==1.26.4 setuptools==80.9.0
+environment/bin/pip install --quiet mindspore==2.10.0 numpy==1.26.4
 cat > program.py <<'PYTHON'
 import mindspore
 import numpy
