@@ -70,13 +70,10 @@ def test_cases_that_cannot_be_read(folder: Path, text: str, message: str) -> Non
 
 
 def test_every_file_of_cases_has_ranks_that_run_it() -> None:
-    """`make soak` and `make gpu` run the files that no shared configuration does."""
+    """`make soak` runs the files that no shared configuration does."""
     shared = {file for one in configurations.CONFIGURATIONS for file in one.files}
     found = {cases.file_of(path) for path in cases.FOLDER.rglob("test_*.py")}
     assert found - shared == {
-        "device.test_tensorflow",
-        "device.test_distributed",
-        "device.test_torch",
         "torch.test_sixteen",
         "torch.test_soak",
         "torch.test_strict_sum",

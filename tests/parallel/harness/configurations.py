@@ -223,10 +223,10 @@ CONFIGURATIONS = [
     DISTRIBUTED_3, DISTRIBUTED_2, DISTRIBUTED_5,
     Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE), ONE_HOST_3, ONE_HOST_5,
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
+    Configuration(CANCELLED, "torchrun", 6),
     Configuration(
         _files("distributed", "replicate cancelled_shards"), "torchrun", 4, WITHOUT_CORE
     ),
-    Configuration(CANCELLED, "torchrun", 6),
     *ON_CPU,
     *(ALL_SIMULATED if platform.machine() == "x86_64" else []),
 ]  # fmt: skip
