@@ -181,10 +181,11 @@ def survey(package: str, name: str) -> dict[str, Any]:
 
 
 def _observed(case: Case) -> Case:
-    optimizer, fields = case.build().optimizer, dict[str, Any]()
+    training, fields = case.build(), dict[str, Any]()
+    training.step(partial(training.backward, 0, 0), 0)  # SPlus has no average before it
     with suppress(AttributeError):  # of this one, or of an inner one
-        optimizer.eval()
-        optimizer.train()
+        training.optimizer.eval()
+        training.optimizer.train()
         fields["evaluates"] = True
     case = Case(**asdict(case) | fields)
     try:
