@@ -256,8 +256,8 @@ void GroupReduction::ApplyRule() {
   }
   const bool failed = !arithmetic_.settings.rule(grams.data(), coefficients.data());
   if (AnyRank(*level_.transport, failed)) {
-    throw RuleFailed(
-        "AdaSum: expected coefficients of the rule on all ranks, but it failed on another one; see its error");
+    throw RuleFailed("AdaSum: expected coefficients of the rule on all ranks, but it failed on another one; "
+                     "see its error");
   }
   for (size_t run = 0; run < mine().runs.size(); ++run) {
     const double* from = &coefficients[mine().runs[run].tensor * size_];
