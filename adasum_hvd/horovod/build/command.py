@@ -203,8 +203,9 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
         "--dist-dir",
         str(root / "dist"),
     ]
-    for folder in (root / "dist", *tree.glob("build/lib*")):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(root / "dist", ignore_errors=True)
+    for library in tree.glob("build/lib*/horovod/*/*.so"):
+        library.unlink()  # perhaps of a framework that is left out now
     started = time.monotonic()
     _run_logged(command, tree, _build_variables(env, wrapper), root / "build.log")
     (wheel,) = (root / "dist").glob("horovod-*.whl")
