@@ -8,7 +8,7 @@ import pytest
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.one_group import warn_of_one_group
-from adasum_hvd.horovod import binding, groups
+from adasum_hvd.horovod import groups
 
 
 def test_parse_names_and_numbers():
@@ -23,17 +23,6 @@ def test_parse_names_and_numbers():
 def test_parse_refuses(wrong):
     with pytest.raises(ValueError, match=r"expected one of average, sum, adasum.*got"):
         ops.parse(wrong)
-
-
-def test_counters_keep_their_old_names_for_a_release():
-    counters = binding.Counters(*range(8))
-    for old, value in (("exchange", 5), ("solve", 6), ("gather", 7)):
-        with pytest.warns(
-            DeprecationWarning, match=r"_nanoseconds is now \w+_nanoseconds"
-        ):
-            assert getattr(counters, f"{old}_nanoseconds") == value
-    with pytest.raises(AttributeError, match="seconds"):
-        _ = counters.seconds
 
 
 def test_only_adasum_is_adasum():
