@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -99,8 +100,7 @@ def test_the_demos_ranks_end_with_it(tmp_path: Path, engine: str) -> None:
     """SIGTERM reaches the launcher, which ends its ranks."""
     words = ["demo", "--engine", engine, "--ranks", "2", "--epochs", "9999"]
     demo = subprocess.Popen(
-        [interpreter(), "-m", "adasum_hvd", *words, "--output", str(tmp_path)],
-        env=forked(),
+        [sys.executable, "-m", "adasum_hvd", *words, "--output", str(tmp_path)]
     )
     try:
         limit = time.monotonic() + 60
