@@ -34,9 +34,8 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    from adasum_hvd.horovod.launch import (
-        command,  # needs Horovod; `build` must work without it
-    )
+    # Needs Horovod; `build` must work without it.
+    from adasum_hvd.horovod.launch import command
 
     return command.run(arguments.command, arguments.nprocs)
 

@@ -79,8 +79,11 @@ def choose(
     others = tuple(one.communicator for one in shards)
     key, known = (*_joining(communicator, rule), others), _known(communicator)
     if key not in known:
-        agree = _agree_with_shards if shards else _agree
-        known[key] = agree(communicator, rule, others)
+        known[key] = (
+            _agree_with_shards(communicator, rule, others)
+            if others
+            else _agree(communicator, rule)
+        )
     return known[key]
 
 
@@ -112,7 +115,7 @@ def _agree_with_shards(
     return Choice(None, problem) if problem else Choice(groups[0], "", (*groups[1:],))
 
 
-def _agree(communicator: Communicator, rule: Rule, _: Sequence[Communicator]) -> Choice:
+def _agree(communicator: Communicator, rule: Rule) -> Choice:
     group, why = None, core.why_missing()
     if os.environ.get(SETTING) == "off":
         why = f"{SETTING}=off"

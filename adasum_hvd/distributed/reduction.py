@@ -70,11 +70,11 @@ def reduce_buffer(
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """
-    layout = layout_of(tuple(sizes), communicator.size)
     if communicator.size == 1 or not (shards or flat.numel()):
         return None
     if core := _core(flat, communicator, rule, shards):
         return core.reduce_flat(flat, sizes, at, observe)
+    layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
     part = Slice(rows, layout.runs[communicator.rank])
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)

@@ -160,8 +160,11 @@ def switch(
         raise NotImplementedError(
             "boost: expected adasum and grad_accumulation only, but got "
             f"{', '.join(lacking)}, which this project does not have"
-            + "; dim_reduce would exclude all others"
-            * ("dim_reduce" in lacking)
+            + (
+                "; dim_reduce would exclude all others"
+                if "dim_reduce" in lacking
+                else ""
+            )
         )
     read = {
         **_KEYS,

@@ -147,7 +147,7 @@ class AdamOffload(HostStateOptimizer):
         groups = settings.groups_of(params, defaults, named_parameters)
         super().__init__(groups, defaults)
         self._begin()
-        # With Horovod only rank 0 logs anyway: see `common/logging.py`.
+        # With Horovod only rank 0 logs anyway: see `base/logging.py`.
         rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
         if adam.check("verbose", verbose) and rank == "0":
             logger.info("%s", self.plan())

@@ -1,8 +1,8 @@
 """Build Horovod with the AdaSum op for this Python environment.
 
 Horovod's sources are the unmodified PyPI sdist. `HOROVOD_CMAKE`, Horovod's own variable, names
-a small script that adds `-DCMAKE_PROJECT_horovod_INCLUDE=cmake/inject.cmake` to the
-configure call; `horovod/cmake` does the rest.
+a small script that adds `-DCMAKE_PROJECT_horovod_INCLUDE=.../cmake/inject.cmake` to the configure
+call; `adasum_hvd/horovod/cmake` does the rest.
 
 The cache directory keeps finished wheels, keyed by everything that decides their content. It also
 keeps one build tree per environment, so that a change of one native file compiles only that file,

@@ -8,7 +8,7 @@ A rank's start runs through these files:
 - `route.py`: addresses and network interfaces;
 - `rendezvous.py`: exchange of `RankInfo` through a key-value store;
 - `assignment.py`: from all ranks' `RankInfo` to Horovod's variables;
-- `start.py`: these steps in order, before Horovod's `init`;
+- `variables.py`: these steps in order, before Horovod's `init`;
 - `command.py`: `adasum-hvd exec`, the same for a program that calls plain Horovod.
 
 `supervisor.py` ends commands with all that they have started, for other rooms, too.

@@ -138,7 +138,6 @@ class Reduction:
         gradients: Sequence[Any],
         variables: Sequence[Any],
         places: Sequence[int] | None = None,
-        exact: bool | None = None,
     ) -> list[Any]:
         """Return `gradients` reduced, and None for those that no rank has.
 
@@ -149,13 +148,12 @@ class Reduction:
             gradients: as :meth:`__call__`, with its errors.
             variables: as :meth:`__call__`.
             places: as :meth:`agree`.
-            exact: whether to read the flags; by default outside graphs.
 
         Collective: as :meth:`__call__`.
         """
-        exact = tf.executing_eagerly() if exact is None else exact
-        results, used = self(gradients, variables, places, refuses=not exact)
-        if exact:
+        eager = tf.executing_eagerly()
+        results, used = self(gradients, variables, places, refuses=not eager)
+        if eager:
             pairs = zip(results, used, strict=True)
             return [result if bool(flag) else None for result, flag in pairs]
         pairs = zip(results, gradients, strict=True)
