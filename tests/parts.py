@@ -10,6 +10,7 @@ stays in build/tests, with that of the ranks of each job that failed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
@@ -144,8 +145,15 @@ def main(names: list[str], tier: str = ALL) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
         return subprocess.call(command_of(names[0], tier))
-    shutil.rmtree(KEPT, ignore_errors=True)
-    KEPT.mkdir(parents=True)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    lock = (KEPT.parent / "tests.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"tests: expected one run, but another one writes to {KEPT}; wait for it")
+        return 1
+    shutil.rmtree(KEPT)
+    KEPT.mkdir()
     began, waiting, running, failed = time.monotonic(), list(names), [], []
     counts: Counter[str] = Counter()
     with ExitStack() as left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_parts_show_how_far_they_are_and_fail(tmp_path: Path) -> None:
     assert "run 3 of 3\n" in shown.stdout
     assert shown.stdout.endswith(f"output: {tmp_path}/kept\nfailed: two\n")
     assert "assert False" in (tmp_path / "kept" / "two.log").read_text()
+
+
+def test_a_second_run_leaves_the_output_of_the_first(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(parts, "KEPT", tmp_path / "kept")
+    parts.KEPT.mkdir()
+    (parts.KEPT / "unit.log").write_text("of the first")
+    with (tmp_path / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert parts.main(["unit", "cases"]) == 1
+    assert (parts.KEPT / "unit.log").read_text() == "of the first"
 
 
 def collected(tier: str) -> list[str]:
