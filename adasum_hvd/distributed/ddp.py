@@ -13,6 +13,7 @@ References:
     arXiv 2006.02924, section 3; docs/distributed.md.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.base.rounds import Rounds
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
@@ -49,7 +49,7 @@ class Compression:
     bf16 = torch.bfloat16
 
 
-class AdasumState(Rounds):
+class AdasumState:
     """The state of :func:`adasum_hook` for one DDP model.
 
     Args:
@@ -83,7 +83,6 @@ class AdasumState(Rounds):
         group_op: str | None = None,
         group_size: int | None = None,
     ):
-        super().__init__()
         self.communicator = Communicator(process_group, apart=True)
         self.compression = compression
         try:
@@ -102,6 +101,7 @@ class AdasumState(Rounds):
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._shared = SharedBuckets()
         self.passes = 0  # after the first one DDP makes its final buckets
+        self._on_round: list[Callable[[], None]] = []
         self.records = Records()
         self._last_pass = LastPass()
 
@@ -116,6 +116,11 @@ class AdasumState(Rounds):
             "and averages gradients; copy or save the module inside it, and register the hook "
             "with a new state"
         )
+
+    def on_round(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call `call` after each reduced backward pass; return a function that stops it."""
+        self._on_round.append(call)
+        return lambda: self._on_round.remove(call)
 
     def _start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
@@ -184,8 +189,9 @@ class AdasumState(Rounds):
         self._agree(flat, sizes, problem, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
         observe = self.records.requested(entry)
-        solution = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
-        self.records.add(entry, solution, sizes, communicator, self.rule)
+        rows = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
+        if rows is not None:
+            self.records.add(entry, rows)
         if sent is not flat:
             flat.copy_(sent)
         return flat
@@ -295,5 +301,6 @@ def adasum_hook(
         state._finish()
         state.passes += 1
         state._last_pass.note(state.reduced)
-        state.end_round()
+        for call in state._on_round:
+            call()
     return future

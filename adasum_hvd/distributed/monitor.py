@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.ddp import AdasumState
-from adasum_hvd.monitor.monitor import Entries, Monitor, entries_of_buckets
-from adasum_hvd.monitor.statistics import Rows, TensorRecord
+from adasum_hvd.monitor.monitor import Entries, Monitor
+from adasum_hvd.monitor.statistics import Rows
 
 __all__ = ["AdasumMonitor"]
 
@@ -20,16 +20,11 @@ class _Channel:
     """The connection between the ranks of a state's process group."""
 
     def __init__(self, state: AdasumState):
-        self._state = state
+        self.request_record = state.records.request
+        self.latest_record = state.records.latest
         self._communicator = Communicator(state.communicator.group)
         self.ranks = self._communicator.ranks
         self.rank = self.ranks[self._communicator.rank]
-
-    def request_record(self, entry: str) -> None:
-        self._state.records.request(entry)
-
-    def latest_record(self, entry: str) -> TensorRecord | None:
-        return self._state.records.latest(entry)
 
     def gather(self, obj: Any) -> list[Any]:
         return self._communicator.all_gather_object(obj)
@@ -110,7 +105,15 @@ class AdasumMonitor:
             monitor.request_first(self._entries)
 
     def _entries(self) -> Entries:
-        return entries_of_buckets(self._source.reduced, self._names)
+        """Return the names of the parameters in each bucket, by the bucket's name."""
+        return {
+            entry: [
+                self._names.get(id(parameter), f"bucket{number}.parameter{position}")
+                for position, parameter in enumerate(parameters)
+            ]
+            for number, (entry, parameters) in enumerate(self._source.reduced.items())
+            if any(one.numel() for one in parameters)  # else nothing is reduced
+        }
 
     def close(self) -> None:
         """Write the last record and stop. Collective; blocks."""

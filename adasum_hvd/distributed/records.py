@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from adasum_hvd.distributed.coefficients import Tree, tree_of
-from adasum_hvd.distributed.communicator import Communicator, hosts_of
+from adasum_hvd.distributed.coefficients import Tree
 from adasum_hvd.distributed.native import Rows
-from adasum_hvd.distributed.reduction import Solution
-from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.slices import Layout, layout_of
+from adasum_hvd.distributed.slices import Layout
 from adasum_hvd.monitor.statistics import TensorRecord
+
+
+class Solution(NamedTuple):
+    """The coefficients of a reduction, and the numbers that they follow from."""
+
+    coefficients: torch.Tensor  # float64 [tensors, ranks]
+    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
+    scale: torch.Tensor | None = None  # float64 [tensors], powers of two
 
 
 def inputs_of(tree: Tree) -> list[list[int]]:
@@ -30,8 +35,8 @@ def inputs_of(tree: Tree) -> list[list[int]]:
     return sorted(found)
 
 
-def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.Tensor:
-    """Return float64 [tensors, 5 + inputs], as `monitor.statistics` reads them.
+def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> Rows:
+    """Return rows of 5 + inputs numbers; none without inputs, of one group that is added up.
 
     Rows of tensors whose first element is in another rank's slice are zero.
 
@@ -45,6 +50,8 @@ def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.
     assert gram is not None
     tensors, ranks = gram.shape[:2]
     inputs = inputs_of(tree)
+    if not inputs:
+        return Rows((), np.zeros(0))
     by_input = gram.new_zeros((len(inputs), ranks))
     for number, members in enumerate(inputs):
         for member in members:
@@ -65,14 +72,14 @@ def rows_of(solution: Solution, layout: Layout, rank: int, tree: Tree) -> torch.
         cosines.sum(1),
         (scales > 0).sum(1).double(),
         squares.sum(1).clamp_min(0).sqrt() * inverse,
-        products.sum((1, 2)).clamp_min(0).sqrt() / max(len(inputs), 1) * inverse,
+        products.sum((1, 2)).clamp_min(0).sqrt() / len(inputs) * inverse,
         result.clamp_min(0).sqrt() * inverse,
     ]
     rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
     mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
     before = {tensor for held in layout.held[:rank] for tensor in held}
     mine[[tensor for tensor in layout.held[rank] if tensor not in before]] = True
-    return torch.where(mine, rows, 0.0)
+    return Rows((len(inputs),), torch.where(mine, rows, 0.0).cpu().numpy())
 
 
 class Records:
@@ -94,26 +101,9 @@ class Records:
         """Return the latest record of a bucket, or None if there is none."""
         return self._latest.get(entry)
 
-    def add(
-        self,
-        entry: str,
-        solution: Solution | Rows | None,
-        sizes: Sequence[int],
-        communicator: Communicator,
-        rule: Rule,
-    ) -> None:
-        """Record a reduction of a bucket if that was requested."""
-        if solution is None or entry not in self._requested:
-            return
+    def add(self, entry: str, found: Rows) -> None:
+        """Record a reduction of a bucket, as was requested."""
         self._requested.discard(entry)
         before = self._latest.get(entry)
         number = 1 + (before.number if before else 0)
-        if isinstance(solution, Solution):
-            tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
-            layout = layout_of(tuple(sizes), communicator.size)
-            joined = len(inputs_of(tree))
-            rows = rows_of(solution, layout, communicator.rank, tree).cpu().numpy()
-            solution = Rows((joined,), rows) if joined else Rows((), np.zeros(0))
-        self._latest[entry] = TensorRecord(
-            number, solution.sizes, solution.rows.ravel()
-        )
+        self._latest[entry] = TensorRecord(number, found.sizes, found.rows.ravel())

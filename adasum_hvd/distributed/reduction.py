@@ -15,8 +15,6 @@ sum of the shards' dot products. Only `Exchange` knows who holds a part of a ten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from adasum_hvd.distributed import native
@@ -31,16 +29,9 @@ from adasum_hvd.distributed.coefficients import (
 )
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.exchange import Exchange, FormNodes, Shards, sums_by_tensor
+from adasum_hvd.distributed.records import Solution, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
-
-
-class Solution(NamedTuple):
-    """The coefficients of a reduction, and the numbers that they follow from."""
-
-    coefficients: torch.Tensor  # float64 [tensors, ranks]
-    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
-    scale: torch.Tensor | None = None  # float64 [tensors], powers of two
 
 
 def reduce_buffer(
@@ -51,7 +42,7 @@ def reduce_buffer(
     shards: Sequence[Shards] = (),
     at: int | None = None,
     observe: bool = False,
-) -> Solution | native.Rows | None:
+) -> native.Rows | None:
     """Reduce concatenated tensors in place.
 
     Args:
@@ -62,11 +53,10 @@ def reduce_buffer(
         shards: groups over which the tensors are sharded; their ranks may hold other `sizes`,
             zero included, of the same tensors.
         at: another address of `flat`'s memory, which the ranks of a host share.
-        observe: a monitor needs the coefficients.
+        observe: return rows for a monitor; not with the rule "mean".
 
     Returns:
-        The coefficients, with the Gram matrices of the tensors whose first element is in this
-        rank's slice, or the core's rows if it has reduced; None if there was nothing to reduce.
+        The rows; None if there was nothing to reduce, or nothing to observe.
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """
@@ -82,7 +72,7 @@ def reduce_buffer(
     mine = rows[communicator.rank]
     part.combine(tree, solution.coefficients, solution.scale, mine)
     communicator.gather(flat, layout.bounds)
-    return solution
+    return rows_of(solution, layout, communicator.rank, tree) if observe else None
 
 
 def reduce_tensors(

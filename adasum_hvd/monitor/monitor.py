@@ -78,25 +78,6 @@ def inputs_of(op: ops.ReduceOp) -> str:
     return "gradients" if op is ops.AdasumGrad else "changes"
 
 
-def entries_of_buckets(
-    buckets: Mapping[str, Sequence[Any]], names: Mapping[int, str]
-) -> Entries:
-    """Return the names of the parameters in each of DDP's buckets.
-
-    Args:
-        buckets: by entry, the parameters.
-        names: by the `id` of a parameter; a parameter without one is named by its position.
-    """
-    return {
-        entry: [
-            names.get(id(parameter), f"bucket{number}.parameter{position}")
-            for position, parameter in enumerate(parameters)
-        ]
-        for number, (entry, parameters) in enumerate(buckets.items())
-        if any(parameter.numel() for parameter in parameters)  # else nothing is reduced
-    }
-
-
 class _Segments(NamedTuple):
     """The segments of one of Horovod's tensors among the summed rows."""
 
