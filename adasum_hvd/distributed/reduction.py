@@ -15,6 +15,7 @@ sum of the shards' dot products. Only `Exchange` knows who holds a part of a ten
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from adasum_hvd.distributed import native

@@ -38,7 +38,6 @@ from adasum_hvd.distributed.unit_reduction import (
     MISSING,
     NEW,
     REDUCED,
-    Place,
     Progress,
     UnitReducer,
 )
@@ -221,7 +220,7 @@ class ReplicateHandle:
     def _launch(self, progress: Progress) -> None:
         """Begin to reduce a unit's gradients."""
         self._launched += self._next == 0
-        place = Place(self._launched, self._next)
+        place = self._launched, self._next
         self._next += 1
         progress.reduced = True
         unit, gradients, states = progress.unit, [], []

@@ -5,8 +5,6 @@ A small header goes first: pass, unit, and the state of each gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 
@@ -14,10 +12,9 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.units import Unit
 
-__all__ = ["MISSING", "NEW", "REDUCED", "Place", "Progress", "UnitReducer"]
+__all__ = ["MISSING", "NEW", "REDUCED", "Progress", "UnitReducer"]
 
 MISSING, REDUCED, NEW = range(3)  # states of a gradient before a reduction
-_PLACE = 12  # bytes of a place
 _EXPECTED = (
     "adasum_replicate: expected gradients of one pass and unit from all replicas"
 )
@@ -59,13 +56,6 @@ class Progress:
             self._most[self._accumulated] = list(map(max, self.expected, self.fired))
 
 
-class Place(NamedTuple):
-    """The number of a pass, and of a unit in it."""
-
-    number: int
-    unit: int
-
-
 class UnitReducer:
     """Reduces units, and stops for good if the replicas do not reduce the same one.
 
@@ -84,7 +74,7 @@ class UnitReducer:
         unit: Unit,
         gradients: list[torch.Tensor],
         states: list[int],
-        place: Place,
+        place: tuple[int, int],
         communicator: Communicator,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Reduce a unit's gradients in place.
@@ -96,11 +86,11 @@ class UnitReducer:
             unit: the unit.
             gradients: this rank's shards of them.
             states: of the gradients.
-            place: of the unit.
+            place: the number of the pass, and of the unit in it.
             communicator: the replicas.
 
         Returns:
-            The gradients, and uint8 [replicas, parameters]: their states before.
+            The gradients, and int64 [replicas, parameters]: their states before.
 
         Raises:
             RuntimeError: a replica reduces, or has reduced, another unit or pass; on all replicas,
@@ -111,13 +101,10 @@ class UnitReducer:
         if self._problem:
             raise RuntimeError(self._problem)
         device = gradients[0].device
-        head = place.number.to_bytes(8, "little") + place.unit.to_bytes(4, "little")
-        row = [*head, *states, *[0] * (self._widest - len(states))]
-        rows = communicator.all_gather(
-            torch.tensor(row, dtype=torch.uint8, device=device)
-        )
-        self._check(rows[:, :_PLACE])
-        everywhere = rows[:, _PLACE : _PLACE + len(states)]
+        row = [*place, *states, *[0] * (self._widest - len(states))]
+        rows = communicator.all_gather(torch.tensor(row, device=device))
+        self._check(rows[:, :2])
+        everywhere = rows[:, 2 : 2 + len(states)]
         is_new = (everywhere == NEW).any(0)
         if device.type == "cpu" and not is_new.any():
             return gradients, everywhere
@@ -138,14 +125,9 @@ class UnitReducer:
         if places.device.type == "cuda":
             torch._assert_async(is_equal, _EXPECTED)
         elif places.device.type == "cpu" and not is_equal:
-            got = ", ".join(map(_described, places.tolist()))
+            got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
             self._problem = (
                 f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
                 "pass fails on one replica, end the job on all of them"
             )
             raise RuntimeError(self._problem)
-
-
-def _described(place: list[int]) -> str:
-    number, unit = (int.from_bytes(part, "little") for part in (place[:8], place[8:]))
-    return f"pass {number} unit {unit}"
