@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from types import FrameType
 
 
@@ -13,15 +14,12 @@ def running(function: str, module: str) -> list[FrameType]:
         function: its name in the source.
         module: the name of its module.
     """
-    found, frame = [], sys._getframe().f_back
-    while frame is not None:
-        if (
-            frame.f_code.co_name == function
-            and frame.f_globals.get("__name__") == module
-        ):
-            found.append(frame)
-        frame = frame.f_back
-    return found
+    return [
+        frame
+        for frame, _ in traceback.walk_stack(sys._getframe().f_back)
+        if frame.f_code.co_name == function
+        and frame.f_globals.get("__name__") == module
+    ]
 
 
 def is_inside(function: str, module: str) -> bool:

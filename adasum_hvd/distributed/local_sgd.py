@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import check_count
 from adasum_hvd.distributed.checks import Call, call_of
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
@@ -267,8 +268,7 @@ def _settings(
     check_optimizer("optimizer", optimizer)
     if outer is not None:
         check_optimizer("outer_optimizer", outer)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every: expected an integer >= 1, but got {every!r}")
+    check_count("every", every)
     known = {id(parameter) for parameter in model.parameters()}
     if strange := len(_trained(optimizer) - known):
         raise ValueError(

@@ -81,7 +81,8 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
     count = len(rows)
     cosines, pairs = np.zeros(count), np.zeros(count)
     energy, gain = np.ones(count), np.ones(count)
-    moments, length = _no_moments(count), np.full(count, np.nan)
+    nothing = np.full(count, np.nan)
+    moments, length = (nothing, nothing), nothing
     coefficients = np.ones((count, 1))
     end = rows.shape[1]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -109,10 +110,6 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
             length,
         )
     return dict(zip(NAMES, values, strict=True))
-
-
-def _no_moments(count: int) -> tuple[Rows, Rows]:
-    return np.full(count, np.nan), np.full(count, np.nan)
 
 
 def _moments(part: Rows, size: int) -> tuple[Rows, Rows]:
