@@ -11,7 +11,7 @@ import torch
 
 from adasum_hvd.distributed.checks import Call, agree, call_of, listed
 from adasum_hvd.distributed.communicator import Communicator, check_groups, hosts_of
-from adasum_hvd.distributed.lanes import Future, Lane, StreamLane, lane_on
+from adasum_hvd.distributed.lanes import Future, Lane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 
@@ -119,7 +119,14 @@ def adasum_all_reduce(
         with torch.no_grad():
             reduce(communicator)
         return None
-    return AdasumWork(_submit(reduce, several, communicator))
+    found = (one.device for one in several if isinstance(one, torch.Tensor))
+    lane = _lane_on(next(found, torch.device("cpu")), communicator)
+    try:
+        future = lane.submit(reduce, [] if call.problem else several)
+    except Exception as error:  # a stream runs it at once; `wait` raises its errors
+        future = torch.futures.Future()
+        future.set_exception(error)
+    return AdasumWork(future)
 
 
 def checked_call(
@@ -143,26 +150,12 @@ def checked_call(
     return call_of(several, checked.described), several, checked
 
 
-def _submit(task: Any, tensors: Sequence[Any], communicator: Communicator) -> Future:
-    """Run a task in the group's lane."""
-    device = next(
-        (t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu")
-    )
+def _lane_on(device: torch.device, communicator: Communicator) -> Lane:
+    """Return the group's lane."""
     lanes = _lanes.setdefault(communicator.group, {})
     if device not in lanes:
         lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))
-    lane = lanes[device]
-    try:
-        future = lane.submit(task)
-    except (
-        Exception
-    ) as error:  # a stream runs the task at once; `wait` raises its errors
-        future = torch.futures.Future()
-        future.set_exception(error)
-    if isinstance(lane, StreamLane):
-        for tensor in tensors:
-            lane.keep(tensor)
-    return future
+    return lanes[device]
 
 
 def reduce_list(

@@ -24,13 +24,7 @@ from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
-from adasum_hvd.distributed.lanes import (
-    Future,
-    Lane,
-    StreamLane,
-    lane_on,
-    wait_quietly,
-)
+from adasum_hvd.distributed.lanes import Future, Lane, lane_on, wait_quietly
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
@@ -145,10 +139,9 @@ class AdasumState:
         lane = self._lane(flat.device)
         problem = next(filter(None, map(self._problem, parameters)), "")
         at = self._address(flat)
-        future = lane.submit(partial(self._reduce, flat, sizes, entry, problem, at))
-        if isinstance(lane, StreamLane):
-            lane.keep(flat)
-        else:
+        task = partial(self._reduce, flat, sizes, entry, problem, at)
+        future = lane.submit(task, [flat])
+        if flat.is_cpu:
             self._started.append(future)
         return future
 

@@ -21,6 +21,7 @@ from adasum_hvd.distributed.all_reduce import checked_call
 from adasum_hvd.distributed.checks import Call, agree
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.duplicate_weights import Search
+from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Rule
 from adasum_hvd.distributed.units import Unit
 
@@ -142,7 +143,7 @@ class Windows:
         if not self._compared:
             self._compare(list(chain.from_iterable(changes)))
         for unit, of_unit in zip(self._units, changes, strict=True):
-            unit.reduce(of_unit, self._communicator, self._rule)
+            reduce_tensors(of_unit, self._communicator, self._rule, unit.shards)
         self._apply(changes)
 
     def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -51,8 +51,13 @@ class ThreadLane:
         _threads[thread] = self._tasks
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
-    def submit(self, task: Task) -> Future:
-        """Begin a task, and return the future of its result."""
+    def submit(self, task: Task, tensors: Sequence[torch.Tensor]) -> Future:
+        """Begin a task, and return the future of its result.
+
+        Args:
+            task: keeps the tensors that it uses.
+            tensors: these.
+        """
         future: Future = torch.futures.Future()
         self._tasks.put((task, future))
         return future
@@ -92,20 +97,24 @@ class StreamLane:
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
 
-    def submit(self, task: Task) -> Future:
+    def submit(self, task: Task, tensors: Sequence[torch.Tensor]) -> Future:
         """Begin a task, and return the future of its result.
 
         `wait` on the future makes the current stream wait, not the program.
+
+        Args:
+            task: queues work on the current stream.
+            tensors: those that it uses; their memory is kept until the stream has used them.
         """
         future: Future = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream), torch.no_grad():
-            future.set_result(task(self._communicator))
+        try:
+            with self._module.stream(self._stream), torch.no_grad():
+                future.set_result(task(self._communicator))
+        finally:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
         return future
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor until the submitted tasks have used it."""
-        tensor.record_stream(self._stream)
 
 
 def wait_quietly(future: Future) -> None:

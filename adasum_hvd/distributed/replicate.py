@@ -27,7 +27,7 @@ import torch.distributed as dist
 from adasum_hvd.base.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
-from adasum_hvd.distributed.lanes import Future, StreamLane, lane_on, wait_quietly
+from adasum_hvd.distributed.lanes import Future, lane_on, wait_quietly
 from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
@@ -41,7 +41,13 @@ from adasum_hvd.distributed.unit_reduction import (
     Progress,
     UnitReducer,
 )
-from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
+from adasum_hvd.distributed.units import (
+    Selection,
+    Unit,
+    call_weakly,
+    gradient_dtype,
+    units_of,
+)
 
 __all__ = ["ReplicateHandle", "adasum_replicate"]
 
@@ -87,7 +93,9 @@ class ReplicateHandle:
         self._reduced: dict[int, Reduced] = {}  # by parameter
         hook = weakref.WeakMethod(self._hook)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, hook, n, k))
+            parameter.register_post_accumulate_grad_hook(
+                partial(call_weakly, hook, n, k)
+            )
             for n, unit in enumerate(units)
             for k, parameter in enumerate(unit.parameters)
         ]
@@ -242,10 +250,7 @@ class ReplicateHandle:
                 gradients.append(local_of(parameter.grad).detach())
         lane = self._lanes[gradients[0].device]
         task = partial(self._reducer.reduce, unit, gradients, states, place)
-        self._futures.append((unit, lane.submit(task)))
-        if isinstance(lane, StreamLane):
-            for gradient in gradients:
-                lane.keep(gradient)
+        self._futures.append((unit, lane.submit(task, gradients)))
 
     def _state(self, parameter: torch.Tensor) -> int:
         """Return whether a gradient is missing, reduced in an earlier pass, or new."""
@@ -311,14 +316,6 @@ def _checkpoint_action() -> str:
     """Return what to do if the pass is one that a reentrant checkpoint runs inside of another."""
     inside = is_inside("backward", "torch.utils.checkpoint")
     return "pass use_reentrant=False to checkpoint" if inside else ""
-
-
-def _call(
-    hook: weakref.WeakMethod[Any], unit: int, number: int, parameter: Any
-) -> None:
-    """Call the hook of a handle, which lives as long as the parameter."""
-    if (method := hook()) is not None:
-        method(unit, number, parameter)
 
 
 def adasum_replicate(

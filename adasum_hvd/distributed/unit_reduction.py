@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.units import Unit
 
@@ -113,7 +114,7 @@ class UnitReducer:
             for number, state in enumerate(states)
             if state == REDUCED
         }
-        unit.reduce(gradients, communicator, self._rule)
+        reduce_tensors(gradients, communicator, self._rule, unit.shards)
         for number, before in kept.items():
             found = torch.where(is_new[number], gradients[number], before)
             gradients[number].copy_(found)

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
-from adasum_hvd.distributed.reduction import reduce_tensors
-from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharded_types import is_fsdp_module, shard_groups
 from adasum_hvd.distributed.sharding import local_of
 
@@ -37,16 +35,6 @@ class Unit(NamedTuple):
     def copies(self) -> list[torch.Tensor]:
         """Return copies of `locals`."""
         return [local.clone() for local in self.locals()]
-
-    def reduce(
-        self, tensors: Sequence[torch.Tensor], communicator: Communicator, rule: Rule
-    ) -> None:
-        """Reduce tensors that are laid out as `locals`, in place.
-
-        Collective: the communicator's ranks, and the ranks that hold the other shards; blocks on
-        a CPU.
-        """
-        reduce_tensors(tensors, communicator, rule, self.shards)
 
 
 class Selection:
@@ -69,15 +57,16 @@ class Selection:
             if parameter.is_floating_point() and not is_marked_local(parameter):
                 parameter.requires_grad_(True)  # torch takes no hook otherwise
                 hook = parameter.register_post_accumulate_grad_hook
-                found.append(hook(partial(_check, check, what)))
+                found.append(hook(partial(call_weakly, check, what)))
                 parameter.requires_grad_(False)
         return found
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, _: object = None) -> None:
         """Raise RuntimeError if other parameters would have to be reduced by now.
 
         Args:
             what: the function or class that reduces the model, for the message.
+            _: the parameter that backward has reached.
         """
         for name, parameter in self._frozen.items():
             if _is_reduced(parameter):
@@ -102,9 +91,10 @@ def _is_reduced(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and not is_marked_local(parameter)
 
 
-def _check(check: weakref.WeakMethod[Any], what: str, _: torch.Tensor) -> None:
-    if (method := check()) is not None:
-        method(what)
+def call_weakly(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
+    """Call a method of an object, while there is one."""
+    if (call := method()) is not None:
+        call(*arguments)
 
 
 def units_of(model: torch.nn.Module) -> list[Unit]:
