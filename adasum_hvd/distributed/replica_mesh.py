@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.distributed.checks import Call, agree, agree_in_job, call_of
+from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import (
     Communicator,
     check_groups,
@@ -76,7 +76,7 @@ def connect(
             raise ValueError(different[0])
     except (TypeError, ValueError) as error:  # on the other ranks, too
         call = Call(problem=error)
-    agree_in_job(what, call, communicator)
+    agree(what, call, communicator, [Communicator()])
     # The hosts decide on AdaSum's tree, which all shards of a tensor must share.
     first = min(_replica_of(places, communicator.ranks[0]))
     communicator.hosts = places[first].hosts

@@ -56,16 +56,9 @@ def mismatch(
     Collective: all ranks; blocks. 32 bytes travel, more only before an error.
     """
     mine = [(name, digest(tensor)) for name, tensor in named]
-    total = list(hashlib.sha256(repr(mine).encode()).digest())
-    device = communicator.control_device
-    rows = communicator.all_gather(
-        torch.tensor(total, dtype=torch.uint8, device=device)
-    )
-    if (rows == rows[0]).all():
-        return None
-    ranks = communicator.ranks
+    digests, ranks = communicator.gather_if_different(mine), communicator.ranks
     try:
-        compare(ranks, communicator.all_gather_object(mine), ranks[communicator.rank])
+        compare(ranks, digests or [], ranks[communicator.rank])
     except ReplicaMismatch as error:
         return error
     return None
