@@ -188,20 +188,6 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
     return TensorRecord(number, tuple(sizes[: levels.value]), copied)
 
 
-class OpRecords:
-    """The part of a monitor's `Channel` that the op provides."""
-
-    library: ctypes.CDLL
-
-    def request_record(self, entry: str) -> None:
-        """Request a record of the next reduction of a tensor."""
-        request_record(self.library, entry)
-
-    def latest_record(self, entry: str) -> TensorRecord | None:
-        """Return the latest record of a tensor, or None if there is none."""
-        return latest_record(self.library, entry)
-
-
 def segmented(name: str, elements: Sequence[int]) -> str:
     """Return a name that makes the op treat a tensor as consecutive segments.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +11,7 @@ from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import Options, ProcessSet
-from adasum_hvd.horovod.binding import OpRecords
+from adasum_hvd.horovod import binding
 from adasum_hvd.monitor.monitor import Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.tensorflow import ops as tf_ops
@@ -20,15 +21,15 @@ from adasum_hvd.tensorflow.optimizer.slots import inner
 from adasum_hvd.tensorflow.reduction import Reduction, named
 
 
-class _Channel(OpRecords):
+class _Channel:
     """The ranks of a process set."""
-
-    library = tf_ops.LIBRARY
 
     def __init__(self, process_set: ProcessSet):
         self.rank = mpi_ops.rank()
         self.ranks: Sequence[int] = process_set.ranks or range(mpi_ops.size())
         self._process_set = process_set
+        self.request_record = partial(binding.request_record, tf_ops.LIBRARY)
+        self.latest_record = partial(binding.latest_record, tf_ops.LIBRARY)
 
     def gather(self, obj: Any) -> list[Any]:
         return allgather_object(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from horovod.torch import mpi_ops
 from adasum_hvd import distributed
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
-from adasum_hvd.horovod.binding import OpRecords
+from adasum_hvd.horovod import binding
 from adasum_hvd.monitor.monitor import Entries, Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.torch import ops as torch_ops
@@ -20,14 +21,14 @@ from adasum_hvd.torch.objects import allgather_object, ranks_of
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 
-class _Channel(OpRecords):
+class _Channel:
     """The connection between the ranks of a process set."""
-
-    library = wire.LIBRARY
 
     def __init__(self, process_set: ProcessSet):
         self.rank, self.ranks = mpi_ops.rank(), ranks_of(process_set)
         self._process_set = process_set
+        self.request_record = partial(binding.request_record, wire.LIBRARY)
+        self.latest_record = partial(binding.latest_record, wire.LIBRARY)
 
     def gather(self, obj: Any) -> list[Any]:
         return allgather_object(obj, "adasum.monitor", self._process_set)
