@@ -7,17 +7,11 @@ handlers get the messages; otherwise those of rank 0 go to the standard error st
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TextIO
 
 logger = logging.getLogger("adasum_hvd")
-# Python 3.10's class takes no argument at run time.
-if TYPE_CHECKING:
-    Console = logging.StreamHandler[TextIO]
-else:
-    Console = logging.StreamHandler
 
 
-class _Console(Console):
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # which needs Python 3.11
     """Writes only if the root logger has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:

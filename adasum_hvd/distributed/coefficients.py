@@ -159,16 +159,6 @@ def _merged(
     return matrices.index_copy(2, left, columns)
 
 
-def coefficients(gram: torch.Tensor, tree: Tree) -> torch.Tensor:
-    r"""Return float64 [tensors, N]: the `c_i` of `AdaSum = \sum c_i x_i`.
-
-    Args:
-        gram: float64 [tensors, N, N].
-        tree: of N ranks.
-    """
-    return leaf_coefficients(walk(gram, tree), tree, len(gram))
-
-
 def leaf_coefficients(
     sides: Sequence[torch.Tensor], tree: Tree, tensors: int
 ) -> torch.Tensor:

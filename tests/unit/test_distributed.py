@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adasum_hvd import reference
 from adasum_hvd.distributed.blocks import Slice, _products
 from adasum_hvd.distributed.coefficients import (
-    coefficients,
+    Tree,
     leaf_coefficients,
     tree_of,
     walk,
@@ -111,6 +111,10 @@ def test_a_tensor_has_the_same_bits_in_a_buffer_as_alone(sizes) -> None:
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 GROUPS = st.sampled_from(["adasum", "average", "sum"])
+
+
+def coefficients(gram: torch.Tensor, tree: Tree) -> torch.Tensor:
+    return leaf_coefficients(walk(gram, tree), tree, len(gram))
 
 
 @settings(deadline=None)
