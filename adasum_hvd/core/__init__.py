@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 __all__ = ["ABI", "CoreError", "Group", "Unresponsive", "share", "why_missing"]
 
-ABI = 2
+ABI = 3
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
@@ -49,9 +49,6 @@ class _Config(ctypes.Structure):
         ("job_ranks", ctypes.POINTER(ctypes.c_int)),
         ("group_op", ctypes.c_int),
         ("group_size", ctypes.c_int),
-        ("shares", ctypes.c_int),
-        ("threads", ctypes.c_int),
-        ("moves_threads", ctypes.c_int),
         ("timeout_s", ctypes.c_double),
         ("limit", ctypes.c_char_p),
     ]
@@ -92,9 +89,7 @@ def _loaded() -> tuple[Any, str]:
         ("error", ctypes.c_char_p, []),
         ("listen", integer, [ctypes.POINTER(_Config), ctypes.POINTER(pointer), integers, integers]),
         ("connect", integer, [pointer, integers, integers]),
-        ("confirm", integer, [pointer, integers]),
-        ("reduce", integer, [
-            pointer, pointer, integer, integer, ctypes.c_double, ctypes.POINTER(_Extra)]),
+        ("reduce", integer, [pointer, pointer, integer, integer, ctypes.POINTER(_Extra)]),
         ("levels", integer, [pointer, integers, integer]),
         ("describe", ctypes.c_char_p, [pointer]),
         ("share", pointer, [pointer, ctypes.c_int64]),
@@ -128,8 +123,8 @@ def _check(code: int) -> None:
 class Group:
     """Ranks of one host that reduce together; for one thread at a time.
 
-    Every rank makes one, gathers `name` and `nonce` of all, calls :meth:`connect`, gathers whether
-    that returned, and calls :meth:`confirm`. Its end closes the connections.
+    Every rank makes one, gathers `name` and `nonce` of all, calls :meth:`connect`, and gathers
+    whether that returned on all: else none may use its group. Its end closes the connections.
 
     Args:
         rank: of this process in the group.
@@ -162,7 +157,7 @@ class Group:
         self._size = len(hosts)
         config = _Config(
             ABI, rank, len(hosts), _integers(hosts), _integers(job_ranks),
-            GROUP_OPS[group_op], group_size, 1, 0, 0, timeout_seconds, limit.encode(),
+            GROUP_OPS[group_op], group_size, timeout_seconds, limit.encode(),
         )  # fmt: skip
         _check(_library().adasum_listen(config, self._handle, name, nonce))
         self.name, self.nonce = name.value, nonce.value
@@ -182,32 +177,18 @@ class Group:
         names, nonces = _integers(names), _integers(nonces)
         _check(_library().adasum_connect(self._handle, names, nonces))
 
-    def confirm(self, connected: Sequence[bool]) -> None:
-        """End the bootstrap.
-
-        Args:
-            connected: by rank.
-
-        Raises:
-            CoreError: a rank is not connected; on all ranks.
-        """
-        joined = _integers([int(one) for one in connected])
-        _check(_library().adasum_confirm(self._handle, joined))
-
     def reduce(
         self,
         tensors: NDArray[Any],
         dtype: str,
-        scale: float = 1.0,
         shards: Sequence[tuple[Group, Sequence[int]]] = (),
         rule: Rule | None = None,
     ) -> None:
-        """Replace outputs by `scale` times AdaSum over the ranks of inputs; without the GIL.
+        """Replace outputs by AdaSum over the ranks of inputs; without the GIL.
 
         Args:
             tensors: of :data:`TENSOR`, the same elements on all ranks.
             dtype: a key of :data:`DTYPES`.
-            scale: the same on all ranks.
             shards: groups of ranks that hold other shards, and numbers of the tensors that they
                 share: dot products are added up over them.
             rule: in AdaSum's place.
@@ -238,7 +219,7 @@ class Group:
             parts = (_Shards * len(table))(*itertools.starmap(_Shards, table))
             extra = _Extra(parts, len(table), _Rule(call) if rule else _Rule())
         code = _library().adasum_reduce(
-            self._handle, tensors.ctypes.data, len(tensors), DTYPES[dtype], scale, extra
+            self._handle, tensors.ctypes.data, len(tensors), DTYPES[dtype], extra
         )
         if failed:
             raise failed[0]

@@ -4,7 +4,8 @@
  *
  *   adasum_listen   gives a name and a nonce    the caller gathers both of every rank
  *   adasum_connect  by these                    the caller gathers whether it succeeded
- *   adasum_confirm  all ranks, or none
+ *
+ * If it did not on a rank, all ranks close the group.
  *
  * Functions that return int return ADASUM_OK, or an error that adasum_error describes. A group is for one
  * thread at a time; a process may have any number of groups. Results depend on the tree alone
@@ -19,7 +20,7 @@
 extern "C" {
 #endif
 
-#define ADASUM_ABI 2 /* changes with any struct or function below */
+#define ADASUM_ABI 3 /* changes with any struct or function below */
 
 enum {
   ADASUM_OK = 0,
@@ -31,16 +32,13 @@ enum { ADASUM_GROUP_ADASUM = 0, ADASUM_GROUP_AVERAGE = 1, ADASUM_GROUP_SUM = 2 }
 
 typedef struct adasum_group adasum_group;
 
-/* The same on all ranks, except for `rank` and `threads`. */
+/* The same on all ranks, except for `rank`. */
 typedef struct {
   int abi; /* ADASUM_ABI */
   int rank, size;
   const int* hosts;     /* by rank, any number of its host: the tree joins ranks of a host first */
   const int* job_ranks; /* by rank, its number in the job, for messages */
   int group_op, group_size;
-  int shares;        /* 1: ranks map one another's memory; 0: all bytes go through rings */
-  int threads;       /* for the arithmetic; 0: this rank's share of the processors, at most 8 */
-  int moves_threads; /* 1: the calling thread may be moved to another processor (host/processors.cc) */
   double timeout_s;  /* of a wait in which nothing moves */
   const char* limit; /* what sets this timeout, for messages */
 } adasum_config;
@@ -81,14 +79,12 @@ const char* adasum_error(void); /* of this thread's last call */
 int adasum_listen(const adasum_config* config, adasum_group** group, int* name, int* nonce);
 /* By rank. Takes at most 10 s, or half of the timeout. */
 int adasum_connect(adasum_group* group, const int* names, const int* nonces);
-/* By rank, 1 if adasum_connect succeeded there. */
-int adasum_confirm(adasum_group* group, const int* connected);
 
-/* Replaces each tensor's output by scale * AdaSum over the ranks of its input. Collective: the same sizes,
- * dtype and scale on all ranks, and all ranks of the shards' groups, too. Blocks. After an error these groups
- * are of no use, and every later call returns the same error. If only a rule has failed, all ranks return
- * ADASUM_FAILED, no output has changed, and the group can go on. `extra` may be NULL. */
-int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype, double scale,
+/* Replaces each tensor's output by AdaSum over the ranks of its input. Collective: the same sizes and dtype
+ * on all ranks, and all ranks of the shards' groups, too. Blocks. After an error these groups are of no use,
+ * and every later call returns the same error. If only a rule has failed, all ranks return ADASUM_FAILED, no
+ * output has changed, and the group can go on. `extra` may be NULL. */
+int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype,
                   const adasum_extra* extra);
 
 /* Writes the number of vectors that AdaSum joins, by level, and returns the number of levels: the form of an

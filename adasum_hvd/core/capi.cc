@@ -38,12 +38,11 @@ int Failed(const std::string& text, int code = ADASUM_FAILED) {
 
 struct adasum_group {
   const pid_t owner = getpid();
-  std::unique_ptr<LocalGroup> joining; // until confirmed
+  std::unique_ptr<LocalGroup> joining; // until connected
   Descriptor listening;
   std::vector<int> hosts; // by rank
   GroupOp group_op = GroupOp::kAdasum;
   int group_size = 0;
-  int threads = 0;
   std::unique_ptr<LocalTransport> local;
   std::vector<GroupPlan> plan;
   std::vector<std::unique_ptr<Transport>> transports; // by level
@@ -103,10 +102,9 @@ int Guarded(adasum_group* group, const Work& work, const std::vector<adasum_grou
 
 std::unique_ptr<LocalGroup> Joining(const adasum_config& config) {
   LocalSettings settings;
-  settings.mode = config.shares != 0 ? LocalMode::kAuto : LocalMode::kStaged;
   settings.timeout_seconds = static_cast<int>(std::clamp(std::ceil(config.timeout_s), 1.0, 1e9));
   settings.limit = config.limit;
-  settings.moves_threads = config.moves_threads != 0;
+  settings.moves_threads = false; // a thread of the program
   return MakeLocalGroup(config.rank, {config.job_ranks, config.job_ranks + config.size}, settings);
 }
 
@@ -140,7 +138,6 @@ EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int
     group->hosts.assign(config->hosts, config->hosts + config->size);
     group->group_op = static_cast<GroupOp>(config->group_op);
     group->group_size = config->group_size;
-    group->threads = config->threads;
     group->joining = Joining(*config);
     group->listening = Listen(config->size, *name);
     *result = group.release();
@@ -154,34 +151,26 @@ EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonc
     Handshake(*group->joining, group->listening.value(), all_names, all_nonces).Run();
     group->joining->crowded = group->joining->Crowded();
     group->listening = Descriptor();
-  });
-}
-
-EXPORT int adasum_confirm(adasum_group* group, const int* connected) {
-  return Guarded(group, [&] {
-    if (!std::all_of(connected, connected + group->hosts.size(), [](int one) { return one != 0; })) {
-      throw std::runtime_error("another rank could not connect");
-    }
     group->local = std::make_unique<LocalTransport>(std::move(group->joining));
     Plan(*group);
-    const int share = std::clamp(static_cast<int>(group->local->ShareOfProcessors()), 1, kMostThreads);
-    group->workers = std::make_unique<Workers>(group->threads > 0 ? group->threads : share);
+    const int share = static_cast<int>(group->local->ShareOfProcessors());
+    group->workers = std::make_unique<Workers>(std::clamp(share, 1, kMostThreads));
     group->description = "levels " + Describe(group->plan) + ", " + ChooseKernels("")->name + ", threads " +
                          std::to_string(group->workers->threads());
   });
 }
 
 EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype,
-                         double scale, const adasum_extra* extra) {
+                         const adasum_extra* extra) {
   std::vector<adasum_group*> others;
   for (int k = 0; extra != nullptr && k < extra->shards_count; ++k) {
     others.push_back(extra->shards[k].group);
   }
   const auto reduce = [&] {
-    const auto confirmed = [](const adasum_group* one) { return one->local != nullptr; };
-    if (dtype < 0 || dtype >= kElementTypes || !confirmed(group) ||
-        !std::all_of(others.begin(), others.end(), confirmed)) {
-      throw std::invalid_argument("expected a known dtype and a confirmed group");
+    const auto connected = [](const adasum_group* one) { return one->local != nullptr; };
+    if (dtype < 0 || dtype >= kElementTypes || !connected(group) ||
+        !std::all_of(others.begin(), others.end(), connected)) {
+      throw std::invalid_argument("expected a known dtype and a connected group");
     }
     std::vector<TensorView> views(count);
     std::transform(tensors, tensors + count, views.begin(), [](const adasum_tensor& tensor) {
@@ -203,7 +192,7 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
         settings.rule = [extra](const double* grams, double* c) { return extra->rule(grams, c) == 0; };
       }
     }
-    Reduce(views, static_cast<ElementType>(dtype), levels, scale, settings, *ChooseKernels(""),
+    Reduce(views, static_cast<ElementType>(dtype), levels, /*scale=*/1.0, settings, *ChooseKernels(""),
            *group->workers, group->scratch, [](Phase, int) {});
   };
   return Guarded(group, reduce, others);

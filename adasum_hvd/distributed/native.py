@@ -145,7 +145,6 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
     problems = communicator.all_gather_object(why)
     if problem := _first(problems, communicator):
         return Choice(None, problem)
-    group.confirm([True] * communicator.size)
     return Choice(group, "")
 
 
@@ -244,7 +243,7 @@ class Reducer:
         name, rule = str(dtype).removeprefix("torch."), self._rule
         call = None if rule is None else partial(_coefficients, rule)
         try:
-            self._group.reduce(table, name, 1.0, self._shards, call)
+            self._group.reduce(table, name, self._shards, call)
         except core.Unresponsive as error:
             ranks, here = self._communicator.ranks, self._communicator.rank
             raise Unresponsive(
