@@ -136,8 +136,7 @@ public:
     Workers workers(options.threads);
     Scratch scratch;
     explicit_tensors_ = adasum_hvd::Reduce(views, options.type, levels, options.scale, options.settings,
-                                           *options.kernels, workers, scratch, [](Phase, int) {})
-                            .explicit_tensors;
+                                           *options.kernels, workers, scratch, [](Phase, int) {});
   }
   int64_t Finish() { // returns how many tensors were walked explicitly
     for (const auto& [bytes, memory] : shared_) {

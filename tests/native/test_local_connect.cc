@@ -26,7 +26,7 @@
 #include <unistd.h>
 
 #include "local_ranks.h"
-#include "reduce/barrier.h"
+#include "reduce/mapping.h"
 
 using namespace adasum_hvd;
 

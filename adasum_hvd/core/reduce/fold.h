@@ -12,7 +12,6 @@
 
 namespace adasum_hvd {
 
-using Sums = std::vector<DoubleDouble>;
 using SumsByTensor = std::map<int, Sums>;
 
 enum class FoldOp { kAdd, kMaximum };
@@ -33,7 +32,7 @@ private:
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, FoldOp op) const;
   static void FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only,
                              size_t entries, FoldOp op);
-  const std::vector<int>& PartsOf(int rank) const { return level_.shares.shared[rank]; }
+  const std::vector<int>& PartsOf(int rank) const { return level_.shares.parts[rank]; }
   bool IsPassedOn(int tensor) const;
 
   const PlacedLevel& level_;

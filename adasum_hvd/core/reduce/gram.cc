@@ -1,19 +1,19 @@
 #include "reduce/gram.h"
 
 namespace adasum_hvd {
-void Add(const double* block_sums, GramSum& total) {
+void Add(const double* block_sums, Sums& total) {
   for (DoubleDouble& entry : total) {
     entry += *block_sums++;
   }
 }
 
-void Add(const DoubleDouble* part, GramSum& total) {
+void Add(const DoubleDouble* part, Sums& total) {
   for (DoubleDouble& entry : total) {
     entry += *part++;
   }
 }
 
-std::vector<double> Rounded(const GramSum& total) {
+std::vector<double> Rounded(const Sums& total) {
   std::vector<double> values;
   values.reserve(total.size());
   for (const DoubleDouble& entry : total) {

@@ -37,11 +37,11 @@ private:
   }
 };
 
-// One packed Gram matrix (tree.h: GramIndex) being summed.
-using GramSum = std::vector<DoubleDouble>;
+// Sums of the entries of block sums: of a packed Gram matrix (tree.h: GramIndex), for example.
+using Sums = std::vector<DoubleDouble>;
 
-void Add(const double* block_sums, GramSum& total);
-void Add(const DoubleDouble* part, GramSum& total);
-std::vector<double> Rounded(const GramSum& total);
+void Add(const double* block_sums, Sums& total);
+void Add(const DoubleDouble* part, Sums& total);
+std::vector<double> Rounded(const Sums& total);
 
 } // namespace adasum_hvd

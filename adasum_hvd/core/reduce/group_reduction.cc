@@ -152,7 +152,7 @@ void GroupReduction::FinishRun(size_t run_index) {
   }
   const std::vector<double> gram = Rounded(gram_);
   if (!SolveCoefficients(tree_, gram.data(), CoefficientsOf(run_index))) {
-    WalkTrees({run.tensor}, /*shared=*/false);
+    WalkTrees({run.tensor}, /*on_several_ranks=*/false);
   }
   Observe(run_index, gram);
 }
@@ -242,7 +242,7 @@ void GroupReduction::FindCoefficients() {
     }
   }
   if (!ill_conditioned.empty()) {
-    WalkTrees(ill_conditioned, /*shared=*/true);
+    WalkTrees(ill_conditioned, /*on_several_ranks=*/true);
   }
 }
 
@@ -270,7 +270,7 @@ void GroupReduction::ApplyRule() {
 // Walks the tree on vectors, one tier after the other. The vector of a node is never stored: each pass forms
 // it again, block by block, from the inputs and the coefficients known so far. Tensors on several slices need
 // one small exchange per tier. All ranks have the same Gram matrix, and so agree on that.
-void GroupReduction::WalkTrees(const std::set<int>& tensors, bool shared) {
+void GroupReduction::WalkTrees(const std::set<int>& tensors, bool on_several_ranks) {
   ReserveNodes();
   for (int tensor : tensors) {
     walked_[tensor].resize(tree_.merges.size());
@@ -284,7 +284,7 @@ void GroupReduction::WalkTrees(const std::set<int>& tensors, bool shared) {
       }
     }
     const std::vector<int>& merges = tree_.tiers[tier];
-    if (shared) {
+    if (on_several_ranks) {
       over_ranks_.Fold(sums, &tensors, 3 * merges.size(), FoldOp::kAdd);
     }
     for (const auto& [tensor, sum] : sums) {

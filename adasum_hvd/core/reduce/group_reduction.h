@@ -93,7 +93,7 @@ private:
   void CombineBlocks(const std::vector<Block>& blocks);
   void CombineBlock(const Block& block, char* to, WorkerScratch& scratch);
   void SpreadBlock(const Block& block, const char* from, WorkerScratch& scratch) const;
-  void WalkTrees(const std::set<int>& tensors, bool shared);
+  void WalkTrees(const std::set<int>& tensors, bool on_several_ranks);
   void EvaluateNodes(const Block& block, size_t tiers, double scale, const std::vector<double>& leaves,
                      const TreeSides& sides, WorkerScratch& scratch) const;
   Sums TierSums(size_t run, size_t tier, const TreeSides& sides);
@@ -118,7 +118,7 @@ private:
   SumsByTensor partial_grams_;        // of runs that are parts of tensors
   size_t gram_run_ = 0; // the run and the position in it up to which the Gram matrices are summed
   int64_t gram_position_ = 0;
-  GramSum gram_;
+  Sums gram_;
   std::vector<double> block_sums_;
   std::vector<WorkerScratch> worker_scratch_; // per worker
 };

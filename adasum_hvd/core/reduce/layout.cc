@@ -64,10 +64,10 @@ Shares Share(const Slice& region, int ranks, bool replicate, bool everywhere) {
   for (const Slice& slice : shares.slices) {
     shares.starts.push_back(start);
     start += replicate ? 0 : slice.elements;
-    shares.shared.emplace_back();
+    shares.parts.emplace_back();
     for (const Run& run : slice.runs) {
       if (!run.whole || (everywhere && !replicate)) {
-        shares.shared.back().push_back(run.tensor);
+        shares.parts.back().push_back(run.tensor);
       }
     }
   }

@@ -33,8 +33,8 @@ std::vector<Slice> Cut(const Slice& slice, int parts);
 struct Shares {
   std::vector<Slice> slices;
   std::vector<int64_t> starts;
-  std::vector<std::vector<int>> shared; // per rank: the tensors of which it holds a part, at most two
-  bool everywhere;                      // all ranks need the sums of all tensors, and `shared` lists all
+  std::vector<std::vector<int>> parts; // per rank: the tensors of which it holds a part, at most two
+  bool everywhere;                     // all ranks need the sums of all tensors, and `parts` lists all
 };
 
 // With `replicate` every rank's slice is the whole region.

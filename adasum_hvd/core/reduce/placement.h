@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "reduce/barrier.h"
 #include "reduce/layout.h"
+#include "reduce/mapping.h"
 #include "reduce/reduce.h"
 
 namespace adasum_hvd {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <numeric>
 #include <optional>
 #include <string>
 
@@ -27,8 +28,8 @@ public:
             Scratch& scratch);
   // Returns false on all ranks if one of them cannot share memory; nothing has changed in that case, and
   // why_not() has the reason on that rank.
-  bool MapPeers(const PhaseObserver& observer);
-  ReduceResult Execute(const PhaseObserver& observer);
+  bool MapPeers();
+  int64_t Execute(const PhaseObserver& observer); // as Reduce
   const std::string& why_not() const { return why_not_; }
 
 private:
@@ -49,9 +50,11 @@ private:
   void Spread(size_t level);
   char* ReserveShared(Scratch& scratch, int64_t bytes);
   void Prepare(size_t level, int rank, int64_t begin, int64_t end);
-  void Pack(int rank, int64_t begin, int64_t end) { Execute(placement_.packs()[rank], rank, begin, end); }
-  void Unpack(int rank, int64_t begin, int64_t end) { Execute(placement_.unpacks()[rank], rank, begin, end); }
-  void Execute(const Placement::Copies& copies, int rank, int64_t begin, int64_t end);
+  void Pack(int rank, int64_t begin, int64_t end) { RunCopies(placement_.packs()[rank], rank, begin, end); }
+  void Unpack(int rank, int64_t begin, int64_t end) {
+    RunCopies(placement_.unpacks()[rank], rank, begin, end);
+  }
+  void RunCopies(const Placement::Copies& copies, int rank, int64_t begin, int64_t end);
 
   std::string why_not_; // memory cannot be shared
   Placement placement_;
@@ -89,28 +92,27 @@ char* Reduction::ReserveShared(Scratch& scratch, int64_t bytes) {
   }
 }
 
-bool Reduction::MapPeers(const PhaseObserver& observer) {
+bool Reduction::MapPeers() {
   const PlacedLevel& first = placement_.levels().front();
   if (!first.shared) {
     return true;
   }
-  observer(Phase::kReduceScatterGram, 0);
   for (int rank = 0; rank < first.size(); ++rank) {
     Pack(rank, 0, first.slice(rank).elements);
   }
   return placement_.MapPeers(why_not_);
 }
 
-ReduceResult Reduction::Execute(const PhaseObserver& observer) {
+int64_t Reduction::Execute(const PhaseObserver& observer) {
   if (placement_.alone()) {
     const int64_t elements = placement_.levels().front().mine().elements;
     Pack(0, 0, elements);
     groups_.front().Combine(0, elements);
     Unpack(0, 0, elements);
-    return {};
+    return 0;
   }
   for (size_t level = 0; level < groups_.size(); ++level) {
-    if (level > 0 || !placement_.levels().front().shared) { // else MapPeers has begun the phase
+    if (level > 0) { // Reduce has begun the first one
       observer(Phase::kReduceScatterGram, static_cast<int>(level));
     }
     if (placement_.levels()[level].shared) {
@@ -129,11 +131,9 @@ ReduceResult Reduction::Execute(const PhaseObserver& observer) {
       Gather(level);
     }
   }
-  ReduceResult result;
-  for (const GroupReduction& group : groups_) {
-    result.explicit_tensors += group.explicit_tensors();
-  }
-  return result;
+  return std::accumulate(
+      groups_.begin(), groups_.end(), int64_t{0},
+      [](int64_t sum, const GroupReduction& group) { return sum + group.explicit_tensors(); });
 }
 
 // ---- chunks ----
@@ -158,8 +158,8 @@ Reduction::Chunk Reduction::ChunkOf(const Slice& slice, char* at, int64_t chunk)
                       : Chunk{nullptr, 0};
 }
 
-// Executes the copies for elements [begin, end) of a rank's slice in the first level.
-void Reduction::Execute(const Placement::Copies& copies, int rank, int64_t begin, int64_t end) {
+// Runs the copies for elements [begin, end) of a rank's slice in the first level.
+void Reduction::RunCopies(const Placement::Copies& copies, int rank, int64_t begin, int64_t end) {
   if (copies.empty()) {
     return;
   }
@@ -331,8 +331,7 @@ void StopSharing(const std::vector<ReduceLevel>& levels, const std::string& why,
 
 // Whether some rank copies more to shared staging memory than one window holds. Collective if this rank does.
 bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
-                  const std::vector<ReduceLevel>& levels, const ReduceSettings& settings,
-                  const PhaseObserver& observer) {
+                  const std::vector<ReduceLevel>& levels, const ReduceSettings& settings) {
   int64_t elements = 0;
   for (const TensorView& tensor : tensors) {
     elements += tensor.elements;
@@ -343,7 +342,6 @@ bool NeedsWindows(const std::vector<TensorView>& tensors, int64_t element_bytes,
   if (settings.knows_all_grams() || !on_one_host || elements * element_bytes <= settings.window_bytes) {
     return false;
   }
-  observer(Phase::kReduceScatterGram, 0);
   bool any = std::any_of(tensors.begin(), tensors.end(), [&](const TensorView& tensor) {
     return tensor.elements > 0 && !LiesInSharedMemory(tensor, element_bytes);
   });
@@ -372,31 +370,30 @@ std::vector<std::vector<TensorView>> Windows(const std::vector<TensorView>& tens
 
 } // namespace
 
-ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    const Kernels& kernels, Workers& workers, Scratch& scratch,
-                    const PhaseObserver& observer) {
+int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
+               const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+               const Kernels& kernels, Workers& workers, Scratch& scratch, const PhaseObserver& observer) {
   const DefaultFloatMode mode;
   const int64_t element_bytes = ElementBytes(type);
+  observer(Phase::kReduceScatterGram, 0);
   const auto reduce = [&](const std::vector<TensorView>& some) {
     std::optional<Reduction> reduction(std::in_place, some, type, levels, scale, settings, kernels, workers,
                                        scratch);
-    if (!reduction->MapPeers(observer)) {
+    if (!reduction->MapPeers()) {
       StopSharing(levels, reduction->why_not(), scratch);
       reduction.emplace(some, type, levels, scale, settings, kernels, workers, scratch);
     }
     return reduction->Execute(observer);
   };
-  if (!NeedsWindows(tensors, element_bytes, levels, settings, observer)) {
+  if (!NeedsWindows(tensors, element_bytes, levels, settings)) {
     return reduce(tensors);
   }
-  ReduceResult result;
+  int64_t explicit_tensors = 0;
   for (const std::vector<TensorView>& window : Windows(tensors, element_bytes, settings.window_bytes)) {
-    observer(Phase::kReduceScatterGram,
-             0); // here, so that an error in its placement is not of the window before
-    result.explicit_tensors += reduce(window).explicit_tensors;
+    observer(Phase::kReduceScatterGram, 0);
+    explicit_tensors += reduce(window);
   }
-  return result;
+  return explicit_tensors;
 }
 
 } // namespace adasum_hvd

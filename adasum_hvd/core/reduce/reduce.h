@@ -82,17 +82,13 @@ enum class Phase { kReduceScatterGram, kCoefficients, kCombineAllgather };
 constexpr int kPhases = 3;
 using PhaseObserver = std::function<void(Phase, int level)>;
 
-struct ReduceResult {
-  int64_t explicit_tensors = 0; // tensors with an ill-conditioned node that this rank formed explicitly
-};
-
-// Replaces every tensor's output by scale * AdaSum over ranks of its input.
+// Replaces every tensor's output by scale * AdaSum over ranks of its input. Returns the number of tensors
+// with an ill-conditioned node that this rank formed explicitly.
 //
 // Collective: every rank of the levels' groups calls it with the same tensor sizes, type, scale and settings,
 // and with matching levels. Blocks. Throws the exceptions of a transport.
-ReduceResult Reduce(const std::vector<TensorView>& tensors, ElementType type,
-                    const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
-                    const Kernels& kernels, Workers& workers, Scratch& scratch,
-                    const PhaseObserver& observer);
+int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
+               const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
+               const Kernels& kernels, Workers& workers, Scratch& scratch, const PhaseObserver& observer);
 
 } // namespace adasum_hvd

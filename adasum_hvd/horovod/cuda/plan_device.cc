@@ -13,7 +13,7 @@ namespace adasum_hvd {
 namespace {
 
 // The tensors that lie partly on this rank's slice.
-const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.shared[level.rank()]; }
+const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.parts[level.rank()]; }
 
 // Whether node k of every tier is joined with its neighbour, as SumOverRanks of passes.h does.
 bool MergesNearest(const Tree& tree) {
@@ -167,7 +167,7 @@ std::map<int, int> DevicePlan::PlanExchanges(size_t index, Arena& arena) {
   std::map<int, int> rows;
   for (size_t below = index + 1; below-- > 0;) {
     const PlacedLevel& group = levels[below].placed;
-    const std::vector<std::vector<int>>& parts = group.shares.shared;
+    const std::vector<std::vector<int>>& parts = group.shares.parts;
     std::map<int, std::vector<int32_t>> sources; // by tensor
     SumExchange& exchange = level.exchanges.emplace_back();
     exchange.level = below;

@@ -277,10 +277,10 @@ hvd::Status AdasumOp::ReduceEntries(std::vector<hvd::TensorTableEntry>& entries,
   WaitForData(entries);
   const bool shares = state.local != nullptr && state.local->shares_memory();
   for (FusedTensors& fused : by_type) {
-    const ReduceResult result = ReduceInLevels(
+    const int64_t explicit_tensors = ReduceInLevels(
         fused, state, [&](Phase phase, int level) { clock.Begin(phase, fused.PhaseName(phase, level)); });
     clock.End();
-    Count(kExplicitTensors, result.explicit_tensors);
+    Count(kExplicitTensors, explicit_tensors);
   }
   if (shares && !state.local->shares_memory()) {
     SetPath(entries.front().process_set_id, Memory::kHost, PathText(state, kStagedPath));
@@ -296,8 +296,7 @@ void AdasumOp::Warn(const std::string& text) const {
   hvd::LogMessage(__FILE__, __LINE__, hvd::LogLevel::WARNING) << "[" << GlobalRank() << "]: AdaSum: " << text;
 }
 
-ReduceResult AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state,
-                                      const PhaseObserver& observer) {
+int64_t AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer) {
   if (workers_ == nullptr) {
     workers_ = std::make_unique<Workers>(1);
   }
@@ -315,10 +314,10 @@ ReduceResult AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& stat
     levels.push_back({groups.back().get(), &level.tree});
   }
   ObservationScope observations(fused, levels);
-  const ReduceResult result = Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce,
-                                     *settings_.kernels, *workers_, scratch_, observer);
+  const int64_t explicit_tensors = Reduce(fused.tensors, fused.type, levels, fused.scale, state.reduce,
+                                          *settings_.kernels, *workers_, scratch_, observer);
   observations.Publish(nullptr);
-  return result;
+  return explicit_tensors;
 }
 
 std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, ProcessSetState& state) {

@@ -62,7 +62,7 @@ private:
   void KeepForever(const std::vector<horovod::common::TensorTableEntry>& entries);
   void Warn(const std::string& text) const;
   static std::string PathText(const ProcessSetState& state, const std::string& path);
-  ReduceResult ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
+  int64_t ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
   static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
 
   Settings settings_;

@@ -1,4 +1,4 @@
-#include "reduce/barrier.h"
+#include "reduce/mapping.h"
 
 #include <algorithm>
 #include <iterator>
@@ -17,7 +17,7 @@ struct Location {
 };
 
 // Sends `bytes` bytes to every other rank, and receives as many of each.
-void Share(Transport& transport, const void* send, std::vector<void*> receive, int64_t bytes) {
+void GatherBytes(Transport& transport, const void* send, std::vector<void*> receive, int64_t bytes) {
   std::vector<Message> messages;
   for (void* from : receive) {
     messages.push_back({send, bytes, from, bytes});
@@ -100,7 +100,7 @@ std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vecto
   for (std::vector<Location>& of_rank : all) {
     receive.push_back(of_rank.data());
   }
-  Share(transport, locations.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Location)));
+  GatherBytes(transport, locations.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Location)));
   std::vector<std::vector<char*>> pieces(transport.size());
   try {
     for (int rank = 0; rank < transport.size() && why_not.empty(); ++rank) {
@@ -128,7 +128,7 @@ bool AnyRank(Transport& transport, bool mine) {
   for (char& of_rank : there) {
     receive.push_back(&of_rank);
   }
-  Share(transport, &here, receive, 1);
+  GatherBytes(transport, &here, receive, 1);
   return mine || std::any_of(there.begin(), there.end(), [](char flag) { return flag != 0; });
 }
 
