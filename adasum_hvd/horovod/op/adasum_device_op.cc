@@ -49,15 +49,7 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   const int process_set_id = entries.front().process_set_id;
   hvd::ProcessSet& process_set = global_state_->process_set_table.Get(process_set_id);
-  Agreement* agreed = nullptr;
-  try {
-    agreed = &Connect(process_set_id);
-  } catch (const UnresponsiveRank& error) {
-    return Report(error);
-  } catch (const std::exception& error) {
-    return Report(UnresponsiveRank(OwnFailure(global_state_->global_controller->GetRank(), error)));
-  }
-  Agreement& agreement = *agreed;
+  Agreement& agreement = Connect(process_set_id);
   if (const hvd::Status status = agreement.Usable(); !status.ok()) {
     return status;
   }

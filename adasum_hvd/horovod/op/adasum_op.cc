@@ -210,15 +210,7 @@ hvd::Status AdasumOp::Execute(std::vector<hvd::TensorTableEntry>& entries, const
   if (const hvd::Status status = CheckType(entries.front()); !status.ok()) {
     return status;
   }
-  ProcessSetState* connected = nullptr;
-  try {
-    connected = &Connect(entries.front().process_set_id);
-  } catch (const UnresponsiveRank& error) {
-    return Report(error);
-  } catch (const std::exception& error) {
-    return Report(UnresponsiveRank(OwnFailure(GlobalRank(), error)));
-  }
-  ProcessSetState& state = *connected;
+  ProcessSetState& state = Connect(entries.front().process_set_id);
   if (const hvd::Status status = state.Usable(); !status.ok()) {
     return status;
   }

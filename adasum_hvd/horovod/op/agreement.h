@@ -48,7 +48,8 @@ public:
   explicit Agreements(Memory memory) : memory_(memory) {}
 
   // Collective over the process set at its first call for it, which agrees and then calls
-  // `prepare(state, allgather)`; that returns a description of the transport.
+  // `prepare(state, allgather)`; that returns a description of the transport. A failure is kept, because a
+  // second attempt would not be collective.
   template <class Prepare>
   State& Connect(int id, horovod::common::HorovodGlobalState& global_state, const Settings& settings,
                  Prepare prepare) {
@@ -67,9 +68,12 @@ public:
         if (state.disagreement.empty()) {
           SetPath(id, memory_, settings.off ? "Horovod's own op" : prepare(state, allgather));
         }
-      } catch (const std::exception& error) { // kept, because a second attempt would not be collective
+      } catch (const std::exception& error) {
+        const auto* unresponsive = dynamic_cast<const UnresponsiveRank*>(&error);
+        Report(unresponsive != nullptr
+                   ? *unresponsive
+                   : UnresponsiveRank(OwnFailure(global_state.global_controller->GetRank(), error)));
         state.failure = std::string("AdaSum: the ranks could not connect: ") + error.what();
-        throw;
       }
     }
     return state;
