@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from adasum_hvd.base.logging import logger
 from adasum_hvd.base.marks import is_marked_local
@@ -26,7 +25,7 @@ from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharded_types import is_dtensor
+from adasum_hvd.distributed.sharding import is_dtensor
 
 __all__ = ["ManagedAdasum", "diloco", "local_sgd"]
 
@@ -55,34 +54,20 @@ class _Quorum(Communicator):
             return torch.device("cpu")
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    def scatter(self, flat: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
-        """Send every rank its slice of `flat`, and return this rank's slice of all ranks'."""
-        sizes = [b - a for a, b in pairwise(bounds)]
-        count = sizes[self.rank]
-        received = flat.new_empty(self.size * count)
-        self._exchange_slices(received, flat, [count] * self.size, sizes)
-        rows = list(received.view(self.size, count).unbind())
-        rows[self.rank] = flat[bounds[self.rank] : bounds[self.rank + 1]]
-        return rows
+    def _spread(self, parts: list[torch.Tensor]) -> None:
+        self._exchange([parts[self.rank]] * self.size, parts)
 
-    def gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Send this rank's slice of `flat` to all ranks, and receive their slices in place."""
-        sizes = [b - a for a, b in pairwise(bounds)]
-        mine = flat[bounds[self.rank] : bounds[self.rank + 1]].repeat(self.size)
-        self._exchange_slices(flat, mine, sizes, [sizes[self.rank]] * self.size)
-
-    def _exchange_slices(
-        self, into: torch.Tensor, out: torch.Tensor, sizes: list[int], sent: list[int]
+    def _exchange(
+        self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
     ) -> None:
-        options = AllToAllOptions()
-        self.group.alltoall_base(into, out, sizes, sent, options).wait()
-
-    def all_gather(self, table: torch.Tensor) -> torch.Tensor:
-        """Return [ranks, ...]: every rank's small table, all of one shape."""
-        tables = table.new_empty((self.size, *table.shape))
-        options = AllgatherOptions()
-        self.group.allgather([list(tables.unbind())], [table], options).wait()
-        return tables
+        """Send `out[r]` to rank r and receive `into[r]` from it, the own one too."""
+        sizes = [[part.numel() for part in parts] for parts in (into, out)]
+        sent = torch.cat([part.reshape(-1) for part in out])
+        received = sent.new_empty(sum(sizes[0]))
+        work = self.group.alltoall_base(received, sent, *sizes, AllToAllOptions())
+        work.wait()
+        for part, one in zip(into, received.split(sizes[0]), strict=True):
+            part.copy_(one.view(part.shape))
 
 
 class ManagedAdasum:
