@@ -10,7 +10,7 @@ import torch
 from adasum_hvd.base.agreement import first_difference
 from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.sharded_types import shard_problem
+from adasum_hvd.distributed.sharding import shard_problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

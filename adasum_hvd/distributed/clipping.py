@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.sharded_types import shard_groups
-from adasum_hvd.distributed.sharding import complete, local_of
+from adasum_hvd.distributed.sharding import complete, local_of, shard_groups
 
 __all__ = ["clip_grad_norm_"]
 

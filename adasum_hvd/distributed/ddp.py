@@ -29,7 +29,7 @@ from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharded_types import shard_problem
+from adasum_hvd.distributed.sharding import shard_problem
 from adasum_hvd.distributed.shared_buckets import SharedBuckets
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from adasum_hvd.base.frames import is_inside
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.distributed.sharded_types import is_dtensor, is_fsdp_module
+from adasum_hvd.distributed.sharding import is_dtensor, is_fsdp_module
 
 __all__ = ["ForwardCheck", "is_replicated"]
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.distributed.checks import Call, agree, call_of
+from adasum_hvd.distributed.checks import DTYPES, Call, agree, call_of
 from adasum_hvd.distributed.communicator import (
     Communicator,
     check_groups,
     group_of,
     hosts_of,
 )
+from adasum_hvd.distributed.forward_check import is_replicated
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Rule
-from adasum_hvd.distributed.sharded_types import shard_groups
-from adasum_hvd.distributed.sharding import local_of, problems, reshard
+from adasum_hvd.distributed.sharding import (
+    is_dtensor,
+    is_fsdp_module,
+    layout_of,
+    local_of,
+    reshard,
+    shard_groups,
+)
 from adasum_hvd.distributed.units import gradient_dtype, grouped
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_ONE_DIMENSION = (
+    "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
+    'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
+)
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]
 
 
@@ -142,6 +156,84 @@ def _mesh_problem(mesh: Any) -> str:
             "each rank the group of ranks that hold the same shards"
         )
     return ""
+
+
+def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
+    """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
+
+    Args:
+        model: the model.
+        ranks: the ranks of the replicas that hold the same shards, in the job.
+        rank: this one.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == "DistributedDataParallel":
+            yield (
+                f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
+                "pass the module inside it, or use adasum_hook"
+            )
+        elif is_replicated(module):
+            yield (
+                f"{name or 'the model'} is under torch's replicate, which averages gradients; "
+                "leave it out"
+            )
+        elif kind == "FullyShardedDataParallel":
+            yield (
+                f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
+                "parameters; use fully_shard"
+            )
+    is_sharded = any(
+        is_fsdp_module(module) and any(map(shard_groups, module.parameters()))
+        for module in model.modules()
+    )
+    for name, parameter in model.named_parameters():
+        is_trained = parameter.requires_grad and not is_marked_local(parameter)
+        if is_sharded and is_trained and not is_dtensor(parameter):
+            yield (
+                f"{name} is outside fully_shard, so its gradients differ between the ranks of a "
+                "replica; call fully_shard on the model, too, without ignored_params"
+            )
+        if hasattr(parameter, "ds_id"):
+            yield f"{name} is partitioned by DeepSpeed ZeRO; use fully_shard"
+        elif parameter.is_meta:
+            yield f"{name} is on the meta device; call to_empty(), and initialize it first"
+        elif parameter.requires_grad and parameter.dtype not in DTYPES:
+            yield f"{name} has dtype {parameter.dtype}; use real parameters"
+        elif not is_dtensor(parameter) and layout_of(parameter) is not None:
+            yield (
+                f"{name} is the local part of a DTensor, which torch makes for "
+                "DistributedDataParallel; pass the module as it is before that"
+            )
+        elif is_dtensor(parameter):
+            yield from _shards_problem(name, parameter, ranks, rank)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided and not is_marked_local(buffer):
+            yield (
+                f"buffer {name} is sparse, and would be broadcast; make it dense, or call "
+                "mark_worker_local on it if the replicas have equal ones"
+            )
+
+
+def _shards_problem(
+    name: str, parameter: DTensor, ranks: list[int], rank: int
+) -> Iterator[str]:
+    mesh = parameter.device_mesh
+    both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
+    if not both:
+        return
+    replicated = [placement.is_replicate() for placement in parameter.placements]
+    if mesh.ndim > 1 and any(replicated):
+        yield (
+            f"{name} is on a mesh of {mesh.ndim} dimensions, along one of which torch averages "
+            f"its gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
+            f"replicas; {_ONE_DIMENSION}"
+        )
+    else:
+        yield (
+            f"{name} is sharded over ranks {both} of the replicas, which have to hold the same "
+            f"shard; {_ONE_DIMENSION}"
+        )
 
 
 def _described(model: torch.nn.Module) -> dict[str, object]:

@@ -32,8 +32,7 @@ from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
-from adasum_hvd.distributed.sharded_types import is_fsdp_module
-from adasum_hvd.distributed.sharding import complete, like, local_of
+from adasum_hvd.distributed.sharding import complete, is_fsdp_module, like, local_of
 from adasum_hvd.distributed.unit_reduction import (
     MISSING,
     NEW,

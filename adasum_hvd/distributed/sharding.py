@@ -1,30 +1,78 @@
-"""Places of the shards of a parameter, and the set-ups in which AdaSum has no meaning."""
+"""Shards of parameters: torch's classes, the groups that hold shards, and a rank's own part.
+
+torch's classes of sharded models are found without importing them: importing DTensor takes a fifth
+as long as torch itself. A class that was never imported cannot have instances. Older releases have
+the classes under other names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.distributed.checks import DTYPES
-from adasum_hvd.distributed.forward_check import is_replicated
-from adasum_hvd.distributed.sharded_types import (
-    is_dtensor,
-    is_fsdp_module,
-    layout_of,
-    shard_groups,
-)
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-_ONE_DIMENSION = (
-    "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
-    'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
-)
+_DTENSOR = "torch.distributed.tensor", "torch.distributed._tensor"  # 2.4
+_FSDP = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # 2.4 and 2.5
+
+
+def _is(value: Any, places: tuple[str, ...], name: str) -> bool:
+    kinds = [getattr(sys.modules.get(place), name, None) for place in places]
+    return isinstance(value, tuple(filter(None, kinds)))
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Return whether a tensor is sharded or replicated over a mesh."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most of them, at once
+        return False
+    return _is(value, _DTENSOR, "DTensor")
+
+
+def is_fsdp_module(value: Any) -> TypeGuard[FSDPModule]:
+    """Return whether a module is one that `fully_shard` was called on."""
+    return _is(value, _FSDP, "FSDPModule")
+
+
+def layout_of(tensor: Any) -> Any:
+    """Return the owner of a tensor's `device_mesh` and `placements`; None for a whole tensor.
+
+    That is a DTensor itself. Its local part, which torch makes for DDP, keeps its DTensor's.
+    """
+    return tensor if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
+
+
+def shard_groups(parameter: Any) -> tuple[Any, ...]:
+    """Return the process groups of the mesh dimensions along which a parameter is sharded.
+
+    The dot product of whole tensors is the sum of the shards' dot products over these groups. A
+    dimension along which the parameter is replicated is not among them.
+    """
+    if (layout := layout_of(parameter)) is None:
+        return ()
+    mesh = layout.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(layout.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    )
+
+
+def shard_problem(tensor: Any) -> str:
+    """Return why AdaSum of a tensor's local part is not that of the tensor, or ""."""
+    if not is_dtensor(tensor) and not shard_groups(tensor):
+        return ""
+    return (
+        "expected whole tensors, but got a DTensor or its local part (tensor parallelism); use "
+        "adasum_replicate or LocalSGD without DistributedDataParallel, which add up the dot "
+        "products of its shards"
+    )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,81 +157,3 @@ def _contains(mesh: Any, part: Any) -> bool:
     names, own = (set(one.mesh_dim_names or ()) for one in (mesh, part))
     ranks, few = (set(one.mesh.flatten().tolist()) for one in (mesh, part))
     return mesh == part or (bool(own) and own < names and few < ranks)
-
-
-def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
-    """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
-
-    Args:
-        model: the model.
-        ranks: the ranks of the replicas that hold the same shards, in the job.
-        rank: this one.
-    """
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind == "DistributedDataParallel":
-            yield (
-                f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
-                "pass the module inside it, or use adasum_hook"
-            )
-        elif is_replicated(module):
-            yield (
-                f"{name or 'the model'} is under torch's replicate, which averages gradients; "
-                "leave it out"
-            )
-        elif kind == "FullyShardedDataParallel":
-            yield (
-                f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
-                "parameters; use fully_shard"
-            )
-    is_sharded = any(
-        is_fsdp_module(module) and any(map(shard_groups, module.parameters()))
-        for module in model.modules()
-    )
-    for name, parameter in model.named_parameters():
-        is_trained = parameter.requires_grad and not is_marked_local(parameter)
-        if is_sharded and is_trained and not is_dtensor(parameter):
-            yield (
-                f"{name} is outside fully_shard, so its gradients differ between the ranks of a "
-                "replica; call fully_shard on the model, too, without ignored_params"
-            )
-        if hasattr(parameter, "ds_id"):
-            yield f"{name} is partitioned by DeepSpeed ZeRO; use fully_shard"
-        elif parameter.is_meta:
-            yield f"{name} is on the meta device; call to_empty(), and initialize it first"
-        elif parameter.requires_grad and parameter.dtype not in DTYPES:
-            yield f"{name} has dtype {parameter.dtype}; use real parameters"
-        elif not is_dtensor(parameter) and layout_of(parameter) is not None:
-            yield (
-                f"{name} is the local part of a DTensor, which torch makes for "
-                "DistributedDataParallel; pass the module as it is before that"
-            )
-        elif is_dtensor(parameter):
-            yield from _mesh_problem(name, parameter, ranks, rank)
-    for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided and not is_marked_local(buffer):
-            yield (
-                f"buffer {name} is sparse, and would be broadcast; make it dense, or call "
-                "mark_worker_local on it if the replicas have equal ones"
-            )
-
-
-def _mesh_problem(
-    name: str, parameter: DTensor, ranks: list[int], rank: int
-) -> Iterator[str]:
-    mesh = parameter.device_mesh
-    both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
-    if not both:
-        return
-    replicated = [placement.is_replicate() for placement in parameter.placements]
-    if mesh.ndim > 1 and any(replicated):
-        yield (
-            f"{name} is on a mesh of {mesh.ndim} dimensions, along one of which torch averages "
-            f"its gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
-            f"replicas; {_ONE_DIMENSION}"
-        )
-    else:
-        yield (
-            f"{name} is sharded over ranks {both} of the replicas, which have to hold the same "
-            f"shard; {_ONE_DIMENSION}"
-        )

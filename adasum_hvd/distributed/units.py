@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
-from adasum_hvd.distributed.sharded_types import is_fsdp_module, shard_groups
-from adasum_hvd.distributed.sharding import local_of
+from adasum_hvd.distributed.sharding import is_fsdp_module, local_of, shard_groups
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets
 

@@ -11,7 +11,7 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.namespaces import with_signature_of
-from adasum_hvd.distributed.sharded_types import is_dtensor
+from adasum_hvd.distributed.sharding import is_dtensor
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod import start as horovod_start
 from adasum_hvd.torch import launch
