@@ -18,6 +18,7 @@ import pickle
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -207,13 +208,14 @@ class Communicator:
     ) -> None:
         """Send `out[r]` to rank r and receive `into[r]` from it, for all others at once."""
         self._on_gloo(out[0].device)
+        message = partial(dist.P2POp, group=self.group, tag=self._tag)
         operations = []
         for distance in range(1, self.size):
             to, of = (self.rank + distance) % self.size, self.rank - distance
             if out[to].numel():
-                operations.append(self._message(dist.isend, out[to], to))
+                operations.append(message(dist.isend, out[to], self.ranks[to]))
             if into[of].numel():
-                operations.append(self._message(dist.irecv, into[of], of))
+                operations.append(message(dist.irecv, into[of], self.ranks[of]))
         try:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
@@ -222,11 +224,6 @@ class Communicator:
                 f"AdaSum: expected messages from all {self.size} ranks of the group, but one did "
                 f"not respond (seen by rank {self.ranks[self.rank]} of {self.job_size}): {error}"
             ) from error
-
-    def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(
-            operation, tensor, self.ranks[peer], self.group, tag=self._tag
-        )
 
 
 def hosts_of(communicator: Communicator) -> tuple[int, ...]:

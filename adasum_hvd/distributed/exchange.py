@@ -93,7 +93,7 @@ class Exchange:
         everything: bool = False,
         shards: Sequence[Shards] = (),
     ):
-        parts = layout.held if everything or shards else layout.shared
+        parts = layout.held if everything or shards else layout.split
         self._communicator, self._shards = communicator, shards
         self.tensors = len(layout.sizes)
         # Rows that fill a table, and those that another rank knows, go to one tensor more.
@@ -104,11 +104,11 @@ class Exchange:
         owners = (*(tensor for part in padded for tensor in part), *own)
         self._sent = constant(padded[communicator.rank], torch.int64, device)
         self._owners = constant(owners, torch.int64, device)
-        self.shared = sorted({tensor for part in parts for tensor in part})
+        self.exchanged = sorted({tensor for part in parts for tensor in part})
 
     def _rows(self, table: torch.Tensor) -> torch.Tensor:
         """Return [rows, columns]: all ranks' rows that were sent, and this rank's."""
-        if not self.shared:
+        if not self.exchanged:
             return table
         sent = torch.cat([table, table.new_zeros((1, table.shape[1]))])[self._sent]
         return torch.cat([self._communicator.all_gather(sent).flatten(0, 1), table])
@@ -146,7 +146,7 @@ class Exchange:
         def needed(tensors: Sequence[int]) -> bool:
             return only is None or not set(only).isdisjoint(tensors)
 
-        if self.shared and needed(self.shared):
+        if self.exchanged and needed(self.exchanged):
             terms = torch.cat(self._rows(torch.cat(sums, 1)).chunk(2, 1))
             owners = self._owners.repeat(2)
             high, low = sums_by_tensor(terms, owners, self.tensors + 1)

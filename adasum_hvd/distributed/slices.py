@@ -102,7 +102,7 @@ class Layout:
         return tuple(runs)
 
     @cached_property
-    def shared(self) -> tuple[tuple[int, ...], ...]:
+    def split(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the tensors of which it holds a part only: at most two."""
         return tuple(
             tuple(run.tensor for run in runs if not run.whole) for runs in self.runs
