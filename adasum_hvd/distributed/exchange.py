@@ -17,6 +17,8 @@ from adasum_hvd.distributed.coefficients import Tree, constant
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.slices import Layout
 
+WAITING = ("cpu",)  # types of devices whose values the program waits for
+
 
 class Sums(NamedTuple):
     """Sums as `high + low`, each float64 [tensors, columns]; together about 100 bits."""
@@ -172,52 +174,40 @@ class Exchange:
         return Sums(high, low)
 
 
-class FormNodes:
-    """Gives `coefficients.walk` the dot products of nodes from the nodes' vectors.
+def form_nodes(
+    part: Slice,
+    exchange: Exchange,
+    tree: Tree,
+    factors: torch.Tensor | None,
+    _: int,
+    sides: Sequence[torch.Tensor],
+    cancelled: torch.Tensor,
+    dots: torch.Tensor,
+) -> torch.Tensor:
+    """Return the dot products of a tier, with those of cancelled tensors from the nodes' vectors.
 
     On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
     and ranks without a part of it, such as those of an empty shard, take no notice.
     On other devices for all tensors, because the program does not wait for a device's values.
-
-    Attributes:
-        waiting: types of devices whose values the program waits for.
 
     Args:
         part: this rank's slice.
         exchange: to the other ranks.
         tree: the order of the merges.
         factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
+        _: the tier; this and all that follow as of `coefficients.walk`.
+        sides: of the tiers before.
+        cancelled: bool [tensors].
+        dots: of the tier.
+
+    Collective if a tensor that crosses a slice border is among the cancelled ones.
     """
-
-    waiting = ("cpu",)
-
-    def __init__(
-        self,
-        part: Slice,
-        exchange: Exchange,
-        tree: Tree,
-        factors: torch.Tensor | None,
-    ):
-        self._slice, self._exchange = part, exchange
-        self._tree, self._factors = tree, factors
-
-    def __call__(
-        self,
-        tier: int,
-        sides: Sequence[torch.Tensor],
-        cancelled: torch.Tensor,
-        dots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the dot products of a tier with those of cancelled tensors replaced.
-
-        Collective if a tensor that crosses a slice border is among them.
-        """
-        only: list[int] | None = None
-        if cancelled.device.type in self.waiting:
-            only = cancelled.nonzero().flatten().tolist()
-            if not only:
-                return dots
-        values = self._slice.node_products(self._tree, sides, self._factors, only)
-        sums = sums_by_tensor(values, self._slice.owners, len(dots))
-        formed = self._exchange.total(sums, only)
-        return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)
+    only: list[int] | None = None
+    if cancelled.device.type in WAITING:
+        only = cancelled.nonzero().flatten().tolist()
+        if not only:
+            return dots
+    values = part.node_products(tree, sides, factors, only)
+    sums = sums_by_tensor(values, part.owners, len(dots))
+    formed = exchange.total(sums, only)
+    return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

@@ -171,31 +171,17 @@ def _timeout_seconds(group: Any) -> float:
     return timeout.total_seconds()
 
 
-class Reducer:
+class Reducer(NamedTuple):
     """Reduces tensors by the core.
-
-    Args:
-        choice: has a group.
-        communicator: the ranks.
-        rule: what becomes of the tensors.
-        shards: which tensors have other shards, in the order of the choice's groups.
 
     Every method raises Unresponsive if a rank has ended, or did not respond within the group's
     timeout; and what the rule raises.
     """
 
-    def __init__(
-        self,
-        choice: Choice,
-        communicator: Communicator,
-        rule: Rule,
-        shards: Sequence[Shards],
-    ):
-        assert choice.group is not None
-        self._group, self._communicator = choice.group, communicator
-        self._rule = rule.kind if callable(rule.kind) else None
-        tensors = [one.tensors for one in shards]
-        self._shards = [*zip(choice.shards, tensors, strict=True)]
+    group: core.Group
+    communicator: Communicator
+    rule: Coefficients | None  # None: AdaSum, or a mean
+    shards: Sequence[tuple[core.Group, Sequence[int]]]  # and the tensors that have them
 
     def reduce_flat(
         self,
@@ -217,8 +203,8 @@ class Reducer:
         table["output"] = table["input"]
         rows = None
         if observe:
-            ranks = (self._communicator.size,)
-            levels = self._group.levels if self._rule is None else ranks
+            ranks = (self.communicator.size,)
+            levels = self.group.levels if self.rule is None else ranks
             rows = Rows(levels, np.zeros((len(sizes), width(levels))))
             step = rows.rows.strides[0]
             table["observation"] = rows.rows.ctypes.data + step * np.arange(len(sizes))
@@ -240,15 +226,15 @@ class Reducer:
                 tensor.copy_(reduced)
 
     def _reduce(self, table: NDArray[Any], dtype: torch.dtype) -> None:
-        name, rule = str(dtype).removeprefix("torch."), self._rule
+        name, rule = str(dtype).removeprefix("torch."), self.rule
         call = None if rule is None else partial(_coefficients, rule)
         try:
-            self._group.reduce(table, name, self._shards, call)
+            self.group.reduce(table, name, self.shards, call)
         except core.Unresponsive as error:
-            ranks, here = self._communicator.ranks, self._communicator.rank
+            ranks, here = self.communicator.ranks, self.communicator.rank
             raise Unresponsive(
                 f"AdaSum: expected all {len(ranks)} ranks of the group to reduce, but {error} "
-                f"(seen by rank {ranks[here]} of {self._communicator.job_size})"
+                f"(seen by rank {ranks[here]} of {self.communicator.job_size})"
             ) from error
 
 

@@ -15,6 +15,7 @@ sum of the shards' dot products. Only `Exchange` knows who holds a part of a ten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ from adasum_hvd.distributed.coefficients import (
     walk,
 )
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
-from adasum_hvd.distributed.exchange import Exchange, FormNodes, Shards, sums_by_tensor
+from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
 from adasum_hvd.distributed.records import Solution, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
@@ -112,7 +113,9 @@ def _core(
     choice = native.choose(communicator, rule, shards)
     if choice.group is None:
         return None
-    return native.Reducer(choice, communicator, rule, shards)
+    kind = rule.kind if callable(rule.kind) else None
+    sharded = zip(choice.shards, (one.tensors for one in shards), strict=True)
+    return native.Reducer(choice.group, communicator, kind, [*sharded])
 
 
 def _solve(
@@ -140,7 +143,7 @@ def _solve(
         return Solution(checked(rule.kind(gram), gram), gram, scale)
     if set(tree.weights) != {1.0}:
         factors = weights if factors is None else weights * factors
-    sides = walk(gram, tree, FormNodes(part, exchange, tree, factors))
+    sides = walk(gram, tree, partial(form_nodes, part, exchange, tree, factors))
     return Solution(leaf_coefficients(sides, tree, tensors), gram, scale)
 
 

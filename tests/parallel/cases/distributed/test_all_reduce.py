@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from adasum_hvd import reference
 from adasum_hvd.distributed import (
     adasum_all_reduce,
+    exchange,
     mark_worker_local,
     reduce_changes,
 )
-from adasum_hvd.distributed.exchange import FormNodes
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,
@@ -106,13 +107,10 @@ def case_as_on_a_device() -> None:
         return reduce_several(tensors, "device")
 
     expected = results()
-    FormNodes.waiting = ()
-    try:
+    with mock.patch.object(exchange, "WAITING", ()):
         conformance.cancelling_pairs(engine())
         conformance.properties(engine())
         assert all(map(torch.equal, results(), expected))
-    finally:
-        FormNodes.waiting = ("cpu",)
 
 
 def case_many_in_flight() -> None:
