@@ -36,23 +36,18 @@ def add_to(commands: Any) -> None:
         help="folder of demo.json, demo.png, demo-monitor.jsonl and demo-monitor.png; those of "
         "an earlier demo are replaced",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, errors=ValueError)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, which print as they go, and return the exit status."""
     for module, package in _NEEDED.items():
         if importlib.util.find_spec(module) is None:
-            print(
-                f"adasum-hvd demo: expected {package}, but got none; pip install {package}",
-                file=sys.stderr,
-            )
-            return 1
+            raise ValueError(f"expected {package}, but got none; pip install {package}")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"adasum-hvd demo: {error}; pass a folder as --output", file=sys.stderr)
-        return 1
+        raise ValueError(f"{error}; pass a folder as --output") from None
     engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
     backend = "gloo" if engine == "horovod" else "torchrun"
     words = jobs.launcher(backend, arguments.ranks)

@@ -74,31 +74,29 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("file", type=Path, help="the file that HOROVOD_TIMELINE names")
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, errors=(OSError, TimelineError))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit status."""
-    here = f"adasum-hvd timeline: {arguments.file}:"
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table."""
+    path = arguments.file
     try:
-        with arguments.file.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             phases, microseconds = summed(events(file))
-        cut = is_cut(arguments.file) or any(phase.inside for phase in phases)
         if not phases:
             raise TimelineError(
                 "expected operations, but the file has none; let the job reach its first one"
             )
-    except (OSError, TimelineError) as error:
-        print(here, error, file=sys.stderr)
-        return 1
+    except TimelineError as error:
+        raise TimelineError(f"{path}: {error}") from None
     show = as_json if arguments.json else table
     print(show(phases, microseconds))
-    if cut:
+    if is_cut(path) or any(phase.inside for phase in phases):
         print(
-            here, "the file is cut: the job was killed, still runs, or ended before Horovod "
-            "had written everything; these are the events before that", file=sys.stderr,
-        )  # fmt: skip
-    return 0
+            f"adasum-hvd timeline: {path}: the file is cut: the job was killed, still runs, or "
+            "ended before Horovod had written everything; these are the events before that",
+            file=sys.stderr,
+        )
 
 
 def is_cut(path: Path) -> bool:

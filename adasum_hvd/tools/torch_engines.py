@@ -1,126 +1,101 @@
-"""The engines of `adasum-hvd demo` and of the examples, imported only when they are used."""
+"""The engines of `adasum-hvd demo`, imported only when they are used."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 EVERY = 2  # steps between two records of the monitor
+Trained = tuple[torch.nn.Module, Any, Callable[[], None]]
 
 
-class Training(NamedTuple):
-    """A model and an optimizer that reduce over the ranks."""
+class Engine(NamedTuple):
+    """The ranks of a job, and how they reduce.
 
-    model: torch.nn.Module
-    optimizer: Any
-    close: Callable[[], None]
-
-
-class Engine(Protocol):
-    """The ranks of a job, and how they reduce."""
+    Attributes:
+        rank: of this process.
+        size: number of ranks.
+        local_rank: this rank's number on its host.
+        local_size: number of ranks on this host.
+        train: takes a model, an optimizer, an op's name and a monitor's file or None; returns
+            the model and optimizer with that reduction, and a function that closes the monitor.
+            Collective.
+        check_replicas: returns True, or raises RuntimeError if the replicas differ. Collective.
+        shut_down: ends the job. Collective.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    train: Callable[[torch.nn.Module, Any, str, Path | None], Trained]
+    check_replicas: Callable[[torch.nn.Module], bool]
+    shut_down: Callable[[], None]
+
+
+def horovod() -> Engine:
+    """Return Horovod's op with `DistributedOptimizer`. Collective."""
+    import adasum_hvd.torch as hvd
 
     def train(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        op: str,
-        records: Path | None,
-    ) -> Training:
-        """Return the model and optimizer with a reduction, and a monitor's file. Collective."""
-
-    def check_replicas(self, model: torch.nn.Module) -> bool:
-        """Return True, or raise RuntimeError if the replicas differ. Collective."""
-
-    def shut_down(self) -> None:
-        """End the job. Collective."""
-
-
-class Horovod:
-    """Horovod's op and `DistributedOptimizer`."""
-
-    def __init__(self) -> None:
-        import adasum_hvd.torch as hvd
-
-        hvd.init()
-        self._hvd = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self.check_replicas, self.shut_down = hvd.check_replicas, hvd.shutdown
-
-    def train(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        op: str,
-        records: Path | None,
-    ) -> Training:
-        """Return the model and a `DistributedOptimizer`."""
-        hvd = self._hvd
+        model: torch.nn.Module, optimizer: Any, op: str, records: Path | None
+    ) -> Trained:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        wrapped = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), op=op
-        )
+        wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
         if records is None:
-            return Training(model, wrapped, lambda: None)
-        return Training(
-            model, wrapped, hvd.AdasumMonitor(wrapped, EVERY, records).close
-        )
+            return model, wrapped, lambda: None
+        return model, wrapped, hvd.AdasumMonitor(wrapped, EVERY, records).close
+
+    hvd.init()
+    ranks = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
+    return Engine(*ranks, train, hvd.check_replicas, hvd.shutdown)
 
 
-def _ones(gram: torch.Tensor) -> torch.Tensor:
-    """Return the coefficients of a plain sum, as an example of a rule."""
-    return torch.ones_like(gram[:, 0])
+def torch_distributed() -> Engine:
+    """Return `adasum_hvd.distributed`: DDP with a hook, under torchrun. Collective."""
+    import torch.distributed as dist
 
-
-class TorchDistributed:
-    """`adasum_hvd.distributed`: DDP with a hook, under torchrun."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        from adasum_hvd import distributed
-
-        dist.init_process_group("gloo")
-        self._distributed = distributed
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.local_rank = int(os.environ["LOCAL_RANK"])
-        self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.check_replicas = distributed.check_replicas
-        self.shut_down = dist.destroy_process_group
+    from adasum_hvd import distributed
 
     def train(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        op: str,
-        records: Path | None,
-    ) -> Training:
-        """Return DDP with a hook; for the delta variant the model as it is."""
-        distributed = self._distributed
+        model: torch.nn.Module, optimizer: Any, op: str, records: Path | None
+    ) -> Trained:
         if op == "adasum-delta":
             distributed.reduce_changes(optimizer)
-            return Training(model, optimizer, lambda: None)
-        rules = {"sum": _ones, "average": "mean", "adasum-grad": "adasum"}
+            return model, optimizer, lambda: None
+        # A function of Gram matrices: the coefficients of a plain sum.
+        rules: dict[str, Any] = {
+            "sum": _ones,
+            "average": "mean",
+            "adasum-grad": "adasum",
+        }
         state = distributed.AdasumState(rule=rules[op])
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(state, distributed.adasum_hook)
         if records is None:
-            return Training(ddp, optimizer, lambda: None)
+            return ddp, optimizer, lambda: None
         named = model.named_parameters()
         monitor = distributed.AdasumMonitor(state, EVERY, records, named)
-        return Training(ddp, optimizer, monitor.close)
+        return ddp, optimizer, monitor.close
+
+    dist.init_process_group("gloo")
+    return Engine(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        train=train,
+        check_replicas=distributed.check_replicas,
+        shut_down=dist.destroy_process_group,
+    )
 
 
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "horovod": Horovod,
-    "torch": TorchDistributed,
-}
+def _ones(gram: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(gram[:, 0])
+
+
+ENGINES = {"horovod": horovod, "torch": torch_distributed}
