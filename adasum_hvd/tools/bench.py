@@ -24,6 +24,7 @@ from adasum_hvd import __version__
 from adasum_hvd.horovod.build import environment
 from adasum_hvd.horovod.preflight import has_mpi
 from adasum_hvd.tools import jobs, machine
+from adasum_hvd.tools.plot import pyplot_for_files
 
 CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
     "4 KB": [1000],
@@ -187,13 +188,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def draw(measured: dict[str, Any], target: Path) -> Path | None:
     """Draw the medians, a bar for each operation; return None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    if (pyplot := pyplot_for_files()) is None:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     middle = medians(measured)
     series = list(dict.fromkeys((backend, name) for _, backend, name in middle))
     figure, axes = pyplot.subplots(figsize=(9, 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,18 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"picture: {target}")
 
 
+def pyplot_for_files() -> Any:
+    """Return matplotlib's pyplot, which opens no window, or None if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw(found: list[dict[str, Any]], target: Path) -> None:
     """Draw the orthogonality of every tensor as a heat map, and as curves with their mean.
 
@@ -45,14 +56,11 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
     References:
         arXiv 2006.02924, figure 1.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("expected matplotlib, but got none; pip install matplotlib")
-    import matplotlib
     import numpy as np
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
+    if pyplot is None:
+        raise ValueError("expected matplotlib, but got none; pip install matplotlib")
     names = list(dict.fromkeys(name for one in found for name in one["tensors"]))
     steps = [one["step"] for one in found]
     values = np.array(

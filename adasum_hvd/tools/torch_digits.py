@@ -159,14 +159,9 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
     output.mkdir(parents=True, exist_ok=True)
     table = output / "demo.json"
     table.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    try:
-        import matplotlib
-    except ImportError:
+    if (pyplot := plot.pyplot_for_files()) is None:
         print(f"\nresults: {table} (no picture: matplotlib is not installed)")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for result in results:
         axes.plot(*zip(*result.curve, strict=True), label=result.op)
