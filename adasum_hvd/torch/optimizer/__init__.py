@@ -34,11 +34,16 @@ from adasum_hvd.base.options import (
     groups_of,
     optimizer_op,
 )
+from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.torch.compression import Compression, compressions
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.optimizer.delta import DeltaReducer
+from adasum_hvd.torch.optimizer.gradient import GradientReducer
+from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
 from adasum_hvd.torch.optimizer.parameters import Names
-from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper, reducer_of
+from adasum_hvd.torch.optimizer.reducer import Reducer
+from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -127,7 +132,11 @@ def wrap(
     )
     _drop_patched_methods(distributed)
     distributed._wrapped = weakref.ref(optimizer)
-    distributed._adasum = reducer_of(distributed, names, options, allows_ddp)
+    kind: type[Reducer] = GradientReducer
+    if options.is_delta:
+        offloaded = isinstance(optimizer, AdamOffload)
+        kind = OffloadDeltaReducer if offloaded else DeltaReducer
+    distributed._adasum = kind(distributed, names, options, allows_ddp)
     return distributed
 
 

@@ -11,34 +11,10 @@ from typing import Any
 import torch
 
 from adasum_hvd.base.frames import is_making_state
-from adasum_hvd.base.options import Options
-from adasum_hvd.offload.optimizer import AdamOffload
-from adasum_hvd.torch.optimizer.delta import DeltaReducer
-from adasum_hvd.torch.optimizer.gradient import GradientReducer
-from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import Names
 from adasum_hvd.torch.optimizer.reducer import Reducer
 
 _STATE_KEY = "adasum_delta"
 StepClosure = Callable[[], Any] | None
-
-
-def reducer_of(
-    optimizer: Any, names: Names, options: Options, allows_ddp: bool
-) -> Reducer:
-    """Return the reducer that the op asks for. Collective; blocks.
-
-    Args:
-        optimizer: the distributed optimizer, held weakly.
-        names: of its parameters.
-        options: those of `DistributedOptimizer`.
-        allows_ddp: DistributedDataParallel may have reduced the gradients before.
-    """
-    kind: type[Reducer] = GradientReducer
-    if options.is_delta:
-        offloaded = isinstance(optimizer, AdamOffload)
-        kind = OffloadDeltaReducer if offloaded else DeltaReducer
-    return kind(optimizer, names, options, allows_ddp)
 
 
 class DistributedWrapper(torch.optim.Optimizer):
