@@ -80,7 +80,7 @@ class GradientReducer(Reducer):
             self.buckets,
             self.options.backward_passes_per_step,
             self.parameters.name_of,
-            self._on_complete,
+            self._start,
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -122,9 +122,6 @@ class GradientReducer(Reducer):
         super().restart()
 
     # ---- one reduction of all buckets, on all ranks ----
-
-    def _on_complete(self, index: int) -> None:
-        self._start(self.buckets[index])
 
     @torch.no_grad()
     def _start(self, bucket: Any) -> None:

@@ -21,8 +21,9 @@ class GradientReadyCounter:
         buckets: the buckets, each parameter in one of them. A large gradient is copied into its
             bucket as soon as it is complete.
         passes: backward passes whose gradients add up.
-        name_of: the parameter's name for the error.
-        on_complete: bound method, called with the bucket's index; held weakly.
+        name_of: returns a parameter's name, for errors.
+        on_complete: bound method, called with a bucket; held weakly, because its object has
+            this one.
     """
 
     def __init__(
@@ -30,10 +31,10 @@ class GradientReadyCounter:
         buckets: Sequence[Any],
         passes: int,
         name_of: Callable[[torch.Tensor], str],
-        on_complete: Callable[[int], None],
+        on_complete: Callable[[Any], None],
     ):
         self._passes = passes
-        self._name_of = weakref.WeakMethod(name_of)
+        self._name_of = name_of
         self._on_complete = weakref.WeakMethod(on_complete)
         self._buckets = buckets
         self._sizes = [len(bucket.params) for bucket in buckets]
@@ -85,23 +86,22 @@ class GradientReadyCounter:
         if self._missing[index] == 0:
             on_complete: Any = self._on_complete()
             if on_complete is not None:
-                on_complete(index)
+                on_complete(self._buckets[index])
 
     def _refuse(self, parameter: torch.Tensor) -> None:
-        name_of: Any = self._name_of()
-        if name_of is not None and is_inside("backward", "torch.utils.checkpoint"):
+        name = self._name_of(parameter)
+        if is_inside("backward", "torch.utils.checkpoint"):
             raise RuntimeError(
-                f"gradient of {name_of(parameter)}: expected at most {self._passes} backward "
-                "passes before step(), but reentrant checkpoints that use this layer more than "
-                "once run one each; pass use_reentrant=False to torch.utils.checkpoint"
+                f"gradient of {name}: expected at most {self._passes} backward passes before "
+                "step(), but reentrant checkpoints that use this layer more than once run one "
+                "each; pass use_reentrant=False to torch.utils.checkpoint"
             )
-        if name_of is not None:
-            raise RuntimeError(
-                f"gradient of {name_of(parameter)}: expected at most {self._passes} backward "
-                "passes before step(), but got one more; raise backward_passes_per_step, or call "
-                "step() or zero_grad() of this optimizer (the model's does not notify it). "
-                "An earlier DistributedOptimizer of the same parameters counts, too: delete it"
-            )
+        raise RuntimeError(
+            f"gradient of {name}: expected at most {self._passes} backward passes before step(), "
+            "but got one more; raise backward_passes_per_step, or call step() or zero_grad() of "
+            "this optimizer (the model's does not notify it). An earlier DistributedOptimizer of "
+            "the same parameters counts, too: delete it"
+        )
 
     def reset(self) -> None:
         """Reset the counts."""

@@ -101,7 +101,8 @@ class ConsistencyCheck:
         if not is_due:
             return False
         settings = settings_of(number == 0)
-        by_rank = self._gathered([self._steps, _checksum(repr(settings)), has_report()])
+        checksum = zlib.crc32(repr(settings).encode())
+        by_rank = self._gathered([self._steps, checksum, has_report()])
         _compare_steps({rank: steps for rank, (steps, _, _) in by_rank.items()})
         if len({checksum for _, checksum, _ in by_rank.values()}) > 1:
             self._name_difference(settings, own_names())
@@ -184,11 +185,6 @@ def _compare_steps(by_rank: Mapping[int, float]) -> None:
             f"has taken {by_rank[rank]:.0f}); a rank that leaves out a step() after a backward "
             "pass must not do so alone: agree on it, or let all ranks step; the replicas differ now"
         )
-
-
-def _checksum(text: str) -> float:
-    """Return a checksum of a text."""
-    return float(zlib.crc32(text.encode()))
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
