@@ -47,7 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{error}; pass a folder as --output") from None
+        raise ValueError(
+            f"expected a folder for the results, but got {error}; pass one as --output"
+        ) from None
     engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
     backend = "gloo" if engine == "horovod" else "torchrun"
     words = jobs.launcher(backend, arguments.ranks)

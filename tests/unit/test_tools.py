@@ -114,7 +114,7 @@ def test_build_names_the_frameworks_that_it_knows(words: str, capsys) -> None:
 def test_a_demo_needs_a_folder(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--output", str(tmp_path / "file")]) == 1
-    assert "pass a folder as --output" in capsys.readouterr().err
+    assert "pass one as --output" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["demo", "--epochs", "0"])
 
