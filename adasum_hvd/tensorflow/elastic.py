@@ -31,7 +31,7 @@ from adasum_hvd.tensorflow.broadcasting import (
 )
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer import is_distributed
-from adasum_hvd.tensorflow.optimizer.slots import local_slots
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 
 __all__ = [
     "TensorFlowKerasState",
@@ -124,7 +124,7 @@ class TensorFlowKerasState(_State):
 
     def _windows(self) -> tuple[list[Any], list[Any]]:
         distributed = is_distributed(self.optimizer)
-        return self.optimizer.all_windows() if distributed else ([], [])
+        return inner(self.optimizer).all_windows() if distributed else ([], [])
 
     def _given(self) -> list[Any]:
         """Return the variables that new ranks get."""
@@ -148,7 +148,7 @@ class TensorFlowKerasState(_State):
 
     def _sync_trained(self, root: int) -> None:
         if is_distributed(self.optimizer):
-            self.optimizer.compare_ranks()
+            inner(self.optimizer).compare_ranks()
         own = self._own() if self._survived else []
         values = self._read(own)
         broadcast_variables(self._given(), root)

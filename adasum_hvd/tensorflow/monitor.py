@@ -10,15 +10,14 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.options import Options, ProcessSet
+from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.horovod import binding
 from adasum_hvd.monitor.monitor import Monitor, check_job, inputs_of
 from adasum_hvd.monitor.statistics import Rows
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
-from adasum_hvd.tensorflow.optimizer import is_distributed
-from adasum_hvd.tensorflow.optimizer.slots import inner
-from adasum_hvd.tensorflow.reduction import Reduction, named
+from adasum_hvd.tensorflow.optimizer import state_of
+from adasum_hvd.tensorflow.reduction import named
 
 
 class _Channel:
@@ -81,10 +80,11 @@ class AdasumMonitor:
 
     def __init__(self, optimizer: Any, every: int = 50, to: Any = ()):
         check_job(tf_ops.settings())
-        options, self._reduction = _reduction_of(optimizer)
-        inputs = inputs_of(options.op)
+        state = state_of("AdasumMonitor", optimizer)
+        self._reduction = state.reduction
+        inputs = inputs_of(state.options.op)
         self._monitor: Monitor | None = None
-        process_set = options.process_set
+        process_set = state.options.process_set
         if process_set.included() and process_set.size() > 1:
             self._monitor = Monitor(every, to, _Channel(process_set), inputs)
 
@@ -104,13 +104,3 @@ class AdasumMonitor:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
-
-
-def _reduction_of(optimizer: Any) -> tuple[Options, Reduction]:
-    if is_distributed(optimizer):
-        state = inner(optimizer)._adasum
-        return state.options, state.reduction
-    raise TypeError(
-        "AdasumMonitor: expected an optimizer from DistributedOptimizer, but got "
-        f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    )

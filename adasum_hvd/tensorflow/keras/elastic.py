@@ -30,16 +30,7 @@ __all__ = [
 
 
 class KerasState(TensorFlowKerasState):
-    """As :class:`TensorFlowKerasState`.
-
-    Args:
-        model: a Keras model that is built.
-        optimizer: by default the one that the model is compiled with. It is built here.
-        **kwargs: objects that pickle; attributes of the state.
-    """
-
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any):
-        super().__init__(model, optimizer, **kwargs)
+    """Horovod's name of :class:`TensorFlowKerasState`, which has the arguments."""
 
 
 class _BatchCallback(keras.callbacks.Callback):

@@ -35,7 +35,7 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
-from adasum_hvd.tensorflow.optimizer.base import MULTI, KerasDistributed
+from adasum_hvd.tensorflow.optimizer.base import MULTI, KerasDistributed, State
 from adasum_hvd.tensorflow.optimizer.delta import DeltaOptimizer
 from adasum_hvd.tensorflow.optimizer.gradient import GradientOptimizer
 from adasum_hvd.tensorflow.optimizer.loss_scale import DistributedLossScale
@@ -162,12 +162,7 @@ def banner(optimizer: Any) -> str:
     Raises:
         TypeError: another optimizer.
     """
-    if not is_distributed(optimizer):
-        raise TypeError(
-            "banner: expected an optimizer from DistributedOptimizer, but got "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-        )
-    options = optimizer._adasum.options
+    options = state_of("banner", optimizer).options
     dtypes = {variable.dtype for variable in optimizer._trainable_variables}
     wire = {tf_ops.wire_dtype(dtype, options.compression).name for dtype in dtypes}
     return banner_of(
@@ -186,6 +181,17 @@ def banner(optimizer: Any) -> str:
 def is_distributed(optimizer: Any) -> bool:
     """Return whether `optimizer` came from `DistributedOptimizer`."""
     return isinstance(optimizer, KerasDistributed | DistributedLossScale)
+
+
+def state_of(caller: str, optimizer: Any) -> State:
+    """Return a distributed optimizer's own state; raise TypeError for another optimizer."""
+    if not is_distributed(optimizer):
+        raise TypeError(
+            f"{caller}: expected an optimizer from DistributedOptimizer, but got "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    state: State = optimizer._adasum
+    return state
 
 
 def wrap(optimizer: Any, options: Options) -> Any:

@@ -78,14 +78,6 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         """As the inner optimizer's."""
         return self.inner_optimizer.window_variables
 
-    def compare_ranks(self) -> None:
-        """As the inner optimizer's."""
-        self.inner_optimizer.compare_ranks()
-
-    def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """As the inner optimizer's."""
-        return self.inner_optimizer.all_windows()
-
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes that the wrapper adds to the optimizer."""
         return self.inner_optimizer.extra_bytes()
