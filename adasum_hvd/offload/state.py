@@ -82,15 +82,6 @@ class HostStateOptimizer(torch.optim.Optimizer):
         for param in params:
             self._agreed[param] = (param.data_ptr(), param._version)
 
-    def adopt_master(self, param: torch.Tensor, home: torch.Tensor) -> None:
-        """Move a parameter's master to `home`.
-
-        Args:
-            param: a parameter that has a master.
-            home: overwritten; on the host, contiguous, of the master's shape and dtype.
-        """
-        self.state[param]["master"] = home.copy_(self.master(param))
-
     def _updated(self, param: torch.Tensor) -> None:
         """Write a new master to its parameter, or note it for :meth:`publish`."""
         if not self._publishing:
@@ -146,19 +137,18 @@ class HostStateOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state, with a copy of each master that is part of a larger tensor."""
+        """Return torch's state, and the arguments that are not in the groups."""
         return {
             **super().__getstate__(),
             "_use_locking": self._use_locking,
             "_num_threads": self._num_threads,
-            "state": _alone(self.state),
         }
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set loaded or unpickled state, on the host.
 
-        Tensors of the old state take the new values, because buckets may have views of masters.
+        Tensors of the old state take the new values, because the delta variant's buckets have them.
         """
         old = self.__dict__.get("state", {})
         super().__setstate__(state)
@@ -191,19 +181,6 @@ class HostStateOptimizer(torch.optim.Optimizer):
             state["master"].copy_(values.get("master", param.detach()))
 
 
-def _alone(state: dict[Any, dict[str, torch.Tensor]]) -> dict[Any, dict[str, Any]]:
-    """Return the state, with a copy of each tensor that is part of a larger allocation."""
-
-    def alone(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if whole else tensor.clone()
-
-    return {
-        key: {name: alone(value) for name, value in values.items()}
-        for key, values in state.items()
-    }
-
-
 def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert torch's state dict of an `AdamOffload` so that torch's Adam can load it.
 
@@ -214,11 +191,7 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         {key: value for key, value in group.items() if not callable(value)}
         for group in state_dict["param_groups"]
     ]
-    return {
-        **state_dict,
-        "state": _alone(state_dict["state"]),
-        "param_groups": param_groups,
-    }
+    return {**state_dict, "param_groups": param_groups}
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -111,12 +111,14 @@ class Simulation:
 def case_delta_variant_reduces_the_masters(dtype_name: str) -> None:
     dtype = getattr(torch, dtype_name)
     decoupled = {"decoupled_weight_decay": True, "weight_decay": 1.0}
-    for more in ({}, {"use_nesterov": True, "weight_decay": 0.1}, decoupled):
+    outside = {"clip_delta_norm": 1e6}  # the change is formed outside the op
+    nesterov = {"use_nesterov": True, "weight_decay": 0.1}
+    for more, given in (({}, {}), ({}, outside), (nesterov, {}), (decoupled, {})):
         # With a small eps the first steps are sign-like and amplify rounding.
         settings = {"eps": 1e-2, **more}
         model = model_of(dtype)
         simulation = Simulation(model, lr=0.01, **settings)
-        optimizer = wrapped(model, settings=settings)
+        optimizer = wrapped(model, settings=settings, **given)
         for step in range(STEPS):
             train(optimizer, model, step, step + 1)
             simulation.step(step)
@@ -162,6 +164,8 @@ def case_memory_is_the_start_on_the_host_and_nothing_else() -> None:
     elements = sum(p.numel() for p in model.parameters())
     extra = wrapped(model).extra_bytes()
     assert extra == {"device": 0, "host": 4 * elements if hvd.size() > 1 else 0}
+    outside = wrapped(model_of(torch.bfloat16), clip_delta_norm=1.0)
+    assert outside.extra_bytes() == {"device": 0, "host": 8 * elements}
 
 
 def case_broadcast_reaches_the_masters() -> None:
