@@ -1,7 +1,5 @@
 """The program of a rank in `adasum-hvd demo`: LeNet-5 on scikit-learn's handwritten digits.
 
-    python -m adasum_hvd.tools.torch_digits --op sum,adasum-grad
-
 Every reduction starts from the same weights and uses the learning rate that is best for one
 process (docs/convergence.md).
 """
@@ -26,8 +24,12 @@ from adasum_hvd.monitor import files
 from adasum_hvd.tools import plot
 from adasum_hvd.tools.torch_engines import ENGINES, Engine
 
-TARGET_ACCURACY = 0.95
+OPS = ("sum", "average", "adasum-grad", "adasum-delta")
 WATCHED, RECORDS = "adasum-grad", "demo-monitor.jsonl"  # of hvd.AdasumMonitor
+BATCH_SIZE = 32  # images per rank and step
+RATE = 0.03  # for one process, and not scaled
+SEED = 42
+TARGET_ACCURACY = 0.95
 
 
 class LeNet5(nn.Module):
@@ -94,37 +96,32 @@ def replicas_identical(engine: Engine, model: nn.Module) -> bool:
         return False
 
 
-def train(engine: Engine, op: str, arguments: argparse.Namespace) -> Result:
+def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
     """Train one model with reduction `op` and return what came out."""
-    device = device_of(arguments.device, engine.local_rank, engine.local_size)
+    device = device_of("auto", engine.local_rank, engine.local_size)
     train_images, train_labels, test_images, test_labels = (
         tensor.to(device) for tensor in digits()
     )
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(SEED)
     model = LeNet5().to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), arguments.lr, momentum=arguments.momentum
-    )
-    records = arguments.output / RECORDS if op == WATCHED else None
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+    records = output / RECORDS if op == WATCHED else None
     if records is not None:
         records.unlink(missing_ok=True)
         records.with_suffix(".png").unlink(missing_ok=True)
     reduced, optimizer, close = engine.train(model, optimizer, op, records)
-    batch = arguments.batch_size
-    per_epoch = len(train_images) // (batch * engine.size)
-    steps = per_epoch * arguments.epochs
+    per_epoch = len(train_images) // (BATCH_SIZE * engine.size)
+    steps = per_epoch * epochs
     every = max(1, steps // 30)
     result = Result(op)
     started = time.perf_counter()
     for step in range(steps):
         epoch, index = divmod(step, per_epoch)
         if index == 0:
-            shuffled = torch.from_numpy(
-                np.random.default_rng([arguments.seed, epoch]).permutation(
-                    len(train_images)
-                )
-            )
-        mine = shuffled[(index * engine.size + engine.rank) * batch :][:batch]
+            order = np.random.default_rng([SEED, epoch])
+            shuffled = torch.from_numpy(order.permutation(len(train_images)))
+        first = (index * engine.size + engine.rank) * BATCH_SIZE
+        mine = shuffled[first : first + BATCH_SIZE]
         optimizer.zero_grad()
         functional.cross_entropy(
             reduced(train_images[mine]), train_labels[mine]
@@ -172,7 +169,7 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
     axes.legend()
     figure.savefig(output / "demo.png", dpi=120)
     print(f"\nresults: {table}\npicture: {output / 'demo.png'}")
-    if any(result.op == WATCHED for result in results) and ranks > 1:
+    if ranks > 1:
         drawn = output / RECORDS
         plot.draw(files.records(drawn), drawn.with_suffix(".png"))
         print(f"monitor: {drawn}\npicture: {drawn.with_suffix('.png')}")
@@ -181,30 +178,17 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--op",
-        default="sum,average,adasum-grad,adasum-delta",
-        help="separated by commas",
-    )
-    parser.add_argument("--engine", default="horovod", choices=list(ENGINES))
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="images per rank and step"
-    )
-    parser.add_argument(
-        "--lr", type=float, default=0.03, help="for one process; not scaled"
-    )
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--output", type=Path, default=Path("build"))
+    parser.add_argument("--engine", choices=list(ENGINES), required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
 
     engine = ENGINES[arguments.engine]()
     torch.set_num_threads(1)
-    results = [train(engine, op, arguments) for op in arguments.op.split(",")]
+    epochs, output = arguments.epochs, arguments.output
+    results = [train(engine, op, epochs, output) for op in OPS]
     if engine.rank == 0:
-        report(results, arguments.output, engine.size)
+        report(results, output, engine.size)
     engine.shut_down()
     if not all(result.identical for result in results):
         sys.exit("replicas differ")
