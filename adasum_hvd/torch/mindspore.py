@@ -25,6 +25,7 @@ from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.modes import find_modes
 from adasum_hvd.torch.optimizer import DistributedOptimizer
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
+from adasum_hvd.torch.sparse import sparse_allreduce_async
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
@@ -74,16 +75,12 @@ class DistributedGradReducer(GradReducer):
 
     def _reduce_sparse(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         # Not coalesced, because adding entries of one position in float16 loses precision.
-        def gather(tensor: torch.Tensor, suffix: str) -> Any:
-            return mpi_ops.allgather(
-                tensor, name=f"{name}.{suffix}", process_set=self._group
-            )
-
-        positions = gather(gradient._indices().t().contiguous(), "i")
-        values = gather(gradient._values().float(), "v") * self._factor
-        return torch.sparse_coo_tensor(
-            positions.t(), values.to(gradient.dtype), gradient.shape
+        wide = torch.sparse_coo_tensor(
+            gradient._indices(), gradient._values().float(), gradient.shape
         )
+        total = sparse_allreduce_async(wide, name, ops.Sum, self._group)()
+        values = (total._values() * self._factor).to(gradient.dtype)
+        return torch.sparse_coo_tensor(total._indices(), values, gradient.shape)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
