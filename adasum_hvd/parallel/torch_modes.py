@@ -9,12 +9,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from adasum_hvd.parallel.context import ParallelContext
-from adasum_hvd.parallel.findings import ParallelModeFinding
+from adasum_hvd.parallel.findings import ParallelModeFinding as Finding
 
-_Found: TypeAlias = tuple[str, str, int]  # the fields of a ParallelModeFinding
 _WRAPPERS = {  # of modules
     "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
     "fsdp1": ("torch.distributed.fsdp", "FullyShardedDataParallel"),
@@ -50,7 +49,7 @@ def _is_shard(parameter: Any) -> bool:
     )
 
 
-def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[_Found]:
+def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[Finding]:
     flat = [
         p
         for p in parameters
@@ -59,7 +58,7 @@ def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[_Foun
         or getattr(p, "_fsdp_flattened", False)
     ]
     if flat:
-        yield "fsdp1", _named(flat, "of FullyShardedDataParallel"), 1
+        yield Finding("fsdp1", _named(flat, "of FullyShardedDataParallel"))
     if shards := [p for p in parameters if _is_shard(p)]:
         layout = getattr(shards[0], "_st_info", shards[0])
         mesh = layout.device_mesh
@@ -68,19 +67,19 @@ def _in_parameters(parameters: Sequence[Any], shard_mode: str) -> Iterator[_Foun
             f"that are DTensors (FSDP2 or tensor parallelism), placed "
             f"{tuple(layout.placements)} on a mesh of shape {tuple(mesh.shape)}{axes}"
         )
-        yield shard_mode, _named(shards, placed), 1
+        yield Finding(shard_mode, _named(shards, placed))
     if partitioned := [p for p in parameters if hasattr(p, "ds_id")]:
-        yield "deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3"), 1
+        yield Finding("deepspeed", _named(partitioned, "of DeepSpeed ZeRO stage 3"))
     devices = {str(p.device) for p in parameters if p.device.type != "cpu"}
     if len(devices) > 1:
-        yield "several_devices", f"parameters on {', '.join(sorted(devices))}", 1
+        yield Finding("several_devices", f"parameters on {', '.join(sorted(devices))}")
 
 
-def _in_optimizer(optimizer: Any) -> Iterator[_Found]:
+def _in_optimizer(optimizer: Any) -> Iterator[Finding]:
     if _is(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-        yield "zero_redundancy", "a ZeroRedundancyOptimizer", 1
+        yield Finding("zero_redundancy", "a ZeroRedundancyOptimizer")
     if _is_deepspeed(optimizer):
-        yield "deepspeed", f"DeepSpeed's {type(optimizer).__name__}", 1
+        yield Finding("deepspeed", f"DeepSpeed's {type(optimizer).__name__}")
 
 
 def _keeps_local(module: Any) -> bool:
@@ -89,21 +88,21 @@ def _keeps_local(module: Any) -> bool:
     return any(getattr(hook, "keeps_local", False) for hook, _ in hooks)
 
 
-def _in_model(model: Any) -> Iterator[_Found]:
+def _in_model(model: Any) -> Iterator[Finding]:
     kind = type(model).__name__
     pipelining = "torch.distributed.pipelining"
     if _is(model, pipelining, "PipelineStage", "Pipe") and model.num_stages > 1:
         stages = model.num_stages
-        yield "pipeline", f"a {kind} of {stages} stages", stages
+        yield Finding("pipeline", f"a {kind} of {stages} stages", stages)
     if _is_deepspeed(model):
         stage = model.zero_optimization_stage()
-        yield "deepspeed", f"a {kind} with ZeRO stage {stage}", 1
+        yield Finding("deepspeed", f"a {kind} with ZeRO stage {stage}")
     inner = getattr(model, "submod", model)
     modules = list(inner.modules()) if hasattr(inner, "modules") else []
     modules = [module for module in modules if not _keeps_local(module)]
     for mode, (package, name) in _WRAPPERS.items():
         if any(_is(module, package, name) for module in modules):
-            yield mode, f"a module of {name}", 1
+            yield Finding(mode, f"a module of {name}")
 
 
 def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
@@ -134,7 +133,7 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
 
 def detect(
     parameters: Iterable[Any] = (), optimizer: Any = None, model: Any = None
-) -> list[ParallelModeFinding]:
+) -> list[Finding]:
     """Return the parallel modes of these objects, at most one finding for each.
 
     Args:
@@ -148,16 +147,16 @@ def detect(
         []
     """
     found = [*_in_optimizer(optimizer), *_in_model(model)]
-    has_fsdp2 = any(mode == "fsdp2" for mode, _, _ in found)
+    has_fsdp2 = any(each.mode == "fsdp2" for each in found)
     found += _in_parameters(list(parameters), "fsdp2" if has_fsdp2 else "dtensor")
-    first: dict[str, ParallelModeFinding] = {}
+    first: dict[str, Finding] = {}
     for each in found:
-        first.setdefault(each[0], ParallelModeFinding(*each))
+        first.setdefault(each.mode, each)
     return list(first.values())
 
 
 def context_of(
-    findings: Iterable[ParallelModeFinding], size: int, gradients_mean: bool = True
+    findings: Iterable[Finding], size: int, gradients_mean: bool = True
 ) -> ParallelContext:
     """Return the findings of `size` ranks as a `ParallelContext`."""
     findings = list(findings)
