@@ -67,19 +67,7 @@ def init(
 
 
 def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
-    """Start Horovod with the groups of the last :func:`init`.
-
-    Args:
-        *args: as `mpi_ops.init`.
-        again: restart with the current ranks of an elastic job.
-        **kwargs: as `mpi_ops.init`.
-
-    Raises:
-        RuntimeError: `shutdown()` has ended MPI, which starts once in a process.
-        ValueError: as :func:`init`.
-
-    Collective: every rank; blocks until all have.
-    """
+    """Start Horovod as :func:`adasum_hvd.horovod.start.start`. Collective; blocks."""
     note_start(complete=False)
     horovod_start.start(mpi_ops, LIBRARY, launch.before_init, again, *args, **kwargs)
     keep_freed_memory()
