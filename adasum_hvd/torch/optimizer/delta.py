@@ -210,8 +210,8 @@ class DeltaReducer(Reducer):
         """Return the name of the first weight whose start differs between ranks. Collective."""
         buckets = self.common_buckets
         starts = [start for bucket in buckets for start, _ in bucket.changes()]
-        sums = check.ask_all("each", [checksum_of([start]) for start in starts])
-        different = first_difference(sums)
+        sums = check.gather("each", [checksum_of([start]) for start in starts])
+        different = first_difference(list(sums.values()))
         names = [name for bucket in buckets for name in bucket.names]
         return names[different[0]] if different else "weight"
 

@@ -102,7 +102,7 @@ class ConsistencyCheck:
             return False
         settings = settings_of(number == 0)
         checksum = zlib.crc32(repr(settings).encode())
-        by_rank = self._gathered([self._steps, checksum, has_report()])
+        by_rank = self.gather("next", [self._steps, checksum, has_report()])
         _compare_steps({rank: steps for rank, (steps, _, _) in by_rank.items()})
         if len({checksum for _, checksum, _ in by_rank.values()}) > 1:
             self._name_difference(settings, own_names())
@@ -134,29 +134,24 @@ class ConsistencyCheck:
         return self._round % EVERY == 0
 
     def message_name(self, what: str) -> str:
-        """Return the name of a message in Horovod: "next", or the `what` of :meth:`ask`."""
+        """Return the name of a message in Horovod: "next", or the `what` of :meth:`gather`."""
         return f"{self._name}.{what}"
 
     def ask(self, what: str, value: float) -> dict[int, float]:
-        """Return the value of every rank, by rank; ranks that have joined are left out.
+        """Return the value of every rank, as :meth:`gather`."""
+        return {
+            rank: of_rank for rank, (of_rank,) in self.gather(what, [value]).items()
+        }
+
+    def gather(self, what: str, values: Sequence[float]) -> dict[int, list[float]]:
+        """Return the values of every rank, by rank; ranks that have joined are left out.
 
         Args:
             what: part of the message's name.
-            value: an integer below 2**53.
+            values: integers below 2**53, as many on each rank.
 
         Collective; blocks.
         """
-        by_rank = self._gathered([value], what)
-        return {rank: of_rank for rank, (of_rank,) in by_rank.items()}
-
-    def ask_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank that has not joined, as :meth:`ask`."""
-        return list(self._gathered(values, what).values())
-
-    def _gathered(
-        self, values: Sequence[float], what: str = "next"
-    ) -> dict[int, list[float]]:
-        """Return all ranks' values, as many on each, by rank."""
         ranks = list(self._process_set.ranks)
         # One row a rank, zeros from all others: an exact sum, to which ranks that have joined
         # contribute zeros. Rows hold the value plus one, so that zero means "has joined".
