@@ -16,7 +16,6 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,22 +191,16 @@ def draw(measured: dict[str, Any], target: Path) -> Path | None:
         return None
     middle = medians(measured)
     series = list(dict.fromkeys((backend, name) for _, backend, name in middle))
+    width = 0.8 / len(series)
     figure, axes = pyplot.subplots(figsize=(9, 4))
-    for index, where in enumerate(_bars(len(series))):
-        heights = [1e3 * middle.get((case, *series[index]), 0) for case in CASES]
-        places = [place + where for place in range(len(CASES))]
-        axes.bar(
-            places, heights, 0.8 / len(series), label=" ".join(series[index][::-1])
-        )
+    for index, (backend, name) in enumerate(series):
+        heights = [1e3 * middle.get((case, backend, name), 0) for case in CASES]
+        left = (index - (len(series) - 1) / 2) * width
+        places = [place + left for place in range(len(CASES))]
+        axes.bar(places, heights, width, label=f"{name} {backend}")
     axes.set_xticks(range(len(CASES)), list(CASES))
     axes.set(ylabel="ms (median)", yscale="log")
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(target, dpi=110)
     return target
-
-
-def _bars(count: int) -> Iterator[float]:
-    """Yield the offset of each bar from the middle of its group."""
-    for index in range(count):
-        yield (index - (count - 1) / 2) * 0.8 / count
