@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from adasum_hvd.base.dynamic_subclass import as_instance_of
-from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.reduction import is_alone
 
@@ -29,7 +28,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite. Collective."""
         finite = super().check_finite(grads)
-        if is_alone(self._options.process_set):
+        if is_alone(self._adasum.options.process_set):
             return finite
         return self._adasum.reduction.all_of(finite)
 
@@ -70,7 +69,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         super()._stateful_handle_non_finite_grads()
         # A local step may have made one rank's weights infinite. Then no later gradient would
         # be finite, and the window would never end.
-        if self._options.is_delta:
+        if self._adasum.options.is_delta:
             self.inner_optimizer.discard_window()
 
     @property
@@ -84,11 +83,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the plain optimizer, serialized, and the wrapper's arguments."""
-        return saved_config(self._plain(), self._options)
-
-    @property
-    def _options(self) -> Options:
-        return self._adasum.options
+        return saved_config(self._plain(), self._adasum.options)
 
     def _plain(self) -> Any:
         plain = as_instance_of(self, self._base)
