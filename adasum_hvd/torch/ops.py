@@ -175,19 +175,6 @@ class _Allreduce(torch.autograd.Function):
         return (None, *reduced) if grouped else (None, reduced)
 
 
-def _start(tensors: list[torch.Tensor], *options: Any) -> int:
-    return enqueue(tensors, _outputs_for(tensors), *options)
-
-
-def _start_in_place(tensors: list[torch.Tensor], *options: Any) -> int:
-    return enqueue(tensors, tensors, *options)
-
-
-def _reduce_in_place(tensors: list[torch.Tensor], *options: Any) -> Any:
-    reduced = synchronize(enqueue(tensors, tensors, *options))
-    return list(reduced) if isinstance(reduced, tuple) else reduced
-
-
 def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any:
     """Return the reduced tensors, or the reduced tensor if not grouped. Differentiable."""
     if not tensors:
@@ -202,16 +189,16 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
 
 
 def _reduction_like(
-    horovod_function: Reduction, adasum: Callable[..., Any], doc: str
+    horovod_function: Reduction, doc: str, in_place: bool = False, waits: bool = False
 ) -> Reduction:
-    """Return a function with Horovod's signature that reduces by AdaSum through `adasum`.
+    """Return a function with Horovod's signature that also reduces by AdaSum.
 
     Args:
         horovod_function: used for all other ops; it reduces several tensors if its first
             parameter is `tensors`, and else one.
-        adasum: takes the tensors and the last arguments of :func:`wire.enqueue`, and returns
-            the same kind of result as `horovod_function`.
         doc: the function's docstring.
+        in_place: the tensors receive the results.
+        waits: it returns the results; else a handle.
     """
     signature = inspect.signature(horovod_function)
     first = next(iter(signature.parameters))
@@ -229,12 +216,17 @@ def _reduction_like(
             inputs = tensors if grouped else tensors[0]
             return horovod_function(**given | {first: inputs, "op": int(op)})
         options = (
-            given["prescale_factor"],
-            given["postscale_factor"],
-            given["process_set"],
+            *(name, op, given["prescale_factor"], given["postscale_factor"]),
+            *(given["process_set"], grouped),
         )
-        extra = {key: given[key] for key in given.keys() & {"compression"}}
-        return adasum(tensors, name, op, *options, grouped, **extra)
+        if waits and not in_place:
+            return _reduce(tensors, *options, compression=given["compression"])
+        outputs = tensors if in_place else _outputs_for(tensors)
+        handle = enqueue(tensors, outputs, *options)
+        if not waits:
+            return handle
+        reduced = synchronize(handle)
+        return list(reduced) if grouped else reduced
 
     reduce.__doc__, reduce.__module__ = inspect.cleandoc(doc), __name__
     reduce.__name__ = reduce.__qualname__ = horovod_function.__name__
@@ -243,7 +235,6 @@ def _reduction_like(
 
 allreduce_async = _reduction_like(
     mpi_ops.allreduce_async,
-    _start,
     """Start to reduce `tensor` over the ranks of `process_set`; `tensor` is not modified.
 
     Args:
@@ -270,12 +261,11 @@ allreduce_async = _reduction_like(
 )
 allreduce_async_ = _reduction_like(
     mpi_ops.allreduce_async_,
-    _start_in_place,
     """Start to reduce `tensor` in place; arguments and errors as :func:`allreduce_async`.""",
+    in_place=True,
 )
 grouped_allreduce_async = _reduction_like(
     mpi_ops.grouped_allreduce_async,
-    _start,
     """Start to reduce several tensors of one dtype together, each with its own coefficients.
 
     Arguments and errors as :func:`allreduce_async`; `synchronize` returns a tuple.
@@ -283,31 +273,33 @@ grouped_allreduce_async = _reduction_like(
 )
 grouped_allreduce_async_ = _reduction_like(
     mpi_ops.grouped_allreduce_async_,
-    _start_in_place,
     """Start to reduce several tensors in place; see :func:`grouped_allreduce_async`.""",
+    in_place=True,
 )
 allreduce = _reduction_like(
     mpi_ops.allreduce,
-    _reduce,
     """Return `tensor` reduced over the ranks; differentiable.
 
     Arguments and errors as :func:`allreduce_async`, and `compression` as Horovod's.
 
     Collective: every rank of `process_set`; blocks.
     """,
+    waits=True,
 )
 allreduce_ = _reduction_like(
     mpi_ops.allreduce_,
-    _reduce_in_place,
     """Reduce `tensor` in place and return it; arguments as :func:`allreduce_async_`.""",
+    in_place=True,
+    waits=True,
 )
 grouped_allreduce = _reduction_like(
     mpi_ops.grouped_allreduce,
-    _reduce,
     """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`.""",
+    waits=True,
 )
 grouped_allreduce_ = _reduction_like(
     mpi_ops.grouped_allreduce_,
-    _reduce_in_place,
     """Reduce several tensors in place; arguments as :func:`grouped_allreduce_async_`.""",
+    in_place=True,
+    waits=True,
 )
