@@ -22,7 +22,7 @@ from adasum_hvd.torch.optimizer import scaling
 from adasum_hvd.torch.optimizer.buckets import (
     ChangeBucket,
     NamedParameter,
-    change_bucket,
+    weight_change,
 )
 from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
 from adasum_hvd.torch.optimizer.checks.consistency import (
@@ -67,13 +67,12 @@ class DeltaReducer(Reducer):
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> ChangeBucket:
         self.members.append([parameter for _, parameter in members])
-        return change_bucket(
-            f"weights.{label}",
-            [(name, self.weights_of(parameter)) for name, parameter in members],
-            self.parameters.wire_dtype(self.weights_of(members[0][1])),
-            self.options,
-            process_set,
-        )
+        named = [(name, self.weights_of(parameter)) for name, parameter in members]
+        weights = [weight for _, weight in named]
+        dtype = self.parameters.wire_dtype(weights[0])
+        in_op = weight_change.op_takes(weights, dtype, self.options)
+        kind = weight_change.ChangeInOpBucket if in_op else ChangeBucket
+        return kind(f"weights.{label}", named, dtype, self.options, process_set)
 
     def check_may_change(self) -> None:
         """Raise RuntimeError inside a window of local steps."""

@@ -2,12 +2,11 @@
 
 from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.buckets.sparse import SparseBucket
-from adasum_hvd.torch.optimizer.buckets.weight_change import ChangeBucket, change_bucket
+from adasum_hvd.torch.optimizer.buckets.weight_change import ChangeBucket
 
 __all__ = [
     "Bucket",
     "ChangeBucket",
     "NamedParameter",
     "SparseBucket",
-    "change_bucket",
 ]

@@ -226,20 +226,6 @@ class ChangeInOpBucket(ChangeBucket):
         self._agreed = True
 
 
-def change_bucket(
-    label: str,
-    named: Sequence[NamedParameter],
-    wire_dtype: torch.dtype,
-    options: Options,
-    process_set: ProcessSet,
-) -> ChangeBucket:
-    """Return the fastest bucket for these weights."""
-    weights = [weight for _, weight in named]
-    in_op = op_takes(weights, wire_dtype, options)
-    kind = ChangeInOpBucket if in_op else ChangeBucket
-    return kind(label, named, wire_dtype, options, process_set)
-
-
 def op_takes(
     weights: Sequence[torch.Tensor], wire_dtype: torch.dtype, options: Options
 ) -> bool:
