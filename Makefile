@@ -25,7 +25,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
@@ -43,6 +43,7 @@ help:
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
 	@echo "make mutants   changes of the package that no test notices; MUTANTS='20 1 advice': 20 of them, seed 1"
+	@echo "make triton    the CUDA kernels of adasum_hvd.distributed without a device; installs Triton (0.7 GB)"
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
@@ -116,6 +117,11 @@ integrations: setup build/mindspore/ready
 # In the order for a first device; what cannot run is counted as skipped, with the reason.
 gpu: $(VENV)/ready
 	$(BIN)/python tests/gpu/first.py --output build/gpu
+
+# Triton's interpreter and compiler, 0.7 GB, where torch has come without it: the kernels of adasum_hvd.distributed.
+triton: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet $(PINS) triton
+	$(BIN)/python -m pytest tests/unit/test_triton_kernels.py
 
 # None of these imports Horovod. The tests check imports between rooms and the glossary.
 lint: $(VENV)/ready

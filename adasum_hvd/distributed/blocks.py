@@ -115,6 +115,7 @@ class Slice:
         tree: Tree,
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
+        cancelled: torch.Tensor,
         only: Collection[int] | None,
     ) -> torch.Tensor:
         """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
@@ -123,7 +124,8 @@ class Slice:
             tree: the order of the merges.
             sides: of the tiers before.
             factors: as of `_nodes`.
-            only: the tensors that are asked for; others may give zero. All of them if None.
+            cancelled: bool [tensors], those that are asked for; others may give zero.
+            only: the same, where the program knows it.
 
         Returns:
             float64 [blocks, 3 x merges].

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import Tree, constant
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.device_slice import AnySlice
 from adasum_hvd.distributed.slices import Layout
 
 WAITING = ("cpu",)  # types of devices whose values the program waits for
@@ -175,7 +175,7 @@ class Exchange:
 
 
 def form_nodes(
-    part: Slice,
+    part: AnySlice,
     exchange: Exchange,
     tree: Tree,
     factors: torch.Tensor | None,
@@ -188,7 +188,8 @@ def form_nodes(
 
     On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
     and ranks without a part of it, such as those of an empty shard, take no notice.
-    On other devices for all tensors, because the program does not wait for a device's values.
+    On other devices the kernels know it, and torch's operations form all tensors' nodes, because
+    the program does not wait for a device's values.
 
     Args:
         part: this rank's slice.
@@ -207,7 +208,7 @@ def form_nodes(
         only = cancelled.nonzero().flatten().tolist()
         if not only:
             return dots
-    values = part.node_products(tree, sides, factors, only)
+    values = part.node_products(tree, sides, factors, cancelled, only)
     sums = sums_by_tensor(values, part.owners, len(dots))
     formed = exchange.total(sums, only)
     return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

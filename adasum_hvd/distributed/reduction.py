@@ -20,7 +20,6 @@ from functools import partial
 import torch
 
 from adasum_hvd.distributed import native
-from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import (
     Tree,
     constant,
@@ -30,6 +29,7 @@ from adasum_hvd.distributed.coefficients import (
     walk,
 )
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
+from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
 from adasum_hvd.distributed.records import Solution, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
@@ -68,7 +68,7 @@ def reduce_buffer(
         return core.reduce_flat(flat, sizes, at, observe)
     layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
-    part = Slice(rows, layout.runs[communicator.rank])
+    part = slice_of(rows, layout.runs[communicator.rank])
     tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
     solution = _solve(part, layout, communicator, rule, tree, shards)
     mine = rows[communicator.rank]
@@ -119,7 +119,7 @@ def _core(
 
 
 def _solve(
-    part: Slice,
+    part: AnySlice,
     layout: Layout,
     communicator: Communicator,
     rule: Rule,

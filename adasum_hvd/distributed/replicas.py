@@ -13,7 +13,7 @@ from adasum_hvd.advice.banner import distributed_banner
 from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.replicas import ReplicaMismatch, compare, is_due
-from adasum_hvd.distributed import native
+from adasum_hvd.distributed import device_slice, native
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.ddp import AdasumState
 from adasum_hvd.distributed.sharding import local_of, repeated
@@ -154,6 +154,13 @@ def banner(state: AdasumState, optimizer: Any = None) -> str:
         len(set(hosts_of(communicator))),
         communicator.backends,
         "the gradients' dtype" if wire is None else str(wire).removeprefix("torch."),
-        native.described(communicator, state.rule),
+        native.described(communicator, state.rule) + _on_devices(communicator),
         None if optimizer is None else find_study(optimizer),
     )
+
+
+def _on_devices(communicator: Communicator) -> str:
+    if "cuda:" not in communicator.backends or not torch.cuda.is_available():
+        return ""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return f"; CUDA tensors by {device_slice.described(device)}"

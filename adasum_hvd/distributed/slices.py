@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-BLOCK_ELEMENTS = 1024
+BLOCK_ELEMENTS = 4096
 
 
 class Run(NamedTuple):

@@ -93,7 +93,9 @@ def distributed() -> DoctorFinding:
     """Return whether the engine on torch.distributed reduces to the right numbers."""
     name = "torch.distributed"
     result = _try(["torchrun"], [name])["torchrun"][name]
-    return _judged(name, "torch", result, "reinstall torch")
+    judged = _judged(name, "torch", result, "reinstall torch")
+    by = f"; CUDA tensors by {result['cuda']}" if "cuda" in result else ""
+    return judged._replace(found=judged.found + by)
 
 
 def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:

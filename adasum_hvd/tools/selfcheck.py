@@ -119,6 +119,9 @@ class _Distributed:
         rank, self._ranks = self._dist.get_rank(), self._dist.get_world_size()
         found = compared(rank, self._ranks, self._reduce, self._gather)
         self._dist.destroy_process_group()
+        if self._torch.cuda.is_available():
+            by = import_module("adasum_hvd.distributed.device_slice").described
+            found["cuda"] = by(self._torch.device("cuda", 0))
         return found
 
     def _reduce(self, name: str, array: Array) -> Any:

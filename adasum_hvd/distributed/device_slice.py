@@ -1,0 +1,272 @@
+"""A rank's slice of all ranks' buffers on a CUDA device, worked on by `triton_kernels`.
+
+Torch's operations (`blocks.py`) do the same in more passes. Both may work in one job: one rank
+computes a slice, and all ranks receive its bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from adasum_hvd.distributed.blocks import Slice
+from adasum_hvd.distributed.coefficients import Tree, constant
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run
+
+SETTING = "ADASUM_HVD_TRITON"  # "off": torch's operations
+OLDEST = (3, 6)  # whose kernels take tuples
+RANKS_AT_ONCE = 8  # whose dot products one pass forms; of more, those of 8 with 8
+TILE_ELEMENTS = 1024  # that `combine_kernel` works on together
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+ADD = -1
+
+
+class Table(NamedTuple):
+    """The blocks of a slice, on the device; each of one tensor."""
+
+    starts: torch.Tensor  # int64 [blocks], elements of the slice
+    counts: torch.Tensor  # int32 [blocks], elements
+    owners: torch.Tensor  # int64 [blocks], tensors
+
+
+@lru_cache(maxsize=1024)
+def table_of(runs: tuple[Run, ...], device: torch.device) -> Table:
+    """Return the blocks of these runs, which travel to the device once."""
+    blocks = [
+        (run.start + at, min(BLOCK_ELEMENTS, run.elements - at), run.tensor)
+        for run in runs
+        for at in range(0, run.elements, BLOCK_ELEMENTS)
+    ]
+    table = torch.tensor(blocks, dtype=torch.int64).view(-1, 3).T.contiguous()
+    starts, counts, owners = table.to(device).unbind()
+    return Table(starts, counts.int(), owners)
+
+
+@lru_cache(maxsize=1024)
+def program(tree: Tree, tier: int, node: int, by_sides: bool) -> tuple[int, ...]:
+    """Return the steps that form a node in postfix order, with the fewest vectors at a time.
+
+    A step is the number of a rank, whose vector is pushed; `ADD`; or `ADD - 1 - column`, an
+    addition of vectors that are multiplied by the sides in this and the next column.
+
+    Args:
+        tree: the order of the merges.
+        tier: how many tiers come before.
+        node: its first rank.
+        by_sides: AdaSum's merges multiply by their sides; else all merges only add.
+    """
+    columns = [sum(2 * len(t.left) for t in tree.tiers[:k]) for k in range(tier)]
+    for k in reversed(range(tier)):
+        merges = zip(*tree.tiers[k], strict=True)
+        for merge, (left, right, by_adasum) in enumerate(merges):
+            if left == node:
+                multiplied = by_sides and by_adasum
+                step = ADD - 1 - (columns[k] + 2 * merge) if multiplied else ADD
+                sides = (program(tree, k, side, by_sides) for side in (left, right))
+                return (*next(sides), *next(sides), step)
+    return (node,)
+
+
+class DeviceSlice:
+    """The same elements of every rank's buffer; as `blocks.Slice`.
+
+    Attributes:
+        devices: types of devices that have the kernels.
+
+    Args:
+        rows: every rank's, one-dimensional, all of one floating dtype.
+        runs: which tensors they are.
+    """
+
+    devices = ("cuda",)
+
+    def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
+        from adasum_hvd.distributed import triton_kernels
+
+        self._kernels: Any = triton_kernels
+        self._rows = tuple(rows)
+        self.dtype, self._device = rows[0].dtype, rows[0].device
+        self._table = table_of(runs, self._device)
+        self.owners = self._table.owners  # the tensor of each block
+        self._width = 16 // self.dtype.itemsize
+
+    def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
+        """Start one program per block, on the current stream of the slice's device."""
+        if blocks := len(self.owners):
+            with _current(self._device):
+                kernel[(blocks,)](*words, **constants, width=self._width, **OPTIONS)
+
+    def _empty(self, columns: int) -> torch.Tensor:
+        shape = len(self.owners), columns
+        return torch.empty(shape, dtype=torch.float64, device=self._device)
+
+    def largest(self) -> torch.Tensor:
+        """Return float64 [blocks, 1]: the largest magnitude of any rank; infinity for NaN."""
+        found, (starts, counts, _) = self._empty(1), self._table
+        self._start(self._kernels.largest_kernel, self._rows, starts, counts, found)
+        return found
+
+    def gram(self, factors: torch.Tensor | None) -> torch.Tensor:
+        """Return float64 [blocks, N (N + 1) / 2]: the upper triangles of their Gram matrices."""
+        ranks = len(self._rows)
+        found, column = self._empty(ranks * (ranks + 1) // 2), 0
+        tiles = _tiles(ranks)
+        for left, right in tiles:
+            chosen = (*left, *right)
+            own = None if factors is None else factors[:, chosen].contiguous()
+            self._start(
+                self._kernels.gram_kernel,
+                tuple(self._rows[rank] for rank in chosen),
+                *self._table,
+                found if own is None else own,
+                found[:, column:],
+                found.shape[1],
+                _aligned(self._rows),
+                lefts=len(left) if right else 0,
+                scaled=own is not None,
+            )
+            column += len(_pairs(left, right))
+        if len(tiles) == 1:
+            return found
+        return found[:, constant(_places(ranks), torch.int64, self._device)]
+
+    def node_products(
+        self,
+        tree: Tree,
+        sides: Sequence[torch.Tensor],
+        factors: torch.Tensor | None,
+        cancelled: torch.Tensor,
+        only: Collection[int] | None,
+    ) -> torch.Tensor:
+        """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
+
+        As `blocks.Slice.node_products`; zeros for tensors that are not `cancelled`.
+        """
+        number, tier = len(sides), tree.tiers[len(sides)]
+        found = self._empty(3 * len(tier.left)).zero_()
+        known = torch.cat([side.flatten(1) for side in sides], 1)
+        own = known if factors is None else factors.contiguous()
+        for merge, nodes in enumerate(zip(tier.left, tier.right, strict=True)):
+            left, right = (program(tree, number, node, True) for node in nodes)
+            self._start(
+                self._kernels.nodes_kernel,
+                self._rows,
+                *self._table,
+                cancelled.to(torch.int8),
+                own,
+                known,
+                found[:, 3 * merge :],
+                found.shape[1],
+                known.shape[1],
+                left=left,
+                right=right,
+                scaled=factors is not None,
+            )
+        return found
+
+    def combine(
+        self,
+        tree: Tree,
+        coefficients: torch.Tensor,
+        scale: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        """Write the sum of the ranks' vectors times their coefficients, rounded once.
+
+        As `blocks.Slice.combine`.
+        """
+        factors = coefficients if scale is None else coefficients * scale[:, None]
+        self._start(
+            self._kernels.combine_kernel,
+            self._rows,
+            result,
+            *self._table,
+            factors.contiguous(),
+            factors if scale is None else scale,
+            _aligned((*self._rows, result)),
+            program=program(tree, len(tree.tiers), 0, False),
+            tile=TILE_ELEMENTS,
+            scaled=scale is not None,
+        )
+
+
+AnySlice = Slice | DeviceSlice
+
+
+def slice_of(rows: Sequence[torch.Tensor], runs: tuple[Run, ...]) -> AnySlice:
+    """Return the slice by Triton's kernels if they work on its device, else by torch."""
+    device = rows[0].device
+    if device.type in DeviceSlice.devices and not why_not(device):
+        return DeviceSlice(rows, runs)
+    return Slice(rows, runs)
+
+
+@lru_cache
+def why_not(device: torch.device) -> str:
+    """Return why a device's tensors are not reduced by Triton's kernels; "" if they are.
+
+    A first kernel is compiled and started, because Triton finds out only then whether there is a C
+    compiler, and whether it knows the device.
+    """
+    if os.environ.get(SETTING) == "off":
+        return f"{SETTING}=off"
+    if torch.version.hip:
+        return "not tried on ROCm"
+    try:
+        import triton
+
+        version = tuple(map(int, triton.__version__.split(".")[:2]))
+        if version < OLDEST:
+            return f"Triton {triton.__version__} is older than {OLDEST[0]}.{OLDEST[1]}"
+        ones = torch.ones(1, device=device)
+        DeviceSlice((ones, ones), (Run(0, 0, 1, True),)).gram(None)
+    except Exception as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        return f"Triton: {first}"
+    return ""
+
+
+def described(device: torch.device) -> str:
+    """Return how a device's tensors are reduced, and if not by Triton's kernels, why."""
+    missing = why_not(device)
+    return f"torch's operations ({missing})" if missing else "Triton's kernels"
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _aligned(rows: Sequence[torch.Tensor]) -> int:
+    return int(all(row.data_ptr() % 16 == 0 for row in rows))
+
+
+def _tiles(ranks: int) -> list[tuple[range, range]]:
+    """Return the ranks whose dot products are formed in one pass; no second ones: all pairs."""
+    if ranks <= RANKS_AT_ONCE:
+        return [(range(ranks), range(0))]
+    groups = [
+        range(first, min(first + RANKS_AT_ONCE, ranks))
+        for first in range(0, ranks, RANKS_AT_ONCE)
+    ]
+    return [
+        (group, range(0) if group is other else other)
+        for number, group in enumerate(groups)
+        for other in groups[number:]
+    ]
+
+
+def _pairs(left: range, right: range) -> list[tuple[int, int]]:
+    """Return the pairs of a tile in the order of `gram_kernel`."""
+    return [(i, j) for i in left for j in (right or range(i, left.stop))]
+
+
+@lru_cache(maxsize=256)
+def _places(ranks: int) -> tuple[int, ...]:
+    """Return for each pair of the upper triangle its place in the tiles."""
+    pairs = [pair for tile in _tiles(ranks) for pair in _pairs(*tile)]
+    return tuple(sorted(range(len(pairs)), key=pairs.__getitem__))
