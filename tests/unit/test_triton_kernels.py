@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,11 +23,15 @@ import adasum_hvd.distributed.triton_kernels  # noqa: E402, F401
 
 del os.environ["TRITON_INTERPRET"]
 
-from adasum_hvd.distributed import device_slice  # noqa: E402
+from adasum_hvd import reference  # noqa: E402
+from adasum_hvd.distributed import adasum_all_reduce, device_slice  # noqa: E402
 from adasum_hvd.distributed.blocks import Slice  # noqa: E402
 from adasum_hvd.distributed.coefficients import tree_of  # noqa: E402
 from adasum_hvd.distributed.device_slice import DeviceSlice, program  # noqa: E402
+from adasum_hvd.distributed.exchange import FormNodes  # noqa: E402
 from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, layout_of  # noqa: E402
+from tests.parallel.harness import threads  # noqa: E402
+from tests.parallel.harness.conformance import TOLERANCE, tensor_of  # noqa: E402
 
 SIZES = (5, BLOCK_ELEMENTS + 3, 0, 1, BLOCK_ELEMENTS)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -196,6 +202,49 @@ def test_identical_vectors_have_identical_products(ranks: int) -> None:
     part = DeviceSlice([vector] * ranks, layout_of((300,), 1).runs[0])
     products = part.gram(None)
     assert torch.equal(products, products[:, :1].expand_as(products))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_reductions_of_ranks(
+    ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole reductions by the kernels; the last tensor's pairs nearly cancel."""
+    sizes, noise = (7, BLOCK_ELEMENTS + 100, 60), 1e-2
+    started, lock, start = [], threading.Lock(), DeviceSlice._start
+
+    def in_turn(self: DeviceSlice, kernel, *words, **constants) -> None:
+        with lock:  # the interpreter serves one thread
+            started.append(kernel.fn.__name__)
+            start(self, kernel, *words, **constants)
+
+    monkeypatch.setattr(DeviceSlice, "_start", in_turn)
+    monkeypatch.setattr(DeviceSlice, "devices", ("cpu",))
+    monkeypatch.setattr(FormNodes, "waiting", ())  # as on a device
+
+    def tensors_of(rank: int) -> list[torch.Tensor]:
+        scale = 1e200 if dtype == torch.float64 else 1.0
+        own = [tensor_of(rank, size, dtype, 1, scale) for size in sizes]
+        opposite = tensor_of(rank // 2, sizes[-1], torch.float64, 2, 1 - 2 * (rank % 2))
+        own[-1] = (opposite + noise * own[-1].double() / scale).to(dtype)
+        return own
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        own = tensors_of(rank)
+        adasum_all_reduce(own)
+        return own
+
+    found = threads.run(ranks, "cpu", rank_main)
+    kernels = {"gram_kernel", "combine_kernel"}
+    kernels |= {"nodes_kernel"} if ranks > 2 else set()
+    kernels |= {"largest_kernel"} if dtype == torch.float64 else set()
+    assert set(started) == kernels
+    for number in range(len(sizes)):
+        inputs = [tensors_of(rank)[number].double().numpy() for rank in range(ranks)]
+        expected = reference.adasum(inputs)
+        assert all(torch.equal(own[number], found[0][number]) for own in found)
+        error = np.abs(found[0][number].double().numpy() - expected).max()
+        assert error <= TOLERANCE[dtype] * np.abs(expected).max()
 
 
 def test_programs_hold_few_vectors() -> None:

@@ -1,0 +1,234 @@
+"""The engine on torch.distributed with ranks as threads, against the reference.
+
+Several ranks share a device, each with a stream of its own; where there is none, the CPU stands in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum_hvd import reference
+from adasum_hvd.distributed import (
+    AdasumState,
+    Compression,
+    LocalSGD,
+    adasum_all_reduce,
+    adasum_hook,
+)
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.exchange import Shards
+from adasum_hvd.distributed.reduction import reduce_tensors
+from adasum_hvd.distributed.rules import rule_of
+from tests.parallel.harness import conformance, threads
+from tests.parallel.harness.conformance import CHECKS, Engine, tensor_of
+
+RANKS = [2, 3, 4, 8]
+seeding = threading.Lock()  # of torch's one generator
+SHAPES = [(3, 5), (), (4097,), (0,), (70, 130), (1,)]
+CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # of the largest element
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def engine_of(rank: int, ranks: int, device: str) -> Engine:
+    def several(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+        own = [tensor.to(device) for tensor in tensors]
+        adasum_all_reduce(own)
+        return [tensor.cpu() for tensor in own]
+
+    def in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return tensor.copy_(*several([tensor], name))
+
+    return Engine(
+        rank, [0] * ranks, lambda t, name: in_place(t.clone(), name), in_place, several,
+        Communicator().all_gather_object,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("check", ["every_dtype_and_size", *CHECKS])
+def test_conformance(device: str, ranks: int, check: str) -> None:
+    def rank_main(rank: int) -> object:
+        return getattr(conformance, check)(engine_of(rank, ranks, device))
+
+    found = threads.run(ranks, device, rank_main)
+    assert all(one == found[0] for one in found)
+
+
+def gradients_of(rank: int, device: str = "cpu") -> list[torch.nn.Parameter]:
+    parameters = []
+    for number, shape in enumerate(SHAPES):
+        values = tensor_of(rank, int(np.prod(shape)), torch.float32, number)
+        parameter = torch.nn.Parameter(torch.zeros(shape, device=device))
+        parameter.grad = values.view(shape).to(device)
+        parameters.append(parameter)
+    return parameters
+
+
+def check_gradients(found: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
+    """Compare the ranks' reduced gradients with each other, and with the reference."""
+    for number in range(len(SHAPES)):
+        inputs = [
+            gradients_of(rank)[number].grad.to(dtype).double().numpy().reshape(-1)
+            for rank in range(len(found))
+        ]
+        expected = reference.adasum(inputs)
+        for own in found:
+            assert torch.equal(own[number], found[0][number])
+        error = np.abs(found[0][number].double().numpy() - expected)
+        if error.size:
+            assert error.max() <= CLOSE[dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_hook(device: str, ranks: int, compression: torch.dtype | None) -> None:
+    """Two buckets in flight, twice; the first round is repeated bit by bit in other buckets."""
+
+    def rank_main(rank: int) -> list[list[torch.Tensor]]:
+        state, rounds = AdasumState(compression=compression), []
+        for cut in (2, 4):
+            parameters = gradients_of(rank, device)
+            halves = parameters[:cut], parameters[cut:]
+            buckets = [threads.Bucket.of(p, k, k == 1) for k, p in enumerate(halves)]
+            futures = [adasum_hook(state, bucket) for bucket in buckets]
+            flat = torch.cat([future.wait() for future in futures]).cpu()
+            rounds.append(list(flat.split([p.numel() for p in parameters])))
+        return rounds
+
+    found = threads.run(ranks, device, rank_main)
+    for first, second in found:
+        assert all(map(torch.equal, first, second))
+    dtype = compression or torch.float32
+    check_gradients([first for first, _ in found], dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*one group")
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rules(device: str, ranks: int) -> None:
+    sizes = (1, 4097, 20_000)
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        found = []
+        for words in (
+            {"rule": "mean"},
+            {"rule": lambda gram: torch.ones_like(gram[:, 0])},
+            {"group_op": "average", "group_size": 2},
+            {"group_op": "sum", "group_size": 2},
+        ):
+            own = [tensor_of(rank, size, torch.float64).to(device) for size in sizes]
+            adasum_all_reduce(own, **words)
+            found.append(torch.cat(own).cpu())
+        return found
+
+    found = threads.run(ranks, device, rank_main)
+    inputs = [
+        [tensor_of(r, size, torch.float64).numpy() for r in range(ranks)]
+        for size in sizes
+    ]
+    expected = [
+        np.concatenate([np.mean(vectors, 0) for vectors in inputs]),
+        np.concatenate([np.sum(vectors, 0) for vectors in inputs]),
+        *(
+            np.concatenate([reference.adasum(v, [0] * ranks, op, 2) for v in inputs])
+            for op in ("average", "sum")
+        ),
+    ]  # fmt: skip
+    for own in found:
+        for mine, others, correct in zip(own, found[0], expected, strict=True):
+            assert torch.equal(mine, others)
+            assert np.abs(mine.numpy() - correct).max() <= 1e-9 * np.abs(correct).max()
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards(device: str, shards: int) -> None:
+    """Two replicas of ragged shards, one of them empty, with pairs that nearly cancel."""
+    sizes = (10_000, 3)  # of which the last shard has no element of the second tensor
+
+    def whole(replica: int) -> list[torch.Tensor]:
+        base = [tensor_of(0, size, torch.float32) for size in sizes]
+        noise = [tensor_of(replica, size, torch.float32, 1) for size in sizes]
+        return [
+            (1 - 2 * replica) * b + 1e-3 * n for b, n in zip(base, noise, strict=True)
+        ]
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        replica, shard = divmod(rank, shards)
+        across = [dist.new_group([k, shards + k]) for k in range(shards)][shard]
+        within = [
+            dist.new_group(list(range(k * shards, (k + 1) * shards))) for k in range(2)
+        ][replica]
+        own = [t.tensor_split(shards)[shard].to(device) for t in whole(replica)]
+        parts = Shards(Communicator(within, apart=True), (0, 1))
+        reduce_tensors(
+            own,
+            Communicator(across, apart=True),
+            rule_of("adasum", None, None),
+            [parts],
+        )
+        return [tensor.cpu() for tensor in own]
+
+    found = threads.run(2 * shards, device, rank_main)
+    for number in range(len(sizes)):
+        expected = reference.adasum([whole(k)[number].numpy() for k in range(2)])
+        for replica in (found[:shards], found[shards:]):
+            result = torch.cat([own[number] for own in replica]).double().numpy()
+            assert np.abs(result - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_local_sgd(device: str, ranks: int) -> None:
+    """Three local steps with gradients of each rank's own, then AdaSum of the changes."""
+
+    def train(rank: int, reduced: bool) -> list[torch.Tensor]:
+        with seeding:
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 7))
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if reduced:
+            LocalSGD(optimizer, model, dist.group.WORLD, 3)
+        starts = [p.detach().clone() for p in model.parameters()]
+        for number in range(3):
+            for place, parameter in enumerate(model.parameters()):
+                gradient = tensor_of(
+                    rank, parameter.numel(), torch.float32, 10 * number + place
+                )
+                parameter.grad = gradient.view_as(parameter).to(device)
+            optimizer.step()
+        pairs = zip(model.parameters(), starts, strict=True)
+        return [(p.detach() - start).cpu() for p, start in pairs]
+
+    alone = threads.run(ranks, device, lambda rank: train(rank, False))
+    together = threads.run(ranks, device, lambda rank: train(rank, True))
+    for number, change in enumerate(together[0]):
+        changes = [own[number].double().numpy().reshape(-1) for own in alone]
+        expected = reference.adasum(changes)
+        assert all(torch.equal(own[number], change) for own in together)
+        error = np.abs(change.double().numpy().reshape(-1) - expected).max()
+        assert error <= 1e-5 * np.abs(expected).max()
+
+
+def test_an_error_of_one_rank_ends_the_others(device: str) -> None:
+    def rank_main(rank: int) -> None:
+        adasum_all_reduce(torch.ones(3, device=device))
+        if rank == 1:
+            raise KeyError("of rank 1")
+        adasum_all_reduce(torch.ones(3, device=device))
+
+    with pytest.raises(KeyError, match="of rank 1"):
+        threads.run(3, device, rank_main)
