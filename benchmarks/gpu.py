@@ -3,6 +3,7 @@
     python benchmarks/gpu.py kernels       # needs nvcc and a device, no torch and no Horovod
     python benchmarks/gpu.py op --ranks 2  # needs a Horovod of `adasum-hvd build --gpu nccl`
     python benchmarks/gpu.py trace         # the same; which calls of CUDA wait for the device
+    python benchmarks/gpu.py triton        # needs torch with CUDA; with torch's operations
     python benchmarks/gpu.py adam          # needs torch with CUDA; with DeepSpeed's, if installed
     python benchmarks/gpu.py               # all of it
 
@@ -85,6 +86,81 @@ def print_kernels(rows: list[dict]) -> None:
             f"{row['type']:8} {row['ranks']:5} {row['megabytes']:6.0f} {row['copy']:8.0f} "
             + " ".join(cells)
         )
+
+
+# ---- Triton's kernels ----
+
+
+def device_seconds(operation: Callable[[], Any]) -> float:
+    """Return the median time of an operation on the device."""
+    import torch
+
+    operation()
+    times = []
+    for _ in range(REPETITIONS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        operation()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3)
+    return statistics.median(times)
+
+
+def measure_triton(sizes: list[int]) -> list[dict]:
+    """Return seconds of both implementations of `adasum_hvd.distributed`, and of a copy."""
+    import torch
+
+    sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
+    from adasum_hvd.distributed.blocks import Slice
+    from adasum_hvd.distributed.coefficients import tree_of
+    from adasum_hvd.distributed.device_slice import DeviceSlice, why_not
+    from adasum_hvd.distributed.slices import layout_of
+
+    if reason := why_not(torch.device("cuda", 0)):
+        sys.exit(
+            f"benchmarks/gpu.py: expected Triton's kernels, but got none: {reason}"
+        )
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for ranks, megabytes in ((n, size) for n in (2, 4, 8) for size in sizes):
+            elements = megabytes * MB // dtype.itemsize
+            data = torch.randn(ranks, elements, device="cuda", dtype=dtype)
+            other, runs = torch.empty_like(data), layout_of((elements,), 1).runs[0]
+            tree = tree_of((0,) * ranks, "adasum", 0)
+            ones = torch.ones(1, ranks, device="cuda", dtype=torch.float64)
+            row: dict[str, Any] = {
+                "type": str(dtype).removeprefix("torch."),
+                "ranks": ranks,
+                "megabytes": megabytes,
+                "bytes": data.nbytes,
+                "copy": device_seconds(lambda o=other, d=data: o.copy_(d)),
+            }
+            for name, kind in (("", DeviceSlice), ("torch_", Slice)):
+                part = kind(list(data.unbind()), runs)
+                row[f"{name}gram"] = device_seconds(lambda p=part: p.gram(None))
+                row[f"{name}combine"] = device_seconds(
+                    lambda p=part, t=tree, c=ones, o=other: p.combine(t, c, None, o[0])
+                )
+            found.append(row)
+            del data, other, part
+    return found
+
+
+def print_triton(rows: list[dict]) -> None:
+    """Print microseconds, and bytes read and written in a second over those of the copy."""
+    print("\nTriton's kernels and torch's operations, µs; bandwidth over the copy's")
+    print(f"{'type':9} {'ranks':>5} {'MB':>5} {'copy':>7} {'Gram':>16} {'torch':>8} "
+          f"{'combine':>16} {'torch':>8}")  # fmt: skip
+    for row in rows:
+        moved = {"gram": 1.0, "combine": 1 + 1 / row["ranks"]}  # rows' bytes
+        cells = [
+            f"{1e6 * row[name]:9.0f} {moved[name] / 2 * row['copy'] / row[name]:5.2f}x "
+            f"{1e6 * row[f'torch_{name}']:8.0f}"
+            for name in moved
+        ]
+        print(f"{row['type']:9} {row['ranks']:5} {row['megabytes']:5} "
+              f"{1e6 * row['copy']:7.0f} {' '.join(cells)}")  # fmt: skip
 
 
 # ---- the op ----
@@ -338,7 +414,7 @@ def main() -> None:
         rank_main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    everything = ["kernels", "op", "trace", "adam"]
+    everything = ["kernels", "triton", "op", "trace", "adam"]
     parser.add_argument("what", nargs="?", choices=everything)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64, 256])
@@ -354,6 +430,9 @@ def main() -> None:
     if "kernels" in chosen:
         found["kernels"] = rows = measure_kernels(options.sizes)
         print_kernels(rows)
+    if "triton" in chosen:
+        found["triton"] = rows = measure_triton(options.sizes)
+        print_triton(rows)
     if "op" in chosen:
         found["op"] = ours, horovod = measure_op(options.ranks)
         print_op(options.ranks, ours, horovod)

@@ -149,6 +149,7 @@ class DeviceSlice:
         """
         number, tier = len(sides), tree.tiers[len(sides)]
         found = self._empty(3 * len(tier.left)).zero_()
+        asked = cancelled.to(torch.int8)
         known = torch.cat([side.flatten(1) for side in sides], 1)
         own = known if factors is None else factors.contiguous()
         for merge, nodes in enumerate(zip(tier.left, tier.right, strict=True)):
@@ -157,7 +158,7 @@ class DeviceSlice:
                 self._kernels.nodes_kernel,
                 self._rows,
                 *self._table,
-                cancelled.to(torch.int8),
+                asked,
                 own,
                 known,
                 found[:, 3 * merge :],

@@ -26,6 +26,8 @@ LANES = tl.constexpr(2**7)
 ADD = tl.constexpr(-1)  # in a program, which `device_slice.program` writes
 # What may differ from call to call without another compilation.
 VARYING = ["aligned", "columns", "stride"]
+POINTERS = ["rows", "result", "starts", "counts", "owners", "factors", "out"]
+POINTERS += ["cancelled", "sides", "scale"]
 
 
 @triton.jit
@@ -104,7 +106,7 @@ def _gram_of_block(
     _store_sums(sums, out)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
 def gram_kernel(
     rows, starts, counts, owners, factors, out, columns, aligned,
     lefts: tl.constexpr, width: tl.constexpr, scaled: tl.constexpr,
@@ -158,7 +160,7 @@ def _evaluate(
     return stack[0]
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
 def nodes_kernel(
     rows, starts, counts, owners, cancelled, factors, sides, out, columns, stride,
     left: tl.constexpr, right: tl.constexpr, width: tl.constexpr, scaled: tl.constexpr,
@@ -236,9 +238,7 @@ def _combine_block(
             tl.store(result + start + at, x, mask=at < count)
 
 
-@triton.jit(
-    do_not_specialize=VARYING, do_not_specialize_on_alignment=["rows", "result"]
-)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
 def combine_kernel(
     rows, result, starts, counts, owners, factors, scale, aligned,
     program: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
@@ -274,7 +274,7 @@ def combine_kernel(
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize_on_alignment=POINTERS)
 def largest_kernel(rows, starts, counts, out, width: tl.constexpr):
     """Store the largest magnitude in a block, infinity for NaN; arguments as of `gram_kernel`."""
     block = tl.program_id(0).to(tl.int64)

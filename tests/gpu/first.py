@@ -124,6 +124,12 @@ def steps(output: Path) -> list[Step]:
     return [
         Step("kernels", pytest_of(kernels, "-k", "not sanitizer"), compiled),
         Step("kernels' bandwidth", benchmark("kernels", output), compiled),
+        Step("Triton's kernels", benchmark("triton", output), (no_device, no_torch_with_cuda)),
+        Step(
+            "ranks as threads",
+            pytest_of("tests/unit/test_thread_ranks.py", "-k", "cuda"),
+            (no_device, no_torch_with_cuda),
+        ),
         Step("the NCCL build", build, (no_nvcc, no_device, no_torch_with_cuda)),
         Step(
             "torch.distributed",

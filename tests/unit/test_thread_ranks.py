@@ -223,6 +223,21 @@ def test_local_sgd(device: str, ranks: int) -> None:
         assert error <= 1e-5 * np.abs(expected).max()
 
 
+def test_received_rows_are_aligned(device: str) -> None:
+    """Whatever the slices' lengths are; a device loads 16 bytes at a time then."""
+
+    def rank_main(rank: int) -> None:
+        flat = tensor_of(rank, 10, torch.float16).to(device)
+        rows = Communicator().scatter(flat, (0, 3, 6, 10))
+        bounds = [(0, 3), (3, 6), (6, 10)][rank]
+        for peer, row in enumerate(rows):
+            expected = tensor_of(peer, 10, torch.float16)[slice(*bounds)]
+            assert torch.equal(row.cpu(), expected)
+            assert peer == rank or row.data_ptr() % 16 == 0
+
+    threads.run(3, device, rank_main)
+
+
 def test_an_error_of_one_rank_ends_the_others(device: str) -> None:
     def rank_main(rank: int) -> None:
         adasum_all_reduce(torch.ones(3, device=device))
