@@ -24,11 +24,10 @@ import adasum_hvd.distributed.triton_kernels  # noqa: E402, F401
 del os.environ["TRITON_INTERPRET"]
 
 from adasum_hvd import reference  # noqa: E402
-from adasum_hvd.distributed import adasum_all_reduce, device_slice  # noqa: E402
+from adasum_hvd.distributed import adasum_all_reduce, device_slice, exchange  # noqa: E402
 from adasum_hvd.distributed.blocks import Slice  # noqa: E402
 from adasum_hvd.distributed.coefficients import tree_of  # noqa: E402
 from adasum_hvd.distributed.device_slice import DeviceSlice, program  # noqa: E402
-from adasum_hvd.distributed.exchange import FormNodes  # noqa: E402
 from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, layout_of  # noqa: E402
 from tests.parallel.harness import threads  # noqa: E402
 from tests.parallel.harness.conformance import TOLERANCE, tensor_of  # noqa: E402
@@ -220,7 +219,7 @@ def test_reductions_of_ranks(
 
     monkeypatch.setattr(DeviceSlice, "_start", in_turn)
     monkeypatch.setattr(DeviceSlice, "devices", ("cpu",))
-    monkeypatch.setattr(FormNodes, "waiting", ())  # as on a device
+    monkeypatch.setattr(exchange, "WAITING", ())  # as on a device
 
     def tensors_of(rank: int) -> list[torch.Tensor]:
         scale = 1e200 if dtype == torch.float64 else 1.0
