@@ -24,7 +24,7 @@ SECONDS = 20  # that a rank waits for the others
 
 
 class Meeting:
-    """Where the ranks of a group exchange tensors, one exchange after the other."""
+    """A rendezvous of the ranks of a group, one exchange after the other."""
 
     def __init__(self, ranks: int):
         self._barrier = threading.Barrier(ranks, timeout=SECONDS)
@@ -39,10 +39,10 @@ class Meeting:
         device = out[0].device
         self._posted[rank] = out, event_on(device)
         self._barrier.wait()
-        for peer, (theirs, posted) in list(self._posted.items()):
+        for peer, (sent, posted) in list(self._posted.items()):
             if peer != rank:
                 wait_for(posted, device)
-                into[peer].copy_(theirs[rank])
+                into[peer].copy_(sent[rank])
         self._done[rank] = event_on(device)
         self._barrier.wait()
         for copied in list(self._done.values()):  # before a tensor may change again
