@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from adasum_hvd.distributed.coefficients import Tree, constant
-from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Chunk, Run, chunks_of
+from adasum_hvd.distributed.slices import PADDED_ELEMENTS, Chunk, Run, chunks_of
 
 # Float64 elements that are worked on together, of all ranks: 2 MiB, or 16 MiB where a kernel has
 # to be started for every step.
@@ -30,20 +30,20 @@ class Slice:
         self._rows = rows
         self.dtype, device = rows[0].dtype, rows[0].device
         elements = _ELEMENTS.get(device.type, _ELEMENTS_ON_DEVICE)
-        most = max(1, elements // len(rows) // BLOCK_ELEMENTS)
+        most = max(1, elements // len(rows) // PADDED_ELEMENTS)
         self._chunks = chunks_of(runs, most)
         tensors = tuple(tensor for chunk in self._chunks for tensor in chunk.tensors)
         self.owners = constant(tensors, torch.int64, device)  # the tensor of each block
         filled = len(rows) + (-len(rows) % _TILE if len(rows) > _TILE else 0)
         self._space = torch.empty(
-            (filled, min(most, len(tensors)), BLOCK_ELEMENTS),
+            (filled, min(most, len(tensors)), PADDED_ELEMENTS),
             dtype=torch.float64,
             device=device,
         )
         self._space[len(rows) :].zero_()
 
     def _load(self, chunk: Chunk, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """Return float64 [ranks, blocks, BLOCK_ELEMENTS], until the next chunk is loaded.
+        """Return float64 [ranks, blocks, PADDED_ELEMENTS], until the next chunk is loaded.
 
         Args:
             chunk: which blocks.
@@ -177,7 +177,7 @@ class Slice:
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return [blocks, K, L], block by block the dot products of [K, blocks, BLOCK_ELEMENTS]."""
+    """Return [blocks, K, L], block by block the dot products of [K, blocks, PADDED_ELEMENTS]."""
     count = left.shape[1]
     if count == 1:  # on CUDA it would have other bits than as one of several
         left, right = left.expand(-1, 2, -1), right.expand(-1, 2, -1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adasum_hvd.distributed.blocks import Slice
-from adasum_hvd.distributed.coefficients import Tree, constant
+from adasum_hvd.distributed.coefficients import Tree, constant, tree_of
 from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run
 
 SETTING = "ADASUM_HVD_TRITON"  # "off": torch's operations
@@ -211,8 +211,8 @@ def slice_of(rows: Sequence[torch.Tensor], runs: tuple[Run, ...]) -> AnySlice:
 def why_not(device: torch.device) -> str:
     """Return why a device's tensors are not reduced by Triton's kernels; "" if they are.
 
-    A first kernel is compiled and started, because Triton finds out only then whether there is a C
-    compiler, and whether it knows the device.
+    A first reduction by them is compared with torch's, because Triton finds out only then whether
+    there is a C compiler, and whether it knows the device.
     """
     if os.environ.get(SETTING) == "off":
         return f"{SETTING}=off"
@@ -224,12 +224,31 @@ def why_not(device: torch.device) -> str:
         version = tuple(map(int, triton.__version__.split(".")[:2]))
         if version < OLDEST:
             return f"Triton {triton.__version__} is older than {OLDEST[0]}.{OLDEST[1]}"
-        ones = torch.ones(1, device=device)
-        DeviceSlice((ones, ones), (Run(0, 0, 1, True),)).gram(None)
+        if not all(_agrees(dtype, device) for dtype in (torch.float32, torch.bfloat16)):
+            return (
+                "Triton's results are not those of torch's operations; please report it"
+            )
     except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         return f"Triton: {first}"
     return ""
+
+
+def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels and torch's operations give one result, of a whole block and more."""
+    count = BLOCK_ELEMENTS + 2
+    values = torch.arange(2 * count, device=device).view(2, -1)
+    rows = (
+        ((values * 37 % 101 - 50) / 8).to(dtype).unbind()
+    )  # sums of squares are exact
+    runs, tree = (Run(0, 0, count, True),), tree_of((0, 0), "adasum", 0)
+    coefficients = torch.tensor([[0.75, 0.625]], dtype=torch.float64, device=device)
+    found = []
+    for part in (Slice(rows, runs), DeviceSlice(rows, runs)):
+        result = torch.empty_like(rows[0])
+        part.combine(tree, coefficients, None, result)
+        found.append((part.gram(None).sum(0), result))
+    return all(map(torch.equal, *found))
 
 
 def described(device: torch.device) -> str:

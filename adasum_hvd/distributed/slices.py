@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-BLOCK_ELEMENTS = 4096
+BLOCK_ELEMENTS = 4096  # between slice borders; one program of a kernel works on them
+PADDED_ELEMENTS = 1024  # of torch's operations, which fill each tensor's last block
 
 
 class Run(NamedTuple):
@@ -45,7 +46,7 @@ class Chunk:
     def sizes(self) -> tuple[int, ...]:
         """The elements of each run, and of the filling after it."""
         return tuple(
-            n for count in self.counts for n in (count, -count % BLOCK_ELEMENTS)
+            n for count in self.counts for n in (count, -count % PADDED_ELEMENTS)
         )
 
     @property
@@ -131,8 +132,8 @@ def _chunks(runs: Sequence[Run], blocks: int) -> Iterator[Chunk]:
     for run in runs:
         left = run.elements
         while left:
-            counts.append(min(left, (blocks - len(tensors)) * BLOCK_ELEMENTS))
-            tensors += [run.tensor] * -(-counts[-1] // BLOCK_ELEMENTS)
+            counts.append(min(left, (blocks - len(tensors)) * PADDED_ELEMENTS))
+            tensors += [run.tensor] * -(-counts[-1] // PADDED_ELEMENTS)
             left -= counts[-1]
             if len(tensors) == blocks:
                 yield Chunk(first, start, tuple(tensors), tuple(counts))

@@ -20,7 +20,12 @@ from adasum_hvd.distributed.coefficients import (
 )
 from adasum_hvd.distributed.exchange import sums_by_tensor
 from adasum_hvd.distributed.reduction import power_of_two_scale
-from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Layout, chunks_of
+from adasum_hvd.distributed.slices import (
+    BLOCK_ELEMENTS,
+    PADDED_ELEMENTS,
+    Layout,
+    chunks_of,
+)
 
 SIZES = st.lists(st.integers(0, 5 * BLOCK_ELEMENTS), max_size=6).map(tuple)
 
@@ -37,7 +42,7 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
         in_chunks: list[int] = []
         for chunk in chunks_of(runs, blocks):
             assert len(chunk.tensors) <= blocks
-            assert sum(chunk.sizes) == len(chunk.tensors) * BLOCK_ELEMENTS
+            assert sum(chunk.sizes) == len(chunk.tensors) * PADDED_ELEMENTS
             assert chunk.sizes[::2] == chunk.counts
             in_chunks += range(sum(run.elements for run in runs))[chunk.range]
         assert in_chunks == list(range(sum(run.elements for run in runs)))
@@ -174,7 +179,7 @@ def test_products_of_a_block_do_not_depend_on_the_number_of_blocks(
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(3, 9, BLOCK_ELEMENTS, generator=generator, dtype=dtype)
+    values = torch.randn(3, 9, PADDED_ELEMENTS, generator=generator, dtype=dtype)
     blocks = values.to(device, torch.float64)
     alone = [_products(blocks[:, k : k + 1], blocks[:, k : k + 1]) for k in range(9)]
     for count in range(1, 10):

@@ -58,6 +58,13 @@ def both(rows: list[torch.Tensor], sizes=SIZES) -> tuple[Slice, DeviceSlice]:
     return Slice(rows, runs), DeviceSlice(rows, runs)
 
 
+def by_tensor(
+    part: Slice | DeviceSlice, values: torch.Tensor, tensors: int
+) -> torch.Tensor:
+    """Return the sums over each tensor's blocks, which both cut as they like."""
+    return values.new_zeros(tensors, values.shape[1]).index_add_(0, part.owners, values)
+
+
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape
     assert ((found - expected).abs() <= SUMS * expected.abs().amax()).all()
@@ -66,12 +73,17 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 8, 9])
 def test_gram_matrices_are_those_of_torch(ranks: int, dtype: torch.dtype) -> None:
-    by_torch, by_kernels = both(rows_of(ranks, dtype))
-    assert torch.equal(by_kernels.owners, by_torch.owners)
+    parts = both(rows_of(ranks, dtype))
     scaled = dtype == torch.float64
     factors = random(len(SIZES), ranks) if scaled else None
-    check_close(by_kernels.gram(factors), by_torch.gram(factors))
-    assert torch.equal(by_kernels.largest(), by_torch.largest())
+    check_close(*(by_tensor(p, p.gram(factors), len(SIZES)) for p in parts))
+    found = [
+        torch.zeros(len(SIZES), dtype=torch.float64).scatter_reduce_(
+            0, part.owners, part.largest().flatten(), "amax"
+        )
+        for part in parts
+    ]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values())
@@ -268,6 +280,16 @@ def test_reasons_for_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_slice, "OLDEST", (99, 0))
     device_slice.why_not.cache_clear()
     assert "is older than 99.0" in device_slice.described(cpu)
+    monkeypatch.setattr(device_slice, "OLDEST", (3, 6))
+    kernels = DeviceSlice.combine
+    for wrong in (torch.Tensor.zero_, torch.Tensor.neg_):  # a device's fault
+        monkeypatch.setattr(
+            DeviceSlice,
+            "combine",
+            lambda *a, wrong=wrong: wrong((kernels(*a), a[-1])[1]),
+        )
+        device_slice.why_not.cache_clear()
+        assert "results are not those of torch" in device_slice.described(cpu)
     device_slice.why_not.cache_clear()
 
 
