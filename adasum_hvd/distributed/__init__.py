@@ -10,6 +10,7 @@ from adasum_hvd.advice.learning_rate import LearningRate, adasum_lr
 from adasum_hvd.advice.run import Advice, advise
 from adasum_hvd.base.marks import mark_worker_local
 from adasum_hvd.base.replicas import ReplicaMismatch
+from adasum_hvd.distributed.adascale import AdaScaleLR
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.clipping import clip_grad_norm_
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
@@ -21,6 +22,7 @@ from adasum_hvd.distributed.replicate import ReplicateHandle, adasum_replicate
 from adasum_hvd.distributed.trainers import register_adasum_hook
 
 __all__ = [
+    "AdaScaleLR",
     "AdasumMonitor",
     "AdasumState",
     "AdasumWork",
