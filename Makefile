@@ -38,7 +38,7 @@ help:
 	@echo "make site      the documents as a site, in build/site; strict about links"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
-	@echo "make integrations   the examples with Lightning, Accelerate, Hugging Face's Trainer, Ray and torchft; MindSpore"
+	@echo "make integrations   adasum_hvd.integrations and the examples, with Lightning, Accelerate, Hugging Face, Ray, torchft; MindSpore"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
