@@ -6,6 +6,14 @@ several local steps. The arithmetic is in `reduction`, which names the steps, an
 `adasum_hvd.reference`.
 """
 
+import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
+    raise ImportError(
+        f"adasum_hvd.distributed: expected torch 2.4 or newer, but got {torch.__version__}; "
+        "pip install 'torch>=2.4'"
+    )
+
 from adasum_hvd.advice.learning_rate import LearningRate, adasum_lr
 from adasum_hvd.advice.run import Advice, advise
 from adasum_hvd.base.marks import mark_worker_local

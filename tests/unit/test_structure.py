@@ -223,3 +223,16 @@ def test_files_that_the_build_and_the_tests_exclude_exist() -> None:
         assert len(excepted) > 3
         for name in excepted:
             assert name in native_files(), (path, name)
+
+
+def test_an_old_torch_is_refused_at_import() -> None:
+    program = (
+        "import torch; torch.__version__ = '2.3.1+cpu'; import adasum_hvd.distributed"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    expected = (
+        "expected torch 2.4 or newer, but got 2.3.1+cpu; pip install 'torch>=2.4'"
+    )
+    assert f"ImportError: adasum_hvd.distributed: {expected}" in done.stderr
