@@ -32,7 +32,7 @@ PAIRS = [
     "3.14/2.14.1",
 ]
 UNIT = ["tests/unit/test_distributed.py", "tests/unit/test_rules.py"]
-_CASES = "all_reduce", "ddp", "hook", "hook_details", "rules"
+_CASES = "all_reduce", "hook", "hook_details", "rules"
 CASES = [f"tests/parallel/cases/distributed/test_{name}.py" for name in _CASES]
 NEEDED = ["benchmarks", "examples", "tests", "pyproject.toml"]
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from adasum_hvd.base.frames import is_making_state
+
 __all__ = ["AdaScale", "AdaScaleLR"]
 
 
@@ -59,7 +61,9 @@ class AdaScale:
         if self._finished:
             columns = torch.stack([one.cpu() for one in self._finished]).T
             self._finished = []
-            squares, squared_mean = (float(_total(column)) for column in columns)
+            # Sorted, because lanes of several devices end in any order.
+            rows = columns.sort().values
+            squares, squared_mean = (float(_total(row)) for row in rows)
             self.update(squares, squared_mean, self.ranks)
 
     def update(self, squares: float, squared_mean: float, ranks: int) -> None:
@@ -87,12 +91,15 @@ class AdaScale:
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates."""
         self._read()
-        names = "variance", "squared_mean", "count", "ranks"
+        names = "variance", "squared_mean", "count"
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved estimates; with another number of ranks they hold as well."""
-        self._finished = []
+        self._finished, self.ranks = (
+            [],
+            1,
+        )  # until the next pass: a lone rank has no gain
         vars(self).update(state)
 
 
@@ -153,6 +160,8 @@ class AdaScaleLR(LambdaLR):
 
     # torch runs both twice if a step calls `super().step()`.
     def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if is_making_state():
+            return
         groups = optimizer.param_groups
         self._rates = self._rates or [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from adasum_hvd.distributed.adascale import AdaScale, AdaScaleLR
 from adasum_hvd.distributed.rules import FUNCTIONS, Rule, rule_of
@@ -138,6 +139,21 @@ def test_a_schedule_goes_on_from_a_checkpoint(tmp_path):
     assert parts[3].gained == again[3].gained and parts[3].get_lr() == again[3].get_lr()
 
 
+def test_a_lone_rank_that_resumes_has_no_gain():
+    rule = AdaScale()
+    rule.load_state_dict(scaled((10.0, 2.0), ranks=4).state_dict())
+    assert rule.gain == 1 and rule.variance == pytest.approx(2 / 3)
+
+
+def test_a_step_that_only_makes_state_is_not_counted():
+    weight, optimizer, state, scheduler = training()
+    state.rule.adascale.update(4.0, 0.3, 4)
+    model = torch.nn.Module()
+    model.register_parameter("weight", weight)
+    get_optimizer_state_dict(model, optimizer)
+    assert scheduler.gained == 0 and optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_an_optimizer_whose_hooks_run_twice_is_scaled_once():
     class Twice(torch.optim.SGD):
         def step(self, closure=None):
@@ -163,3 +179,17 @@ def test_only_adascale_has_a_gain():
     assert Rule("adascale").function is not Rule("adascale").function
     with pytest.raises(ValueError, match=r"expected one without a gain"):
         rule_of("adascale", None, None, has_passes=False)
+
+
+def test_the_order_of_buckets_does_not_change_a_bit_of_the_gain():
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(3, 9, generator=generator).double() for _ in range(9)]
+    parts = [(one @ one.T)[None] for one in tensors]
+    gains = set()
+    for shift in range(9):
+        rule = AdaScale()
+        for part in parts[shift:] + parts[:shift]:
+            rule(part)
+        rule.end_pass()
+        gains.add(rule.gain)
+    assert len(gains) == 1
