@@ -134,3 +134,15 @@ def test_a_second_training(
         r"^(\d) ranks, (\d+) passes, \d+ losses, falls: (\w+)$", output, re.M
     )
     assert found == (str(ranks), str(passes[ranks]), "True"), output[-3000:]
+
+
+def test_what_modules_refuse() -> None:
+    from adasum_hvd.integrations.accelerate import use_adasum
+
+    with pytest.raises(TypeError, match=r"got 2 objects without one; pass what"):
+        use_adasum("optimizer", "loader")
+    pytest.importorskip("transformers")
+    from adasum_hvd.integrations.transformers import AdasumCallback
+
+    with pytest.raises(RuntimeError, match=r"by a Trainer of transformers, but got an"):
+        AdasumCallback().on_train_begin()
