@@ -82,7 +82,7 @@ def _parents(framework: str) -> list[str]:
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
             env=environment(),
-            process_group=0,
+            start_new_session=True,
         )
         for path in paths
     ]
