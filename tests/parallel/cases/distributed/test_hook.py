@@ -355,7 +355,7 @@ def case_what_is_refused() -> None:
     # Before torch 2.9 DDP always broadcasts, and Gloo then takes no complex parameter.
     if "init_sync" in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
         wrapped = ENGINE.wrapped(model, init_sync=False)
-        expected = "expected real parameters, but got a complex"
+        expected = r"got (a |torch\.)complex"  # torch 2.8 keeps the dtype
         with pytest.raises(ValueError, match=expected):
             wrapped(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
     marked = ENGINE.wrapped(nn.Linear(3, 2))
