@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from adasum_hvd.distributed.coefficients import SMALLEST_NORM, coefficients, tree_of
+from adasum_hvd.distributed.coefficients import (
+    SMALLEST_NORM,
+    leaf_coefficients,
+    tree_of,
+    walk,
+)
 
 
 def adasum(gram: torch.Tensor) -> torch.Tensor:
     """Return AdaSum's coefficients on the tree of one host."""
-    return coefficients(gram, tree_of((0,) * gram.shape[1], "adasum", 0))
+    tree = tree_of((0,) * gram.shape[1], "adasum", 0)
+    return leaf_coefficients(walk(gram, tree), tree, len(gram))
 
 
 def mean(gram: torch.Tensor) -> torch.Tensor:
