@@ -25,7 +25,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations gpu triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations matrix gpu triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
@@ -38,7 +38,8 @@ help:
 	@echo "make site      the documents as a site, in build/site; strict about links"
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
-	@echo "make integrations   the examples with Lightning, Accelerate, Hugging Face's Trainer, Ray and torchft; MindSpore"
+	@echo "make integrations   adasum_hvd.integrations and the examples, with Lightning, Accelerate, Hugging Face, Ray, torchft; MindSpore"
+	@echo "make matrix    the torch engine's wheel on Python 3.10 to 3.14 and torch 2.4 to 2.14; downloads each"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
@@ -113,6 +114,9 @@ integrations: setup build/mindspore/ready
 	$(BIN)/python -c "import torch; print(f'torch=={torch.__version__}')" > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable '.[integrations]'
 	$(BIN)/python -m pytest tests/integrations
+
+matrix:
+	$(PYTHON) tests/matrix.py $(PAIRS)
 
 # In the order for a first device; what cannot run is counted as skipped, with the reason.
 gpu: $(VENV)/ready

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_digits.py      # or accelerate launch
 
-The hook is registered on the model that Accelerate has prepared. Accumulation and clipping stay
-Accelerate's.
+Accumulation and clipping stay Accelerate's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from accelerate import Accelerator
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import check_replicas
+from adasum_hvd.integrations.accelerate import use_adasum
 from adasum_hvd.tools.torch_digits import LeNet5, digits
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     net = LeNet5()
     optimizer = torch.optim.SGD(net.parameters(), arguments.lr, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    state = register_adasum_hook(model)
+    (state,) = use_adasum(model)
     for _ in range(arguments.epochs):
         for batch, target in loader:
             with accelerator.accumulate(model):

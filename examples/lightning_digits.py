@@ -1,9 +1,6 @@
 """Train LeNet-5 on handwritten digits with Lightning's Trainer and AdaSum's hook.
 
-    python examples/lightning_digits.py --devices 2            # Lightning starts the ranks itself
-
-`DDPStrategy(ddp_comm_state=AdasumState(), ddp_comm_hook=adasum_hook)` would need a process group
-when it is made, and Lightning ignores its hook on the CPU. The strategy here has neither limit.
+python examples/lightning_digits.py --devices 2            # Lightning starts the ranks itself
 """
 
 from __future__ import annotations
@@ -13,21 +10,12 @@ import argparse
 import torch
 import torch.distributed as dist
 from lightning import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import check_replicas
+from adasum_hvd.integrations.lightning import AdasumDDPStrategy
 from adasum_hvd.tools.torch_digits import LeNet5, digits
-
-
-class AdasumStrategy(DDPStrategy):
-    """The Trainer's DDP with AdaSum, on any device."""
-
-    def configure_ddp(self) -> None:
-        """Wrap the model and register the hook."""
-        super().configure_ddp()
-        self.state = register_adasum_hook(self.model)
 
 
 class Digits(LightningModule):
@@ -62,7 +50,7 @@ def main() -> None:
     module = Digits(arguments.lr)
     trainer = Trainer(
         accelerator=arguments.accelerator, devices=arguments.devices,
-        strategy=AdasumStrategy(),
+        strategy=AdasumDDPStrategy(),
         max_epochs=arguments.epochs, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

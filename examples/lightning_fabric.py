@@ -10,23 +10,12 @@ import argparse
 import torch
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import check_replicas
+from adasum_hvd.integrations.lightning import AdasumFabricStrategy
 from adasum_hvd.tools.torch_digits import LeNet5, digits
-
-
-class AdasumStrategy(DDPStrategy):
-    """Fabric's DDP with AdaSum, on any device."""
-
-    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap a model and register the hook."""
-        model = super().setup_module(module)
-        self.state = register_adasum_hook(model)
-        return model
 
 
 def main() -> None:
@@ -43,7 +32,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(images, labels), 32, shuffle=True, drop_last=True)
     fabric = Fabric(
         accelerator=arguments.accelerator, devices=arguments.devices,
-        strategy=AdasumStrategy(),
+        strategy=AdasumFabricStrategy(),
     )  # fmt: skip
     fabric.launch()
     net = LeNet5()

@@ -3,8 +3,8 @@
     pip install 'ray[train]'
     python examples/ray_train.py --workers 2
 
-Ray starts the workers and their process group; two lines in the workers' function make DDP's
-average an AdaSum. Nothing is compiled, and Horovod is not needed.
+Ray starts the workers and their process group; AdaSum's `prepare_model`
+makes DDP's average an AdaSum. Nothing is compiled, and Horovod is not needed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import argparse
 import tempfile
 from typing import Any
 
-import ray.train
-import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
@@ -22,7 +20,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import check_replicas
+from adasum_hvd.integrations.ray import prepare_model
 from adasum_hvd.tools.torch_digits import LeNet5, digits
 
 
@@ -34,10 +33,7 @@ def train(settings: dict[str, Any]) -> None:
     data = TensorDataset(images, labels)
     sampler = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
-    model = ray.train.torch.prepare_model(
-        LeNet5()
-    )  # DDP, of the workers' process group
-    register_adasum_hook(model)
+    model = prepare_model(LeNet5())  # DDP, of the workers' process group
     optimizer = torch.optim.SGD(model.parameters(), settings["lr"], momentum=0.9)
     for epoch in range(settings["epochs"]):
         sampler.set_epoch(epoch)

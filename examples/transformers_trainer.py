@@ -10,32 +10,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)  # fmt: skip
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import check_replicas
+from adasum_hvd.integrations.transformers import AdasumCallback
 
 PLUS, EQUALS, VOCABULARY = 19, 20, 21  # after the numbers 0 to 18
-
-
-class AdasumCallback(TrainerCallback):
-    """Registers the hook on the trainer's DDP model, which is there when training begins."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register the hook."""
-        self.state = register_adasum_hook(self.trainer.model_wrapped)
 
 
 def sums() -> list[dict[str, torch.Tensor]]:
@@ -67,10 +50,8 @@ def main() -> None:
             ddp_backend=None if arguments.cuda else "gloo", save_strategy="no", report_to=[],
             disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=settings, train_dataset=sums())
-        callback = AdasumCallback(trainer)
-        trainer.add_callback(callback)
-        trainer.train()
+        callback = AdasumCallback()
+        Trainer(model, settings, train_dataset=sums(), callbacks=[callback]).train()
     rows = torch.stack([row["input_ids"] for row in sums()])
     model = model.cpu().eval()
     with torch.no_grad():

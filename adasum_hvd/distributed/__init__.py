@@ -6,10 +6,19 @@ several local steps. The arithmetic is in `reduction`, which names the steps, an
 `adasum_hvd.reference`.
 """
 
+import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
+    raise ImportError(
+        f"adasum_hvd.distributed: expected torch 2.4 or newer, but got {torch.__version__}; "
+        "pip install 'torch>=2.4'"
+    )
+
 from adasum_hvd.advice.learning_rate import LearningRate, adasum_lr
 from adasum_hvd.advice.run import Advice, advise
 from adasum_hvd.base.marks import mark_worker_local
 from adasum_hvd.base.replicas import ReplicaMismatch
+from adasum_hvd.distributed.adascale import AdaScaleLR
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.clipping import clip_grad_norm_
 from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
@@ -21,6 +30,7 @@ from adasum_hvd.distributed.replicate import ReplicateHandle, adasum_replicate
 from adasum_hvd.distributed.trainers import register_adasum_hook
 
 __all__ = [
+    "AdaScaleLR",
     "AdasumMonitor",
     "AdasumState",
     "AdasumWork",

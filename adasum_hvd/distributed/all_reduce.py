@@ -68,7 +68,8 @@ def adasum_all_reduce(
         tensors: one tensor or several, float16, bfloat16, float32 or float64, of any shape; each
             has coefficients of its own. The same shapes and dtypes in the same order on all ranks.
         group: the process group, or its mesh of one dimension; by default the default one.
-        rule: "adasum", "mean", or a function from Gram matrices, float64 [tensors, N, N], to
+        rule: "adasum", "mean", "mean_direction", "grafted" or "rda" (docs/distributed.md has the
+            formulas), or a function from Gram matrices, float64 [tensors, N, N], to
             coefficients, float64 [tensors, N]: the result is `\sum c_i x_i`. It is called on all
             ranks with the same matrices, once for each dtype; float64 tensors are scaled by a
             power of two first.
@@ -143,7 +144,7 @@ def checked_call(
     hosts_of(communicator)
     try:
         several = listed(tensors)
-        checked = rule_of(rule, group_op, group_size)
+        checked = rule_of(rule, group_op, group_size, has_passes=False)
         check_groups(communicator, checked)
     except ValueError as error:  # on the other ranks, too
         return Call(problem=error), [], Rule("adasum")

@@ -28,7 +28,7 @@ from adasum_hvd.distributed.lanes import Future, Lane, lane_on, wait_quietly
 from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
-from adasum_hvd.distributed.rules import Coefficients, rule_of
+from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
 from adasum_hvd.distributed.shared_buckets import SharedBuckets
 
@@ -43,7 +43,7 @@ class Compression:
     bf16 = torch.bfloat16
 
 
-class AdasumState:
+class AdasumState(Ruled):
     """The state of :func:`adasum_hook` for one DDP model.
 
     Args:
@@ -51,7 +51,7 @@ class AdasumState:
             own hooks: DDP does not tell the hook its group.
         compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
             two bytes on the wire. By default gradients travel in their own dtype.
-        rule: as of `adasum_all_reduce`.
+        rule: as of `adasum_all_reduce`, or "adascale": the mean, and the state has its `gain`.
         group_op: as of `adasum_all_reduce`.
         group_size: as of `adasum_all_reduce`.
 
@@ -289,10 +289,12 @@ def adasum_hook(
     if bucket.index() == 0:
         state._finish()  # of an interrupted backward pass
         state.reduced.clear()
+        state.rule.begin_pass()
     future = state._start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state._finish()
         state.passes += 1
+        state.rule.end_pass()
         state._last_pass.note(state.reduced)
         for call in state._on_round:
             call()

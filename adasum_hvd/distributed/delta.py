@@ -22,7 +22,7 @@ from adasum_hvd.distributed.checks import Call, agree
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.distributed.reduction import reduce_tensors
-from adasum_hvd.distributed.rules import Coefficients, Rule
+from adasum_hvd.distributed.rules import Coefficients, Ruled
 from adasum_hvd.distributed.units import Unit
 
 __all__ = ["reduce_changes"]
@@ -36,7 +36,7 @@ _COLLECTIVE = {  # by class, what a step sends
 _WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
-class Windows:
+class Windows(Ruled):
     """Windows of an optimizer's steps; each ends with the reduction of the weights' changes.
 
     Args:
@@ -45,8 +45,6 @@ class Windows:
         communicator: the ranks that reduce.
         every: steps in a window.
     """
-
-    _rule: Rule
 
     def __init__(
         self,
@@ -142,8 +140,10 @@ class Windows:
         ]
         if not self._compared:
             self._compare(list(chain.from_iterable(changes)))
+        self.rule.begin_pass()
         for unit, of_unit in zip(self._units, changes, strict=True):
-            reduce_tensors(of_unit, self._communicator, self._rule, unit.shards)
+            reduce_tensors(of_unit, self._communicator, self.rule, unit.shards)
+        self.rule.end_pass()
         self._apply(changes)
 
     def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -212,9 +212,7 @@ class _EveryStep(Windows):
 
     def _call(self) -> Call:
         weights = [p for unit in self._units for p in unit.parameters]
-        call, _, self._rule = checked_call(
-            weights, self._communicator, *self._arguments
-        )
+        call, _, self.rule = checked_call(weights, self._communicator, *self._arguments)
         return call
 
 

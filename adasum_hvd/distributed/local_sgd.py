@@ -52,7 +52,8 @@ class LocalSGD(Windows):
         every: optimizer steps in a window.
         outer_optimizer: over the model's parameters, such as
             `SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)`.
-        rule: as of `adasum_all_reduce`.
+        rule: as of `adasum_all_reduce`, or "adascale": the mean, and the object has its `gain`,
+            which multiplies nothing but the rate of an outer optimizer with `AdaScaleLR`.
         group_op: as of `adasum_all_reduce`.
         group_size: as of `adasum_all_reduce`.
 
@@ -84,7 +85,7 @@ class LocalSGD(Windows):
         group_op: str | None = None,
         group_size: int | None = None,
     ):
-        communicator, self._rule = connect(
+        communicator, self.rule = connect(
             "LocalSGD",
             model,
             mesh,

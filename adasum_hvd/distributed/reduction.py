@@ -110,12 +110,13 @@ def _core(
         return None
     if rule.kind == "mean":  # a mean of parts is a part of the mean
         shards = ()
+    if rule.kind == "adascale" and tensor.dtype == torch.float64:
+        return None  # the core scales the matrices of float64 tensors one by one
     choice = native.choose(communicator, rule, shards)
     if choice.group is None:
         return None
-    kind = rule.kind if callable(rule.kind) else None
     sharded = zip(choice.shards, (one.tensors for one in shards), strict=True)
-    return native.Reducer(choice.group, communicator, kind, [*sharded])
+    return native.Reducer(choice.group, communicator, rule.function, [*sharded])
 
 
 def _solve(
@@ -131,7 +132,7 @@ def _solve(
     weights = constant(tree.weights, torch.float64, device).expand(tensors, -1)
     if rule.kind == "mean":
         return Solution(torch.full_like(weights, 1 / communicator.size))
-    everything = callable(rule.kind)
+    everything = rule.function is not None
     exchange = Exchange(layout, communicator, device, everything, shards)
     scale = None
     if part.dtype == torch.float64:  # whose squares overflow where it does not
@@ -139,8 +140,11 @@ def _solve(
     factors = None if scale is None else scale[:, None].expand_as(weights)
     sums = sums_by_tensor(part.gram(factors), part.owners, tensors)
     gram = symmetric(exchange.total(sums))
-    if callable(rule.kind):
-        return Solution(checked(rule.kind(gram), gram), gram, scale)
+    if rule.function is not None:
+        seen = gram
+        if rule.kind == "adascale" and scale is not None:  # it adds tensors up
+            seen = gram / scale[:, None, None].square()
+        return Solution(checked(rule.function(seen), gram), gram, scale)
     if set(tree.weights) != {1.0}:
         factors = weights if factors is None else weights * factors
     sides = walk(gram, tree, partial(form_nodes, part, exchange, tree, factors))

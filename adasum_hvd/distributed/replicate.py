@@ -31,7 +31,7 @@ from adasum_hvd.distributed.lanes import Future, lane_on, wait_quietly
 from adasum_hvd.distributed.reduced import Reduced, show_write
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
-from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
+from adasum_hvd.distributed.rules import Coefficients, Rule, Ruled, rule_of
 from adasum_hvd.distributed.sharding import complete, is_fsdp_module, like, local_of
 from adasum_hvd.distributed.unit_reduction import (
     MISSING,
@@ -60,7 +60,7 @@ _OVERLAP_ACTION = (
 )
 
 
-class ReplicateHandle:
+class ReplicateHandle(Ruled):
     """The hooks of `adasum_replicate` on a model's parameters.
 
     Not made by the program. See :func:`adasum_replicate`.
@@ -73,7 +73,7 @@ class ReplicateHandle:
         rule: Rule,
         overlap: bool,
     ):
-        self._communicator = communicator
+        self._communicator, self.rule = communicator, rule
         self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
@@ -275,6 +275,7 @@ class ReplicateHandle:
                 found.append(everywhere)
             for progress in self._units:
                 progress.end_pass()
+            self.rule.end_pass()
             self._accumulated, self._forward.passes = self._local, 0
             self._copies.check()
         finally:
@@ -286,6 +287,7 @@ class ReplicateHandle:
         for _, future in self._futures:
             wait_quietly(future)
         self._next, self._futures, self._pass = 0, [], None
+        self.rule.begin_pass()
         for progress in self._units:
             progress.begin_pass(accumulated=False)
 
@@ -339,7 +341,7 @@ def adasum_replicate(
             or marked with `mark_worker_local`, are left out.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
-        rule: as of `adasum_all_reduce`.
+        rule: as of `adasum_all_reduce`, or "adascale": the mean, and the handle has its `gain`.
         group_op: as of `adasum_all_reduce`.
         group_size: as of `adasum_all_reduce`.
         overlap: reduce a module's gradients while backward goes on. False reduces all at the

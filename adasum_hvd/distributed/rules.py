@@ -1,18 +1,29 @@
-"""Rules that join the ranks' tensors: AdaSum, a mean, or any function of Gram matrices."""
+"""Rules that join the ranks' tensors, by name or as any function of Gram matrices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from adasum_hvd.base.agreement import plain
+from adasum_hvd.distributed import named_rules
+from adasum_hvd.distributed.adascale import AdaScale
 
 Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+# What makes the function of a rule; AdaSum and the mean need none.
+FUNCTIONS: dict[str, Callable[[], Coefficients | None]] = {
+    "adasum": lambda: None,
+    "mean": lambda: None,
+    "adascale": AdaScale,
+    "grafted": lambda: named_rules.grafted,
+    "mean_direction": lambda: named_rules.mean_direction,
+    "rda": lambda: named_rules.rda,
+}
 GROUP_OPS = ("adasum", "average", "sum")
 
 
@@ -21,8 +32,8 @@ class Rule:
     """A rule and its groups, checked.
 
     Args:
-        kind: "adasum", "mean", or a function from Gram matrices, float64 [tensors, N, N], to
-            coefficients, float64 [tensors, N], on the same device.
+        kind: a name in `FUNCTIONS`, or a function from Gram matrices, float64 [tensors, N, N],
+            to coefficients, float64 [tensors, N], on the same device.
         group_op: how ranks of a group are joined before AdaSum: "adasum", "average" or "sum".
         group_size: ranks in a group; 0 means that a host is a group.
 
@@ -33,13 +44,17 @@ class Rule:
     kind: str | Coefficients
     group_op: str = "adasum"
     group_size: int = 0
+    function: Coefficients | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.kind) and self.kind not in ("adasum", "mean"):
+        kind = self.kind
+        if not callable(kind) and (not isinstance(kind, str) or kind not in FUNCTIONS):
             raise ValueError(
-                "rule: expected 'adasum', 'mean' or a function of Gram matrices, but got "
-                f"{self.kind!r}"
+                f"rule: expected one of {', '.join(FUNCTIONS)}, or a function of Gram matrices, "
+                f"but got {kind!r}"
             )
+        function = kind if callable(kind) else FUNCTIONS[kind]()
+        object.__setattr__(self, "function", function)
         if self.group_op not in GROUP_OPS:
             raise ValueError(
                 f"group_op: expected one of {', '.join(GROUP_OPS)}, but got {self.group_op!r}"
@@ -66,10 +81,48 @@ class Rule:
         return _name(self.kind)
 
     @property
+    def adascale(self) -> AdaScale:
+        """The estimates of AdaScale.
+
+        Raises:
+            ValueError: another rule.
+        """
+        if not isinstance(self.function, AdaScale):
+            raise ValueError(
+                f"gain: expected rule='adascale', but got rule={self.name}; pass rule='adascale'"
+            )
+        return self.function
+
+    def begin_pass(self) -> None:
+        """Forget a pass that broke off; only AdaScale keeps anything."""
+        if isinstance(self.function, AdaScale):
+            self.function.begin_pass()
+
+    def end_pass(self) -> None:
+        """Note that all tensors of a pass are reduced."""
+        if isinstance(self.function, AdaScale):
+            self.function.end_pass()
+
+    @property
     def described(self) -> dict[str, object]:
         """The settings that must be the same on all ranks."""
         groups = {"group_op": self.group_op, "group_size": self.group_size}
         return {"rule": self.name, **groups}
+
+
+class Ruled:
+    """A base of the objects that reduce pass after pass by one rule."""
+
+    rule: Rule
+
+    @property
+    def gain(self) -> float:
+        """AdaScale's gain after the last pass, from 1 to N; blocks on a device.
+
+        Raises:
+            ValueError: another rule than "adascale".
+        """
+        return self.rule.adascale.gain
 
 
 def _shown(value: object) -> str:
@@ -83,16 +136,30 @@ def _name(function: object) -> str:
 
 
 def rule_of(
-    rule: str | Coefficients, group_op: str | None, group_size: int | None
+    rule: str | Coefficients,
+    group_op: str | None,
+    group_size: int | None,
+    has_passes: bool = True,
 ) -> Rule:
     """Return the rule, with groups from the environment where an argument is None.
 
     `ADASUM_HVD_GROUP_OP` and `ADASUM_HVD_GROUP_SIZE` are read as the Horovod op reads them, for
     `rule="adasum"`.
 
+    Args:
+        rule: as of :class:`Rule`.
+        group_op: as of :class:`Rule`, or None.
+        group_size: as of :class:`Rule`, or None.
+        has_passes: the caller is a :class:`Ruled`, whose gain a program can read.
+
     Raises:
-        ValueError: as :class:`Rule`.
+        ValueError: as :class:`Rule`; or "adascale" without passes.
     """
+    if rule == "adascale" and not has_passes:
+        raise ValueError(
+            "rule: expected one without a gain, but got 'adascale'; use AdasumState, "
+            "adasum_replicate or LocalSGD, which have it as .gain, or rule='mean'"
+        )
     groups = {"ADASUM_HVD_GROUP_OP": "adasum", "ADASUM_HVD_GROUP_SIZE": "0"}
     if rule == "adasum":
         groups = {name: os.environ.get(name) or groups[name] for name in groups}

@@ -105,7 +105,7 @@ class ManagedAdasum:
         group_size: int | None = None,
     ):
         self.manager, self._process_group = manager, process_group
-        self._rule = rule_of(rule, group_op, group_size)
+        self._rule = rule_of(rule, group_op, group_size, has_passes=False)
 
     def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reduce tensors in place, each with coefficients of its own.

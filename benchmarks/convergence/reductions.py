@@ -12,8 +12,23 @@ from typing import NamedTuple
 
 import torch
 
-from convergence.methods import RULES, adasum
+from adasum_hvd.distributed.named_rules import (
+    adasum,
+    grafted,
+    mean,
+    mean_direction,
+    rda,
+)
 
+# The rules that compete in study 7: N workers' gradients become one direction and one factor.
+RULES = {
+    "average": mean,
+    "adasum": adasum,
+    "adasum-grad": adasum,
+    "grafted": grafted,
+    "mean-direction": mean_direction,
+    "rda": rda,
+}
 WIRES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # These need no inner products. AdaScale is the mean at a rate of its own.
 _SHARES = {
@@ -50,7 +65,7 @@ def reduce_workers(
 
     Args:
         stacked: float32 tensors (workers, ...).
-        op: "sum", "average", "adascale", or one of `methods.RULES`.
+        op: "sum", "average", "adascale", or one of `RULES`.
         group_size: AdaSum only: so many consecutive workers are averaged first.
         wire: the dtype in which vectors travel; the sum is rounded to it once.
     """

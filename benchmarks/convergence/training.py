@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from adasum_hvd.distributed.adascale import AdaScale
 from convergence.lamb import LAMB
 from convergence.lars import LARS
-from convergence.methods import Moments, gain, moments, smooth
 from convergence.reductions import agreement, reduce_workers
 from convergence.repairs import REPAIRS
 from convergence.workloads import Workload, workload
@@ -184,7 +184,7 @@ class Job:
         self._since = 0  # steps since the workers last had the same weights
         # By which a schedule counts: steps, and with AdaScale one worker's steps.
         self.iterations = 0.0
-        self._moments, self._estimates = Moments(0.0, 0.0), 0  # AdaScale's
+        self._adascale = AdaScale()
 
     def horizon(self, workers: int) -> int:
         """Return the steps in which so many workers use up the budget."""
@@ -228,11 +228,8 @@ class Job:
         workers = len(gradients[0])
         if self.setting.op != "adascale" or workers == 1:
             return 1.0
-        squares, squared_mean = noise(gradients)
-        new = moments(squares, squared_mean, workers)
-        self._estimates += 1
-        self._moments = smooth(self._moments, new, workers, self._estimates)
-        return gain(self._moments, workers)
+        self._adascale.update(*noise(gradients), workers)
+        return self._adascale.gain
 
     def _step_apart(
         self, gradients: list[torch.Tensor], rate: float, look: bool

@@ -101,10 +101,21 @@ def test_ray_train(workers: str) -> None:
     assert ranks == workers and float(accuracy) > 0.9, output[-3000:]
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ray_resumes(workers: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    words = ["-m", "tests.integrations.trainings", "ray", str(tmp_path), workers]
+    status, output = run_launcher([sys.executable, *words], environment(), SECONDS)
+    assert status == 0, output[-3000:]
+    found = re.findall(rf"{workers} workers, losses (\S+) (\S+)", output)
+    (first, middle), (resumed, last) = dict.fromkeys(found)
+    assert float(first) > float(resumed) > float(last), (found, middle)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("loop", "passes"),
-    # Passes of both trainings in each rank; Lightning wraps a single process in DDP, too.
+    # Passes of all trainings in each rank; Lightning wraps a single process in DDP, too.
     [
         ("accelerate", {1: 0, 2: 24}),
         ("lightning", {1: 32, 2: 16}),
@@ -123,3 +134,15 @@ def test_a_second_training(
         r"^(\d) ranks, (\d+) passes, \d+ losses, falls: (\w+)$", output, re.M
     )
     assert found == (str(ranks), str(passes[ranks]), "True"), output[-3000:]
+
+
+def test_what_modules_refuse() -> None:
+    from adasum_hvd.integrations.accelerate import use_adasum
+
+    with pytest.raises(TypeError, match=r"got 2 objects without one; pass what"):
+        use_adasum("optimizer", "loader")
+    pytest.importorskip("transformers")
+    from adasum_hvd.integrations.transformers import AdasumCallback
+
+    with pytest.raises(RuntimeError, match=r"by a Trainer of transformers, but got an"):
+        AdasumCallback().on_train_begin()

@@ -1,6 +1,7 @@
-"""Two trainings in a row by one of other people's loops, in one process or several.
+"""Other people's loops with our modules: train, evaluate, train again, and resume.
 
     python -m tests.integrations.trainings lightning FOLDER
+    python -m tests.integrations.trainings ray FOLDER 2        # Ray starts the workers
     torchrun --nproc-per-node 2 -m tests.integrations.trainings transformers FOLDER
 
 Every rank has batches of its own. Prints what AdaSum has reduced, and whether replicas are equal.
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from adasum_hvd.distributed import check_replicas, register_adasum_hook
+from adasum_hvd.distributed import AdasumState, check_replicas
 
 FOLDER = sys.argv[2]  # for checkpoints, of all ranks
 RANK = int(os.environ.get("RANK", "0"))
@@ -26,9 +27,8 @@ reduced: list[None] = []
 watched: list[object] = []
 
 
-def register(model: nn.Module) -> None:
-    """Register the hook, and count the backward passes of each state once."""
-    state = register_adasum_hook(model)
+def watch(state: AdasumState | None) -> None:
+    """Count the backward passes of each state once."""
     if state is not None and state not in watched:
         watched.append(state)
         state.on_round(lambda: reduced.append(None))
@@ -59,16 +59,15 @@ def transformers() -> None:
         GPT2Config,
         GPT2LMHeadModel,
         Trainer,
-        TrainerCallback,
         TrainingArguments,
     )  # fmt: skip
 
-    class AdasumCallback(TrainerCallback):
-        def __init__(self, trainer: Trainer):
-            self.trainer = trainer
+    from adasum_hvd.integrations.transformers import AdasumCallback
 
-        def on_train_begin(self, *_: object, **__: object) -> None:
-            register(self.trainer.model_wrapped)
+    class Watched(AdasumCallback):
+        def on_train_begin(self, *arguments: object, **named: object) -> None:
+            super().on_train_begin(*arguments, **named)
+            watch(self.state)
 
     config = GPT2Config(
         vocab_size=21, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=None,
@@ -82,8 +81,9 @@ def transformers() -> None:
         use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None,
         save_strategy="epoch", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data)
-    trainer.add_callback(AdasumCallback(trainer))
+    trainer = Trainer(
+        model, settings, train_dataset=data, eval_dataset=data, callbacks=[Watched()]
+    )
     # Not `evaluate`: before the first `train` it makes this Trainer's ranks train alone.
     inputs = torch.stack(rows)
     losses = [model(input_ids=inputs, labels=inputs).loss.item()]
@@ -102,13 +102,19 @@ def accelerate() -> None:
     """Train, save and load the state, and train again with a model prepared once more."""
     from accelerate import Accelerator
 
+    from adasum_hvd.integrations.accelerate import use_adasum
+
     torch.manual_seed(0)
     net, losses = nn.Linear(5, 1), []
     accelerator = Accelerator(cpu=True)
-    for _ in range(2):
+    for fit in range(2):
         optimizer = torch.optim.SGD(net.parameters(), 0.05)
         model, optimizer, batches = accelerator.prepare(net, optimizer, loader())
-        register(model)
+        for state in use_adasum(model, optimizer):
+            watch(state)
+        if fit:
+            nn.init.zeros_(net.weight)  # the checkpoint's come back
+            accelerator.load_state(FOLDER)
         for _ in range(3):
             total = 0.0
             for inputs, targets in batches:
@@ -118,19 +124,28 @@ def accelerate() -> None:
                 optimizer.zero_grad()
                 total += loss.item()
             losses.append(total)
+        with torch.no_grad():  # an evaluation
+            losses.append(
+                sum(model(x).sub(y).square().sum().item() for x, y in batches)
+            )
+        if not fit:
+            accelerator.save_state(FOLDER)
         net = accelerator.unwrap_model(model)
+        model, optimizer, batches = accelerator.free_memory(model, optimizer, batches)
+    assert losses[4] < losses[0], losses
     report(net, losses)
 
 
 def lightning() -> None:
-    """Fit, validate and fit again."""
+    """Fit, validate, fit again, and resume in a Trainer of its own from the checkpoint."""
     from lightning import LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy
 
-    class AdasumStrategy(DDPStrategy):
+    from adasum_hvd.integrations.lightning import AdasumDDPStrategy
+
+    class Watched(AdasumDDPStrategy):
         def configure_ddp(self) -> None:
             super().configure_ddp()
-            register(self.model)
+            watch(self.state)
 
     class Line(LightningModule):
         def __init__(self) -> None:
@@ -151,22 +166,70 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.05)
 
-    module = Line()
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
-    trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=AdasumStrategy(), max_epochs=2,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    def trainer_of(epochs: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")),
+            strategy=Watched(rule="adasum"), max_epochs=epochs,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+
+    module, saved = Line(), f"{FOLDER}/line.ckpt"
+    trainer = trainer_of(1)
     trainer.fit(module, loader(), loader())
     trainer.validate(module, loader(), verbose=False)
-    trainer.fit_loop.max_epochs = 4
+    trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(), loader())
-    report(module, module.losses)
+    trainer.save_checkpoint(saved)
+    resumed = Line()
+    trainer_of(4).fit(resumed, loader(), loader(), ckpt_path=saved)
+    report(resumed, module.losses + resumed.losses)
+
+
+def ray_worker(settings: dict[str, str]) -> None:
+    """Train a worker, and save or resume."""
+    from pathlib import Path
+
+    from adasum_hvd.integrations.ray import prepare_model
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    saved, losses = Path(settings["folder"], "line.pt"), []
+    model = prepare_model(nn.Linear(5, 1), {"rule": "adasum"})
+    net = getattr(model, "module", model)
+    if saved.exists():
+        net.load_state_dict(torch.load(saved))
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    for inputs, targets in loader():
+        loss = (model(inputs) - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    check_replicas(model)
+    if int(settings["workers"]) > 1:
+        dist.barrier()
+    if not (dist.is_initialized() and dist.get_rank()):
+        torch.save(net.state_dict(), saved)
+        print(f"{settings['workers']} workers, losses {losses[0]:.4f} {losses[-1]:.4f}")
+
+
+def ray() -> None:
+    """Train twice; the second training resumes from the weights of the first one."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    for _ in range(2):
+        TorchTrainer(
+            ray_worker, train_loop_config={"folder": FOLDER, "workers": sys.argv[3]},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=int(sys.argv[3])),
+            run_config=RunConfig(storage_path=FOLDER),
+        ).fit()  # fmt: skip
 
 
 LOOPS: dict[str, Callable[[], None]] = {
-    "accelerate": accelerate, "lightning": lightning, "transformers": transformers,
+    "accelerate": accelerate, "lightning": lightning, "ray": ray, "transformers": transformers,
 }  # fmt: skip
 
 if __name__ == "__main__":

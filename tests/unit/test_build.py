@@ -40,6 +40,24 @@ def test_a_compiler_without_cxx17_is_named(monkeypatch, tmp_path):
     assert "install the package g++" in problem
 
 
+def test_a_compiler_without_cxx20_is_named_if_torch_needs_it(monkeypatch, tmp_path):
+    cxx = prerequisites.compiler()
+    old = tmp_path / "g++-9"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *c++20*) exit 1;; esac\nexec {cxx} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    for version, expected in (("2.13.0+cpu", 0), ("2.14.1", 1), ("2.15.0", 1)):
+        dist = tmp_path / version / "torch-1.dist-info"
+        dist.mkdir(parents=True)
+        (dist / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        with monkeypatch.context() as context:
+            context.syspath_prepend(str(dist.parent))
+            problems = prerequisites.missing()
+        assert len(problems) == expected
+        if problems:
+            assert "does not accept -std=c++20; install g++ 10 or newer" in problems[0]
+
+
 def test_key_follows_everything_that_decides_the_wheel(monkeypatch):
     here = environment.detect(["torch"], mpi=False)
     assert here.key() == environment.detect(["torch"], mpi=False).key()

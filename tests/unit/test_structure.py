@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "monitor": {"base"},
     "core": set(),
     "distributed": {"base", "advice", "monitor", "core"},
+    "integrations": {"distributed"},
     "horovod": {"base", "advice", "monitor", "core"},
     "parallel": set(),
     "mindspore": {"base", "parallel"},
@@ -144,7 +145,9 @@ def test_imports_between_rooms_have_one_direction() -> None:
 def test_only_the_frameworks_rooms_import_a_framework() -> None:
     for module, path in modules().items():
         mine = re.findall(r"^adasum_hvd\.(torch|tensorflow)\b", module)
-        rooms = ("adasum_hvd.distributed", "adasum_hvd.offload")
+        rooms = tuple(
+            f"adasum_hvd.{name}" for name in ("distributed", "integrations", "offload")
+        )
         of_keras = module == "adasum_hvd.offload.keras"
         if module.startswith((*rooms, "adasum_hvd.adam_offload")):
             mine += ["tensorflow" if of_keras else "torch"]
@@ -152,6 +155,26 @@ def test_only_the_frameworks_rooms_import_a_framework() -> None:
         for name in imported(path):
             framework = FRAMEWORKS.get(name.split(".")[0])
             assert framework is None or framework in mine, (module, name)
+
+
+LIBRARIES = {"accelerate", "lightning", "ray", "transformers"}
+
+
+def test_only_the_integration_of_its_name_imports_a_library() -> None:
+    """And nothing imports an integration."""
+    integrations = {}
+    for module, path in modules().items():
+        names = {name.split(".")[0] for name in imported(path)} & LIBRARIES
+        if module.startswith("adasum_hvd.integrations."):
+            integrations[module.split(".")[-1]] = names
+            assert len(path.read_text().splitlines()) <= 100, module
+        else:
+            assert not names, (module, names)
+    assert all(names <= {name} for name, names in integrations.items()), integrations
+    assert integrations.keys() == LIBRARIES
+    importers = {module for module, needed in graph().items()
+                 if any(".integrations" in name for name in needed)}  # fmt: skip
+    assert not importers, importers
 
 
 @pytest.mark.parametrize("room", ["distributed", "offload", "offload.keras"])
@@ -200,3 +223,16 @@ def test_files_that_the_build_and_the_tests_exclude_exist() -> None:
         assert len(excepted) > 3
         for name in excepted:
             assert name in native_files(), (path, name)
+
+
+def test_an_old_torch_is_refused_at_import() -> None:
+    program = (
+        "import torch; torch.__version__ = '2.3.1+cpu'; import adasum_hvd.distributed"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    expected = (
+        "expected torch 2.4 or newer, but got 2.3.1+cpu; pip install 'torch>=2.4'"
+    )
+    assert f"ImportError: adasum_hvd.distributed: {expected}" in done.stderr

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from convergence import methods
 from convergence.lars import LARS
+from convergence.reductions import RULES as FUNCTIONS
 from convergence.reductions import gram, reduce_workers
 from convergence.training import Job, Setting, train
 
 from adasum_hvd import reference
+from adasum_hvd.distributed.named_rules import lengths
 
-RULES = [*methods.RULES, "adascale"]
+RULES = [*FUNCTIONS, "adascale"]
 SGD = Setting("digits", "momentum", "average", 4, 0.05, 1, target=0.9)
 
 
@@ -55,6 +56,7 @@ def test_orthogonal_gradients_have_each_rules_length():
     torch.testing.assert_close(reduced("adasum", stacked), total)
     torch.testing.assert_close(reduced("mean-direction", stacked), total)
     torch.testing.assert_close(reduced("average", stacked), total / 4)
+    torch.testing.assert_close(reduced("grafted", stacked), total / 4)
     # Unit vectors weigh the same, whatever the norms are.
     torch.testing.assert_close(reduced("rda", stacked), torch.full((4,), 2.5 / 2))
     assert norm == pytest.approx(30**0.5)
@@ -71,6 +73,7 @@ def test_rules_are_their_formulas():
         "adasum": adasum,
         "rda": norms.mean() * unit / np.linalg.norm(unit),
         "mean-direction": mean * np.linalg.norm(adasum) / np.linalg.norm(mean),
+        "grafted": adasum * np.linalg.norm(mean) / np.linalg.norm(adasum),
     }
     for op, vector in expected.items():
         np.testing.assert_allclose(reduced(op, stacked), vector, rtol=1e-5, atol=1e-6)
@@ -84,43 +87,8 @@ def test_cancelling_directions_have_no_length():
 def test_lengths_are_the_combinations():
     stacked = vectors(4, 7)
     weights = torch.rand(1, 4, generator=torch.Generator().manual_seed(0))
-    found = methods.lengths(gram([stacked]), weights.double())
+    found = lengths(gram([stacked]), weights.double())
     assert float(found) == pytest.approx(float((weights[0] @ stacked).norm()), rel=1e-5)
-
-
-def test_gain_from_one_to_the_number_of_workers():
-    """Equal gradients: 1. Noise only: N. In between: the formula, by hand."""
-    assert methods.gain(methods.moments(8.0, 1.0, 8), 8) == 1
-    assert methods.gain(methods.moments(8.0, 1 / 8, 8), 8) == pytest.approx(8)
-    # sum |g|^2 = 10 and |mean|^2 = 2 of 4: variance 2/3, squared mean 2 - 1/6.
-    found = methods.moments(10.0, 2.0, 4)
-    assert found == pytest.approx((2 / 3, 2 - 1 / 6))
-    assert methods.gain(found, 4) == pytest.approx((2 / 3 + 11 / 6) / 2)
-
-
-def test_moments_are_unbiased():
-    generator = torch.Generator().manual_seed(0)
-    stacked = 0.5 + 2 * torch.randn(4000, 8, 3, generator=generator)
-    squares = float(stacked.square().sum((1, 2)).mean())
-    squared_mean = float(stacked.mean(1).square().sum(1).mean())
-    variance, mean = methods.moments(squares, squared_mean, 8)
-    assert variance == pytest.approx(3 * 4, rel=0.05)
-    assert mean == pytest.approx(3 * 0.25, rel=0.1)
-
-
-def test_the_average_of_moments_keeps_little_of_the_past_with_many_workers():
-    old, new = methods.Moments(4.0, 2.0), methods.Moments(0.0, 1.0)
-    assert methods.smooth(old, new, 1000, count=100) == new
-    assert methods.smooth(old, new, 100, count=100) == pytest.approx((3.6, 1.9))
-
-
-def test_the_average_of_few_moments_is_their_mean():
-    first, second, third = (methods.Moments(x, 2 * x) for x in (3.0, 1.0, 8.0))
-    average = methods.smooth(methods.Moments(0.0, 0.0), first, 8, count=1)
-    assert average == first
-    average = methods.smooth(average, second, 8, count=2)
-    average = methods.smooth(average, third, 8, count=3)
-    assert average == pytest.approx((4.0, 8.0))
 
 
 def test_adascale_multiplies_the_rate():

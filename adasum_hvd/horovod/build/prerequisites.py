@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -15,9 +16,7 @@ import sysconfig
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 10), (3, 13)
-_CXX17_PROBE = (
-    "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
-)
+_PROBE = "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
 
 
 def compiler() -> str | None:
@@ -28,10 +27,19 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
-def _compiles_cxx17(cxx: str) -> bool:
+def _standard() -> int:
+    """Return the C++ standard that the headers of the installed torch need."""
+    try:
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return 17
+    return 20 if (int(major), int(minor)) >= (2, 14) else 17
+
+
+def _compiles(cxx: str, standard: int) -> bool:
     probe = subprocess.run(
-        [cxx, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
-        input=_CXX17_PROBE,
+        [cxx, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"],
+        input=_PROBE,
         text=True,
         capture_output=True,
         check=False,
@@ -64,12 +72,14 @@ def missing(*, need_venv: bool = False) -> list[str]:
         problems.append(
             f"Python.h: install the package python{version}-dev (python3-devel)"
         )
-    cxx = compiler()
+    cxx, standard = compiler(), _standard()
     if cxx is None:
-        problems.append("a C++17 compiler: install the package g++ (gcc-c++)")
-    elif not _compiles_cxx17(cxx):
+        problems.append(f"a C++{standard} compiler: install the package g++ (gcc-c++)")
+    elif not _compiles(cxx, standard):
+        newer = {17: 9, 20: 10}[standard]
         problems.append(
-            f"a C++17 compiler: {cxx} does not accept -std=c++17; install g++ 9 or newer"
+            f"a C++{standard} compiler: {cxx} does not accept -std=c++{standard}; install g++ "
+            f"{newer} or newer"
         )
     return problems
 

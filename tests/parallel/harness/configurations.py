@@ -84,7 +84,7 @@ LAYOUTS = _files("distributed", "sharded_layouts")
 SHARDED = (
     *_files(
         "distributed",
-        "replicate replicate_passes replicate_uses arguments local_sgd local_sgd_steps "
+        "replicate replicate_passes replicate_uses arguments local_sgd local_sgd_steps rules "
         "local_sgd_optimizers",
     ),
     *LAYOUTS,
@@ -178,7 +178,7 @@ ALL_SIMULATED = [
 ]
 
 # The engine that needs no Horovod, by the core and by torch's operations; 4 ranks in make soak.
-DISTRIBUTED = _files("distributed", "all_reduce hook hook_details")
+DISTRIBUTED = _files("distributed", "all_reduce hook hook_details rules")
 DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5 = (
     Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)
 )

@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adasum_hvd import reference
 from adasum_hvd.distributed import clip_grad_norm_
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # before torch 2.6
+    from torch.distributed._composable.fsdp import fully_shard
 
 # Float32 sums over shards and over the batch, in another order than without shards.
 TOLERANCE = 2e-6

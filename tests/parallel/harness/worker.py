@@ -18,6 +18,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,8 @@ CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 def main(files: str, folder: str, *chosen: str) -> None:
     """Run the chosen cases of some files, or all of them, and report to FOLDER/rank-R.jsonl."""
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("error", category=category, module=r"adasum_hvd\b")
     modules = {
         name: importlib.import_module(f"{PACKAGE}.{name}") for name in files.split("+")
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import pickle
 import time
@@ -351,9 +352,12 @@ def case_what_is_refused() -> None:
         ):
             rows(torch.arange(3)).sum().backward()
     model = nn.Linear(3, 2).to(torch.complex64)
-    wrapped = ENGINE.wrapped(model)
-    with pytest.raises(ValueError, match="expected real parameters, but got a complex"):
-        wrapped(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    # Before torch 2.9 DDP always broadcasts, and Gloo then takes no complex parameter.
+    if "init_sync" in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
+        wrapped = ENGINE.wrapped(model, init_sync=False)
+        expected = r"got (a |torch\.)complex"  # torch 2.8 keeps the dtype
+        with pytest.raises(ValueError, match=expected):
+            wrapped(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
     marked = ENGINE.wrapped(nn.Linear(3, 2))
     mark_worker_local(marked.module.bias)
     with pytest.raises(
@@ -362,7 +366,7 @@ def case_what_is_refused() -> None:
         marked(torch.ones(1, 3)).sum().backward()
     for copy_of in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="AdasumState: expected no copy, because a"):
-            copy_of(wrapped)
+            copy_of(marked)
     ddp.check_bits(ENGINE.wrapped(model_of()), without_ddp(model_of()))
 
 

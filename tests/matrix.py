@@ -1,0 +1,136 @@
+"""The torch engine from a wheel on the Pythons and torches that people have: `make matrix`.
+
+    python tests/matrix.py                  # every pair; minutes each, and its packages' download
+    python tests/matrix.py 3.14/2.14.1      # one pair
+
+Each pair has an environment of its own, one after the other, without Horovod. Interpreters are
+`pythonX.Y` on the path, or pyenv's. PIP_EXTRA_INDEX_URL may name an index of CPU wheels. Rows of
+pairs that ran are replaced in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "compatibility.md"
+HEAD = "| Python, torch | unit tests | cases on 2 ranks | date |\n|---|---|---|---|\n"
+# Oldest and newest are CI's: .github/workflows/ci.yml.
+PAIRS = [
+    "3.10/2.4.1",
+    "3.11/2.8.0",
+    "3.12/2.11.0",
+    "3.11/2.13.0",
+    "3.13/2.14.1",
+    "3.14/2.14.1",
+]
+UNIT = ["tests/unit/test_distributed.py", "tests/unit/test_rules.py"]
+_CASES = "all_reduce", "hook", "hook_details", "rules"
+CASES = [f"tests/parallel/cases/distributed/test_{name}.py" for name in _CASES]
+NEEDED = ["benchmarks", "examples", "tests", "pyproject.toml"]
+
+
+def interpreter(version: str) -> str:
+    """Return a Python of a version that runs, or "" if there is none."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for one in [*map(str, pyenv), f"python{version}"]:
+        if (
+            shutil.which(one)
+            and not subprocess.run(
+                [one, "-c", "import venv"], capture_output=True, check=False
+            ).returncode
+        ):
+            return one
+    return ""
+
+
+def wheel(folder: Path) -> Path:
+    """Return a wheel of the checkout, with the core."""
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+    ]
+    environment = dict(os.environ, ADASUM_HVD_REQUIRE_CORE="1")
+    subprocess.run([*words, folder, REPOSITORY], check=True, env=environment)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def summary(python: Path, project: Path, *words: str) -> str:
+    """Run pytest as a user of the wheel; return the counts, and print what failed."""
+    outside = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],
+        cwd=project,
+        env=outside | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, last = done.stdout.strip().splitlines() or [done.stderr[-500:]]
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-1000:])
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)
+    return ", ".join(counts) or f"no result: status {done.returncode}"
+
+
+def row(pair: str, built: Path, folder: Path) -> str:
+    """Return a pair's row of the table."""
+    version, torch = pair.split("/")
+    python, today = interpreter(version), datetime.date.today().isoformat()
+    if not python:
+        return f"| {pair} | no Python {version} on this machine | | {today} |"
+    environment, project = folder / "environment", folder / "project"
+    subprocess.run([python, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    packages = [f"torch=={torch}", "pytest", "hypothesis", str(built)]
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    if uv := shutil.which("uv"):  # faster
+        pip = [uv, "pip", "install", "--quiet", "--python", python]
+    if subprocess.run([*pip, *packages], check=False).returncode:
+        return f"| {pair} | the packages do not install | | {today} |"
+    project.mkdir()
+    for name in NEEDED:
+        path = REPOSITORY / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, project / name)
+    unit = summary(python, project, *UNIT)
+    cases = summary(python, project, *CASES, "-k", "torchrun2")
+    return f"| {pair} | {unit} | {cases} | {today} |"
+
+
+def write(rows: dict[str, str]) -> None:
+    """Replace these pairs' rows in the page's table, and add new ones."""
+    before, rest = PAGE.read_text().split(HEAD)
+    table, after = rest.split("\n\n", 1)
+    known = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
+    lines = [(known | rows)[pair] for pair in PAIRS if pair in known | rows]
+    PAGE.write_text(before + HEAD + "\n".join(lines) + "\n\n" + after)
+
+
+def main() -> None:
+    os.nice(10)
+    with tempfile.TemporaryDirectory() as name:
+        built, rows = wheel(Path(name)), {}
+        for pair in sys.argv[1:] or PAIRS:
+            with tempfile.TemporaryDirectory(
+                dir=name
+            ) as folder:  # an environment has GBs
+                rows[pair] = row(pair, built, Path(folder))
+            print(rows[pair], flush=True)
+            write(rows)
+
+
+if __name__ == "__main__":
+    main()
