@@ -14,6 +14,7 @@ from convergence.tuning import cost, tried
 
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
+from adasum_hvd.advice.banner import startup_line
 from adasum_hvd.advice.learning_rate import FIGURES, Measured, find_study, study_of
 from adasum_hvd.base import ops, options
 from tests.unit.study_results import RUNS, at_the_end, steps_to_target
@@ -248,6 +249,23 @@ def test_the_banner_has_the_same_advice():
     assert "rate" not in banner(ops.AdasumDelta, 64, group_op="average")
     assert "rate" not in banner(ops.Max, 64)
     assert "rate" not in banner(ops.AdasumGrad, 64, None)
+
+
+def test_the_banner_names_the_groups():
+    averaged = {"group_op": "average", "group_size": 16}
+    assert "; AdaSum all the way; " in banner(ops.AdasumGrad, 64)
+    assert "; no groups; " in banner(ops.Sum, 64, **averaged)
+    for size, named in (16, "16"), (0, "a host's"):
+        line = banner(ops.AdasumGrad, 64, **averaged | {"group_size": size})
+        assert f"; average over groups of {named} ranks, AdaSum across; " in line
+
+
+def test_the_first_line_names_a_transport_that_is_known():
+    settings = {"group_op": "adasum", "group_size": 0}
+    known = startup_line(settings, "Gloo", 2, 1, "network")
+    assert ": 2 ranks on 1 host over Gloo; exchange over network; AdaSum" in known
+    assert "over Gloo; AdaSum" in startup_line(settings, "Gloo", 2, 1, "")
+    assert " on 2 hosts " in startup_line(settings, "Gloo", 2, 2, "")
 
 
 def test_a_rate_may_be_a_tensor():

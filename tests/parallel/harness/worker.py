@@ -51,6 +51,8 @@ def main(files: str, folder: str, *chosen: str) -> None:
     gc.freeze()  # cases that collect garbage need not walk all of a framework's objects
     for case in _select(known, chosen):
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+        path = f"tests/parallel/cases/{case.file.replace('.', '/')}.py"
+        os.environ["PYTEST_CURRENT_TEST"] = f"{path}::{case.name} (call)"
         verdict = run(getattr(modules[case.file], case.function), case)
         with report.open("a") as file:
             file.write(json.dumps({"case": str(case)} | verdict) + "\n")

@@ -67,8 +67,8 @@ def reduce_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def reduce_several(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
     """Reduce in the thread, and the other functions in the program's."""
     work = adasum_all_reduce(tensors, async_op=True)
-    work.wait()
-    assert work.is_completed() and work.get_future().wait() == tensors
+    assert work.wait() and work.is_completed()
+    assert work.get_future().wait() == tensors
     return tensors
 
 

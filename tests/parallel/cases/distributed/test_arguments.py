@@ -223,20 +223,22 @@ def case_a_state_after_an_evaluation() -> None:
 
 
 def case_a_state_from_before_the_first_outer_step() -> None:
-    """Loading it leaves that step the first: later ones dampen their gradients."""
-    models = model_of(), model_of()
-    for loads, model in enumerate(models):
+    """Saving or loading it leaves that step the first: later ones dampen their gradients."""
+    models = [model_of() for _ in range(3)]
+    for saves, loads, model in zip((0, 1, 1), (0, 0, 1), models, strict=True):
         optimizer = sgd(model)
         outer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5, dampening=0.5)
         local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2, outer)
         own_step(model, optimizer)
+        if saves:
+            state = local_sgd.state_dict()
         if loads:
-            local_sgd.load_state_dict(local_sgd.state_dict())
-            assert not outer.state
+            local_sgd.load_state_dict(state)
+        assert not outer.state
         for _ in range(3):
             own_step(model, optimizer)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)
+    for one, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 def case_gradients_whose_sums_are_pending() -> None:
