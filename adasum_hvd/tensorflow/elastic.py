@@ -66,7 +66,7 @@ class _State(SharedState):
         raise NotImplementedError
 
     def _read(self, variables: Sequence[Any]) -> list[np.ndarray]:
-        return [np.array(native(variable)) for variable in variables]
+        return [np.array(native(variable).numpy()) for variable in variables]
 
     def _write(self, variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         for variable, value in zip(variables, values, strict=True):
