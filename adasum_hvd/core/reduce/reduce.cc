@@ -375,7 +375,11 @@ int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
                const Kernels& kernels, Workers& workers, Scratch& scratch, const PhaseObserver& observer) {
   const DefaultFloatMode mode;
   const int64_t element_bytes = ElementBytes(type);
-  observer(Phase::kReduceScatterGram, 0);
+  // A rank alone has no phases.
+  if (std::any_of(levels.begin(), levels.end(),
+                  [](const auto& level) { return level.transport->size() > 1; })) {
+    observer(Phase::kReduceScatterGram, 0);
+  }
   const auto reduce = [&](const std::vector<TensorView>& some) {
     std::optional<Reduction> reduction(std::in_place, some, type, levels, scale, settings, kernels, workers,
                                        scratch);

@@ -232,7 +232,7 @@ def check(fault: Fault, consequence: Consequence) -> None:
     for rank in consequence.errors:
         assert consequence.seconds[rank] <= slack, (rank, consequence.seconds)
     # Horovod's shutdown has 5 s, a launcher some 10 s for the stopped process.
-    most = 2 * DEFAULT_SECONDS + 35 if fault.exits else slack + 30
+    most = 2 * DEFAULT_SECONDS + 5 if fault.exits else slack + 30
     assert consequence.job_seconds <= most, consequence.job_seconds
 
 
