@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from adasum_hvd.base.frames import is_making_state
+from adasum_hvd.distributed.named_rules import mean
 
 __all__ = ["AdaScale", "AdaScaleLR"]
 
@@ -39,7 +40,7 @@ class AdaScale:
         self.ranks = gram.shape[1]
         squares = _total(gram.diagonal(dim1=1, dim2=2))
         self._sums.append(torch.stack([squares, _total(gram) / self.ranks**2]))
-        return torch.full_like(gram[:, 0], 1.0 / self.ranks)
+        return mean(gram)
 
     def begin_pass(self) -> None:
         """Forget a pass that broke off."""
@@ -96,10 +97,8 @@ class AdaScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved estimates; with another number of ranks they hold as well."""
-        self._finished, self.ranks = (
-            [],
-            1,
-        )  # until the next pass: a lone rank has no gain
+        self._finished = []
+        self.ranks = 1  # until the next pass: a lone rank has no gain
         vars(self).update(state)
 
 

@@ -58,13 +58,6 @@ def both(rows: list[torch.Tensor], sizes=SIZES) -> tuple[Slice, DeviceSlice]:
     return Slice(rows, runs), DeviceSlice(rows, runs)
 
 
-def by_tensor(
-    part: Slice | DeviceSlice, values: torch.Tensor, tensors: int
-) -> torch.Tensor:
-    """Return the sums over each tensor's blocks, which both cut as they like."""
-    return values.new_zeros(tensors, values.shape[1]).index_add_(0, part.owners, values)
-
-
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape
     assert ((found - expected).abs() <= SUMS * expected.abs().amax()).all()
@@ -76,7 +69,9 @@ def test_gram_matrices_are_those_of_torch(ranks: int, dtype: torch.dtype) -> Non
     parts = both(rows_of(ranks, dtype))
     scaled = dtype == torch.float64
     factors = random(len(SIZES), ranks) if scaled else None
-    check_close(*(by_tensor(p, p.gram(factors), len(SIZES)) for p in parts))
+    count = len(SIZES)
+    sums = (exchange.sums_by_tensor(p.gram(factors), p.owners, count) for p in parts)
+    check_close(*(found.rounded() for found in sums))
     found = [
         torch.zeros(len(SIZES), dtype=torch.float64).scatter_reduce_(
             0, part.owners, part.largest().flatten(), "amax"

@@ -105,9 +105,8 @@ def main(framework: str, path: str) -> None:
     given = dict(os.environ)
     gc.disable()  # imports make 300,000 objects that stay
     for name in FRAMEWORKS[framework]:
-        if importlib.util.find_spec(
-            name
-        ):  # a wheel's tests are without Horovod's needs
+        # A wheel's tests are without Horovod's needs.
+        if importlib.util.find_spec(name):
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
