@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ PARTS = {
 AT_ONCE = 2
 PLAIN_SECONDS = 20  # between two lines about a part, without a terminal
 NO_TESTS = 5  # pytest's exit status
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 PROGRESS = "ADASUM_TESTS_PROGRESS"  # the file in which a part writes how far it is
 
 
@@ -91,7 +93,7 @@ class Part:
         words = [*command_of(name, tier), "-p", "tests.parts"]
         words += ["--color=yes"] * sys.stdout.isatty()
         with self._log.open("w") as log:
-            # A session each: Linux divides the processors by session, and ranks that wait in
+            # A session each: where Linux divides the processors by session, ranks that wait in
             # MPI's loop of sched_yield() then yield to one another and not to all of a part.
             self.process = subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -141,6 +143,25 @@ def interrupt(running: list[Part]) -> None:
         part.process.wait()
 
 
+@contextmanager
+def divided_by_process(switch: Path = AUTOGROUP) -> Iterator[None]:
+    """Let Linux divide the processors by process and not by session, where this user may.
+
+    Under Linux 6.18, two ranks that wait in MPI's loop of sched_yield() in one session can keep
+    those of all others from running, for a minute and more: docs/troubleshooting.md.
+    """
+    try:
+        before = switch.read_text()
+        switch.write_text("0\n")
+    except OSError:
+        before = ""
+    try:
+        yield
+    finally:
+        if before:
+            switch.write_text(before)
+
+
 def main(names: list[str], tier: str = ALL) -> int:
     """Run parts; return 0 if all of them passed. One alone prints as pytest does."""
     if len(names) == 1:
@@ -186,4 +207,5 @@ if __name__ == "__main__":
     parser.add_argument("--tier", choices=TIERS, default=ALL)
     parser.add_argument("parts", nargs="*", metavar="PART")
     given = parser.parse_args()
-    sys.exit(main(given.parts or list(PARTS), given.tier))
+    with divided_by_process():
+        sys.exit(main(given.parts or list(PARTS), given.tier))

@@ -144,3 +144,15 @@ def test_make_test_runs_each_case_once_and_make_check_all_of_them() -> None:
     assert len(kinds) == len(faults.FAULTS)
     # The core reduces there, and not torch.
     assert not [name for name in once if "core=off" in name]
+
+
+def test_processors_are_divided_by_process_while_the_parts_run(tmp_path: Path):
+    switch = tmp_path / "sched_autogroup_enabled"
+    with pytest.raises(OSError, match="of the body"), parts.divided_by_process(switch):
+        assert not switch.exists(), "no such switch here"
+        raise OSError("of the body")
+    switch.write_text("1\n")
+    with pytest.raises(SystemExit), parts.divided_by_process(switch):
+        assert switch.read_text() == "0\n"
+        sys.exit(1)
+    assert switch.read_text() == "1\n"
