@@ -7,13 +7,10 @@ import warnings
 import weakref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from adasum_hvd import core
 
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
-# Storages of this process that were moved, and the core's addresses.
-_moved: list[tuple[StorageWeakRef, int]] = []
 
 
 class SharedBuckets:
@@ -26,7 +23,6 @@ class SharedBuckets:
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # by address
         self._copies = False  # the system has no more such memory
-        weakref.finalize(self, _free_unused).atexit = False
 
     def address(self, flat: torch.Tensor) -> int | None:
         """Return the core's address of a bucket, which is moved on the first call.
@@ -53,18 +49,11 @@ class SharedBuckets:
     # `share_memory_` gives the storage a mapping of its own, which all views of it follow. The
     # core puts its own memory under that mapping, and torch's file is emptied.
     def _move(self, storage: torch.UntypedStorage) -> int:
-        _free_unused()
         storage.share_memory_()
         begin = storage.data_ptr()
         other = core.share(begin, storage.nbytes())
-        _moved.append((StorageWeakRef(storage), other))
+        # torch keeps the storage's Python object as long as the storage.
+        weakref.finalize(storage, core.free, other).atexit = False
         self._storages[begin] = storage, other
         os.ftruncate(storage._share_fd_cpu_()[0], 0)
         return begin
-
-
-def _free_unused() -> None:
-    """Free the core's memory under storages that are gone."""
-    for entry in [entry for entry in _moved if entry[0].expired()]:
-        _moved.remove(entry)
-        core.free(entry[1])

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -337,8 +338,11 @@ def moved(rank: Rank) -> tuple[bool, list[float]]:
     equal = bool((plain == flat).all())
     del flat
     mapping.close()
+    start = f"{other:x}-"  # of a line of the process's mappings
+    mapped = start in Path("/proc/self/maps").read_text()
     core.free(other)
-    return same and equal
+    freed = start not in Path("/proc/self/maps").read_text()
+    return same and equal and mapped and freed
 
 
 def test_memory_that_is_moved_keeps_its_address_and_content() -> None:

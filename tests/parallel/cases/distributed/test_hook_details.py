@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,6 +168,29 @@ def case_versions_show_reductions(views: bool) -> None:
         handle.remove()
         changes.append(model.weight.grad._version - seen[0])
     assert all(change > 0 for change in changes)
+
+
+def shared_mappings() -> int:
+    """Return how much memory the core has in this process that other ranks can read."""
+    return Path("/proc/self/maps").read_text().count("memfd:adasum_hvd")
+
+
+def case_memory_of_buckets_goes_with_the_model() -> None:
+    has_core = os.environ.get("ADASUM_HVD_CORE") != "off"
+    for _ in range(2):
+        state = AdasumState()
+        before = shared_mappings()
+        wrapped = ENGINE.wrapped(nn.Linear(200, 200), state)
+        for _ in range(3):
+            wrapped(torch.ones(1, 200)).sum().backward()
+        assert (shared_mappings() > before) == has_core
+        assert bool(state._shared._storages) == has_core
+        del wrapped, state
+        gc.collect()
+        limit = time.monotonic() + 20  # a thread of the lane closes its own
+        while (left := shared_mappings()) > before and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert left <= before
 
 
 def case_means_of_sums_are_sums_of_means() -> None:
