@@ -34,25 +34,14 @@ class BuildCore(build_ext):
         folder = Path("build", "core").resolve()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         jobs = str(len(os.sched_getaffinity(0)) + 1)
-        beside = os.path.dirname(
-            sys.executable
-        )  # a virtual environment's cmake and ninja
-        variables = os.environ | {"PATH": f"{beside}:{os.environ['PATH']}"}
+        # A virtual environment's cmake and ninja.
+        path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+        configure = ["cmake", "-S", SOURCE.resolve(), "-B", folder, "-G", "Ninja"]
+        compile_all = ["cmake", "--build", folder, "--parallel", jobs]
         try:
-            for command in (
-                [
-                    "cmake",
-                    "-S",
-                    str(SOURCE.resolve()),
-                    "-B",
-                    str(folder),
-                    "-G",
-                    "Ninja",
-                ],
-                ["cmake", "--build", str(folder), "--parallel", jobs],
-            ):
+            for command in (configure, compile_all):
                 subprocess.run(
-                    command, check=True, env=variables, text=True,
+                    command, check=True, env=os.environ | {"PATH": path}, text=True,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 )  # fmt: skip
         except (OSError, subprocess.CalledProcessError) as error:
