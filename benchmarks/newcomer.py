@@ -1,4 +1,4 @@
-"""What a newcomer waits for: a bare clone to the demo's tables, or to the end of other targets.
+"""The time from a bare clone to the demo's tables, or to the end of other targets of make.
 
     python3 benchmarks/newcomer.py [TARGET ...]    # of make; without one, demo
 
