@@ -2,8 +2,8 @@
 
     python3 benchmarks/newcomer.py [TARGET ...]    # of make; without one, demo
 
-Clones the last commit into an empty folder and runs `make TARGET` there, without pip's cache and
-without ccache. Each line that make prints gets the seconds since its start; at the end are each
+Clones the last commit into an empty folder and runs `make TARGET` there, without pip's cache,
+ccache and Horovod's earlier builds. Each line that make prints gets the seconds since its start; at the end are each
 target's seconds and CPU-minutes, and the sizes of the libraries that it has compiled. It needs no
 package, because a newcomer has none.
 """
@@ -28,7 +28,9 @@ def run(target: str, folder: Path) -> int:
     process = subprocess.Popen(
         ["make", target],
         cwd=folder,
-        env=os.environ | {"PIP_NO_CACHE_DIR": "1", "CCACHE_DISABLE": "1"},
+        env=os.environ
+        | {"PIP_NO_CACHE_DIR": "1", "CCACHE_DISABLE": "1"}
+        | {"ADASUM_HVD_CACHE": str(folder.parent / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
