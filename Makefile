@@ -157,7 +157,7 @@ site: setup
 	NO_MKDOCS_2_WARNING=1 TF_ENABLE_ONEDNN_OPTS=0 $(BIN)/mkdocs build --quiet
 
 wheel: setup
-	rm -rf dist build/lib build/bdist.*
+	rm -rf dist build/lib* build/bdist.*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	PYTHON=$(PYTHON) .ci/wheel dist/*.whl
 
