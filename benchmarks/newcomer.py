@@ -3,9 +3,9 @@
     python3 benchmarks/newcomer.py [TARGET ...]    # of make; without one, demo
 
 Clones the last commit into an empty folder and runs `make TARGET` there, without pip's cache,
-ccache and Horovod's earlier builds. Each line that make prints gets the seconds since its start; at the end are each
-target's seconds and CPU-minutes, and the sizes of the libraries that it has compiled. It needs no
-package, because a newcomer has none.
+ccache and Horovod's earlier builds. Each line that make prints gets the seconds since its start; at
+the end are each target's seconds and CPU-minutes, and the sizes of the libraries that it has
+compiled. It needs no package, because a newcomer has none.
 """
 
 from __future__ import annotations
