@@ -21,10 +21,15 @@ bool LiesInSharedMemory(const TensorView& tensor, int64_t element_bytes) {
          FindShared(tensor.input, tensor.elements * element_bytes) != nullptr;
 }
 
+bool IsAlone(const std::vector<ReduceLevel>& levels) {
+  return std::all_of(levels.begin(), levels.end(),
+                     [](const ReduceLevel& level) { return level.transport->size() == 1; });
+}
+
 Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
                      const std::vector<ReduceLevel>& levels, double scale, const ReduceSettings& settings,
                      const Reserve& staging, const Reserve& shared_staging, const Reserve& received)
-    : tensors_(tensors), element_bytes_(ElementBytes(type)) {
+    : tensors_(tensors), element_bytes_(ElementBytes(type)), alone_(IsAlone(levels)) {
   std::vector<int64_t> elements;
   for (const TensorView& tensor : tensors) {
     elements.push_back(tensor.elements);
@@ -35,7 +40,6 @@ Placement::Placement(const std::vector<TensorView>& tensors, ElementType type,
   for (const ReduceLevel& level : levels) {
     ranks *= level.transport->size();
   }
-  alone_ = ranks == 1;
   replicate_ = alone_ || everything.elements * element_bytes_ * ranks <= settings.replicate_bytes;
   CutLevels(levels, everything, scale, settings.knows_all_grams());
   if (levels_.front().shared) {

@@ -53,6 +53,9 @@ struct PlacedLevel {
 // formed, and no input that must not be overwritten.
 bool LiesInSharedMemory(const TensorView& tensor, int64_t element_bytes);
 
+// Whether no level has another rank.
+bool IsAlone(const std::vector<ReduceLevel>& levels);
+
 class Placement {
 public:
   // Returns memory for `bytes` bytes.
@@ -101,7 +104,7 @@ private:
   const std::vector<TensorView>& tensors_;
   const int64_t element_bytes_;
   bool any_delta_ = false;
-  bool alone_ = false;
+  const bool alone_;
   bool replicate_ = false;
   std::vector<char*> homes_; // per tensor, where the first level's ranks share memory: where it is reduced
   std::vector<PlacedLevel> levels_;

@@ -375,11 +375,6 @@ int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
                const Kernels& kernels, Workers& workers, Scratch& scratch, const PhaseObserver& observer) {
   const DefaultFloatMode mode;
   const int64_t element_bytes = ElementBytes(type);
-  // A rank alone has no phases.
-  if (std::any_of(levels.begin(), levels.end(),
-                  [](const auto& level) { return level.transport->size() > 1; })) {
-    observer(Phase::kReduceScatterGram, 0);
-  }
   const auto reduce = [&](const std::vector<TensorView>& some) {
     std::optional<Reduction> reduction(std::in_place, some, type, levels, scale, settings, kernels, workers,
                                        scratch);
@@ -389,6 +384,10 @@ int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
     }
     return reduction->Execute(observer);
   };
+  if (IsAlone(levels)) { // it has no phases, and copies nothing to shared memory
+    return reduce(tensors);
+  }
+  observer(Phase::kReduceScatterGram, 0);
   if (!NeedsWindows(tensors, element_bytes, levels, settings)) {
     return reduce(tensors);
   }
