@@ -25,12 +25,12 @@ COLUMNS = 110
 def run(target: str, folder: Path) -> int:
     """Run one target, print its lines and figures, and return its exit status."""
     began, before = time.monotonic(), sum(os.times()[2:4])
+    cache = str(folder.parent / "cache")
+    bare = {"PIP_NO_CACHE_DIR": "1", "CCACHE_DISABLE": "1", "ADASUM_HVD_CACHE": cache}
     process = subprocess.Popen(
         ["make", target],
         cwd=folder,
-        env=os.environ
-        | {"PIP_NO_CACHE_DIR": "1", "CCACHE_DISABLE": "1"}
-        | {"ADASUM_HVD_CACHE": str(folder.parent / "cache")},
+        env=os.environ | bare,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

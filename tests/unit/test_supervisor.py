@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from adasum_hvd.horovod.launch import supervisor
+from tests.parallel.harness.processes import until
 
 # Notes its signals, and starts a process of its own session, deaf to all signals, and an orphan.
 FAMILY = """
@@ -43,13 +43,6 @@ def lives(process: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    limit = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
 
 
 def family(folder: Path) -> list[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +28,7 @@ from tests.parallel.cases.distributed.test_all_reduce import shutdown as shutdow
 from tests.parallel.cases.distributed.test_hook import ENGINE, check_record, gradients
 from tests.parallel.harness import ddp
 from tests.parallel.harness.models import loss_of, model_of, sgd
+from tests.parallel.harness.processes import shared_mappings, until
 
 
 def with_state(**arguments) -> None:
@@ -170,11 +169,6 @@ def case_versions_show_reductions(views: bool) -> None:
     assert all(change > 0 for change in changes)
 
 
-def shared_mappings() -> int:
-    """Return how much memory the core has in this process that other ranks can read."""
-    return Path("/proc/self/maps").read_text().count("memfd:adasum_hvd")
-
-
 def case_memory_of_buckets_goes_with_the_model() -> None:
     has_core = os.environ.get("ADASUM_HVD_CORE") != "off"
     for _ in range(2):
@@ -187,10 +181,8 @@ def case_memory_of_buckets_goes_with_the_model() -> None:
         assert bool(state._shared._storages) == has_core
         del wrapped, state
         gc.collect()
-        limit = time.monotonic() + 20  # a thread of the lane closes its own
-        while (left := shared_mappings()) > before and time.monotonic() < limit:
-            time.sleep(0.01)
-        assert left <= before
+        # A thread of the lane closes its own.
+        until(lambda before=before: shared_mappings() <= before, 20)
 
 
 def case_means_of_sums_are_sums_of_means() -> None:
