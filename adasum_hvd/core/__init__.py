@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 __all__ = ["ABI", "CoreError", "Group", "Unresponsive", "share", "why_missing"]
 
-ABI = 3
+ABI = 4
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
@@ -90,6 +90,7 @@ def _loaded() -> tuple[Any, str]:
         ("listen", integer, [ctypes.POINTER(_Config), ctypes.POINTER(pointer), integers, integers]),
         ("connect", integer, [pointer, integers, integers]),
         ("reduce", integer, [pointer, pointer, integer, integer, ctypes.POINTER(_Extra)]),
+        ("gather", integer, [pointer, pointer, pointer, ctypes.c_int64]),
         ("levels", integer, [pointer, integers, integer]),
         ("describe", ctypes.c_char_p, [pointer]),
         ("share", pointer, [pointer, ctypes.c_int64]),
@@ -224,6 +225,16 @@ class Group:
         if failed:
             raise failed[0]
         _check(code)
+
+    def gather(self, mine: int, everyone: int, size_bytes: int) -> None:
+        """Gather small rows, without the GIL; errors as :meth:`reduce`. Collective; blocks.
+
+        Args:
+            mine: the address of this rank's.
+            everyone: the address of all ranks', by rank.
+            size_bytes: of one, the same on all ranks.
+        """
+        _check(_library().adasum_gather(self._handle, mine, everyone, size_bytes))
 
     @property
     def levels(self) -> tuple[int, ...]:

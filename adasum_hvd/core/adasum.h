@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define ADASUM_ABI 3 /* changes with any struct or function below */
+#define ADASUM_ABI 4 /* changes with any struct or function below */
 
 enum {
   ADASUM_OK = 0,
@@ -86,6 +86,10 @@ int adasum_connect(adasum_group* group, const int* names, const int* nonces);
  * output has changed, and the group can go on. `extra` may be NULL. */
 int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype,
                   const adasum_extra* extra);
+
+/* Writes every rank's `bytes` bytes to `all`, by rank. Collective: as many on all ranks. Blocks; errors as of
+ * adasum_reduce. */
+int adasum_gather(adasum_group* group, const void* mine, void* all, int64_t bytes);
 
 /* Writes the number of vectors that AdaSum joins, by level, and returns the number of levels: the form of an
  * observation. `sizes` has room for `most`. */

@@ -108,6 +108,13 @@ std::unique_ptr<LocalGroup> Joining(const adasum_config& config) {
   return MakeLocalGroup(config.rank, {config.job_ranks, config.job_ranks + config.size}, settings);
 }
 
+LocalTransport& Connected(const adasum_group* group) {
+  if (group->local == nullptr) {
+    throw std::invalid_argument("expected a connected group");
+  }
+  return *group->local;
+}
+
 void Plan(adasum_group& group) {
   group.plan = PlanLevels(group.hosts, group.group_op, group.group_size, group.local->rank(), {});
   for (const GroupPlan& level : group.plan) {
@@ -167,11 +174,11 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
     others.push_back(extra->shards[k].group);
   }
   const auto reduce = [&] {
-    const auto connected = [](const adasum_group* one) { return one->local != nullptr; };
-    if (dtype < 0 || dtype >= kElementTypes || !connected(group) ||
-        !std::all_of(others.begin(), others.end(), connected)) {
-      throw std::invalid_argument("expected a known dtype and a connected group");
+    if (dtype < 0 || dtype >= kElementTypes) {
+      throw std::invalid_argument("expected a known dtype");
     }
+    std::for_each(others.begin(), others.end(), Connected);
+    LocalTransport& local = Connected(group);
     std::vector<TensorView> views(count);
     std::transform(tensors, tensors + count, views.begin(), [](const adasum_tensor& tensor) {
       TensorView view = {tensor.input, tensor.output, tensor.elements};
@@ -180,9 +187,9 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
     });
     ReduceSettings settings;
     std::vector<ReduceLevel> levels = group->levels;
-    group->local->BeginOperation();
+    local.BeginOperation();
     if (extra != nullptr) {
-      levels = {{group->local.get(), &group->tree}};
+      levels = {{&local, &group->tree}};
       for (size_t k = 0; k < others.size(); ++k) {
         const adasum_shards& shards = extra->shards[k];
         others[k]->local->BeginOperation();
@@ -196,6 +203,20 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
            *group->workers, group->scratch, [](Phase, int) {});
   };
   return Guarded(group, reduce, others);
+}
+
+EXPORT int adasum_gather(adasum_group* group, const void* mine, void* all, int64_t bytes) {
+  return Guarded(group, [&] {
+    char* rows = static_cast<char*>(all);
+    std::vector<Message> messages(group->hosts.size());
+    for (size_t rank = 0; rank < messages.size(); ++rank) {
+      messages[rank] = {mine, bytes, rows + rank * bytes, bytes};
+    }
+    LocalTransport& local = Connected(group);
+    local.BeginOperation();
+    local.Exchange(messages);
+    std::memcpy(rows + local.rank() * bytes, mine, bytes);
+  });
 }
 
 EXPORT int adasum_levels(const adasum_group* group, int* sizes, int most) {

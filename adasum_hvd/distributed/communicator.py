@@ -4,6 +4,8 @@ Slices travel from and to their places in the flat buffer. Gloo's own all-gather
 slice (five times the time of the same bytes in point-to-point messages), and collectives that
 take one tensor need slices of one length.
 
+Between ranks that reduce by the core, it gathers the tables, too.
+
 On Gloo every byte travels in a message with a tag, so that a thread can reduce while the program
 uses the group for other collectives. A process group of its own would not do: torch names groups
 that some ranks make by the number of groups that a process knows, which may differ.
@@ -18,6 +20,7 @@ import pickle
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adasum_hvd import core
 from adasum_hvd.base.one_group import warn_of_one_group
 from adasum_hvd.distributed.rules import Rule
 
@@ -34,6 +38,8 @@ _FIRST_TAG = 1 << 20
 _tags: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 # By rank the number of its host, by process group.
 _hosts: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+# What gathers tables of CPU tensors, by owner.
+_cores: weakref.WeakKeyDictionary[Any, core.Group] = weakref.WeakKeyDictionary()
 
 
 class Unresponsive(RuntimeError):
@@ -123,6 +129,26 @@ class Communicator:
         return group
 
     @property
+    def owner(self) -> Any:
+        """What keeps connections: this, if only one thread uses it, or else the process group."""
+        return self if self.apart else self.group
+
+    def gather_by(self, group: core.Group) -> None:
+        """Gather tables by these ranks' core from now on, unless another one does."""
+        _cores.setdefault(self.owner, group)
+
+    @contextmanager
+    def naming_ranks(self) -> Iterator[None]:
+        """Raise `Unresponsive` where the core does."""
+        try:
+            yield
+        except core.Unresponsive as error:
+            raise Unresponsive(
+                f"AdaSum: expected all {self.size} ranks of the group to reduce, but {error} "
+                f"(seen by rank {self.ranks[self.rank]} of {self.job_size})"
+            ) from error
+
+    @property
     def control_device(self) -> torch.device:
         """The device on which small tables that the program reads are gathered."""
         if "cpu" in self._backends:
@@ -170,6 +196,11 @@ class Communicator:
     def all_gather(self, table: torch.Tensor) -> torch.Tensor:
         """Return [ranks, ...]: every rank's small table, all of one shape."""
         tables = table.new_empty((self.size, *table.shape))
+        if table.is_cpu and (by_core := _cores.get(self.owner)):
+            mine = table.contiguous()
+            with self.naming_ranks():
+                by_core.gather(mine.data_ptr(), tables.data_ptr(), mine.nbytes)
+            return tables
         tables[self.rank] = table
         self._spread(list(tables.unbind()))
         return tables

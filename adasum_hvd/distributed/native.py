@@ -23,7 +23,6 @@ from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
 from adasum_hvd.distributed.communicator import (
     Communicator,
-    Unresponsive,
     boot_id,
     hosts_of,
 )
@@ -58,8 +57,7 @@ _chosen = weakref.WeakKeyDictionary()
 
 
 def _known(communicator: Communicator) -> dict[_Key, Choice]:
-    owner = communicator if communicator.apart else communicator.group
-    return _chosen.setdefault(owner, {})
+    return _chosen.setdefault(communicator.owner, {})
 
 
 def _joining(communicator: Communicator, rule: Rule) -> tuple[str, int]:
@@ -145,6 +143,7 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
     problems = communicator.all_gather_object(why)
     if problem := _first(problems, communicator):
         return Choice(None, problem)
+    communicator.gather_by(group)
     return Choice(group, "")
 
 
@@ -228,14 +227,8 @@ class Reducer(NamedTuple):
     def _reduce(self, table: NDArray[Any], dtype: torch.dtype) -> None:
         name, rule = str(dtype).removeprefix("torch."), self.rule
         call = None if rule is None else partial(_coefficients, rule)
-        try:
+        with self.communicator.naming_ranks():
             self.group.reduce(table, name, self.shards, call)
-        except core.Unresponsive as error:
-            ranks, here = self.communicator.ranks, self.communicator.rank
-            raise Unresponsive(
-                f"AdaSum: expected all {len(ranks)} ranks of the group to reduce, but {error} "
-                f"(seen by rank {ranks[here]} of {self.communicator.job_size})"
-            ) from error
 
 
 def _coefficients(

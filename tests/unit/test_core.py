@@ -259,7 +259,7 @@ def outlive(rank: Rank, child: bool) -> tuple[float, str] | None:
     with pytest.raises(core.Unresponsive) as error:
         group.reduce(table(ones, (1000,)), "float32")
     with pytest.raises(core.Unresponsive, match=re.escape(str(error.value))):
-        group.reduce(table(ones, (1000,)), "float32")
+        group.gather(ones.ctypes.data, np.zeros((3, 1000)).ctypes.data, ones.nbytes)
     return time.monotonic() - began, str(error.value)
 
 
@@ -365,6 +365,45 @@ def test_groups_are_independent() -> None:
     assert first == second == [1.5]
 
 
+def gathered(rank: Rank) -> list[bool]:
+    """Gather rows between reductions: some bytes, none, and more than a ring holds."""
+    group = rank.group()
+    ones = np.ones(1000, "float32")
+    right = []
+    for size in (3, 0, 1_000_000):
+        everyone = np.arange(size * rank.size).reshape(rank.size, size)
+        mine, rows = everyone[rank.rank].copy(), np.zeros_like(everyone)
+        group.gather(mine.ctypes.data, rows.ctypes.data, mine.nbytes)
+        right.append(bool((rows == everyone).all()))
+        group.reduce(table(ones, (1000,)), "float32")
+    return [*right, bool((ones == 1).all())]
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+def test_rows_of_all_ranks_are_gathered(size: int) -> None:
+    assert run(gathered, size) == [[True] * 4] * size
+
+
+def gathered_wrongly(rank: Rank, calls: str) -> str:
+    group = rank.group(timeout_seconds=5)
+    numbers = np.zeros(100)
+    try:
+        if calls[rank.rank] == "r":
+            group.reduce(table(numbers, (100,)), "float64")
+        else:
+            size = int(calls[rank.rank])
+            group.gather(numbers.ctypes.data, np.zeros(200).ctypes.data, size)
+    except core.CoreError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("calls", ("12", "1r"))
+def test_ranks_that_gather_otherwise_are_an_error(calls: str) -> None:
+    problem = "is in another reduction, or reduces tensors of other sizes"
+    assert any(problem in error for error in run(gathered_wrongly, 2, calls))
+
+
 def test_a_rank_that_is_missing_is_an_error_in_half_of_the_timeout() -> None:
     assert run(connect_without_the_first, 2) == [False, True]
 
@@ -382,9 +421,7 @@ def connect_without_the_first(rank: Rank) -> bool:
 def test_wrong_calls_are_errors() -> None:
     group = core.Group(0, [0], [0], "adasum", 0, 10.0, "of the test")
     one = np.ones(1, "float32")
-    with pytest.raises(
-        core.CoreError, match="expected a known dtype and a connected group"
-    ):
+    with pytest.raises(core.CoreError, match="expected a connected group"):
         group.reduce(table(one, (1,)), "float32")
     with pytest.raises(core.CoreError, match="a mapping that begins at a page"):
         core.share(one.ctypes.data + 1, 100)
