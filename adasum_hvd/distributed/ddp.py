@@ -15,12 +15,12 @@ References:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
@@ -41,6 +41,13 @@ class Compression:
     none = None
     fp16 = torch.float16
     bf16 = torch.bfloat16
+
+
+class _Bucket(NamedTuple):
+    parameters: list[torch.Tensor]  # kept, so that no others have their numbers
+    entry: str
+    sizes: tuple[int, ...]
+    problem: str  # why a parameter cannot be reduced, or ""
 
 
 class AdasumState(Ruled):
@@ -89,6 +96,7 @@ class AdasumState(Ruled):
         agree("AdasumState", call, self.communicator)
         check_groups(self.communicator, self.rule)
         self._lanes: dict[torch.device, Lane] = {}
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}  # by number, and parameters
         self._known: set[tuple[Any, ...]] = set()  # buckets that the ranks agree on
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
@@ -131,19 +139,26 @@ class AdasumState(Ruled):
         """
         if self.communicator.size == 1 and flat.layout is torch.strided:
             return _done(flat)
-        sizes = tuple(parameter.numel() for parameter in parameters)
         if self.rule.kind != "mean":
             self._last_pass.check(parameters)
-        entry = f"{index}/{hash(sizes)}"
-        self.reduced[entry] = parameters
+        bucket = self._described(index, parameters)
+        self.reduced[bucket.entry] = parameters
         lane = self._lane(flat.device)
-        problem = next(filter(None, map(self._problem, parameters)), "")
-        at = self._address(flat)
-        task = partial(self._reduce, flat, sizes, entry, problem, at)
+        task = partial(self._reduce, flat, bucket, self._address(flat))
         future = lane.submit(task, [flat])
         if flat.is_cpu:
             self._started.append(future)
         return future
+
+    def _described(self, index: int, parameters: list[torch.Tensor]) -> _Bucket:
+        """Return what a bucket of these parameters is, found out once for each."""
+        key = (index, times_marked(), *map(id, parameters))
+        if key not in self._buckets:
+            sizes = tuple(parameter.numel() for parameter in parameters)
+            problem = next(filter(None, map(self._problem, parameters)), "")
+            entry = f"{index}/{hash(sizes)}"
+            self._buckets[key] = _Bucket(parameters, entry, sizes, problem)
+        return self._buckets[key]
 
     def _problem(self, parameter: torch.Tensor) -> str:
         """Return why a parameter's gradient cannot be reduced over DDP's ranks, or ""."""
@@ -172,13 +187,12 @@ class AdasumState(Ruled):
     def _reduce(
         self,
         flat: torch.Tensor,
-        sizes: tuple[int, ...],
-        entry: str,
-        problem: str,
+        bucket: _Bucket,
         at: int | None,
         communicator: Communicator,
     ) -> torch.Tensor:
         """Reduce a bucket; runs in the lane."""
+        _, entry, sizes, problem = bucket
         self._agree(flat, sizes, problem, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
         observe = self.records.requested(entry)

@@ -29,12 +29,17 @@ class Reduced:
         return _version(gradient) - self._version
 
 
-def show_write(gradient: torch.Tensor) -> None:
-    """Count a write by a collective in a gradient's version, which torch does not do.
+def show_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write in each tensor's version, for one that torch cannot see: a collective's.
 
     AdamOffload takes a gradient whose version is that of its early copy for the same.
     """
-    torch.autograd.graph.increment_version(local_of(gradient))
+    written = [*map(local_of, tensors)]
+    try:
+        torch.autograd.graph.increment_version(written)
+    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
+        for tensor in written:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _version(gradient: torch.Tensor) -> int:
@@ -42,6 +47,8 @@ def _version(gradient: torch.Tensor) -> int:
 
     FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
     """
+    if type(gradient) is torch.Tensor:  # most of them, at once
+        return gradient._version
     local = local_of(gradient)
     return gradient._version + (0 if local is gradient else local._version)
 
@@ -95,11 +102,10 @@ class LastPass:
         queue(lambda: queue(lambda: self._note(parameters)))  # after DDP's own callback
 
     def _note(self, parameters: Sequence[torch.Tensor]) -> None:
-        present = [p for p in parameters if p.grad is not None]
-        for parameter in present:
-            show_write(parameter.grad)
+        present = {id(p): p.grad for p in parameters if p.grad is not None}
+        show_writes(present.values())
         self._reduced = {
-            id(parameter): Reduced(parameter.grad)
-            for parameter in present
-            if not (self._warned or parameter.grad._is_view())
+            number: Reduced(gradient)
+            for number, gradient in present.items()
+            if not (self._warned or gradient._is_view())
         }

@@ -28,7 +28,7 @@ from adasum_hvd.base.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, lane_on, wait_quietly
-from adasum_hvd.distributed.reduced import Reduced, show_write
+from adasum_hvd.distributed.reduced import Reduced, show_writes
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, Ruled, rule_of
@@ -298,9 +298,9 @@ class ReplicateHandle(Ruled):
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
-            if parameter.grad is not None:
-                show_write(parameter.grad)
-                self._reduced[id(parameter)] = Reduced(parameter.grad)
+        present = {id(p): p.grad for p in unit.parameters if p.grad is not None}
+        show_writes(present.values())
+        self._reduced |= {number: Reduced(grad) for number, grad in present.items()}
 
 
 def _handle_of(parameter: torch.Tensor) -> ReplicateHandle | None:

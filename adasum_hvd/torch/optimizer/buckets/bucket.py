@@ -14,6 +14,7 @@ import torch
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -221,9 +222,7 @@ class Bucket:
                 parameter.grad = without_graph(parameter, parameter.grad, name)
         if gradients:
             torch._foreach_copy_(gradients, views)
-        if written:
-            # AdamOffload keeps its early copy of a gradient whose version stays.
-            show_writes(written)
+        show_writes(written)
 
     def drop(self) -> None:
         """Forget a reduction that was interrupted by Horovod's end."""
@@ -244,12 +243,3 @@ def _is_idempotent(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
         and factors == (1.0, 1.0)
         and torch_ops.settings()["group_op"] == "adasum"
     )
-
-
-def show_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Count a write in each tensor's version, for one that torch cannot see: the op's."""
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)

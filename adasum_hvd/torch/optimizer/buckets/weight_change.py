@@ -8,14 +8,11 @@ import torch
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import Options, ProcessSet
+from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer.buckets.bucket import (
-    Bucket,
-    NamedParameter,
-    show_writes,
-)
+from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
 from adasum_hvd.torch.optimizer.checks.consistency import as_integers
 
 # The op reads and writes the weights of these buckets by address. They must not be freed,
