@@ -130,7 +130,7 @@ class Communicator:
 
     @property
     def owner(self) -> Any:
-        """What keeps connections: this, if only one thread uses it, or else the process group."""
+        """The owner of connections: this, if only one thread uses it, or else the process group."""
         return self if self.apart else self.group
 
     def gather_by(self, group: core.Group) -> None:
