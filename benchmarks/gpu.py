@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -44,15 +45,23 @@ WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuda
 # ---- kernels ----
 
 
-def build_kernels(directory: Path) -> Path:
-    """Compile the kernels and `device_kernels.cc` with nvcc for the device at hand."""
+def build_kernels(directory: Path, architecture: str = "native") -> Path:
+    """Compile the kernels and `device_kernels.cc` with nvcc, or return what was compiled before."""
+    if compiled := os.environ.get("ADASUM_TEST_PROGRAMS"):
+        return Path(compiled, "device_kernels")
     sys.path.append(str(jobs.REPOSITORY))  # where the package is not installed
     from adasum_hvd.horovod.build import nccl, sources
 
     native = sources.NATIVE
     program = directory / "device_kernels"
     command = [str(nccl.cuda_home() / "bin" / "nvcc"), "-std=c++17", "-O3"]
-    command += ["-fmad=false", "-arch=native", *sources.INCLUDES, "-o", str(program)]
+    command += [
+        "-fmad=false",
+        f"-arch={architecture}",
+        *sources.INCLUDES,
+        "-o",
+        str(program),
+    ]
     command += [str(native / "cuda" / "device_memory.cc")]
     command += map(str, sorted((native / "cuda").glob("*.cu")))
     command.append(str(Path(__file__).with_name("device_kernels.cc")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.horovod.build import nccl
-from adasum_hvd.horovod.build.sources import INCLUDES
-from tests.native import rooms
-
-TESTS = Path(__file__).parents[1] / "native"
+from tests.gpu.programs import NAMES, compile_programs
 
 DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
-PROGRAMS = ("test_reduce", "test_trees", "test_device", "test_observation")
+COMPILED = "ADASUM_TEST_PROGRAMS"  # the folder of compiled programs, if there is one
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The others differ in what they compare, not in what the kernels do.
 EVERY_KERNEL = (
@@ -25,40 +23,6 @@ EVERY_KERNEL = (
     "nothing waits for the device",
     "plans fit what is reduced",
 )
-
-
-def nvcc() -> str:
-    """Return the compiler's path, or skip."""
-    try:
-        return str(nccl.cuda_home() / "bin" / "nvcc")
-    except nccl.Missing as error:
-        pytest.skip(str(error))
-
-
-def compile_programs(directory: Path, architecture: str) -> list[Path]:
-    """Compile the test programs with nvcc, without NCCL: ranks copy from each other."""
-    compiler = nvcc()
-    command = [compiler, f"-arch={architecture}"]
-    flags = ["-std=c++17", "-O2", "-fmad=false", "-DADASUM_ON_DEVICE"]
-    flags += [*INCLUDES, f"-I{TESTS}"]
-
-    def compile_one(source: Path, own: tuple[str, ...]) -> str:
-        target = str(directory / f"{source.stem}-{source.suffix[1:]}.o")
-        host = ",".join(("-ffp-contract=off", "-Wno-psabi", *own))
-        line = [*command, *flags, "-Xcompiler", host, "-c", str(source), "-o", target]
-        subprocess.run(line, check=True)
-        return target
-
-    parts = rooms.ARITHMETIC | rooms.KERNELS
-    shared = [compile_one(source, own) for source, own in parts.items()]
-    programs = []
-    for name in PROGRAMS:
-        program = directory / name
-        own = compile_one(TESTS / f"{name}.cc", ())
-        line = [*command, own, *shared, "-o", str(program), "-lpthread"]
-        subprocess.run(line, check=True)
-        programs.append(program)
-    return programs
 
 
 def run(commands: list[list[str]]) -> str:
@@ -75,14 +39,23 @@ def run(commands: list[list[str]]) -> str:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> list[Path]:
-    return compile_programs(tmp_path_factory.mktemp("device"), "native")
+    if COMPILED in os.environ:
+        return [Path(os.environ[COMPILED], name) for name in NAMES]
+    try:
+        return compile_programs(tmp_path_factory.mktemp("device"), "native")
+    except nccl.Missing as error:
+        pytest.skip(str(error))
 
 
 def test_nvcc_compiles_it_all(tmp_path):
     """Without a device, too: all that a machine with a toolkit can say."""
     if DEVICES:
         pytest.skip("the tests below do that here")
-    assert all(path.exists() for path in compile_programs(tmp_path, "sm_90"))
+    try:
+        programs = compile_programs(tmp_path, "sm_90")
+    except nccl.Missing as error:
+        pytest.skip(str(error))
+    assert all(path.exists() for path in programs)
 
 
 @needs_a_device
