@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,22 +284,47 @@ def trace_main(arguments: list[str]) -> None:
         file = Path(directory, "trace.json")
         profiled.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    calls: dict[str, int] = {}
-    main = str(threading.get_native_id())
-    for event in events:
-        if event.get("cat") == "cuda_runtime" and str(event["tid"]) != main:
-            calls[event["name"]] = calls.get(event["name"], 0) + 1
+    found = calls_of(events)
     if hvd.rank() == 0:
-        Path(arguments[0]).write_text(json.dumps(calls))
+        Path(arguments[0]).write_text(json.dumps(found))
     hvd.shutdown()
 
 
-def print_trace(calls: dict[str, int]) -> None:
+def calls_of(events: list[dict]) -> dict[str, Any]:
+    """Return how often other threads called what, and the surroundings of calls that wait."""
+    threads: dict[str, list[dict]] = {}
+    for event in sorted(events, key=lambda e: float(e.get("ts", 0))):
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            threads.setdefault(str(event["tid"]), []).append(event)
+    threads.pop(str(threading.get_native_id()), None)
+    calls: Counter[str] = Counter()
+    waiting = []
+    for thread, made in threads.items():
+        names = [event["name"] for event in made]
+        calls.update(names)
+        name = Path(f"/proc/self/task/{thread}/comm")  # NCCL names its threads
+        for place in (k for k, call in enumerate(names) if call in WAITING):
+            waiting.append(
+                {
+                    "call": names[place],
+                    "thread": name.read_text().strip() if name.exists() else thread,
+                    "before": names[max(place - 4, 0) : place],
+                    "after": names[place + 1 : place + 4],
+                }
+            )
+    return {"calls": calls, "waiting": waiting}
+
+
+def print_trace(found: dict[str, Any]) -> None:
     """Print how often Horovod's threads called what, in one round of eight reductions."""
     print("\ncalls of CUDA outside the main thread, eight reductions of 4 MB")
-    for name, times in sorted(calls.items()):
-        waits = "   waits for the device" if name in WAITING else ""
-        print(f"{name:32} {times:5}{waits}")
+    for name, times in sorted(found["calls"].items()):
+        print(f"{name:32} {times:5}{'   waits for the device' * (name in WAITING)}")
+    for one in found["waiting"]:
+        before, after = ", ".join(one["before"]), ", ".join(one["after"])
+        print(
+            f"{one['call']} of thread {one['thread']}, after {before}; before {after}"
+        )
 
 
 # ---- AdamOffload ----
@@ -408,7 +434,7 @@ def shortfalls(found: dict) -> list[str]:
         for row in (found["op"][0]["rows"] if "op" in found else [])
         if row["bytes"] == 100 * MB and row["adasum"] > MOST_OF_AVERAGE * row["average"]
     ]
-    calls = found.get("trace", {})
+    calls = found.get("trace", {}).get("calls", {})
     return slow + [
         f"{name} is called {calls[name]} times" for name in WAITING if name in calls
     ]

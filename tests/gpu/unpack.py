@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 KIT = Path(__file__).resolve().parent
+NCCL = "nvidia/nccl/lib/libnccl.so.2"  # in site-packages
 
 
 def verify(manifest: dict) -> None:
@@ -60,14 +61,13 @@ def install(folder: Path, manifest: dict) -> str:
             f"expected Python {built}, but got {own}; run the kit with it"
         )
     venv.create(folder, symlinks=True)
-    packages, outer = (
-        packages_of(folder),
-        [p for p in sys.path if p.endswith("-packages")],
-    )
-    (packages / "machine.pth").write_text(
-        "".join(f"import site; site.addsitedir({path!r})\n" for path in outer)
-    )
+    (packages,) = folder.glob("lib/python*/site-packages")
     extract("nccl", packages)
+    # torch finds its own NCCL by its run path, unless a library of that name is there before it.
+    lines = [f"import ctypes; ctypes.CDLL({str(packages / NCCL)!r})"]
+    outer = [path for path in sys.path if path.endswith("-packages")]
+    lines += [f"import site; site.addsitedir({path!r})" for path in outer]
+    (packages / "kit.pth").write_text("\n".join(lines))
     python = str(folder / "bin" / "python")
     words = (
         "-m pip install --quiet --no-index --no-deps --no-compile --ignore-installed"
@@ -81,11 +81,6 @@ def install(folder: Path, manifest: dict) -> str:
             f"expected pip to install the wheels, but got {shown.stderr}"
         )
     return python
-
-
-def packages_of(environment: Path) -> Path:
-    """Return the folder of an environment's packages."""
-    return next(environment.glob("lib/python*/site-packages"))
 
 
 def main() -> None:
@@ -104,24 +99,19 @@ def main() -> None:
     (wheel,) = KIT.glob("wheels/adasum_hvd-*.whl")
     zipfile.ZipFile(wheel).extractall(project)  # there even if pip fails
     row = {"name": "set-up", "became": "ok", "why": ""}
-    python = sys.executable
+    python, path = sys.executable, os.environ["PATH"]
     try:
         python = install(environment, manifest)
-        own = {
-            "PATH": os.pathsep.join([str(environment / "bin"), os.environ["PATH"]]),
-            "LD_LIBRARY_PATH": str(
-                packages_of(environment) / "nvidia" / "nccl" / "lib"
-            ),
-        }
+        path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
     except (OSError, RuntimeError) as error:
-        own, row["became"], row["why"] = {}, "failed", str(error)
+        row |= {"became": "failed", "why": str(error)}
     seconds = time.monotonic() - started
     done = work / "set_up.json"
     row["seconds"] = round(seconds, 1)
     done.write_text(json.dumps({"row": row, "manifest": manifest}))
     words = ["--minutes", options.minutes - seconds / 60, "--output", options.output]
     words = [python, project / "tests" / "gpu" / "run.py", *words, "--set-up", done]
-    own["ADASUM_TEST_PROGRAMS"] = str(work / "programs")
+    own = {"PATH": path, "ADASUM_TEST_PROGRAMS": str(work / "programs")}
     os.execve(python, list(map(str, words)), os.environ | own)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from importlib import metadata
 from pathlib import Path
 
 import compiled
 import cost_model
 import exchange
+import gpu
 import jobs
 
 BENCHMARKS = Path(jobs.__file__).parent
@@ -110,3 +112,22 @@ def test_exchanges_of_short_messages():
     ]
     for row in rows:
         assert 0 < row["median"] <= row["p90"]
+
+
+def test_a_trace_names_the_surroundings_of_a_call_that_waits():
+    names = ("cudaMallocAsync", "cudaDeviceSynchronize", "cudaEventRecord")
+    events = [
+        {"cat": "cuda_runtime", "tid": 1, "ts": 10 - place, "name": name}
+        for place, name in enumerate(reversed(names))
+    ]
+    main = {"tid": threading.get_native_id(), "ts": 1, "name": "cudaFree"}
+    found = gpu.calls_of(
+        [*events, main | {"cat": "cuda_runtime"}, {"name": "metadata"}]
+    )
+    assert found["calls"] == dict.fromkeys(names, 1)
+    (waiting,) = found["waiting"]
+    assert waiting["call"] == "cudaDeviceSynchronize"
+    assert (waiting["before"], waiting["after"]) == ([names[0]], [names[2]])
+    assert gpu.shortfalls({"trace": found}) == [
+        "cudaDeviceSynchronize is called 1 times"
+    ]

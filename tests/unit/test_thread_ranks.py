@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd import reference
+from adasum_hvd.adam_offload import AdamOffload
 from adasum_hvd.distributed import (
     AdasumState,
     Compression,
@@ -221,6 +222,48 @@ def test_local_sgd(device: str, ranks: int) -> None:
         assert all(torch.equal(own[number], change) for own in together)
         error = np.abs(change.double().numpy().reshape(-1) - expected).max()
         assert error <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_adam_offload(device: str, ranks: int) -> None:
+    """Steps with gradients that a hook has replaced since they were on their way to the host."""
+    scales = (1.0, -0.5, 4.0)  # AdaSum of scaled gradients has scaled bits
+
+    def rank_main(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        parameters, reduced = gradients_of(rank, device), []
+        own = [p.grad for p in parameters]
+        optimizer = AdamOffload(parameters, 0.01, torch_eps=True, verbose=False)
+        for scale in scales:
+            optimizer.zero_grad()
+            pairs = zip(parameters, own, strict=True)
+            sum((p * gradient).sum() * scale for p, gradient in pairs).backward()
+            bucket = threads.Bucket.of(parameters, 0, True)
+            flat = adasum_hook(AdasumState(), bucket).wait()
+            parts = flat.split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
+            reduced.append(flat.cpu())
+            optimizer.step()
+        return reduced, [p.detach().cpu() for p in parameters]
+
+    found = threads.run(ranks, device, rank_main)
+    first = found[0][0][0]
+    for reduced, _ in found:
+        for flat, scale in zip(reduced, scales, strict=True):
+            assert torch.equal(flat, first * scale)
+    parts = first.split([int(np.prod(shape)) for shape in SHAPES])
+    check_gradients([list(parts)] * ranks, torch.float32)
+    expected = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    optimizer = torch.optim.Adam(expected, 0.01)
+    for scale in scales:
+        for parameter, part in zip(expected, parts, strict=True):
+            parameter.grad = part.view_as(parameter) * scale
+        optimizer.step()
+    for _, parameters in found:
+        for parameter, correct in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(
+                parameter, correct.detach(), rtol=1e-5, atol=1e-8
+            )
 
 
 def test_received_rows_are_aligned(device: str) -> None:
