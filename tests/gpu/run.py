@@ -80,7 +80,7 @@ def take(step: Step, log: Path, ends: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all steps so far, on the screen and in the output folder."""
+    """The outcome of all steps so far, on the screen and in the output folder."""
 
     output: Path
     logs: Path

@@ -1,4 +1,4 @@
-"""What a CUDA device is for, the most valuable first, and what each step needs."""
+"""The steps on a machine with CUDA devices, the most valuable first, and the needs of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BENCHMARK = "benchmarks/gpu.py --strict"
 Reason = Callable[[], str | None]
 
 
-def said(*words: str) -> tuple[int, str]:
+def output_of(*words: str) -> tuple[int, str]:
     """Return a command's status and output; without the command, 127."""
     try:
         run = subprocess.run(
@@ -54,7 +54,7 @@ def said(*words: str) -> tuple[int, str]:
 def machine() -> dict[str, Any]:
     """Return what this machine is."""
     fields = "name,driver_version,compute_cap,memory.total"
-    status, devices = said(
+    status, devices = output_of(
         "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"
     )
     found = {
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "devices": [] if status else devices.splitlines(),
     }
-    status, torch = (1, "") if no_device() else said(sys.executable, "-c", _TORCH)
+    status, torch = (1, "") if no_device() else output_of(sys.executable, "-c", _TORCH)
     return found | ({"torch": None} if status else {"torch": json.loads(torch)})
 
 
@@ -75,7 +75,7 @@ def no_device() -> str | None:
 def other_device(manifest: dict[str, Any]) -> str | None:
     """Return why a kit's programs do not run on the devices."""
     built = manifest["versions"]["architecture"]
-    status, words = said(
+    status, words = output_of(
         "nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"
     )
     found = words.replace(".", "").split()
@@ -136,7 +136,7 @@ def no_framework() -> str | None:
 @functools.cache
 def no_horovod() -> str | None:
     """Return why Horovod reduces nothing on devices; asked after it was built."""
-    status, words = said(sys.executable, "-c", _HOROVOD)
+    status, words = output_of(sys.executable, "-c", _HOROVOD)
     last = (words.splitlines() or [f"status {status}"])[-1]
     return f"expected a Horovod with NCCL, but got {last}" if status else None
 
