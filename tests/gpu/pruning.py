@@ -1,10 +1,11 @@
-"""Zero what a library holds for other devices, so that it compresses."""
+"""Zero the parts of a library that are for other devices or debuggers, so that it compresses."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
 
+_FAT_BINARIES = (".nv_fatbin", "__nv_relfatbin")
 _CONTAINER, _CUBIN = 0xBA55ED50, 2
 
 
@@ -21,7 +22,7 @@ def sections(image: bytes | bytearray) -> Iterator[tuple[str, int, int]]:
 
 
 def prune(image: bytearray, architecture: int) -> int:
-    """Zero the code for other architectures in a library's fat binaries, so that it compresses.
+    """Zero code for other architectures in a library's fat binaries, and debug information.
 
     A fat binary is a row of containers of entries. An entry has 16-bit kind and version, and 32-bit
     length of the header and 64-bit length of what follows; its architecture is at byte 28.
@@ -31,7 +32,9 @@ def prune(image: bytearray, architecture: int) -> int:
     """
     kept = 0
     for name, place, length in sections(image):
-        if name != ".nv_fatbin":
+        if name.startswith(".debug"):
+            image[place : place + length] = bytes(length)
+        if name not in _FAT_BINARIES:
             continue
         end = place + length
         while place < end - 16:

@@ -32,6 +32,8 @@ sys.path.insert(0, str(REPOSITORY))
 from adasum_hvd.horovod.launch import supervisor  # noqa: E402
 from tests.gpu.steps import PROGRAMS, Step, machine, steps  # noqa: E402
 
+# Logs are complete when a step is cut; plugins of a machine may not fit a kit's pytest.
+ALONE = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # ranks beyond the devices share them
 
 
@@ -55,7 +57,7 @@ def take(step: Step, log: Path, ends: float) -> dict[str, Any]:
         return row | {"why": why}
     limit = math.inf if ends == math.inf else min(step.seconds, ends - time.monotonic())
     places = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(places), **ALONE}
     figures, started = log.with_suffix(".json"), time.monotonic()
     with (
         log.open("w") as sink,
