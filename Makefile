@@ -136,7 +136,7 @@ $(KIT)/ready:
 	@touch $@
 
 device-kit: $(KIT)/ready
-	$(KIT)/bin/python -m tests.gpu.kit --architecture $(ARCHITECTURE) --output build/kit
+	$(KIT)/bin/python -m tests.gpu.kit --architecture $(ARCHITECTURE)
 
 # Triton's interpreter and compiler, 0.7 GB, where torch has come without it: the kernels of adasum_hvd.distributed.
 triton: $(VENV)/ready

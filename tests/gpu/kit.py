@@ -1,6 +1,6 @@
 """Build a kit: all that a bare machine with a device and torch needs; no device needed here.
 
-    python -m tests.gpu.kit [--architecture 90] [--output build/kit]    # `make device-kit`
+    python -m tests.gpu.kit [--architecture 90]    # `make device-kit`
 
 It runs in an environment like that machine's: the same Python and torch, and the NCCL to bring
 along. There `python3 kit/run.py --minutes 9` sets up without a network, and takes all steps.
@@ -25,6 +25,7 @@ from adasum_hvd.horovod.build import command, nccl
 from tests.gpu.pruning import prune
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+OUTPUT = REPOSITORY / "build" / "kit"
 LIMIT = 55_000_000  # bytes of the folder
 LEFT_OUT = ("adasum_hvd", "docs", "findings", ".github")  # the package is a wheel
 # Small ones that the tests and Horovod import, in the versions of this environment.
@@ -175,17 +176,14 @@ def main() -> None:
     """Build, and print what is in it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--architecture", type=int, default=90)
-    parser.add_argument("--output", type=Path, default=Path("build", "kit"))
     options = parser.parse_args()
     started = time.monotonic()
-    manifest = build(options.output.resolve(), options.architecture)
+    manifest = build(OUTPUT, options.architecture)
     for name, file in manifest["files"].items():
         print(f"{file['bytes'] / 1e6:6.1f} MB  {name}")
     print(", ".join(f"{name} {what}" for name, what in manifest["versions"].items()))
     minutes = (time.monotonic() - started) / 60
-    print(
-        f"{manifest['bytes'] / 1e6:.1f} MB in {options.output}, in {minutes:.0f} minutes"
-    )
+    print(f"{manifest['bytes'] / 1e6:.1f} MB in {OUTPUT}, in {minutes:.0f} minutes")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def take(step: Step, log: Path, ends: float) -> dict[str, Any]:
             status = None
     row["seconds"] = round(time.monotonic() - started, 1)
     row["became"], row["why"] = outcome(status, limit, log.read_text(errors="replace"))
-    if figures.exists():
+    with suppress(OSError, ValueError):  # none, or cut while they were written
         row["figures"] = json.loads(figures.read_text())
     return row
 

@@ -29,7 +29,7 @@ def verify(manifest: dict) -> None:
     """Compare the kit's files with the manifest.
 
     Raises:
-        RuntimeError: a file is missing or has other content.
+        SystemExit: a file is missing or has other content.
     """
     for name, expected in manifest["files"].items():
         path = KIT / name
@@ -37,7 +37,7 @@ def verify(manifest: dict) -> None:
             hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "none"
         )
         if digest != expected["sha256"]:
-            raise RuntimeError(
+            sys.exit(
                 f"{name}: expected sha256 {expected['sha256']}, but got {digest}; "
                 "copy the kit again"
             )
