@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,9 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     kit = json.loads(options.set_up.read_text()) if options.set_up else {}
     os.environ.setdefault(PROGRAMS, str(output / "programs"))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+        if kit:
+            at_end.callback(shutil.rmtree, options.set_up.parent, True)
         logs = Path(folder)
         found = {"kit": kit.get("manifest"), "machine": machine()}
         report = Report(output, logs, found, [])
@@ -143,8 +145,6 @@ def main() -> int:
             report.add(kit["row"])
         for number, step in enumerate(steps(kit.get("manifest")), 1):
             report.add(take(step, logs / f"{number:02}.log", ends))
-    if kit:
-        shutil.rmtree(options.set_up.parent, ignore_errors=True)
     print(", ".join(f"{count} {became}" for became, count in report.counts().items()))
     return int(report.counts()["failed"] > 0)
 

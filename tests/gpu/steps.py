@@ -29,9 +29,10 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl"
                   "devices": torch.cuda.device_count()}))
 """
 _HOROVOD = """
-import importlib.util as util
-name = "torch" if util.find_spec("torch") else "tensorflow"
-raise SystemExit(not util.importlib.import_module(f"horovod.{name}").nccl_built())
+import importlib, importlib.util
+name = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+built = importlib.import_module(f"horovod.{name}").nccl_built()
+raise SystemExit(0 if built else "one without NCCL")
 """
 PYTEST = "-m pytest -v -p no:cacheprovider"
 KERNELS, THREADS = "tests/gpu/test_kernels.py", "tests/unit/test_thread_ranks.py"

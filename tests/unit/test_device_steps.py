@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from adasum_hvd.horovod.build import nccl
 from tests.gpu.run import Report, outcome, take
-from tests.gpu.steps import Step, steps
+from tests.gpu.steps import Step, no_horovod, steps
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "tests" / "gpu" / "run.py"
@@ -49,6 +51,12 @@ def test_every_file_that_needs_a_device_is_in_a_step():
     assert {str(path.relative_to(REPOSITORY)) for path in files} <= words
     for word in words:
         assert not word.endswith(".py") or (REPOSITORY / word).exists(), word
+
+
+def test_a_horovod_without_nccl_is_a_reason():
+    if importlib.util.find_spec("horovod") is None or nccl.torch_has_cuda():
+        pytest.skip("needs a Horovod for a torch without CUDA")
+    assert no_horovod() == "expected a Horovod with NCCL, but got one without NCCL"
 
 
 @pytest.mark.parametrize(
