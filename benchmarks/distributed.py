@@ -7,8 +7,9 @@ Processor time of rank 0, medians in ms: it changes less than time on the clock 
 share the cores. The parts are those of the calling thread. "transport" is the time of all other
 threads of the process, in which Gloo sends and receives. The two reductions alternate.
 
-Then the time on the clock, in us, in which all ranks gather a row of ten numbers, as they do before a
-reduction: over Gloo, and as these ranks do it after their first reduction. Median and least.
+Then the time on the clock, in us, in which all ranks gather a row of ten numbers, as they do
+before a reduction: over Gloo, and as these ranks do it after their first reduction. Median and
+least.
 """
 
 from __future__ import annotations
