@@ -100,7 +100,7 @@ def replicas_identical(engine: Engine, model: nn.Module) -> bool:
 
 
 def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
-    """Train one model with reduction `op` and return what came out."""
+    """Train one model with reduction `op` and return what came out; accuracies on rank 0 only."""
     device = device_of("auto", engine.local_rank, engine.local_size)
     train_images, train_labels, test_images, test_labels = (
         tensor.to(device) for tensor in digits()
@@ -130,7 +130,7 @@ def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
             reduced(train_images[mine]), train_labels[mine]
         ).backward()
         optimizer.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
+        if engine.rank == 0 and ((step + 1) % every == 0 or step + 1 == steps):
             with torch.no_grad():
                 hits = model(test_images).argmax(1) == test_labels
             result.accuracy = hits.float().mean().item()

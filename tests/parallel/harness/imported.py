@@ -76,7 +76,7 @@ def run_script(script: str, *words: str, framework: str = "tensorflow") -> str:
 @functools.cache
 def interpreter(framework: str = "torch") -> str:
     """Return a program that stands for `sys.executable`, also in what it starts."""
-    sockets = _parents(framework)
+    sockets = _parents(framework, PARENTS)
     program = Path(sockets[0]).with_name("python")
     words = {"python": sys.executable, "forked": FORKED, "sockets": ",".join(sockets)}
     program.write_text(INTERPRETER.format(**words))
@@ -85,7 +85,7 @@ def interpreter(framework: str = "torch") -> str:
 
 
 @functools.cache
-def _parents(framework: str, count: int = PARENTS) -> list[str]:
+def _parents(framework: str, count: int) -> list[str]:
     """Start parents, which end with this process; return their sockets' paths."""
     from tests.parallel.harness.launch import REPOSITORY, environment
 
