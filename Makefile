@@ -25,7 +25,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Several ranks share these few cores; one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations matrix gpu device-kit triton lint lint-docker docs wheel sdist docker-check format bench study soak mutants clean
+.PHONY: help core setup demo site programs test check unit parallel cases jobs faults hosts compatibility integrations matrix gpu device-kit triton lint style lint-docker docs wheel sdist docker-check format bench study soak mutants clean
 
 help:
 	@echo "make core      the native core of adasum_hvd.distributed, in place (half a minute)"
@@ -86,7 +86,7 @@ programs: setup
 # Parts side by side, because some of their tests wait; tests/parts.py says what is in each, tests/tiers.py what is left
 # to `make check`.
 test: FORMS = plain
-test: lint programs
+test: style programs
 	$(BIN)/python -m tests.parts --tier quick
 
 # Everything: `make test`, then what that leaves out.
@@ -143,13 +143,15 @@ triton: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet $(PINS) triton
 	$(BIN)/python -m pytest tests/unit/test_triton_kernels.py
 
-# None of these imports Horovod. The tests check imports between rooms and the glossary.
-lint: $(VENV)/ready
+# None of these imports Horovod. The tests, which the unit tests have, too, check imports between rooms and the glossary.
+lint: style
+	$(BIN)/python -m pytest --quiet tests/unit/test_structure.py tests/unit/test_language.py
+
+style: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
-	$(BIN)/python -m pytest --quiet tests/unit/test_structure.py tests/unit/test_language.py
 
 # Not in `lint`: hadolint comes for x86-64 only.
 lint-docker: $(VENV)/ready

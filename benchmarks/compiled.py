@@ -15,17 +15,21 @@ TESTS = Path(__file__).parents[1] / "tests/native"
 
 
 def output_of(
-    source: Path, parts: Sequence[str], calls: Sequence[Sequence[object]] = ((),)
+    source: Path,
+    parts: Sequence[str | Path],
+    calls: Sequence[Sequence[object]] = ((),),
 ) -> str:
     """Compile a program and return what it prints.
 
     Args:
         source: its own file.
-        parts: native files that belong to it, also as patterns.
+        parts: native files that belong to it, as patterns of names, or objects of them as paths.
         calls: of each run of the program, its arguments.
     """
     files = native_files()
-    of_the_op = [str(files[n]) for part in parts for n in fnmatch.filter(files, part)]
+    of_the_op = [str(part) for part in parts if isinstance(part, Path)]
+    for pattern in (part for part in parts if isinstance(part, str)):
+        of_the_op += [str(files[name]) for name in fnmatch.filter(files, pattern)]
     flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-pthread"]
     flags += [*INCLUDES, f"-I{TESTS}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -26,13 +26,16 @@ COLUMNS = ("ranks", "bytes", "median", "p90")
 
 
 def measure(
-    ranks: Sequence[int], sizes: Sequence[int], repetitions: int
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    repetitions: int,
+    parts: Sequence[str | Path] = PARTS,
 ) -> list[dict[str, Any]]:
     """Return a row for each number of ranks, size, and way to start the ranks."""
     cases = list(itertools.product(ranks, sizes, SESSIONS))
     printed = compiled.output_of(
         Path(__file__).with_suffix(".cc"),
-        PARTS,
+        parts,
         [(*case, repetitions, int(sessions == "each")) for *case, sessions in cases],
     )
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -67,7 +68,7 @@ class Runs:
 
     def add(self, setting: Setting, record: dict[str, Any]) -> None:
         """Keep the record of a new run."""
-        record["machine"] = self._machine()
+        record["machine"] = _machine()
         self._folder.mkdir(parents=True, exist_ok=True)
         append(self._path, record)
         self._kept[setting.key] = record
@@ -114,9 +115,11 @@ class Runs:
             for record in complete(path.read_text()):
                 self._kept.setdefault(setting_of(record).key, record)
 
-    def _machine(self) -> dict[str, Any]:
-        found = jobs.machine()
-        return {name: found[name] for name in ("processor", "cores", "python", "torch")}
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    found = jobs.machine()
+    return {name: found[name] for name in ("processor", "cores", "python", "torch")}
 
 
 def _outcome(record: dict[str, Any]) -> str:

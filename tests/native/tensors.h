@@ -105,7 +105,7 @@ inline Maker Random(uint64_t seed, double scale = 1.0) {
       uint64_t bits = state;
       bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
       bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
-      sum += std::ldexp(static_cast<double>((bits ^ (bits >> 31)) >> 11), -53);
+      sum += static_cast<double>((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
     }
     return scale * sum;
   };

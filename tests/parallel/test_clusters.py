@@ -14,9 +14,9 @@ import pytest
 from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import (
     REPOSITORY,
-    TORCHRUN,
     environment,
     run_launcher,
+    torchrun,
 )
 
 EXEC = [sys.executable, "-m", "adasum_hvd", "exec"]
@@ -104,7 +104,7 @@ print("DONE", flush=True)
 
 def test_torchrun(tmp_path: Path) -> None:
     script = write(tmp_path, REDUCE + AGAIN.replace("HOSTS", '["a"] * 3'))
-    words = [*TORCHRUN, "--nproc-per-node", "3", "--master-port", str(free_port())]
+    words = [*torchrun(), "--nproc-per-node", "3", "--master-port", str(free_port())]
     words += ["--no-python", *python(), script]
     status, output = run_launcher(words, environment(), SECONDS)
     assert status == 0 and output.count("DONE") == 3, output[-3000:]
@@ -142,6 +142,7 @@ os.write(1, b"DONE %d\\n" % os.getsid(0))  # in one piece: other ranks write, to
 
 
 def test_exec_starts_ranks_of_plain_horovod_in_one_session(tmp_path: Path) -> None:
+    # Not forks, which are in the sessions of their parents.
     words = [*EXEC, "--nprocs", "3", "--", sys.executable, write(tmp_path, PLAIN), "3"]
     status, output = run_launcher(words, environment(), SECONDS)
     done = [line for line in output.splitlines() if line.startswith("DONE")]
@@ -201,7 +202,7 @@ def slurm(rank: int, ranks: int) -> dict[str, str]:
 
 
 def test_exec_as_a_rank_of_slurms(tmp_path: Path) -> None:
-    words = [*EXEC, "--", sys.executable, write(tmp_path, PLAIN), "2"]
+    words = [*EXEC, "--", *python(), write(tmp_path, PLAIN), "2"]
     check_done(start_each(words, [slurm(rank, 2) for rank in range(2)]))
 
 
@@ -293,14 +294,12 @@ def test_one_process_over_gloo(tmp_path: Path, words: list[str]) -> None:
         tmp_path, PLAIN if words else "import adasum_hvd.torch as h; h.init()"
     )
     variables = environment((("HOROVOD_CONTROLLER", "gloo"),))
-    status, output = run_launcher(
-        [*words, sys.executable, script, "1"], variables, SECONDS
-    )
+    status, output = run_launcher([*words, *python(), script, "1"], variables, SECONDS)
     assert status == 0, output[-3000:]
 
 
 def test_exec_starts_ranks_although_a_controller_is_chosen(tmp_path: Path) -> None:
-    words = [*EXEC, "--nprocs", "2", "--", sys.executable, write(tmp_path, PLAIN), "2"]
+    words = [*EXEC, "--nprocs", "2", "--", *python(), write(tmp_path, PLAIN), "2"]
     variables = environment((("HOROVOD_CONTROLLER", "mpi"),))
     status, output = run_launcher(words, variables, SECONDS)
     assert status == 0 and output.count("DONE") == 2, output[-3000:]

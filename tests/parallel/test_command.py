@@ -32,6 +32,14 @@ def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.fixture
+def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter())
+    for name, value in forked().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_doctor_reduces_on_every_backend() -> None:
     """With torch; the command with all frameworks is in tests/soak and in .ci/wheel."""
     found = {one.subject: one for one in doctor.reductions(["torch"])}
@@ -42,6 +50,7 @@ def test_doctor_reduces_on_every_backend() -> None:
     assert doctor.status(list(found.values())) == 0
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_doctor_reduces_without_horovod() -> None:
     found = doctor.distributed()
     assert found.subject == "AdaSum, torch on torch.distributed"

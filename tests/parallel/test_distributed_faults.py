@@ -18,6 +18,7 @@ from tests.parallel.harness.launch import (
     TORCHRUN,
     environment,
     run_launcher,
+    torchrun,
 )
 
 RANKS, TIMEOUT_SECONDS = 3, 6
@@ -64,16 +65,17 @@ def worker_of(torchrun: int, rank: int) -> int:
 
 
 def test_torchrun_restarts_a_job_and_the_result_is_the_same(tmp_path: Path) -> None:
-    words = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1"]
+    words = ["--standalone", "--nproc-per-node", "3", "--max-restarts", "1"]
     words += ["--no-python", *python()]
     words += [str(REPOSITORY / "examples" / "torch_restarts.py"), "--checkpoint"]
     expected, actual = tmp_path / "expected.pt", tmp_path / "actual.pt"
-    status, output = run_launcher([*words, str(expected)], environment(), 120)
+    first = [*torchrun(), *words, str(expected)]
+    status, output = run_launcher(first, environment(), 120)
     assert status == 0 and "resumes" not in output, output
 
     log = tmp_path / "log"
     job = subprocess.Popen(
-        [*words, str(actual)],
+        [*TORCHRUN, *words, str(actual)],  # whose workers are its children
         env=environment(NEW_STORE),
         cwd=REPOSITORY,
         stdout=log.open("w"),

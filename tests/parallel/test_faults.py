@@ -40,9 +40,14 @@ CHOSEN = [
 
 
 @pytest.fixture(scope="module")
-def consequences() -> Iterator[dict[Fault, Future[Consequence]]]:
+def consequences(
+    request: pytest.FixtureRequest,
+) -> Iterator[dict[Fault, Future[Consequence]]]:
+    """Start the faults of the selected tests, in their order."""
+    tests = [item for item in request.session.items if item.path == request.path]
     with ThreadPoolExecutor(3) as pool:  # most of the time they wait
-        yield {fault: pool.submit(run, fault) for fault in CHOSEN}
+        faults = (test.callspec.params["fault"] for test in tests)
+        yield {fault: pool.submit(run, fault) for fault in faults}
 
 
 @pytest.mark.parametrize("fault", CHOSEN, ids=str)

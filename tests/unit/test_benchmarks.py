@@ -14,6 +14,8 @@ import exchange
 import gpu
 import jobs
 
+from tests.native import programs, rooms
+
 BENCHMARKS = Path(jobs.__file__).parent
 _PLANNER = """
 #include "reduce/plan.h"
@@ -64,7 +66,7 @@ def test_the_op_plans_what_the_model_says(tmp_path):
     source.write_text(_PLANNER)
     planned = compiled.output_of(
         source,
-        ["reduce/plan.cc", "reduce/tree.cc"],
+        programs.objects(rooms.sources("reduce/plan.cc", "reduce/tree.cc"), "plain"),
         [[number for cluster in clusters for number in cluster]],
     )
     modelled = []
@@ -103,7 +105,8 @@ def test_the_page_of_the_cost_model_has_its_predictions(capsys, monkeypatch):
 
 
 def test_exchanges_of_short_messages():
-    rows = exchange.measure([2, 3], [1, 100_000], 20)
+    compiled_parts = programs.objects(rooms.sources("host"), "plain")
+    rows = exchange.measure([2, 3], [1, 100_000], 20, compiled_parts)
     assert [(row["ranks"], row["bytes"], row["sessions"]) for row in rows] == [
         (ranks, size, sessions)
         for ranks in (2, 3)

@@ -24,7 +24,9 @@ import pytest
 from adasum_hvd import core, reference
 from adasum_hvd.horovod.build.sources import CORE
 
-SPAWN = multiprocessing.get_context("spawn")
+# Forks of a process that has imported this file, and has no other thread.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([__name__])
 SIZES = ((5,), (1, 0, 7, 4096, 3), (4097, 300_001, 17))
 JOB_RANKS = 100  # of rank 0: messages name ranks of the job
 EPS = {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
@@ -68,9 +70,9 @@ def _main(
 
 def run(body: Callable, size: int, *words: Any) -> list[Any]:
     """Run `body(rank, *words)` on so many processes; return results, None of one that died."""
-    pairs = [SPAWN.Pipe() for _ in range(size)]
+    pairs = [SERVER.Pipe() for _ in range(size)]
     processes = [
-        SPAWN.Process(target=_main, args=(remote, body, rank, size, words))
+        SERVER.Process(target=_main, args=(remote, body, rank, size, words))
         for rank, (_, remote) in enumerate(pairs)
     ]
     for process, (_, remote) in zip(processes, pairs, strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import adasum_hvd.tensorflow.keras as hvd
+from tests.parallel.harness.imported import run_script
 
 # The lines in docs/tensorflow.md for programs without this project.
 WITHOUT = """
@@ -48,10 +47,7 @@ def saved(tmp_path_factory) -> tuple[str, keras.Model]:
 
 def test_without_the_project(saved):
     path, model = saved
-    words = [sys.executable, "-c", WITHOUT, path]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    total, iterations = done.stdout.split()
+    total, iterations = run_script(WITHOUT, path).split()
     assert float(total) == float(model.optimizer.momentums[0].numpy().sum())
     assert int(iterations) == 3
 

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 import adasum_hvd
 from adasum_hvd.horovod.build.sources import NATIVE, native_files
+from tests.parallel.harness.imported import run_script
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -115,11 +116,7 @@ PUBLIC = [
 @pytest.fixture(scope="module")
 def names() -> dict[str, tuple[list[str], list[str]]]:
     """Return `__all__` and `dir()` of every public module."""
-    words = [sys.executable, "-c", NAMES, *PUBLIC]
-    shown = subprocess.run(
-        words, capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    return json.loads(shown.stdout.splitlines()[-1])
+    return json.loads(run_script(NAMES, *PUBLIC).splitlines()[-1])
 
 
 def test_public_names_are_the_listed_names(names) -> None:

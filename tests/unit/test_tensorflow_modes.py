@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.parallel.harness.imported import run_script
+
 PROLOGUE = """
 import tensorflow as tf
 from adasum_hvd.parallel.tensorflow_modes import detect
@@ -14,24 +16,18 @@ import keras
 """
 
 
-def run(script: str) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-
-
 def test_nothing_loaded():
-    run("""
+    script = """
 import sys
 from adasum_hvd.parallel.tensorflow_modes import detect
 assert detect() == []
 assert "tensorflow" not in sys.modules
-""")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_strategies():
-    run(
+    run_script(
         PROLOGUE
         + """
 assert detect([tf.Variable(1.0), keras.Variable(1.0)]) == []
@@ -50,7 +46,7 @@ with one.scope():
 
 
 def test_keras_distribution():
-    run(
+    run_script(
         PROLOGUE
         + """
 mesh = keras.distribution.DeviceMesh((2,), ["batch"], ["cpu:0", "cpu:1"])
@@ -68,7 +64,7 @@ assert detect() == []
 
 def test_tf1_behaviour():
     """With TF1's behaviour, including shapes whose dimensions are not hashable."""
-    run("""
+    run_script("""
 import numpy as np
 import tensorflow.compat.v1 as tf
 tf.disable_v2_behavior()

@@ -25,11 +25,11 @@
 
 struct dim3 {
   unsigned x, y, z;
-  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// Of the thread that is running of the kernel that is running.
-extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+// Of the thread that is running of the kernel that is running; without the call that a thread_local costs.
+extern __thread dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace simulated_cuda {
 

@@ -347,7 +347,12 @@ __half __double2half(double value) {
   adasum_hvd::kPortableKernels.narrow[adasum_hvd::kFloat16](&value, 1, 1.0, &half);
   return half;
 }
-float __bfloat162float(__nv_bfloat16 value) { return Widened(&value, adasum_hvd::kBfloat16); }
+float __bfloat162float(__nv_bfloat16 value) {
+  const uint32_t bits = uint32_t{value.bits} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
 __nv_bfloat16 __double2bfloat16(double value) {
   __nv_bfloat16 narrow;
   adasum_hvd::kPortableKernels.narrow[adasum_hvd::kBfloat16](&value, 1, 1.0, &narrow);

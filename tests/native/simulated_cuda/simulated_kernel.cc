@@ -37,7 +37,7 @@ simulated_cuda_switch:
 .size simulated_cuda_switch, .-simulated_cuda_switch
 )");
 
-thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+__thread dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace simulated_cuda {
 namespace {

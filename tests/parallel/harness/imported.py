@@ -52,15 +52,31 @@ READ_AT_START = (
 )  # fmt: skip
 
 
-def python(framework: str = "torch") -> list[str]:
+def python(framework: str = "torch", parents: int = PARENTS) -> list[str]:
     """Return the words that run a program in a fork of a process with this framework."""
-    return [sys.executable, "-IS", FORKED, ",".join(_parents(framework))]
+    return [sys.executable, "-IS", FORKED, ",".join(_parents(framework, parents))]
+
+
+def run_script(script: str, *words: str, framework: str = "tensorflow") -> str:
+    """Run a script in a fork of a process with this framework; return what it prints.
+
+    Raises:
+        AssertionError: it ends with an error; with the end of its output.
+    """
+    from tests.parallel.harness.launch import REPOSITORY, environment
+
+    done = subprocess.run(
+        [*python(framework, 1), "-c", script, *words], cwd=REPOSITORY, text=True,
+        env=environment(), timeout=200, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @functools.cache
 def interpreter(framework: str = "torch") -> str:
     """Return a program that stands for `sys.executable`, also in what it starts."""
-    sockets = _parents(framework)
+    sockets = _parents(framework, PARENTS)
     program = Path(sockets[0]).with_name("python")
     words = {"python": sys.executable, "forked": FORKED, "sockets": ",".join(sockets)}
     program.write_text(INTERPRETER.format(**words))
@@ -69,12 +85,12 @@ def interpreter(framework: str = "torch") -> str:
 
 
 @functools.cache
-def _parents(framework: str) -> list[str]:
+def _parents(framework: str, count: int) -> list[str]:
     """Start parents, which end with this process; return their sockets' paths."""
     from tests.parallel.harness.launch import REPOSITORY, environment
 
     folder = tempfile.TemporaryDirectory(prefix="adasum-parents-")
-    paths = [str(Path(folder.name, str(number))) for number in range(PARENTS)]
+    paths = [str(Path(folder.name, str(number))) for number in range(count)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.parallel.harness.imported", framework, path],
@@ -199,6 +215,10 @@ def run(
         sys.argv = words[1:]
         sys.path[0] = folder
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = folder
+        exec(words[1], {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path[0] = str(Path(words[0]).resolve().parent)
