@@ -89,6 +89,7 @@ DIGITS = Task(
     most_steps=256,
     start=-8,
     layerwise_start=-12,
+    methods=(*RULES, "grafted", LAYERWISE),
 )
 GLYPHS = Task(
     work="glyphs",
