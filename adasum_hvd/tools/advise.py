@@ -82,8 +82,8 @@ def _demo(arguments: argparse.Namespace) -> None:
             found.append(one)
             if len(found) == 1:
                 print(
-                    f"Steps to the lowest loss of one worker, {one.loss:.4g} on held-out examples, "
-                    f"with {optimizer}\nat one worker's rate, {best:.3g}:\n"
+                    f"Steps to a loss of {one.loss:.4g} on held-out examples, which one worker "
+                    f"reached with {optimizer}\nat a rate of {best:.3g}, the rate of all rows:\n"
                     "workers rule      steps  times fewer"
                 )
             print(_row(one, found[0].steps), flush=True)

@@ -32,6 +32,7 @@ RATES = [10 ** (power / 2) for power in range(-8, 0)]  # tried if there is no ra
 SEARCH = 1 / 6  # of the time, for them
 HELD_OUT, JUDGED = 512, 64  # examples at most, or a tenth; so many at once
 APART = 1.08  # judged steps
+GAIN = 0.95  # of one worker's lowest loss: the lowest one itself is mostly luck
 
 
 class Run(NamedTuple):
@@ -41,7 +42,7 @@ class Run(NamedTuple):
     rule: str
     steps: int  # to the first judged step with the target's loss; 0: it was not reached
     taken: int
-    loss: float  # the lowest of the held-out examples; infinite if the run diverged
+    loss: float  # of the target, or else the lowest one; infinite if the run diverged
 
 
 class Trial:
@@ -57,11 +58,18 @@ class Trial:
         try:
             order = self._make(file)
             held_out = order[: min(HELD_OUT, len(order) // 10 + 1)]
+            self._train = torch.tensor(order[len(held_out) :])
+            if len(self._train) < (least := max(WORKERS) * batch):
+                raise ValueError(
+                    f"{len(self._train)} examples to train on, fewer than the {least} of a step of "
+                    f"{max(WORKERS)} workers: pass a smaller --batch"
+                )
             parts = [held_out[k : k + JUDGED] for k in range(0, len(held_out), JUDGED)]
             self._held_out = [(*self._examples(part), len(part)) for part in parts]
             self._gradients(held_out[:batch])
-            if not math.isfinite(first := self._judge()):
-                raise ValueError(f"a loss of {first} before the first step")
+            self._first = self._judge()
+            if not math.isfinite(self._first):
+                raise ValueError(f"a loss of {self._first} before the first step")
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [f.lineno for f in frames if f.filename == str(file.resolve())]
@@ -70,13 +78,6 @@ class Trial:
                 f"make() of {file}, but got {type(error).__name__}: {error} (line "
                 f"{lines[-1] if lines else 'unknown'}); write it as examples/advise_model.py does"
             ) from error
-        self._train = torch.tensor(order[len(held_out) :])
-        if len(self._train) < (least := max(WORKERS) * batch):
-            raise ValueError(
-                f"advise --demo: expected {least} examples, {batch} for each of {max(WORKERS)} "
-                f"workers, next to {len(held_out)} held out, but got {len(self._train)}; pass a "
-                "smaller --batch, or let make() return more"
-            )
 
     def _make(self, file: Path) -> list[int]:
         """Call `make()`, and return the examples' numbers in any order."""
@@ -147,12 +148,12 @@ class Trial:
     ) -> Run:
         """Train at a constant rate, until a target's loss or until `time.monotonic()` is `end`.
 
-        Without a target the lowest loss is the target.
+        Without a target it is the loss after GAIN of the way to the lowest one.
         """
         self._model.load_state_dict(self._start)
         torch.manual_seed(self._seed)
         optimizer, rule = self._optimizer(self._parameters, lr=rate), RULES[name]()
-        due, reached, lowest = 1, 0, math.inf
+        due, curve = 1, dict[float, int]()  # steps by loss, each lower than all before
         for taken, examples in enumerate(self._draws(workers), 1):
             gain = self._join(examples, rule)
             for group in optimizer.param_groups:
@@ -164,12 +165,18 @@ class Trial:
             due, loss = math.ceil(taken * APART), self._judge()
             if not math.isfinite(loss):
                 return Run(workers, name, 0, taken, math.inf)
-            if loss < lowest:
-                lowest, reached = loss, taken
-            if is_over or lowest <= target:
+            if loss < min(curve, default=math.inf):
+                curve[loss] = taken
+            if is_over or loss <= target:
                 break
-        is_there = target == -math.inf or lowest <= target
-        return Run(workers, name, reached if is_there else 0, taken, lowest)
+        lowest = min(curve)
+        goal = (
+            target
+            if target > -math.inf
+            else lowest + (1 - GAIN) * (self._first - lowest)
+        )
+        steps = next((step for loss, step in curve.items() if loss <= goal), 0)
+        return Run(workers, name, steps, taken, goal if steps else lowest)
 
 
 def measure(
@@ -197,5 +204,5 @@ def measure(
                 f"advise --demo: expected a finite loss of one worker at the rate {rate:.3g}, but "
                 f"got another after {run.taken} steps; pass a smaller --lr"
             )
-        target = max(target, run.loss) if place == 0 else target
+        target = run.loss if place == 0 else target
         yield rate, run
