@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def add_to(commands: Any) -> None:
         type=Path,
         help="picture (default: advice.png, next to the file)",
     )
-    parser.set_defaults(run=run, errors=(OSError, ValueError))
+    parser.set_defaults(run=run, errors=(OSError, ValueError, ImportError))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,8 +69,6 @@ def _demo(arguments: argparse.Namespace) -> None:
             f"expected a file with make(), and --lr above 0, but got {file} and {rate}; "
             "write one as in docs/choose.md"
         )
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("expected torch, but got none; pip install torch")
     from adasum_hvd.tools import torch_trial
 
     optimizer = arguments.optimizer or "momentum"

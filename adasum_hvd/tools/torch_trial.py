@@ -30,7 +30,7 @@ RULES: dict[str, Any] = {
 WORKERS = 4, 16
 RATES = [10 ** (power / 2) for power in range(-8, 0)]  # tried if there is no rate
 SEARCH = 1 / 6  # of the time, for them
-HELD_OUT, JUDGED = 512, 64  # examples at most, or a tenth; so many at once
+HELD_OUT = 256  # examples at most; a tenth of fewer
 APART = 1.08  # judged steps
 GAIN = 0.95  # of one worker's lowest loss: the lowest one itself is mostly luck
 
@@ -56,7 +56,14 @@ class Trial:
         self._optimizer, self._batch, self._seed = OPTIMIZERS[optimizer], batch, seed
         torch.manual_seed(seed)
         try:
-            order = self._make(file)
+            sys.path.insert(0, str(file.resolve().parent))
+            self._model, self._loss, data = importlib.import_module(file.stem).make()
+            self._data = TensorDataset(*data) if isinstance(data, tuple) else data
+            self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+            if not self._parameters:
+                raise ValueError("a model without parameters to train")
+            self._start = copy.deepcopy(self._model.state_dict())
+            order = torch.randperm(len(self._data)).tolist()
             held_out = order[: min(HELD_OUT, len(order) // 10 + 1)]
             self._train = torch.tensor(order[len(held_out) :])
             if len(self._train) < (least := max(WORKERS) * batch):
@@ -64,8 +71,7 @@ class Trial:
                     f"{len(self._train)} examples to train on, fewer than the {least} of a step of "
                     f"{max(WORKERS)} workers: pass a smaller --batch"
                 )
-            parts = [held_out[k : k + JUDGED] for k in range(0, len(held_out), JUDGED)]
-            self._held_out = [(*self._examples(part), len(part)) for part in parts]
+            self._held_out = self._examples(held_out)
             self._gradients(held_out[:batch])
             self._first = self._judge()
             if not math.isfinite(self._first):
@@ -79,20 +85,7 @@ class Trial:
                 f"{lines[-1] if lines else 'unknown'}); write it as examples/advise_model.py does"
             ) from error
 
-    def _make(self, file: Path) -> list[int]:
-        """Call `make()`, and return the examples' numbers in any order."""
-        sys.path.insert(0, str(file.resolve().parent))
-        self._model, self._loss, data = importlib.import_module(file.stem).make()
-        self._data = TensorDataset(*data) if isinstance(data, tuple) else data
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        if not self._parameters:
-            raise ValueError("a model without parameters to train")
-        self._start = copy.deepcopy(self._model.state_dict())
-        return torch.randperm(len(self._data)).tolist()
-
     def _examples(self, numbers: list[int]) -> Any:
-        if isinstance(self._data, TensorDataset):
-            return self._data[numbers]
         return default_collate([tuple(self._data[number]) for number in numbers])
 
     def _gradients(self, numbers: list[int]) -> list[torch.Tensor]:
@@ -109,12 +102,10 @@ class Trial:
     def _judge(self) -> float:
         """Return the mean loss of the held-out examples."""
         self._model.eval()
-        losses = [
-            (float(self._loss(self._model(inputs), targets)), count)
-            for inputs, targets, count in self._held_out
-        ]
+        inputs, targets = self._held_out
+        loss = float(self._loss(self._model(inputs), targets))
         self._model.train()
-        return sum(map(math.prod, losses)) / sum(count for _, count in losses)
+        return loss
 
     def _draws(self, workers: int) -> Iterator[list[list[int]]]:
         """Yield each worker's examples, step after step: shuffled epochs without their rests."""
