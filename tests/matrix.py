@@ -2,6 +2,7 @@
 
     python tests/matrix.py                  # every pair; minutes each, and its packages' download
     python tests/matrix.py 3.14/2.14.1      # one pair
+    python tests/matrix.py keras            # every Keras, with the installed TensorFlow and Horovod
 
 Each pair has an environment of its own, one after the other, without Horovod. Interpreters are
 `pythonX.Y` on the path, or pyenv's. PIP_EXTRA_INDEX_URL may name an index of CPU wheels. Rows of
@@ -11,6 +12,7 @@ pairs that ran are replaced in docs/compatibility.md.
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import re
 import shutil
@@ -30,6 +32,16 @@ PAIRS = [
     "3.11/2.13.0",
     "3.13/2.14.1",
     "3.14/2.14.1",
+]
+KERAS_HEAD = HEAD.replace("Python, torch |", "Keras | TensorFlow |", 1)
+KERAS_HEAD = KERAS_HEAD.replace("|---", "|---|---", 1)
+KERAS = ["3.12", "3.13", "3.14", "3.15"]
+KERAS_UNIT = [
+    "tests/unit/test_keras_saving.py",
+    "tests/unit/test_adam_offload_keras.py",
+]
+KERAS_CASES = [
+    f"tests/parallel/cases/keras/test_{n}.py" for n in ("optimizer", "callbacks")
 ]
 UNIT = ["tests/unit/test_distributed.py", "tests/unit/test_rules.py"]
 _CASES = "all_reduce", "hook", "hook_details", "rules"
@@ -68,13 +80,13 @@ def wheel(folder: Path) -> Path:
     return found
 
 
-def summary(python: Path, project: Path, *words: str) -> str:
+def summary(python: Path | str, project: Path, *words: str, **variables: str) -> str:
     """Run pytest as a user of the wheel; return the counts, and print what failed."""
     outside = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],
         cwd=project,
-        env=outside | {"OMP_NUM_THREADS": "1"},
+        env=outside | {"OMP_NUM_THREADS": "1"} | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -110,17 +122,40 @@ def row(pair: str, built: Path, folder: Path) -> str:
     return f"| {pair} | {unit} | {cases} | {today} |"
 
 
-def write(rows: dict[str, str]) -> None:
-    """Replace these pairs' rows in the page's table, and add new ones."""
-    before, rest = PAGE.read_text().split(HEAD)
+def keras_row(version: str, folder: Path) -> str:
+    """Return the row of a Keras, which comes before the installed one on the path."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*pip, folder, f"keras=={version}.*"], check=True)
+    (info,) = folder.glob("keras-*.dist-info")
+    full = info.name.removeprefix("keras-").removesuffix(".dist-info")
+    path = {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    unit = summary(sys.executable, REPOSITORY, *KERAS_UNIT, **path)
+    cases = summary(sys.executable, REPOSITORY, *KERAS_CASES, "-k", "gloo2", **path)
+    tensorflow = importlib.metadata.version("tensorflow-cpu")
+    today = datetime.date.today().isoformat()
+    return f"| {full} | {tensorflow} | {unit} | {cases} | {today} |"
+
+
+def write(rows: dict[str, str], head: str = HEAD) -> None:
+    """Replace these rows in the page's table, and add new ones."""
+    before, rest = PAGE.read_text().split(head)
     table, after = rest.split("\n\n", 1)
     known = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
-    lines = [(known | rows)[pair] for pair in PAIRS if pair in known | rows]
-    PAGE.write_text(before + HEAD + "\n".join(lines) + "\n\n" + after)
+    found = known | rows
+    order = [pair for pair in PAIRS if pair in found] if head == HEAD else sorted(found)
+    lines = [found[name] for name in order]
+    PAGE.write_text(before + head + "\n".join(lines) + "\n\n" + after)
 
 
 def main() -> None:
     os.nice(10)
+    if sys.argv[1:2] == ["keras"]:
+        for version in sys.argv[2:] or KERAS:
+            with tempfile.TemporaryDirectory() as name:
+                row_of = keras_row(version, Path(name))
+            print(row_of, flush=True)
+            write({row_of.split(" | ")[0].strip("| "): row_of}, KERAS_HEAD)
+        return
     with tempfile.TemporaryDirectory() as name:
         built, rows = wheel(Path(name)), {}
         for pair in sys.argv[1:] or PAIRS:

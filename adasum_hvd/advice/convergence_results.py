@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from adasum_hvd.base import ops
 
-__all__ = ["FIGURES", "Best", "Figures", "Measured"]
+__all__ = ["FIGURES", "RIVALS", "Best", "Figures", "Measured"]
 
 
 class Measured(NamedTuple):
@@ -169,4 +169,25 @@ FIGURES = {
             ),
         },
     ),
+}
+# Other rules at one worker's rate: steps and deviation, by study, workers and rule.
+RIVALS: dict[str, dict[int, dict[str, tuple[int, int]]]] = {
+    "momentum": {
+        2: {"adascale": (540, 138), "mean_direction": (599, 82)},
+        4: {"adascale": (310, 53), "mean_direction": (311, 84)},
+        8: {"adascale": (186, 30), "mean_direction": (186, 28)},
+        16: {"adascale": (161, 44), "mean_direction": (137, 14)},
+        32: {"adascale": (111, 26), "mean_direction": (106, 23), "rda": (227, 35)},
+        64: {"adascale": (92, 14), "mean_direction": (89, 8)},
+        128: {"adascale": (86, 14), "mean_direction": (84, 10)},
+    },
+    "adamw": {
+        2: {"adascale": (853, 76), "mean_direction": (789, 70)},
+        4: {"adascale": (536, 23), "mean_direction": (489, 17)},
+        8: {"adascale": (333, 22), "mean_direction": (328, 18)},
+        16: {"adascale": (237, 8), "mean_direction": (247, 8)},
+        32: {"adascale": (188, 12), "mean_direction": (194, 7)},
+        64: {"adascale": (162, 5), "mean_direction": (164, 9)},
+        128: {"adascale": (145, 6), "mean_direction": (145, 6)},
+    },
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adasum_hvd.advice.convergence_results import FIGURES, RIVALS
 from adasum_hvd.advice.learning_rate import study_of
 from adasum_hvd.base import ops
 from adasum_hvd.monitor.files import check
@@ -108,6 +109,7 @@ def advise(
         _noise_sentence(parts),
         _length_sentence(lengthening, speedup, study),
         _choice(study, longer),
+        *([_rules_sentence(study, workers)] if longer else []),
     ]
     if len(run) >= FEW:
         answer.append(
@@ -218,10 +220,29 @@ def _choice(study: str, longer: bool) -> str:
     if longer:
         return (
             "At one worker's learning rate use AdasumGrad: Average's steps would be too short. "
-            "AdaScale keeps that rate, too. An Average or LARS whose rate is tuned again may be "
+            "An Average or LARS whose rate is tuned again may be "
             "as good or better: docs/convergence.md."
         )
     return (
         "Use Average: AdaSum's steps are hardly longer, so the two are nearly the same reduction. "
         f"None of {runs} has a factor below 1.8, so no run has tested this answer."
+    )
+
+
+def _rules_sentence(study: str, workers: int) -> str:
+    """Return the study's row at one worker's rate, and which rules of it needed fewest steps."""
+    study = "adamw" if study == "adam" else study
+    near = min(RIVALS[study], key=lambda count: max(count / workers, workers / count))
+    row: dict[str, tuple[float, float]] = {**RIVALS[study][near]}
+    for rule, op in (("adasum", ops.AdasumGrad), ("mean", ops.Average)):
+        (own,) = (row for row in FIGURES[study].rows[op] if row.workers == near)
+        if own.unscaled is not None and own.unscaled_deviation is not None:
+            row[rule] = own.unscaled, own.unscaled_deviation
+    rules = sorted(row, key=lambda rule: row[rule])
+    least, deviation = row[rules[0]]
+    won = [r for r in rules if row[r][0] - least <= max(row[r][1], deviation)]
+    shown = ", ".join(f"{rule} {row[rule][0]} ± {row[rule][1]}" for rule in rules)
+    return (
+        f"The nearest row of docs/convergence.md has {near} workers ({FIGURES[study].unit}, at "
+        f"that rate, by rule= of AdasumState). Best or equal: {', '.join(won)}. All: {shown}."
     )

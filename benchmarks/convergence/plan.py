@@ -89,6 +89,7 @@ DIGITS = Task(
     most_steps=256,
     start=-8,
     layerwise_start=-12,
+    methods=(*RULES, "grafted", LAYERWISE),
 )
 GLYPHS = Task(
     work="glyphs",
@@ -138,8 +139,15 @@ def points(task: Task) -> Iterator[Point]:
 
 
 def start_of(point: Point, seeds: Seeds, find: Find) -> int:
-    """Return the start of a search: the best rate of the nearest number that came before."""
+    """Return the start of a search: the best rate of the nearest number that came before.
+
+    That of grafted, which has the mean's length, is the mean's best rate, if there is one.
+    """
     task = point.task
+    if point.method == "grafted":
+        best = best_of(Point(task, "average", point.workers), seeds, find)
+        if best is not None:
+            return best
     if point.workers == 1:
         return task.layerwise_start if point.method == LAYERWISE else task.start
     before = task.counts[: task.counts.index(point.workers)]

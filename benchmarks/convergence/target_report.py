@@ -27,9 +27,10 @@ COLOURS = {
     "mean-direction": "tab:cyan",
     "adascale": "tab:green",
     "rda": "tab:purple",
+    "grafted": "tab:pink",
     LAYERWISE: "tab:red",
 }
-_MARKS = dict(zip(COLOURS, "osDv^P<", strict=True))
+_MARKS = dict(zip(COLOURS, "osDv^PX<", strict=True))
 _POWERS = [2**k for k in range(2, 14)]
 _COLUMNS = (
     "workers",

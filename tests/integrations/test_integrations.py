@@ -136,6 +136,18 @@ def test_a_second_training(
     assert found == (str(ranks), str(passes[ranks]), "True"), output[-3000:]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])  # 2 replicas of 1 and of 2 shards
+def test_a_second_training_of_a_sharded_model(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    words = ["-m", "tests.integrations.trainings", "lightning_fsdp2", str(tmp_path)]
+    starts = [*UNDER_TORCHRUN, str(ranks)]
+    status, output = run_launcher([*starts, *words], environment(), SECONDS)
+    assert status == 0, output[-3000:]
+    found = re.findall(r"^(\d) ranks, (\d+) passes, .* falls: (\w+)$", output, re.M)
+    # Of 8 epochs; those of the module that did not resume are 2.
+    assert found == [(str(ranks), str(8 * 32 // 4 // ranks), "True")], output[-3000:]
+
+
 def test_what_modules_refuse() -> None:
     from adasum_hvd.integrations.accelerate import use_adasum
 

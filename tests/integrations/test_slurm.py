@@ -1,8 +1,9 @@
-"""A cluster of one node on this machine: real Slurm, where its daemons are installed."""
+"""A cluster of two nodes on this machine: real Slurm, where its daemons are installed."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.harness.launch import environment, run_launcher
+from tests.parallel.harness.launch import REPOSITORY, environment, run_launcher
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "sinfo")
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="required root, for Slurm's daemons"),
     pytest.mark.skipif(
@@ -32,17 +33,18 @@ CredType=cred/none
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPort={port}
-SlurmdPort={next_port}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={processors} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES State=UP
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 State=UNKNOWN
+NodeName=two NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes={host},two Default=YES State=UP
+SlurmdParameters=config_overrides
 """
 PROGRAM = """
 import torch
@@ -57,21 +59,20 @@ print(f"DONE {hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Start a cluster and return the environment in which srun finds it."""
-    for folder in ("state", "spool"):
+    host = socket.gethostname().split(".")[0]
+    for folder in ("state", f"spool-{host}", "spool-two"):
         (tmp_path / folder).mkdir()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    host = socket.gethostname().split(".")[0]
     configuration = tmp_path / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            host=host, folder=tmp_path, port=port, next_port=port + 1,
-            processors=len(os.sched_getaffinity(0)),
+            host=host, folder=tmp_path, port=port, first=port + 1, second=port + 2,
         )
     )  # fmt: skip
     variables = environment((("SLURM_CONF", str(configuration)),))
-    words = [["slurmctld", "-D"], ["slurmd", "-D", "-N", host]]
+    words = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", n] for n in (host, "two"))]
     log = (tmp_path / "log").open("w")
     daemons = [
         subprocess.Popen(word, env=variables, stdout=log, stderr=log) for word in words
@@ -89,9 +90,9 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 def _wait_until_idle(variables: dict[str, str], log: Path) -> None:
     limit = time.monotonic() + 60
     while time.monotonic() < limit:
-        states = ["sinfo", "--noheader", "--format=%T"]
+        states = ["sinfo", "--noheader", "--format=%T %D"]
         done = subprocess.run(states, env=variables, capture_output=True, text=True)
-        if done.stdout.strip() == "idle":
+        if done.stdout.strip() == "idle 2":
             return
         time.sleep(0.5)
     raise AssertionError(f"Slurm has not started: {done}\n{log.read_text()[-3000:]}")
@@ -100,8 +101,27 @@ def _wait_until_idle(variables: dict[str, str], log: Path) -> None:
 def test_srun(slurm: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    words = ["srun", "--ntasks", "3", "--overcommit", sys.executable, str(program)]
+    host = socket.gethostname().split(".")[0]  # the node whose name has an address
+    words = [
+        "srun",
+        "--nodelist",
+        host,
+        "--nodes",
+        "1",
+        "--ntasks",
+        "3",
+        "--overcommit",
+    ]
+    words += [sys.executable, str(program)]
     status, output = run_launcher(words, slurm, 240)
     assert status == 0, output[-3000:]
     for rank in range(3):
         assert f"DONE {rank} of 3, {rank} of 3" in output, output[-3000:]
+
+
+def test_the_examples_script_is_accepted(slurm: dict[str, str]) -> None:
+    script = REPOSITORY / "examples" / "slurm.sbatch"
+    words = ["sbatch", "--test-only", str(script)]
+    done = subprocess.run(words, env=slurm, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"using 8 processors on nodes \S+,\S+", done.stderr), done.stderr

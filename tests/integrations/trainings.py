@@ -186,6 +186,72 @@ def lightning() -> None:
     report(resumed, module.losses + resumed.losses)
 
 
+def lightning_fsdp2() -> None:
+    """Fit a sharded model, validate, fit again, and resume in a Trainer of its own."""
+    from lightning import LightningModule, Trainer
+    from torch.distributed.fsdp import fully_shard
+
+    from adasum_hvd.integrations.lightning import AdasumFSDP2Strategy
+
+    ranks = int(os.environ["WORLD_SIZE"])
+
+    class Line(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = nn.Linear(5, 1), []
+
+        def configure_model(self) -> None:
+            if not hasattr(self.net, "set_requires_gradient_sync"):  # the first fit
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            loss = self._loss(batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, _: torch.optim.Optimizer) -> None:
+            reduced.append(None)
+            gradient = self.net.weight.grad.full_tensor()
+            every = [torch.empty_like(gradient) for _ in range(ranks)]
+            dist.all_gather(every, gradient)
+            assert all(torch.equal(gradient, one) for one in every)
+
+        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+            self.log("loss", self._loss(batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    def trainer_of(epochs: int) -> Trainer:
+        strategy = AdasumFSDP2Strategy(
+            replicas=2, rule="adasum", data_parallel_size=ranks, tensor_parallel_size=1
+        )
+        return Trainer(
+            accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=epochs,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, gradient_clip_val=5.0,
+        )  # fmt: skip
+
+    torch.manual_seed(RANK)  # the first replica's weights are everyone's
+    module, saved = Line(), f"{FOLDER}/sharded.ckpt"
+    trainer = trainer_of(1)
+    trainer.fit(module, loader(), loader())
+    sampler = trainer.train_dataloader.sampler
+    assert (sampler.num_replicas, sampler.rank) == (ranks, RANK)
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader())
+    trainer.save_checkpoint(saved)
+    resumed = Line()
+    trainer_of(4).fit(resumed, loader(), loader(), ckpt_path=saved)
+    assert resumed.losses[0] < module.losses[0]
+    trainer_of(4).fit(resumed, loader(), loader())  # the same model in another Trainer
+    report(resumed, module.losses + resumed.losses)
+
+
 def ray_worker(settings: dict[str, str]) -> None:
     """Train a worker, and save or resume."""
     from pathlib import Path
@@ -229,7 +295,8 @@ def ray() -> None:
 
 
 LOOPS: dict[str, Callable[[], None]] = {
-    "accelerate": accelerate, "lightning": lightning, "ray": ray, "transformers": transformers,
+    "accelerate": accelerate, "lightning": lightning, "lightning_fsdp2": lightning_fsdp2,
+    "ray": ray, "transformers": transformers,
 }  # fmt: skip
 
 if __name__ == "__main__":

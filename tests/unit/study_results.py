@@ -67,10 +67,10 @@ def steps_to_target(
     if own is None or alone is None:
         return ()
     factor = float(f"{rate(own.index - alone.index):.3g}")
-    return *_mean(alone), factor, *_mean(own)
+    return *mean_of(alone), factor, *mean_of(own)
 
 
-def _mean(outcome: Outcome) -> tuple[int | None, int | None]:
+def mean_of(outcome: Outcome) -> tuple[int | None, int | None]:
     """Return mean and deviation of the steps; None if a seed missed the target."""
     steps = outcome.steps
     if len(steps) < len(outcome.records):

@@ -80,6 +80,7 @@ def test_the_answer_has_the_figures():
     assert "rests on 6 records" in text
     assert "records" not in str(advice.advise([LONG] * 30, optimizer="momentum"))
     assert "use AdasumGrad" in text and "changes" not in text
+    assert "adasum 103 ± 13, mean_direction 106 ± 23, adascale 111 ± 26, rda" in text
 
 
 def test_the_speedup_is_the_mean_over_three_parts():
@@ -106,6 +107,32 @@ def test_noisy_records_are_not_biased():
         )
         found = advice.advise(run, optimizer="momentum")
         assert found.speedup == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "workers", "expected"),
+    [
+        ("momentum", 2, r"has 2 workers .* equal: adasum, adascale\. All"),
+        (
+            "momentum",
+            500,
+            r"has 128 .* equal: adasum, adascale\. All: adasum 72 ± 11, ",
+        ),
+        ("adam", 32, r"per byte, .* equal: adascale, adasum, mean_direction\. "),
+        (
+            "adamw",
+            64,
+            r"adascale 162 ± 5, mean_direction 164 ± 9, adasum 164 ± 9, mean 185",
+        ),
+    ],
+)
+def test_the_best_rules_of_the_nearest_row_are_named(
+    optimizer: str, workers: int, expected: str
+):
+    run = [record(joined=workers, a=tensor(40.0, 1.0, 8.0, 8.0))]
+    assert re.search(expected, str(advice.advise(run, optimizer=optimizer)))
+    short = [record(joined=workers, a=tensor(1.0, 1.0, 1.1, 1.1))]
+    assert "AdasumState" not in str(advice.advise(short, optimizer=optimizer))
 
 
 def test_unusable_values_are_left_out_and_zeros_are_refused():
@@ -256,9 +283,8 @@ def test_the_command_prints_the_answer(tmp_path: Path, capsys):
     assert cli.main(["advise", str(file), "--optimizer", "adamw"]) == 1
     assert "record the run again" in capsys.readouterr().err
     assert cli.main(["advise", str(tmp_path / "no"), "--optimizer", "adam"]) == 1
-    with pytest.raises(SystemExit):
-        cli.main(["advise", str(file)])
-    assert "--optimizer" in capsys.readouterr().err
+    assert cli.main(["advise", str(file)]) == 1
+    assert "expected --optimizer momentum, adam, adamw" in capsys.readouterr().err
 
 
 def test_an_unknown_optimizer():

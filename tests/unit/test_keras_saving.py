@@ -71,7 +71,9 @@ def test_h5_files_do_not_resume(tmp_path, saved, distributed):
     model.fit(*one, verbose=0)
     model.save(tmp_path / "model.h5")
     loaded = keras.models.load_model(tmp_path / "model.h5")
-    with pytest.raises(ValueError, match="Unknown variable"):
+    # Keras 3.12 fails on the way to its message.
+    expected = "Unknown variable|numpy\\(\\) is only available when eager"
+    with pytest.raises((ValueError, NotImplementedError), match=expected):
         loaded.fit(*one, verbose=0)
 
 

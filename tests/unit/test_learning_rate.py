@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from convergence import plan
+from convergence.target_report import Results
 from convergence.tuning import cost, tried
 
 from adasum_hvd.advice import learning_rate
 from adasum_hvd.advice.banner import banner as banner_of
 from adasum_hvd.advice.banner import startup_line
+from adasum_hvd.advice.convergence_results import RIVALS
 from adasum_hvd.advice.learning_rate import FIGURES, Measured, find_study, study_of
 from adasum_hvd.base import ops, options
-from tests.unit.study_results import RUNS, at_the_end, steps_to_target
+from tests.unit.study_results import RUNS, at_the_end, mean_of, steps_to_target
 
 adasum_lr = partial(learning_rate.adasum_lr, optimizer="momentum")
 COUNTS = {"adam": [1, 32]}
@@ -50,6 +52,25 @@ def test_the_steps_are_those_of_study_7(name, op):
     expected = [Measured(n, *steps) for n, steps in found.items() if steps]
     assert list(FIGURES[name].rows[op]) == expected
     assert len(expected) >= 4
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_other_rules_have_the_steps_of_study_7(name):
+    results = Results(RUNS, plan.SEEDS["small"])
+    counts = [row.workers for row in FIGURES[name].rows_of(ops.AdasumGrad)]
+    assert [1, *RIVALS[name]] == counts
+    for workers, row in RIVALS[name].items():
+        points = [
+            plan.Point(TASKS[name], rule, workers)
+            for rule in ("adascale", "mean-direction", "rda", "grafted")
+        ]
+        outcomes = {point.method: results.carried(point) for point in points}
+        expected = {
+            method.replace("-", "_"): mean_of(outcome)
+            for method, outcome in outcomes.items()
+            if outcome and len(outcome.steps) == len(outcome.records)
+        }
+        assert row == expected, workers
 
 
 def test_the_rule_follows_from_the_figures():
