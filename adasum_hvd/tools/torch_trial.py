@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
+import runpy
 import sys
 import time
 import traceback
@@ -57,7 +57,9 @@ class Trial:
         torch.manual_seed(seed)
         try:
             sys.path.insert(0, str(file.resolve().parent))
-            self._model, self._loss, data = importlib.import_module(file.stem).make()
+            # Not by its name, which an installed module may have, too.
+            make = runpy.run_path(str(file.resolve()), run_name=file.stem)["make"]
+            self._model, self._loss, data = make()
             self._data = TensorDataset(*data) if isinstance(data, tuple) else data
             self._parameters = [p for p in self._model.parameters() if p.requires_grad]
             if not self._parameters:
