@@ -138,10 +138,12 @@ class Trial:
         rate: float,
         end: float,
         target: float = -math.inf,
+        latest: float = 0.0,
     ) -> Run:
         """Train at a constant rate, until a target's loss or until `time.monotonic()` is `end`.
 
-        Without a target it is the loss after GAIN of the way to the lowest one.
+        Without a target it is the loss after GAIN of the way to the lowest one. Training goes on
+        until `latest` if no loss is lower than the first yet.
         """
         self._model.load_state_dict(self._start)
         torch.manual_seed(self._seed)
@@ -152,7 +154,8 @@ class Trial:
             for group in optimizer.param_groups:
                 group["lr"] = rate * gain
             optimizer.step()
-            is_over = time.monotonic() >= end
+            fell = min(curve, default=math.inf) < self._first
+            is_over = time.monotonic() >= (end if fell else max(end, latest))
             if taken < due and not is_over:
                 continue
             due, loss = math.ceil(taken * APART), self._judge()
@@ -178,7 +181,7 @@ def measure(
     """Yield the rate and a run: of one worker, then of `WORKERS` to its loss, by each rule.
 
     Raises:
-        ValueError: one worker diverges, at its `rate` or, if that is None, at all of `RATES`.
+        ValueError: one worker's loss does not fall, at its `rate` or, if that is None, the best.
     """
     trial.run(1, "Average", RATES[0], 0.0)  # a step: torch loads much at the first one
     begin, target = time.monotonic(), -math.inf
@@ -191,11 +194,13 @@ def measure(
     for place, (workers, name) in enumerate(todo):
         now, left = time.monotonic(), [each**0.5 for each, _ in todo[place:]]
         end = now + (begin + seconds - now) * left[0] / sum(left)
-        run = trial.run(workers, name, rate, end, target)
+        latest = begin + seconds if place == 0 else end
+        run = trial.run(workers, name, rate, end, target, latest)
         if place == 0 and not run.steps:
             raise ValueError(
-                f"advise --demo: expected a finite loss of one worker at the rate {rate:.3g}, but "
-                f"got another after {run.taken} steps; pass a smaller --lr"
+                f"advise --demo: expected one worker's loss to fall at the rate {rate:.3g}, but "
+                f"got {run.loss:.3g} at the lowest in {run.taken} steps; pass a smaller --lr, or "
+                "more --seconds"
             )
         target = run.loss if place == 0 else target
         yield rate, run

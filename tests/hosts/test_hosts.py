@@ -18,6 +18,7 @@ from namespaces import Hosts, missing
 
 from tests.parallel.harness.cases import Case, cases_in
 from tests.parallel.harness.configurations import Configuration
+from tests.parallel.harness.imported import python
 from tests.parallel.harness.job import Job
 from tests.parallel.harness.launch import (
     environment,
@@ -187,7 +188,7 @@ def test_a_link_that_goes_down_ends_every_rank(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         path = ("PATH", jobs.search_path(hosts))
         variables = environment((path, *waits(10)))
-        words = [*jobs.launcher("gloo", 4, hosts), sys.executable]
+        words = [*jobs.launcher("gloo", 4, hosts), *python()]
 
         def cut() -> None:
             limit = time.monotonic() + 60

@@ -99,7 +99,9 @@ def test_one_worker_sets_the_target(trial: Trial) -> None:
     ]
     for rate, one in others:
         assert rate == first_rate and ((one.loss == alone.loss) == (one.steps > 0))
-    with pytest.raises(ValueError, match=r"loss of one worker .* pass a smaller --lr"):
+    with pytest.raises(
+        ValueError, match=r"one worker's loss to fall .* pass a smaller --lr"
+    ):
         list(torch_trial.measure(trial, 1e30, 60))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +86,7 @@ def run_job(
         "--host-discovery-script",
         str(discover),
     ]
-    forks = python("tensorflow" if "keras" in script else "torch")
-    words += [sys.executable] if machines else forks  # which are not in its namespaces
+    words += python("tensorflow" if "keras" in script else "torch")
     words += [str(PROGRAMS / script), str(file)]
     variables = (("PATH", search_path(machines)), *variables)
     status, output = run_launcher(words, environment(variables), LIMIT_SECONDS)

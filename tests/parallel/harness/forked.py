@@ -2,9 +2,10 @@
 
     python -IS forked.py SOCKET,SOCKET [-m MODULE | PROGRAM] [ARGUMENT ...]
 
-It hands its environment, folder, cores and standard streams to a parent that has imported the
-frameworks, passes signals on, and ends as the fork ends. If it is killed, so is the fork. Ranks
-take the parents in turn, because forks of one parent have its order of sets and its addresses.
+It hands its environment, folder, cores, standard streams and namespaces to a parent that has
+imported the frameworks, passes signals on, and ends as the fork ends. If it is killed, so is the
+fork. Ranks take the parents in turn, because forks of one parent have its order of sets and its
+addresses.
 It imports as little as it can: with its own start, a rank takes a tenth of a second.
 """
 
@@ -22,6 +23,7 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+NAMESPACES = ("net", "uts", "mnt")  # those of tests/hosts; folders last
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")  # by launcher
 
 
@@ -36,7 +38,8 @@ def main(sockets: list[str], words: list[str]) -> None:
         "environment": dict(os.environ),
         "cores": list(os.sched_getaffinity(0)),
     }
-    socket.send_fds(parent, [b" "], [0, 1, 2])
+    spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    socket.send_fds(parent, [b" "], [0, 1, 2, *spaces])
     parent.sendall(json.dumps(job).encode() + b"\n")
     reader = parent.makefile()
     if not (process := reader.readline()):

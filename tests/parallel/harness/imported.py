@@ -14,6 +14,7 @@ kind differ).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -30,6 +31,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.parallel.harness.forked import NAMESPACES
 
 FRAMEWORKS = {
     "torch": ("pytest", "cloudpickle", "psutil", "yaml", "torch", "torch._dynamo"),
@@ -147,18 +150,18 @@ def serve(listener: socket.socket) -> dict[str, Any]:
             return {}
         if key.fileobj is listener:
             client, _ = listener.accept()
-            _, streams, _, _ = socket.recv_fds(client, 1, 3)
+            _, files, _, _ = socket.recv_fds(client, 1, 6)
             job = json.loads(client.makefile().readline())
             process = os.fork()
             if not process:
                 for known in (*selector.get_map(), client.fileno()):
                     os.close(known)
-                return job | {"streams": streams}
-            for stream in streams:
-                os.close(stream)
+                return job | {"streams": files[:3], "spaces": files[3:]}
+            for file in files:
+                os.close(file)
             client.sendall(f"{process}\n".encode())
-            for file in (client, os.pidfd_open(process)):
-                selector.register(file, selectors.EVENT_READ, (process, client))
+            for end in (client, os.pidfd_open(process)):
+                selector.register(end, selectors.EVENT_READ, (process, client))
             continue
         process, client = key.data
         selector.unregister(key.fileobj)
@@ -173,9 +176,19 @@ def serve(listener: socket.socket) -> dict[str, Any]:
             client.sendall(f"{status}\n".encode())
 
 
+def enter(spaces: list[int]) -> None:
+    """Enter the namespaces of these file descriptors, and close them."""
+    setns = ctypes.CDLL(None, use_errno=True).setns  # os.setns is of Python 3.12
+    for name, space in zip(NAMESPACES, spaces, strict=True):
+        there, here = os.fstat(space), os.stat(f"/proc/self/ns/{name}")
+        if there.st_ino != here.st_ino and setns(space, 0):
+            sys.exit(f"setns: {os.strerror(ctypes.get_errno())}")
+        os.close(space)
+
+
 def run(
     words: list[str], folder: str, environment: dict[str, str], cores: list[int],
-    streams: list[int], given: dict[str, str],
+    streams: list[int], spaces: list[int], given: dict[str, str],
 ) -> None:  # fmt: skip
     """Run a program as `python WORDS` would, with these standard streams.
 
@@ -185,12 +198,14 @@ def run(
         environment: the program's.
         cores: to run on; `mpirun` binds ranks to them.
         streams: file descriptors that become 0, 1 and 2.
+        spaces: file descriptors of the namespaces to run in.
         given: the parent's environment before its imports, some of which add variables.
     """
     # No session of its own: where Linux schedules by session, a rank that waits in MPI's loop of
     # sched_yield() would not yield to ranks of others.
     os.setpgid(0, 0)
     os.sched_setaffinity(0, cores)
+    enter(spaces)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

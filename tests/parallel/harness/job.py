@@ -87,9 +87,8 @@ class Job:
         words = list(launcher) or command(
             configuration.backend, configuration.ranks, configuration.hosts
         )
-        # Other launchers may start ranks where a fork would not be, in another network.
-        forks = configuration.framework and not launcher
-        words += python(configuration.framework) if forks else [sys.executable]
+        forks = configuration.framework
+        words += python(forks) if forks else [sys.executable]
         words += [*WORKER, "+".join(configuration.files), str(self._folder)]
         self._began = time.monotonic()
         with (self._folder / "output").open("w") as output:
