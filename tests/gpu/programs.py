@@ -14,6 +14,7 @@ from pathlib import Path
 
 from adasum_hvd.horovod.build import nccl
 from adasum_hvd.horovod.build.sources import INCLUDES
+from tests.gpu.steps import PROGRAMS
 from tests.native import rooms
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def main() -> None:
     sys.path.append(str(REPOSITORY / "benchmarks"))
     from gpu import build_kernels
 
-    folder = options.folder or Path(os.environ.pop("ADASUM_TEST_PROGRAMS"))
+    folder = options.folder or Path(os.environ.pop(PROGRAMS))
     folder.mkdir(parents=True, exist_ok=True)
     compile_programs(folder, options.architecture)
     build_kernels(folder, options.architecture)

@@ -7,7 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from tests.gpu.test_op import DEVICES, SHARED, SHARING, job_of
+from tests.gpu.steps import DEVICES
+from tests.gpu.test_op import SHARED, SHARING, job_of
 from tests.parallel.harness.configurations import Configuration
 
 CASES = [

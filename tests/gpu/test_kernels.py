@@ -11,10 +11,9 @@ import pytest
 
 from adasum_hvd.horovod.build import nccl
 from tests.gpu.programs import NAMES, compile_programs
+from tests.gpu.steps import DEVICES, PROGRAMS
 
-DEVICES = sorted(Path("/dev").glob("nvidia[0-9]*"))
 needs_a_device = pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")
-COMPILED = "ADASUM_TEST_PROGRAMS"  # the folder of compiled programs, if there is one
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The others differ in what they compare, not in what the kernels do.
 EVERY_KERNEL = (
@@ -39,8 +38,8 @@ def run(commands: list[list[str]]) -> str:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> list[Path]:
-    if COMPILED in os.environ:
-        return [Path(os.environ[COMPILED], name) for name in NAMES]
+    if PROGRAMS in os.environ:
+        return [Path(os.environ[PROGRAMS], name) for name in NAMES]
     try:
         return compile_programs(tmp_path_factory.mktemp("device"), "native")
     except nccl.Missing as error:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from pathlib import Path
 
 import pytest
 
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod.build import environment
 from adasum_hvd.horovod.preflight import library_path
+from tests.gpu.steps import DEVICES
 from tests.parallel.harness.configurations import (
     ASYNCHRONOUS,
     SLICED,
@@ -21,7 +21,6 @@ from tests.parallel.harness.configurations import (
 from tests.parallel.harness.job import Job
 
 SHARING = 23200  # NCCL's version from which on several ranks may share a device
-DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))
 FRAMEWORKS = ("torch", "tensorflow")
 SHARED = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
 FORMS = [

@@ -136,16 +136,9 @@ def accelerate() -> None:
     report(net, losses)
 
 
-def lightning() -> None:
-    """Fit, validate, fit again, and resume in a Trainer of its own from the checkpoint."""
-    from lightning import LightningModule, Trainer
-
-    from adasum_hvd.integrations.lightning import AdasumDDPStrategy
-
-    class Watched(AdasumDDPStrategy):
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-            watch(self.state)
+def lightning_line() -> type:
+    """Return the class of a Lightning module that learns to add."""
+    from lightning import LightningModule
 
     class Line(LightningModule):
         def __init__(self) -> None:
@@ -166,51 +159,66 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.05)
 
-    def trainer_of(epochs: int) -> Trainer:
-        return Trainer(
-            accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")),
-            strategy=Watched(rule="adasum"), max_epochs=epochs,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+    return Line
 
-    module, saved = Line(), f"{FOLDER}/line.ckpt"
+
+def lightning_trainer(strategy: object, epochs: int, **more: object) -> object:
+    """Return a Trainer of this job's ranks that writes nothing by itself."""
+    from lightning import Trainer
+
+    return Trainer(
+        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy=strategy, max_epochs=epochs, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **more,
+    )  # fmt: skip
+
+
+def fit_and_resume(line: type, trainer_of: Callable[[int], object]) -> tuple:
+    """Fit, validate, fit again, and resume in a Trainer of its own from the checkpoint.
+
+    Returns:
+        The first Trainer, the module, and the one that has resumed.
+    """
+    module, saved = line(), f"{FOLDER}/line.ckpt"
     trainer = trainer_of(1)
     trainer.fit(module, loader(), loader())
     trainer.validate(module, loader(), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(), loader())
     trainer.save_checkpoint(saved)
-    resumed = Line()
+    resumed = line()
     trainer_of(4).fit(resumed, loader(), loader(), ckpt_path=saved)
+    return trainer, module, resumed
+
+
+def lightning() -> None:
+    """Train by DDP."""
+    from adasum_hvd.integrations.lightning import AdasumDDPStrategy
+
+    class Watched(AdasumDDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            watch(self.state)
+
+    _, module, resumed = fit_and_resume(
+        lightning_line(),
+        lambda epochs: lightning_trainer(Watched(rule="adasum"), epochs),
+    )
     report(resumed, module.losses + resumed.losses)
 
 
 def lightning_fsdp2() -> None:
-    """Fit a sharded model, validate, fit again, and resume in a Trainer of its own."""
-    from lightning import LightningModule, Trainer
+    """Train a sharded model, and then what has resumed in another Trainer."""
     from torch.distributed.fsdp import fully_shard
 
     from adasum_hvd.integrations.lightning import AdasumFSDP2Strategy
 
     ranks = int(os.environ["WORLD_SIZE"])
 
-    class Line(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.losses = nn.Linear(5, 1), []
-
+    class Sharded(lightning_line()):
         def configure_model(self) -> None:
             if not hasattr(self.net, "set_requires_gradient_sync"):  # the first fit
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-        def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-            loss = self._loss(batch)
-            self.losses.append(loss.item())
-            return loss
 
         def on_before_optimizer_step(self, _: torch.optim.Optimizer) -> None:
             reduced.append(None)
@@ -219,34 +227,16 @@ def lightning_fsdp2() -> None:
             dist.all_gather(every, gradient)
             assert all(torch.equal(gradient, one) for one in every)
 
-        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-            self.log("loss", self._loss(batch))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.05)
-
-    def trainer_of(epochs: int) -> Trainer:
+    def trainer_of(epochs: int) -> object:
         strategy = AdasumFSDP2Strategy(
             replicas=2, rule="adasum", data_parallel_size=ranks, tensor_parallel_size=1
         )
-        return Trainer(
-            accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=epochs,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, gradient_clip_val=5.0,
-        )  # fmt: skip
+        return lightning_trainer(strategy, epochs, gradient_clip_val=5.0)
 
     torch.manual_seed(RANK)  # the first replica's weights are everyone's
-    module, saved = Line(), f"{FOLDER}/sharded.ckpt"
-    trainer = trainer_of(1)
-    trainer.fit(module, loader(), loader())
+    trainer, module, resumed = fit_and_resume(Sharded, trainer_of)
     sampler = trainer.train_dataloader.sampler
     assert (sampler.num_replicas, sampler.rank) == (ranks, RANK)
-    trainer.validate(module, loader(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(), loader())
-    trainer.save_checkpoint(saved)
-    resumed = Line()
-    trainer_of(4).fit(resumed, loader(), loader(), ckpt_path=saved)
     assert resumed.losses[0] < module.losses[0]
     trainer_of(4).fit(resumed, loader(), loader())  # the same model in another Trainer
     report(resumed, module.losses + resumed.losses)

@@ -87,8 +87,8 @@ class Job:
         words = list(launcher) or command(
             configuration.backend, configuration.ranks, configuration.hosts
         )
-        forks = configuration.framework
-        words += python(forks) if forks else [sys.executable]
+        framework = configuration.framework
+        words += python(framework) if framework else [sys.executable]
         words += [*WORKER, "+".join(configuration.files), str(self._folder)]
         self._began = time.monotonic()
         with (self._folder / "output").open("w") as output:
