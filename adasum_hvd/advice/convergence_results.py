@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from adasum_hvd.base import ops
 
-__all__ = ["FIGURES", "RIVALS", "Best", "Figures", "Measured"]
+__all__ = ["FIGURES", "RIVALS", "Best", "Figures", "Measured", "ratio"]
+
+
+def ratio(one: int, other: int) -> float:
+    """Return the larger number of workers over the smaller one."""
+    return max(one, other) / min(one, other)
 
 
 class Measured(NamedTuple):
@@ -63,9 +68,7 @@ class Figures(NamedTuple):
         Of two that are equally near it is the one with fewer workers.
         """
         known = [(row, best) for row in self.rows_of(op) if (best := self.best(row))]
-        return min(
-            known, key=lambda of: max(workers / of[0].workers, of[0].workers / workers)
-        )
+        return min(known, key=lambda of: ratio(of[0].workers, workers))
 
     def best(self, row: Measured) -> Best | None:
         """Return the better of the row's two rates; None if a seed missed at the best one.

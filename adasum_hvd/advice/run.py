@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adasum_hvd.advice.convergence_results import FIGURES, RIVALS
+from adasum_hvd.advice.convergence_results import FIGURES, RIVALS, ratio
 from adasum_hvd.advice.learning_rate import study_of
 from adasum_hvd.base import ops
 from adasum_hvd.monitor.files import check
@@ -232,7 +232,7 @@ def _choice(study: str, longer: bool) -> str:
 def _rules_sentence(study: str, workers: int) -> str:
     """Return the study's row at one worker's rate, and which rules of it needed fewest steps."""
     study = "adamw" if study == "adam" else study
-    near = min(RIVALS[study], key=lambda count: max(count / workers, workers / count))
+    near = min(RIVALS[study], key=lambda count: ratio(count, workers))
     row: dict[str, tuple[float, float]] = {**RIVALS[study][near]}
     for rule, op in (("adasum", ops.AdasumGrad), ("mean", ops.Average)):
         (own,) = (row for row in FIGURES[study].rows[op] if row.workers == near)

@@ -192,8 +192,8 @@ class AdasumState(Ruled):
         communicator: Communicator,
     ) -> torch.Tensor:
         """Reduce a bucket; runs in the lane."""
-        _, entry, sizes, problem = bucket
-        self._agree(flat, sizes, problem, communicator)
+        _, entry, sizes, _ = bucket
+        self._agree(flat, bucket, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
         observe = self.records.requested(entry)
         rows = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
@@ -204,25 +204,21 @@ class AdasumState(Ruled):
         return flat
 
     def _agree(
-        self,
-        flat: torch.Tensor,
-        sizes: tuple[int, ...],
-        problem: str,
-        communicator: Communicator,
+        self, flat: torch.Tensor, bucket: _Bucket, communicator: Communicator
     ) -> None:
         """Compare a new bucket over the ranks. DDP gives all ranks the same buckets.
 
         Args:
             flat: the bucket's gradients.
-            sizes: of the parameters.
-            problem: why a parameter cannot be reduced, or "".
+            bucket: what it is.
             communicator: the ranks.
 
         Raises:
             ValueError: they differ, or cannot be reduced; on every rank.
         """
-        bucket = (flat.dtype, flat.layout, sizes, problem)
-        if bucket not in self._known:
+        _, _, sizes, problem = bucket
+        known = (flat.dtype, flat.layout, sizes, problem)
+        if known not in self._known:
             call = call_of([flat], self.rule.described | {"parameters": sizes})
             if not call.problem and sum(sizes) != flat.numel():
                 # DDP puts two real numbers into the bucket for each complex one.
@@ -230,7 +226,7 @@ class AdasumState(Ruled):
             if problem:
                 call = Call(problem=ValueError(problem))
             agree("adasum_hook", call, communicator)
-            self._known.add(bucket)
+            self._known.add(known)
 
     def _finish(self) -> None:
         """Wait for all buckets on a CPU that have been started; blocks.

@@ -21,11 +21,14 @@ from adasum_hvd.distributed.named_rules import adasum, mean
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(torch.optim.SGD, momentum=0.9),
-    **{"adam": torch.optim.Adam, "adamw": torch.optim.AdamW},
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
 }
 # Average last, because it mostly needs the time that the others leave.
 RULES: dict[str, Any] = {
-    **{"AdaSum": lambda: adasum, "AdaScale": AdaScale, "Average": lambda: mean}
+    "AdaSum": lambda: adasum,
+    "AdaScale": AdaScale,
+    "Average": lambda: mean,
 }
 WORKERS = 4, 16
 RATES = [10 ** (power / 2) for power in range(-8, 0)]  # tried if there is no rate
@@ -184,23 +187,28 @@ def measure(
         ValueError: one worker's loss does not fall, at its `rate` or, if that is None, the best.
     """
     trial.run(1, "Average", RATES[0], 0.0)  # a step: torch loads much at the first one
-    begin, target = time.monotonic(), -math.inf
+    begin = time.monotonic()
     if rate is None:
         share, losses = seconds * SEARCH / len(RATES), {}
         for count, one in enumerate(RATES, 1):
             losses[one] = trial.run(1, "Average", one, begin + share * count).loss
         rate = min(losses, key=lambda one: losses[one])
-    todo = [(1, "Average"), *((workers, name) for workers in WORKERS for name in RULES)]
-    for place, (workers, name) in enumerate(todo):
-        now, left = time.monotonic(), [each**0.5 for each, _ in todo[place:]]
-        end = now + (begin + seconds - now) * left[0] / sum(left)
-        latest = begin + seconds if place == 0 else end
-        run = trial.run(workers, name, rate, end, target, latest)
-        if place == 0 and not run.steps:
-            raise ValueError(
-                f"advise --demo: expected one worker's loss to fall at the rate {rate:.3g}, but "
-                f"got {run.loss:.3g} at the lowest in {run.taken} steps; pass a smaller --lr, or "
-                "more --seconds"
-            )
-        target = run.loss if place == 0 else target
-        yield rate, run
+    todo = [(workers, name) for workers in WORKERS for name in RULES]
+
+    def end_of(workers: int, later: list[tuple[int, str]]) -> float:
+        """Return when a run ends that leaves the later ones their parts of the time."""
+        now, own = time.monotonic(), workers**0.5
+        left = own + sum(each**0.5 for each, _ in later)
+        return now + (begin + seconds - now) * own / left
+
+    alone = trial.run(1, "Average", rate, end_of(1, todo), latest=begin + seconds)
+    if not alone.steps:
+        raise ValueError(
+            f"advise --demo: expected one worker's loss to fall at the rate {rate:.3g}, but got "
+            f"{alone.loss:.3g} at the lowest in {alone.taken} steps; pass a smaller --lr, or more "
+            "--seconds"
+        )
+    yield rate, alone
+    for place, (workers, name) in enumerate(todo, 1):
+        end = end_of(workers, todo[place:])
+        yield rate, trial.run(workers, name, rate, end, alone.loss)
