@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +38,7 @@ SIZES = (1_000, *(megabytes * MB for megabytes in (1, 16, 64, 100, 256, 1000))) 
 REPETITIONS = 20
 LEAST_OF_COPY = 0.8  # of its bandwidth, for a kernel
 MOST_OF_AVERAGE = 1.3  # of its time, for AdaSum of 100 MB
+ANNOTATION, ROUND = "user_annotation", "eight reductions"  # in torch.profiler's trace
 # Calls of CUDA that wait for the device. Horovod's finalizer threads wait for events.
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaFree")
 
@@ -260,7 +260,7 @@ def trace_main(arguments: list[str]) -> None:
     """One rank: what CUDA is asked while reductions are enqueued, by thread and call."""
     import horovod.torch as horovod_torch
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     import adasum_hvd.torch as hvd
 
@@ -278,7 +278,8 @@ def trace_main(arguments: list[str]) -> None:
 
     for _ in range(5):
         reduce_all()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiled, record_function(ROUND):
         reduce_all()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "trace.json")
@@ -291,12 +292,18 @@ def trace_main(arguments: list[str]) -> None:
 
 
 def calls_of(events: list[dict]) -> dict[str, Any]:
-    """Return how often other threads called what, and the surroundings of calls that wait."""
+    """Return how often other threads called what in the round, and what surrounds waiting calls.
+
+    The profiler itself calls cudaDeviceSynchronize when it ends, in the trace but after the round.
+    """
+    (span,) = (e for e in events if (e.get("cat"), e["name"]) == (ANNOTATION, ROUND))
+    end = float(span["ts"]) + float(span["dur"])
     threads: dict[str, list[dict]] = {}
     for event in sorted(events, key=lambda e: float(e.get("ts", 0))):
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver")
+        if is_call and float(span["ts"]) <= float(event["ts"]) <= end:
             threads.setdefault(str(event["tid"]), []).append(event)
-    threads.pop(str(threading.get_native_id()), None)
+    threads.pop(str(span["tid"]), None)
     calls: Counter[str] = Counter()
     waiting = []
     for thread, made in threads.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -123,10 +122,10 @@ def test_a_trace_names_the_surroundings_of_a_call_that_waits():
         {"cat": "cuda_runtime", "tid": 1, "ts": 10 - place, "name": name}
         for place, name in enumerate(reversed(names))
     ]
-    main = {"tid": threading.get_native_id(), "ts": 1, "name": "cudaFree"}
-    found = gpu.calls_of(
-        [*events, main | {"cat": "cuda_runtime"}, {"name": "metadata"}]
-    )
+    main = {"cat": "cuda_runtime", "tid": 2, "name": "cudaDeviceSynchronize"}
+    of_profiler = [main | {"ts": 12}, main | {"tid": 3, "ts": 21}]
+    round_of = {"cat": gpu.ANNOTATION, "name": gpu.ROUND, "tid": 2, "ts": 1, "dur": 19}
+    found = gpu.calls_of([*events, *of_profiler, {"name": "metadata"}, round_of])
     assert found["calls"] == dict.fromkeys(names, 1)
     (waiting,) = found["waiting"]
     assert waiting["call"] == "cudaDeviceSynchronize"
