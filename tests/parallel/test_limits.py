@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,46 @@ import pytest
 from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import command, environment, run_launcher
 
+End = tuple[int, str]  # exit status, output
+
 
 def start(
-    folder: Path, backend: str, ranks: int, script: str, **variables: str
-) -> tuple[int, str]:
-    """Run `script` on real ranks and return (exit status, output)."""
+    folder: Path, backend: str, ranks: int, script: str, framework: str = "torch",
+    **variables: str,
+) -> End:  # fmt: skip
+    """Run `script` on real ranks and return how it ended."""
     program = folder / "script.py"
     program.write_text(script)
-    words = [*command(backend, ranks), *python(), str(program)]
+    words = [*command(backend, ranks), *python(framework), str(program)]
     return run_launcher(words, environment(tuple(variables.items())), 120)
+
+
+# Jobs that wait most of the time: a test's name, and its job from a folder and its parameters.
+WAITING: dict[str, Callable[..., End]] = {}
+
+
+@pytest.fixture(scope="module")
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[End]]]:
+    """Start the waiting jobs of the selected tests, three at a time; by the tests' names."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            test.name: pool.submit(
+                WAITING[test.originalname],
+                tmp_path_factory.mktemp("waiting"),
+                **getattr(getattr(test, "callspec", None), "params", {}),
+            )
+            for test in tests
+            if test.originalname in WAITING
+        }
+
+
+@pytest.fixture
+def ended(ends: dict[str, Future[End]], request: pytest.FixtureRequest) -> End:
+    """Return how the test's waiting job ended."""
+    return ends[request.node.name].result()
 
 
 LIMITED = """
@@ -168,14 +201,18 @@ except HorovodInternalError as error:
 """
 
 
-@pytest.mark.parametrize("warnings_after", ["1", None])
-def test_the_limit_of_a_missing_tensor_does_not_depend_on_warnings(
-    tmp_path: Path, warnings_after: str | None
-) -> None:
+def missing(folder: Path, warnings_after: str | None) -> End:
     variables = {"ADASUM_HVD_STALL_SECONDS": "6"}
     if warnings_after:
         variables["HOROVOD_STALL_CHECK_TIME_SECONDS"] = warnings_after
-    _, output = start(tmp_path, "gloo", 2, MISSING, **variables)
+    return start(folder, "gloo", 2, MISSING, **variables)
+
+
+@pytest.mark.parametrize("warnings_after", ["1", None])
+def test_the_limit_of_a_missing_tensor_does_not_depend_on_warnings(
+    warnings_after: str | None, ended: End
+) -> None:
+    _, output = ended
     assert output.count("ENDED") == 2, output[-3000:]
     assert re.search(r'tensor "\S*alone" from rank 0 and not from rank 1', output), (
         output
@@ -215,12 +252,16 @@ print("SAVED a checkpoint", flush=True)
 """
 
 
-def test_after_a_failure_over_mpi(tmp_path: Path) -> None:
-    """Memory into which MPI may still receive is kept; the script has time for a checkpoint."""
-    status, output = start(
-        tmp_path, "mpi", 2, AFTER_A_FAILURE, ADASUM_HVD_LOCAL="off",
+def after_a_failure(folder: Path) -> End:
+    return start(
+        folder, "mpi", 2, AFTER_A_FAILURE, ADASUM_HVD_LOCAL="off",
         ADASUM_HVD_TIMEOUT_SECONDS="3", ADASUM_HVD_CHECKPOINT_SECONDS="12",
     )  # fmt: skip
+
+
+def test_after_a_failure_over_mpi(ended: End) -> None:
+    """Memory into which MPI may still receive is kept; the script has time for a checkpoint."""
+    status, output = ended
     assert status != 0
     assert "KEPT" in output, output[-3000:]
     assert "SAVED" in output, output[-3000:]
@@ -256,6 +297,14 @@ except Error as error:
 """
 
 
+def ends_after_a_failure(folder: Path, backend: str, framework: str, end: str) -> End:
+    script = ENDS_AFTER_A_FAILURE.replace("FRAMEWORK", framework).replace("END", end)
+    return start(
+        folder, backend, 3, script, framework, ADASUM_HVD_TIMEOUT_SECONDS="5",
+        ADASUM_HVD_CHECKPOINT_SECONDS="300", HOROVOD_GLOO_TIMEOUT_SECONDS="300",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("backend", "framework", "end"),
     [
@@ -267,21 +316,17 @@ except Error as error:
     ids=lambda value: value.split(".")[-1].partition("(")[0],
 )
 def test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank(
-    tmp_path: Path, backend: str, framework: str, end: str
+    backend: str, framework: str, end: str, ended: End
 ) -> None:
     """The time for a checkpoint, and Gloo's limit, are for a script that still runs."""
-    script = ENDS_AFTER_A_FAILURE.replace("FRAMEWORK", framework).replace("END", end)
-    program = tmp_path / "script.py"
-    program.write_text(script)
-    variables = environment(
-        (
-            ("ADASUM_HVD_TIMEOUT_SECONDS", "5"),
-            ("ADASUM_HVD_CHECKPOINT_SECONDS", "300"),
-            ("HOROVOD_GLOO_TIMEOUT_SECONDS", "300"),
-        )
-    )
-    words = [*command(backend, 3), *python(framework), str(program)]
-    status, output = run_launcher(words, variables, 120)
+    status, output = ended
     assert status != 0 and output.count("FAILED") == 2, output[-3000:]
     assert "ended after" not in output, output[-3000:]
     assert ("SAVED" in output) == ("SAVED" in end), output[-3000:]
+
+
+WAITING |= {
+    test_the_limit_of_a_missing_tensor_does_not_depend_on_warnings.__name__: missing,
+    test_after_a_failure_over_mpi.__name__: after_a_failure,
+    test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank.__name__: ends_after_a_failure,
+}
