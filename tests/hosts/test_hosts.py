@@ -181,8 +181,11 @@ for step in range(1000000):
 """
 
 
-def cut_a_link(folder: Path) -> tuple[int, str, float]:
-    """Cut a host's link while a loop runs; return the status, the output and the seconds after."""
+Cut = tuple[int, str, float]  # status, output, seconds after the cut
+
+
+def cut_a_link(folder: Path) -> Cut:
+    """Cut a host's link while a loop runs, and return how it ended."""
     program = folder / "loop.py"
     program.write_text(LOOP)
     cut_at = []
@@ -214,7 +217,7 @@ def cut_a_link(folder: Path) -> tuple[int, str, float]:
 @pytest.fixture(scope="module", autouse=True)
 def link_is_cut(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Future | None]:
+) -> Iterator[Future[Cut] | None]:
     """Cut a link next to the other tests, because that job mostly waits."""
     test = test_a_link_that_goes_down_ends_every_rank.__name__
     selected = any(item.name == test for item in request.session.items)
@@ -223,7 +226,7 @@ def link_is_cut(
         yield pool.submit(cut_a_link, folder) if selected else None
 
 
-def test_a_link_that_goes_down_ends_every_rank(link_is_cut: Future) -> None:
+def test_a_link_that_goes_down_ends_every_rank(link_is_cut: Future[Cut]) -> None:
     """Nobody waits for ever for a host that is no longer there."""
     status, output, seconds = link_is_cut.result()
     assert status != 0
