@@ -9,6 +9,7 @@ from functools import partial
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import adasum_hvd.tensorflow.keras as hvd
 from tests.parallel.cases.tensorflow.test_ops import align as align
@@ -57,10 +58,10 @@ def compiled(optimizer: keras.optimizers.Optimizer, **kwargs: object) -> keras.M
 
 
 def fit(model: keras.Model, steps: int = STEPS, **kwargs: object) -> None:
-    images, targets = numerics.data_of(hvd.rank(), steps)
-    model.fit(
-        images, targets, batch_size=numerics.BATCH, shuffle=False, verbose=0, **kwargs
-    )
+    data = tuple(d.astype(np.float32) for d in numerics.data_of(hvd.rank(), steps))
+    # Keras would trace several functions for the batches of an array.
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(numerics.BATCH)
+    model.fit(batches, verbose=0, **kwargs)
 
 
 def digest_of(model: keras.Model) -> str:
