@@ -121,7 +121,10 @@ void QuotasAreRead() {
   root.Put("cpu.max", "150000 100000");
   Check(processors("0::/job/rank") == 1.5, "v2: the tightest");
   Check(processors("0::/not/seen/from/inside") == 1.5, "v2: the container's root");
-  Check(processors("7:memory:/job\n12:cpuset:/job") == none, "v1: other controllers");
+  root.Put("cpu/alone/cpu.cfs_quota_us", "25000");
+  root.Put("cpu/alone/cpu.cfs_period_us", "100000");
+  Check(processors("7:memory:/alone\n12:cpuset:/alone") == none, "v1: other controllers");
+  Check(processors("7:cpu:/alone") == 0.25, "v1: the controller alone");
   root.Put("cpu,cpuacct/job/cpu.cfs_quota_us", "50000");
   root.Put("cpu,cpuacct/job/cpu.cfs_period_us", "100000");
   root.Put("cpu,cpuacct/cpu.cfs_quota_us", "-1");

@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -274,11 +275,12 @@ def test_a_killed_rank_is_named_at_once(child: bool) -> None:
         assert waited < 2
 
 
-def late(rank: Rank, delay: float, limit: float) -> tuple[float, list[str]]:
-    """Return the processor time of two reductions whose second rank comes late, and errors."""
+def late(rank: Rank, delay: float, limit: float) -> tuple[float, int, list[str]]:
+    """Return processor time and sleeps of two reductions whose second rank is late, and errors."""
     group = rank.group(limit)
     ones = np.ones(1000, "float32")
     began, errors = time.process_time(), []
+    slept = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     if rank.rank == 1:
         time.sleep(delay)
     for _ in range(2):
@@ -286,17 +288,19 @@ def late(rank: Rank, delay: float, limit: float) -> tuple[float, list[str]]:
             group.reduce(table(ones, (1000,)), "float32")
         except core.Unresponsive as error:
             errors.append(str(error))
-    return time.process_time() - began, errors
+    slept = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - slept
+    return time.process_time() - began, slept, errors
 
 
 def test_a_late_rank_is_awaited_asleep() -> None:
-    (spent, errors), (_, others) = run(late, 2, 3.0, 60.0)
+    (spent, slept, errors), (_, _, others) = run(late, 2, 3.0, 60.0)
     assert errors == others == []
     assert spent < 1
+    assert slept < 600  # 50 ms each
 
 
 def test_a_rank_that_is_too_late_is_an_error_that_names_the_limit() -> None:
-    (_, errors), (_, others) = run(late, 2, 4.0, 2.0)
+    (*_, errors), (*_, others) = run(late, 2, 4.0, 2.0)
     assert len(errors) == 2
     assert all(
         f"rank {JOB_RANKS + 1} did not respond for 2 s, the limit of the test" in error
