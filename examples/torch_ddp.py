@@ -78,6 +78,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, identical replicas")
         print(f"test accuracy {hits.float().mean().item():.3f}")
+    del model  # DDP before its process group: docs/troubleshooting.md
     dist.destroy_process_group()
 
 
