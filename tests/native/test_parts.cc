@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "host/abort_notice.h"
+#include "host/shared_memory.h"
 #include "op/settings.h"
 #include "reduce/layout.h"
 #include "reduce/placement.h"
@@ -502,6 +503,24 @@ void AResultOfTwoRegionsIsStaged() {
   FreeShared(staging);
 }
 
+// A peer's message may name only memory that it has offered.
+void SpansKeepToTheirBounds() {
+  char memory[100];
+  const MemorySpan span = {memory, sizeof memory};
+  Check(span.At(0, 100) == memory && span.At(40, 60) == memory + 40 && span.At(100, 0) == memory + 100,
+        "what was offered is refused");
+  const std::pair<uint64_t, int64_t> outside[] = {{0, 101}, {40, 61}, {101, 0}, {0, -1}};
+  for (const auto& [offset, count] : outside) {
+    bool refused = false;
+    try {
+      span.At(offset, count);
+    } catch (const std::runtime_error&) {
+      refused = true;
+    }
+    Check(refused, std::to_string(count) + " bytes at " + std::to_string(offset) + " are not refused");
+  }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -524,5 +543,6 @@ int main(int argc, char** argv) {
                       {"placement follows addresses", PlacementFollowsAddresses},
                       {"placement follows shared memory", PlacementFollowsSharedMemory},
                       {"a result of two regions is staged", AResultOfTwoRegionsIsStaged},
+                      {"spans keep to their bounds", SpansKeepToTheirBounds},
                   });
 }
