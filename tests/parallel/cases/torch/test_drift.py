@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -215,19 +213,6 @@ def case_training_without_step(op: str) -> None:
             optimizer.perturb()
             backward(model, step)
             optimizer.second_step()
-
-
-@pytest.mark.parametrize("op", VARIANTS)
-def case_scheduler_from_before_warns_of_nothing(op: str) -> None:
-    model = model_of()
-    plain = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(model, optimizer, 0)
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def case_groups_of_generators() -> None:

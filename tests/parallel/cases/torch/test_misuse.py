@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 
 import pytest
 import torch
@@ -36,18 +37,20 @@ def case_complex_parameters(op: str) -> None:
 
 @pytest.mark.parametrize("op", VARIANTS)
 def case_scheduler_from_before(op: str) -> None:
-    """It shares the param groups, also after a state has been loaded."""
+    """It shares the param groups, also after a state has been loaded, and nothing warns."""
     model = model_of()
     plain = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
     hvd.broadcast_optimizer_state(optimizer, 0)
     optimizer.load_state_dict(optimizer.state_dict())
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        schedule.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            schedule.step()
     rates = hvd.allgather_object(optimizer.param_groups[0]["lr"])
     assert rates == [pytest.approx(0.0125)] * hvd.size()
     hvd.check_replicas(model)
