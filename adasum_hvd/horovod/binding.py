@@ -137,7 +137,6 @@ def shared_memory(
     The op reduces tensors in this memory in place, and copies all others in and out.
 
     Args:
-        library: the framework's Horovod library.
         size: bytes.
 
     Returns:
@@ -160,7 +159,6 @@ def request_record(library: ctypes.CDLL, entry: str) -> None:
     """Request a record of the next reduction of tensor `entry`.
 
     Args:
-        library: the framework's Horovod library.
         entry: the tensor's full name in Horovod ("allreduce." included).
     """
     library.horovod_adasum_observe(entry.encode())
@@ -170,10 +168,6 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
     """Return the latest record of a tensor, or None if there is none.
 
     For a tensor on a device, the first call waits for the reduction.
-
-    Args:
-        library: the framework's Horovod library.
-        entry: see :func:`request_record`.
     """
     sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
     levels, doubles = ctypes.c_int64(), ctypes.c_int64()
@@ -221,7 +215,6 @@ def register_weights(
     and sets each weight to its start copy plus the AdaSum of the changes.
 
     Args:
-        library: the framework's Horovod library.
         entry: the tensor's full name in Horovod ("allreduce." included).
         start: address of the start copy. A tensor of the same name at another address (on a rank
             that has joined) is an ordinary tensor.
@@ -243,7 +236,6 @@ def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -
     reduction. One pass over the weights.
 
     Args:
-        library: the framework's Horovod library.
         entry: the tensor's name, as registered.
         dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
         threads: at most so many copy.

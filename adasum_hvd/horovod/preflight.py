@@ -31,12 +31,7 @@ def has_mpi(framework: str) -> bool:
 
 
 def mpi_of(library: ctypes.CDLL, built: bool) -> str:
-    """Return the family of Horovod's MPI: "Open MPI", "MPICH" for others, "" without MPI.
-
-    Args:
-        library: the framework's Horovod library.
-        built: whether Horovod was built with MPI.
-    """
+    """Return the family of Horovod's MPI: "Open MPI", "MPICH" for others, "" without MPI."""
     if not built:
         return ""
     return "Open MPI" if hasattr(library, "ompi_mpi_comm_world") else "MPICH"
@@ -67,9 +62,6 @@ def _require_keras() -> None:
 def require_unfinished_mpi(library: ctypes.CDLL) -> None:
     """Check that Horovod would not call MPI after `MPI_Finalize`, which aborts the process.
 
-    Args:
-        library: the framework's Horovod library.
-
     Raises:
         RuntimeError: MPI was finalized, as `hvd.shutdown()` does it; on every rank.
     """
@@ -88,9 +80,6 @@ def require_unfinished_mpi(library: ctypes.CDLL) -> None:
 
 def require_horovod(framework: str) -> None:
     """Import Horovod's module for a framework, and check that it has the op.
-
-    Args:
-        framework: "torch" or "tensorflow".
 
     Raises:
         ImportError: the framework or a Horovod with the op is not installed, or Keras does not

@@ -21,12 +21,6 @@ def configure(
 ) -> None:
     """Check that the library has the op, and set the groups of the next start.
 
-    Args:
-        mpi_ops: Horovod's module for the framework.
-        library: the framework's Horovod library.
-        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
-
     Raises:
         RuntimeError: the library lacks the op, or Horovod runs with other groups.
         ValueError: a setting is invalid.
@@ -48,12 +42,8 @@ def start(
     """Start Horovod with the groups of the last :func:`configure`.
 
     Args:
-        mpi_ops: Horovod's module for the framework.
-        library: the framework's Horovod library.
         set_variables: :func:`variables.before_init` or the framework's own.
         again: restart with the current ranks of an elastic job.
-        *args: as `mpi_ops.init`.
-        **kwargs: as `mpi_ops.init`.
 
     Raises:
         RuntimeError: `shutdown()` has ended MPI, which starts once in a process; or ranks are
@@ -79,8 +69,6 @@ def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
     """Log one line on rank 0: version, ranks, transport and groups.
 
     Args:
-        mpi_ops: Horovod's module for the framework.
-        library: the framework's Horovod library.
         path: `binding.transport_description`, "" before the first reduction.
     """
     if mpi_ops.rank() == 0:

@@ -17,9 +17,6 @@ def report_uncaught(library: ctypes.CDLL) -> None:
     Ranks that wait for this rank get a `HorovodInternalError` as soon as it shuts down; the
     error's text names the exception. Horovod's own exceptions are not reported, because every
     rank raises them.
-
-    Args:
-        library: the Horovod library of the initialized framework.
     """
     if not _libraries:
         hook = sys.excepthook

@@ -144,9 +144,7 @@ def build(
     """Return a wheel of Horovod with the AdaSum op for this environment; build it if needed.
 
     Args:
-        frameworks: see :func:`detect`.
-        mpi: see :func:`detect`.
-        gpu: see :func:`detect`.
+        frameworks, mpi, gpu: see :func:`detect`.
         force: build even if a cached wheel fits, in the same build tree.
         debug: with debug information.
 

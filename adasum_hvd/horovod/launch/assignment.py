@@ -44,9 +44,6 @@ def server_address(infos: Sequence[RankInfo]) -> str:
 def assign(infos: Sequence[RankInfo]) -> list[Slot]:
     """Return every rank's slot, for any placement of ranks on hosts.
 
-    Args:
-        infos: of all ranks, in rank order.
-
     Raises:
         LaunchError: the ranks contradict one another.
     """

@@ -332,7 +332,6 @@ def innermost(
     rank show which launcher has started which. If they do not, levels decide.
 
     Args:
-        environment: such as `os.environ`.
         chain: this process, its parent, and so on; None for the real ones.
 
     Raises:

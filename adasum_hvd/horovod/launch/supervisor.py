@@ -34,7 +34,6 @@ def start(words: Sequence[str], **arguments: Any) -> subprocess.Popen[Any]:
     left. The end of the thread that calls this function is a SIGTERM.
 
     Args:
-        words: the command.
         **arguments: of `subprocess.Popen`.
     """
     # Without `site`, whose packages may take long to load.
@@ -49,7 +48,6 @@ def running(words: Sequence[str], **arguments: Any) -> Iterator[subprocess.Popen
     In the main thread, SIGTERM and SIGHUP raise SystemExit in the block.
 
     Args:
-        words: the command.
         **arguments: of `subprocess.Popen`; standard input is empty.
     """
     arguments = {"stdin": subprocess.DEVNULL, "start_new_session": True, **arguments}

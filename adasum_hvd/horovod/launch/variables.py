@@ -67,10 +67,6 @@ def starts_by_itself(environment: Mapping[str, str], mpi: str) -> bool:
 def context_to_start(environment: Mapping[str, str], mpi: str) -> LaunchContext | None:
     """Return this process's context if Horovod needs our variables, else None.
 
-    Args:
-        environment: see :func:`starts_by_itself`.
-        mpi: see :func:`starts_by_itself`.
-
     Raises:
         LaunchError: a launcher's variables are incomplete or contradictory.
     """
@@ -87,9 +83,6 @@ def serve(infos: Sequence[RankInfo]) -> Reply:
     """Start Horovod's rendezvous server; return its address and every rank's slot.
 
     The server runs as long as the process: later process sets and starts use it, too.
-
-    Args:
-        infos: of all ranks.
     """
     try:
         slots = assign(infos)
@@ -133,10 +126,6 @@ def variables_of(
 
 def set_for(context: LaunchContext, rendezvous: Rendezvous) -> None:
     """Set Horovod's variables in this process, on all ranks.
-
-    Args:
-        context: this process's.
-        rendezvous: exchanges the infos of all ranks.
 
     Raises:
         LaunchError: a rank is missing or the ranks contradict one another (on every rank that
@@ -195,8 +184,6 @@ def check_size(
     Args:
         size: the number of ranks that it has found.
         expected: the launcher's, of :func:`before_init`.
-        comm: Horovod's argument: some of the ranks.
-        process_sets: Horovod's argument.
 
     Raises:
         LaunchError: the launcher has started other ranks; on every rank.
