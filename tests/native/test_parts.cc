@@ -38,10 +38,14 @@ void BytesAndRounds() {
            scratch, [](Phase, int) {});
     const double payload = 2.0 * 3 / 4 * static_cast<double>(output.size());
     Check(static_cast<double>(transport.sent_bytes()) <= 1.01 * payload, "more bytes than 2n(N-1)/N");
-    const int64_t before = transport.exchanges();
-    Reduce({{output.data(), output.data(), 64}}, kFloat32, flat, 1.0, settings, Portable(), workers, scratch,
-           [](Phase, int) {});
-    Check(transport.exchanges() == before + 1, "a small tensor took more than one exchange");
+    settings.replicate_bytes = 64 * 4 * transport.size();
+    for (const int64_t elements : {64, 65}) {
+      const int64_t before = transport.exchanges();
+      Reduce({{output.data(), output.data(), elements}}, kFloat32, flat, 1.0, settings, Portable(), workers,
+             scratch, [](Phase, int) {});
+      const bool one = transport.exchanges() == before + 1;
+      Check(one == (elements == 64), std::to_string(elements) + " elements took another way");
+    }
   });
 }
 
