@@ -168,7 +168,9 @@ void PlansFollowHostsAndCosts() {
   Check(radices(hosts_of(3, 2), 0, {}) == Sizes({2, 3}), "2 x 3");
   Check(radices({0, 0, 1}, 0, {}) == Sizes{3}, "uneven hosts are flat");
   Check(radices(hosts_of(2, 2), 0, {0}) == Sizes{4}, "flat where it is asked for");
-  Check(radices(hosts_of(1, 16), 0, {}).size() > 1, "16 ranks of a host are split");
+  Check(radices(hosts_of(1, 16), 0, {}) == Sizes({4, 4}), "16 ranks of a host are split");
+  Check(radices(hosts_of(8, 2), 0, {}) == Sizes({2, 8}), "8 hosts save too little by another level");
+  Check(radices(hosts_of(16, 1), 0, {}) == Sizes({4, 4}), "16 hosts save enough");
   Check(radices(hosts_of(512, 8), 0, {}).size() > 2, "512 hosts are split");
   for (const Sizes& wrong : {Sizes{3, 2}, Sizes{4, 4}, Sizes{16, 1}, Sizes{3, 3}}) {
     bool refused = false;
