@@ -66,9 +66,7 @@ FOREIGN = {
 def check(name: str, value: Any) -> Any:
     """Return the value of the argument `name`: a bool unchanged, a number as a float.
 
-    Raises:
-        TypeError: it has a wrong type; a bool is not a number.
-        ValueError: it is out of range or not finite.
+    Raises TypeError for a wrong type (a bool is not a number), ValueError for a wrong range.
     """
     kind, words, holds, range_words = _RULES[name]
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
@@ -86,14 +84,7 @@ def check(name: str, value: Any) -> Any:
 def drop_foreign(arguments: dict[str, Any]) -> None:
     """Drop other Adams' arguments that ask for what AdamOffload does anyway, in place.
 
-    Raises:
-        ValueError: one asks for another algorithm; the message names what to use.
-
-    Example:
-        >>> arguments = {"use_offload": True, "clipnorm": 1.0}
-        >>> drop_foreign(arguments)
-        >>> arguments
-        {'clipnorm': 1.0}
+    Raises ValueError if one asks for another algorithm.
     """
     for name in FOREIGN.keys() & arguments.keys():
         value, (expected, remedy) = arguments.pop(name), FOREIGN[name]
@@ -119,19 +110,9 @@ def _number(value: Any) -> Any:
 
 
 def parse(name: str, value: Any) -> float | Schedule:
-    """Return the meaning of "lr" or "weight_decay".
+    """Return "lr" or "weight_decay" as a float, a tuple of floats, or a function of the step.
 
-    Args:
-        name: one of the two.
-        value: a number, or a function that is called with the step, counted from 0. "lr" may
-            also be a 0-d array; or a 1-d array or finite iterable, with a rate per step.
-
-    Returns:
-        A float, a tuple of floats, or the function.
-
-    Raises:
-        TypeError: `value` is none of these.
-        ValueError: a number is negative, or the array has more than one dimension or no value.
+    "lr" may also be a 0-d array; or a 1-d array or finite iterable, with a rate per step.
     """
     if callable(value):
         return value
@@ -156,13 +137,7 @@ def parse(name: str, value: Any) -> float | Schedule:
 
 
 def value_at(name: str, schedule: Schedule, step: int) -> float:
-    """Return "lr" or "weight_decay" of a step, counted from 0.
-
-    Raises:
-        IndexError: a vector of rates has no value for this step.
-        TypeError: a schedule did not return a number.
-        ValueError: a schedule returned a negative number.
-    """
+    """Return "lr" or "weight_decay" of a step, counted from 0."""
     if callable(schedule):
         return check(name, _number(schedule(step)))
     if step >= len(schedule):
@@ -199,22 +174,14 @@ def reference_step(
     torch_eps: bool = False,
     decoupled_weight_decay: bool = False,
 ) -> None:
-    """Take step t in place, in float64: the reference for the frameworks' tests.
-
-    The other arguments are `AdamOffload`'s, with the values of this step.
+    """Take step t, counted from 1, in place, in float64: the reference for the tests.
 
     Args:
         w: weights, float64, any shape.
         g: gradients of the scaled loss, as `w`.
         m: first moment, as `w`, zero before step 1.
         v: second moment, as `m`.
-        t: the step, counted from 1.
-
-    Example:
-        >>> w, m, v = np.ones(1), np.zeros(1), np.zeros(1)
-        >>> reference_step(w, np.ones(1), m, v, 1, lr=0.1)
-        >>> round(float(w[0]), 6)
-        0.9
+        t: the step. The other arguments are `AdamOffload`'s, with the values of this step.
     """
     if decoupled_weight_decay:
         w *= 1 - lr * weight_decay

@@ -28,10 +28,7 @@ def cores_of_launcher(variable: str) -> int:
     """Return the cores that this host's ranks have together: those of their launcher.
 
     It binds ranks, but not itself. Processes between it and a rank, such as a shell that sets up
-    the rank's environment, are bound as the rank.
-
-    Args:
-        variable: set by the launcher in all of these.
+    the rank's environment, are bound as the rank; all of these have its `variable`.
     """
     pid, mark = os.getppid(), f"\0{variable}=".encode()
     with suppress(OSError):  # the process of another user, or of another container

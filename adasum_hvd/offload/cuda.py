@@ -111,13 +111,8 @@ class Transfers:
     def collect(self, params: Iterable[torch.Tensor], unscaled: bool = False) -> None:
         """Start every copy that backward did not start, or whose gradient has changed since.
 
-        A gradient may have been clipped or replaced after its copy; its version counter shows
-        it.
-
-        Args:
-            params: in the order of their updates.
-            unscaled: a GradScaler has unscaled the gradients, which version counters do not
-                show.
+        A version counter shows that a gradient was clipped or replaced after its copy, but not
+        that a GradScaler has `unscaled` it.
         """
         stale = used = False
         for param in params:

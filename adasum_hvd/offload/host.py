@@ -26,21 +26,13 @@ PIECE_ELEMENTS = 1 << 18  # per thread, in a batch that needs scratch
 
 @dataclass(frozen=True)
 class Settings:
-    """The formula's numbers in one step, for parameters that share them.
-
-    Attributes:
-        group: the param group.
-        decay: weight decay; 0 for parameters of the group that have none.
-        step: of these parameters, counted from 1.
-        scale: all factors of the loss.
-        converts: gradients have another dtype than weights.
-    """
+    """The formula's numbers in one step, for parameters that share them."""
 
     group: dict[str, Any]
-    decay: float
-    step: float
-    scale: float
-    converts: bool
+    decay: float  # 0 for parameters of the group that have none
+    step: float  # of these parameters, counted from 1
+    scale: float  # all factors of the loss
+    converts: bool  # gradients have another dtype than weights
 
     @property
     def adds_decay(self) -> bool:
@@ -72,23 +64,14 @@ class Settings:
 
 
 class Update(NamedTuple):
-    """One parameter's update, or a piece of it: contiguous host tensors of one shape.
+    """One parameter's update, or a piece of it: contiguous host tensors of one shape."""
 
-    Attributes:
-        weights: float32 or float64, updated in place.
-        grad: of any float dtype; only read.
-        exp_avg: first moment, as `weights`.
-        exp_avg_sq: second moment, as `weights`.
-        out: receives the new weights in its own dtype, or None.
-        completes: the parameter that this update finishes and `run` reports, or None.
-    """
-
-    weights: torch.Tensor
-    grad: torch.Tensor
+    weights: torch.Tensor  # float32 or float64, updated in place, as both moments
+    grad: torch.Tensor  # of any float dtype; only read
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    out: torch.Tensor | None = None
-    completes: torch.Tensor | None = None
+    out: torch.Tensor | None = None  # receives the new weights in its own dtype
+    completes: torch.Tensor | None = None  # the parameter that is finished after it
 
     def pieces(self, elements: int) -> Iterator[Update]:
         """Yield the update in pieces of at most so many elements."""
@@ -122,11 +105,8 @@ class HostAdam:
     ) -> None:
         """Do updates of one dtype, in order.
 
-        Args:
-            settings: of all of them.
-            updates: consumed one by one, so that each may wait for its gradient.
-            done: called with `completes` of each update right after it.
-            overlaps: do not wait for all updates, because others are copied meanwhile.
+        They are consumed one by one, so that each may wait for its gradient. `done` is called with
+        `completes` of each. With `overlaps` none waits for all: others are copied meanwhile.
         """
         limit = PIECE_ELEMENTS * torch.get_num_threads()
         kernel = settings.kernel()

@@ -19,19 +19,13 @@ from keras.optimizers.schedules import LearningRateSchedule
 from adasum_hvd.offload import adam
 
 _HOST = "CPU:0"
-
-
 _CHECKED = ("beta1", "beta2", "eps", "use_locking", "use_nesterov", "loss_scale",
             "decoupled_weight_decay")  # fmt: skip
 
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class RateVector(LearningRateSchedule):
-    """A learning rate per step, counted from 0.
-
-    Args:
-        rates: one for each step.
-    """
+    """A learning rate per step, counted from 0."""
 
     def __init__(self, rates: Sequence[float]):
         self.rates = [float(rate) for rate in rates]
@@ -62,11 +56,7 @@ class RateFunction(LearningRateSchedule):
     """A learning rate or weight decay from any Python function of the step, counted from 0.
 
     Keras calls its own callables without the step. In a graph the function also runs in every
-    step, as plain Python.
-
-    Args:
-        function: a function of the step, an int, that returns a number.
-        of: "lr" or "weight_decay".
+    step, as plain Python. `of` is "lr" or "weight_decay".
     """
 
     def __init__(self, function: Callable[[int], Any], of: str = "lr"):
@@ -96,12 +86,7 @@ class RateFunction(LearningRateSchedule):
 
 
 def _schedule_of(name: str, value: Any) -> Any:
-    """Return "lr" or "weight_decay" as a number, or in a form that Keras accepts.
-
-    Raises:
-        TypeError: a wrong type.
-        ValueError: a number is negative.
-    """
+    """Return "lr" or "weight_decay" as a number, or in a form that Keras accepts."""
     elements = value if isinstance(value, list | tuple) else ()
     if any(isinstance(item, dict) or hasattr(item, "assign") for item in elements):
         raise TypeError(

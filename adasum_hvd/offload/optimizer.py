@@ -21,7 +21,7 @@ from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.base.logging import logger
 from adasum_hvd.offload import adam, settings
 from adasum_hvd.offload.cores import hint_of_threads, thread_budget, threads
-from adasum_hvd.offload.host import HostAdam, Settings, Update
+from adasum_hvd.offload.host import Settings, Update
 from adasum_hvd.offload.plan import Plan, master_dtype
 from adasum_hvd.offload.settings import Group
 from adasum_hvd.offload.state import HostStateOptimizer
@@ -154,17 +154,11 @@ class AdamOffload(HostStateOptimizer):
             if num_threads is None and hint_of_threads():
                 logger.info("%s", hint_of_threads())
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._host = HostAdam()
-
     def add_param_group(self, param_group: Group) -> None:
         """Add a group as torch does; its schedules go on with the step of the others.
 
         Raises:
-            TypeError: as the constructor.
-            ValueError: as the constructor, or a parameter is in another group.
-            KeyError: an unknown key.
+            TypeError, ValueError, KeyError: as the constructor.
         """
         if not isinstance(param_group, dict):
             raise TypeError(

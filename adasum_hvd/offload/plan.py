@@ -25,27 +25,16 @@ def is_own_master(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of an `AdamOffload` on one rank.
+    """Bytes of an `AdamOffload` on one rank; on the host, but `model` and `kept_on_device`."""
 
-    Attributes:
-        params: number of elements of all parameters.
-        moments: both moments, on the host.
-        masters: float32 masters of parameters that need one, on the host.
-        pinned: page-locked buffers for parameters on CUDA, on the host.
-        scratch: on the host.
-        model: device bytes of the model: parameters on CUDA and as many gradients.
-        available: free host memory, which all ranks of the host share.
-        kept_on_device: device bytes of the optimizer between steps: always 0.
-    """
-
-    params: int
-    moments: int
-    masters: int
-    pinned: int
+    params: int  # number of elements of all parameters
+    moments: int  # both of them
+    masters: int  # of parameters that need one
+    pinned: int  # page-locked buffers for parameters on CUDA
     scratch: int
-    model: int
-    available: int
-    kept_on_device: int = 0
+    model: int  # parameters on CUDA and as many gradients
+    available: int  # free host memory, which all ranks of the host share
+    kept_on_device: int = 0  # by the optimizer, between steps
 
     @classmethod
     def of(cls, params: Iterable[torch.Tensor]) -> Plan:

@@ -1,10 +1,9 @@
 """The user's settings: param groups with their names and order.
 
-`AdamOffload`'s groups are torch's, with these keys in addition to "params", "lr", "betas",
-"eps" and "weight_decay": "schedule" (of "lr": None, a tuple of rates or a callable),
-"decay_schedule" (of "weight_decay": None or a callable), "step" (calls of `step()`, the same in
-all groups, which schedules count), "use_nesterov", "loss_scale", "torch_eps",
-"decoupled_weight_decay", and, parallel to "params" and only where needed, "no_decay" and "order".
+`AdamOffload`'s groups are torch's, with the constructor's settings and these keys: "schedule"
+(of "lr": None, a tuple of rates or a callable), "decay_schedule" (of "weight_decay": None or a
+callable), "step" (calls of `step()`, the same in all groups, which schedules count), and,
+parallel to "params" and only where needed, "no_decay" and "order".
 """
 
 from __future__ import annotations
@@ -33,21 +32,7 @@ _MEANINGLESS = ("foreach", "capturable", "fused", "grad_centralization")
 def groups_of(
     params: Any, defaults: Group, named_parameters: Iterable[Named] | None
 ) -> list[Group]:
-    """Return the param groups of `params`, complete and checked.
-
-    Args:
-        params: tensors, (name, tensor) pairs, or dicts, of which one may have only
-            "order_params".
-        defaults: of the optimizer.
-        named_parameters: the constructor's argument.
-
-    Raises:
-        TypeError: `params` is not an ordered iterable, or has an element of a wrong type.
-        ValueError: `params` is empty, a value is out of range, a setting asks for another
-            algorithm, only some parameters have names, or "order_params" is wrong.
-        KeyError: an unknown key in a group, or no "params".
-        RuntimeError: a parameter, or its name, occurs twice.
-    """
+    """Return the param groups of the constructor's `params`, complete and checked."""
     pairs = list(named_parameters or ())
     if not all(_is_named(pair) for pair in pairs):
         raise ValueError(
@@ -105,15 +90,7 @@ def complete(
 ) -> tuple[Group, list[str]]:
     """Return one group, checked and completed from the defaults, and its parameters' names.
 
-    Args:
-        group: the caller's, or a complete one.
-        defaults: of the optimizer.
-        names: of the parameters, by id.
-
-    Raises:
-        TypeError: as :func:`groups_of`.
-        ValueError: as :func:`groups_of`.
-        KeyError: as :func:`groups_of`.
+    `names` are those of the argument `named_parameters`, by id.
     """
     unknown = sorted(set(group) - _KNOWN - {*_MEANINGLESS})
     if unknown or "params" not in group:
@@ -136,11 +113,7 @@ def complete(
 def checked(group: Group) -> Group:
     """Return a group, or the defaults, with the formula's settings checked.
 
-    "lr" and "weight_decay" become numbers; :data:`SCHEDULES` names what keeps a schedule.
-
-    Raises:
-        TypeError: a setting has a wrong type.
-        ValueError: a setting is out of range.
+    "lr" and "weight_decay" become numbers; :data:`SCHEDULES` has the keys of their schedules.
     """
     group = {**dict.fromkeys(SCHEDULES.values()), **group}
     for key, name in SCHEDULES.items():
@@ -158,11 +131,7 @@ def checked(group: Group) -> Group:
 
 
 def drop_foreign(group: Group) -> None:
-    """Drop the settings that only torch's Adam has, in place.
-
-    Raises:
-        ValueError: a setting asks for another algorithm.
-    """
+    """Drop the settings that only torch's Adam has, in place; raise as `adam.drop_foreign`."""
     adam.drop_foreign(group)
     for key in _MEANINGLESS:
         group.pop(key, None)

@@ -14,6 +14,7 @@ import torch
 
 from adasum_hvd.offload import settings
 from adasum_hvd.offload.cuda import Transfers
+from adasum_hvd.offload.host import HostAdam
 from adasum_hvd.offload.plan import is_own_master, master_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,7 +29,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         """Set up the attributes that are neither state nor settings and are not copied."""
         self.lock = threading.RLock()
-        self._transfers = Transfers()
+        self._host, self._transfers = HostAdam(), Transfers()
         # By parameter with a master: (address, version) when they were last equal.
         self._agreed: dict[torch.Tensor, tuple[int, int]] = {}
         self._publishing = True
@@ -120,14 +121,10 @@ class HostStateOptimizer(torch.optim.Optimizer):
     # ---- state dicts and copies ----
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of `AdamOffload` or torch's Adam; the state stays on the host.
-
-        Settings that torch's does not have (Nesterov, loss_scale, torch_eps, schedules) do not
-        change.
+        """Load a state dict of `AdamOffload` or torch's Adam: docs/adam_offload.md, State dicts.
 
         Raises:
-            ValueError: the groups or shapes differ, or the state is of another algorithm
-                (amsgrad, maximize, the other kind of weight decay).
+            ValueError: the groups or shapes differ, or the state is of another algorithm.
         """
         hook = self.register_load_state_dict_pre_hook(_imported)
         try:
@@ -146,10 +143,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set loaded or unpickled state, on the host.
-
-        Tensors of the old state take the new values, because the delta variant's buckets have them.
-        """
+        """Set loaded or unpickled state, in the old tensors: the delta variant's buckets have them."""
         old = self.__dict__.get("state", {})
         super().__setstate__(state)
         if "_transfers" not in self.__dict__:
@@ -184,8 +178,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
 def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert torch's state dict of an `AdamOffload` so that torch's Adam can load it.
 
-    It then uses its own place of eps. Schedules that are functions are omitted: they are part of
-    the program, not of its state.
+    Schedules that are functions are omitted: they are part of the program, not of its state.
     """
     param_groups = [
         {key: value for key, value in group.items() if not callable(value)}
@@ -198,10 +191,6 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert a state dict of `AdamOffload` or torch's Adam for `Optimizer.load_state_dict`.
 
     That would move tensors to the parameter's device and dtype, but leaves functions alone.
-
-    Raises:
-        ValueError: a setting or the state is of another algorithm, or a moment has another
-            shape than its parameter.
     """
     state = state_dict["state"]
     steps = [float(values["step"]) for values in state.values() if "step" in values]
