@@ -1,17 +1,8 @@
-"""`AdamOffload`'s arguments and formula, without a framework.
-
-    m = beta1 m + (1 - beta1) g
-    v = beta2 v + (1 - beta2) g^2
-    l = lr sqrt(1 - beta2^t) / (1 - beta1^t)
-    w = w - l n / (sqrt(v) + eps),   n = m,  or  beta1 m + (1 - beta1) g  with Nesterov
-
-eps is outside the bias correction; torch has it inside. The gradient is
-`g = (gradient + loss_scale weight_decay w) / loss_scale`, and t counts steps from 1.
-Decoupled weight decay leaves g alone: the step begins with `w = (1 - lr weight_decay) w`.
+"""`AdamOffload`'s arguments and its formula, `reference_step`, without a framework.
 
 References:
-    docs/mindspore.md; arXiv 1412.6980, the efficient form before section 2.1; arXiv 1711.05101
-    (AdamW).
+    docs/adam_offload.md; docs/mindspore.md; arXiv 1412.6980, the efficient form before section
+    2.1; arXiv 1711.05101 (AdamW).
 """
 
 from __future__ import annotations

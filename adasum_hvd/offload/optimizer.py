@@ -38,10 +38,7 @@ class AdamOffload(HostStateOptimizer):
 
     with `g = (gradient + loss_scale * weight_decay * w) / loss_scale`; with decoupled weight
     decay `g = gradient / loss_scale`, after `w = (1 - lr weight_decay) w`. All of it is float32
-    (float64 for float64 parameters) in host memory. A contiguous float32 parameter on the CPU
-    is its own master; any other has a float32 master, from which it is rounded. If other code
-    changed a parameter since the last step (loaded, broadcast), its master takes the new value;
-    changes through `.data` need a call of :meth:`refresh_master`.
+    (float64 for float64 parameters) in host memory: docs/adam_offload.md, Masters.
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. A group may have "lr" and
