@@ -7,12 +7,12 @@ Exit status: 0 fine, 1 a part is not built or not installed, 2 a part does not l
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from adasum_hvd.horovod.build import environment, findings
@@ -24,12 +24,6 @@ from adasum_hvd.tools import jobs, machine, selfcheck
 
 RANKS = 2
 _SECONDS = 300  # ends a job that hangs; others take a few seconds
-_WORDS = {
-    State.FINE: "ok",
-    State.MISSING: "MISSING",
-    State.BROKEN: "BROKEN",
-    State.WRONG: "WRONG",
-}
 
 
 def add_to(commands: Any) -> None:
@@ -59,12 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(hosts: Sequence[str] = (), reduce: bool = True) -> list[DoctorFinding]:
-    """Return all findings.
-
-    Args:
-        hosts: other hosts of the job, checked over ssh.
-        reduce: start ranks and compare their results with the reference.
-    """
+    """Return all findings: with those of other hosts, over ssh, and those of ranks that reduce."""
     found = [*findings.installed(), *machine.findings(hosts), launcher()]
     if reduce and (frameworks := findings.with_op()):
         found += reductions(frameworks)
@@ -160,7 +149,7 @@ def _paths(framework: str, result: dict[str, Any]) -> Iterator[DoctorFinding]:
         f"this host: {result['path']}; groups by {settings['group_op']}; "
         f"{settings['kernels']} kernels",
     )
-    if any(Path("/dev").glob("nvidia[0-9]*")) and "nccl" not in result["built"]:
+    if machine.devices() and "nccl" not in result["built"]:
         found = "this Horovod has no NCCL: tensors of the devices go through the host"
         yield DoctorFinding(
             f"CUDA for {framework}", found, State.FINE, f"{BUILD} --gpu nccl"
@@ -175,21 +164,15 @@ def status(found: Sequence[DoctorFinding]) -> State:
 def table(found: Sequence[DoctorFinding], columns: int) -> str:
     """Return the findings as lines of at most so many columns."""
     width = max(len(finding.subject) for finding in found)
+    wrap = functools.partial(textwrap.wrap, width=columns, break_on_hyphens=False)
     lines = []
     for finding in found:
-        head = f"{_WORDS[finding.state]:8s}{finding.subject:{width}s}  "
+        word = finding.state.name if finding.state else "ok"
+        head = f"{word:8s}{finding.subject:{width}s}  "
         indent = " " * len(head)
-        lines += textwrap.wrap(
-            head + finding.found,
-            columns,
-            subsequent_indent=indent,
-            break_on_hyphens=False,
-        )
+        lines += wrap(head + finding.found, subsequent_indent=indent)
         if finding.fix:
-            lines += textwrap.wrap(
-                f"{indent}-> {finding.fix}", columns, subsequent_indent=indent + "   ",
-                break_on_hyphens=False,
-            )  # fmt: skip
+            lines += wrap(f"{indent}-> {finding.fix}", subsequent_indent=f"{indent}   ")
     return "\n".join(lines)
 
 

@@ -49,14 +49,7 @@ def run(given: argparse.Namespace) -> None:
 def read(what: str, slots: str = "1") -> list[Host]:
     """Return the hosts that a file or a list names, in the order of their ranks.
 
-    Args:
-        what: a path (rank table or hostfile), or a list.
-        slots: ranks of each host without a number: one number, or Slurm's counts by host.
-
-    Raises:
-        ListError: `what` is neither.
-        RankTableError: a rank table is malformed or does not fit Horovod.
-        OSError, UnicodeError: a file cannot be read.
+    `slots` has the ranks of hosts without a number: one number, or Slurm's counts by host.
     """
     path = Path(what)
     if what.endswith(".json") or (path.is_file() and _is_json(path)):
@@ -106,12 +99,10 @@ def parse(text: str, slots: str = "1") -> list[Host]:
 
 def _of_line(line: str) -> Iterator[tuple[str, int | None]]:
     """Yield each name in a list or a hostfile's line, and its slots if given."""
-    of_all = re.search(r"\s+slots\s*=\s*(\S*)$", line)
-    if of_all:
-        line = line[: of_all.start()]
-    for item in slurm_lists.items(line):
+    names, *of_all = re.split(r"\s+slots\s*=\s*(\S*)$", line)
+    for item in slurm_lists.items(names):
         name, _, own = item.partition(":")
-        given = own or (of_all[1] if of_all else None)
+        given = own or (of_all[0] if of_all else None)
         if given is not None and not re.fullmatch("[1-9][0-9]{0,5}", given):
             raise ListError(
                 f"expected a number of slots of {name}, at least 1, but got {given!r}"

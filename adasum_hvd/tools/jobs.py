@@ -35,15 +35,7 @@ class JobError(RuntimeError):
 
 
 def launcher(backend: str, ranks: int) -> list[str]:
-    """Return the launcher's part of a command.
-
-    Args:
-        backend: "gloo" (`adasum-hvd exec`), "mpi" (`mpirun`) or "torchrun".
-        ranks: number of processes.
-
-    Raises:
-        JobError: mpirun is missing.
-    """
+    """Return the launcher's part of a command, for "gloo", "mpi" or "torchrun" as backend."""
     if backend == "gloo":
         return [
             sys.executable, "-m", "adasum_hvd", "exec", "--nprocs", str(ranks), "--"
@@ -67,16 +59,7 @@ def run(
 ) -> Any:
     """Run `python -m MODULE ARGUMENTS OUTPUT` on every rank; return the JSON that rank 0 wrote.
 
-    Args:
-        backend: "gloo", "mpi" or "torchrun".
-        ranks: number of processes, all on this machine.
-        module: a dotted name.
-        arguments: of the module, before the path of the JSON file that rank 0 writes.
-        seconds: limit of the job's time.
-        variables: environment variables in addition to the usual ones.
-
-    Raises:
-        JobError: rank 0 wrote nothing.
+    The job gets `seconds` of time, and `variables` in addition to the usual ones.
     """
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -90,11 +73,7 @@ def run(
 
 
 def result_of(words: list[str], environment: Mapping[str, str], seconds: float) -> Any:
-    """Run a job whose rank 0 writes JSON to the file that its last argument names; return that.
-
-    Raises:
-        JobError: rank 0 wrote nothing.
-    """
+    """Run a job whose rank 0 writes JSON to the file that its last argument names; return that."""
     with tempfile.TemporaryDirectory(prefix="adasum-hvd-") as directory:
         output = Path(directory, "out.json")
         _, shown = output_of([*words, str(output)], environment, seconds)

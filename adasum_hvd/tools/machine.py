@@ -21,12 +21,7 @@ _SSH_SECONDS = 8
 
 
 def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[DoctorFinding]:
-    """Yield the properties and their meaning for a job.
-
-    Args:
-        hosts: other hosts of the job, which must respond over ssh.
-        root: the folder of proc, sys and dev.
-    """
+    """Yield the properties and their meaning for a job, in which `hosts` must respond over ssh."""
     yield from _launchers()
     yield from _processors(root)
     yield from _autogroup(root)
@@ -134,10 +129,14 @@ def _autogroup(root: Path) -> Iterator[DoctorFinding]:
         yield DoctorFinding("autogroup scheduling", found, State.FINE, fix)
 
 
+def devices() -> list[str]:
+    """Return the names of this machine's CUDA devices."""
+    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
 def _cuda() -> Iterator[DoctorFinding]:
-    devices = [path.name for path in Path("/dev").glob("nvidia[0-9]*")]
-    if devices:
-        yield DoctorFinding("CUDA devices", ", ".join(sorted(devices)))
+    if found := devices():
+        yield DoctorFinding("CUDA devices", ", ".join(found))
     compiler = shutil.which("nvcc")
     built = environment.version_of("torch") or ""
     major = re.search(r"\+cu(\d+)\d$", built)

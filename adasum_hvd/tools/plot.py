@@ -46,15 +46,7 @@ def pyplot_for_files() -> Any:
 def draw(found: list[dict[str, Any]], target: Path) -> None:
     """Draw the orthogonality of every tensor as a heat map, and as curves with their mean.
 
-    Args:
-        found: of :func:`adasum_hvd.monitor.files.records`.
-        target: the picture; its suffix gives the format.
-
-    Raises:
-        ValueError: matplotlib is not installed or does not support the format.
-
-    References:
-        arXiv 2006.02924, figure 1.
+    The suffix of `target` gives the format. As figure 1 of arXiv 2006.02924.
     """
     import numpy as np
 

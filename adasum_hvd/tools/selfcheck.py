@@ -56,11 +56,7 @@ def compared(
 ) -> dict[str, object]:
     """Return this rank's report of what was wrong on any rank. Collective; blocks.
 
-    Args:
-        rank: this rank.
-        ranks: number of ranks.
-        reduce: returns the AdaSum of every rank's array; of a name and this rank's.
-        gather: returns every rank's object.
+    `reduce` returns the AdaSum of all ranks' arrays of a name, `gather` all ranks' objects.
     """
     tried = inputs(ranks)
     wrong = [
@@ -76,12 +72,10 @@ class _Horovod:
     """The op under one framework."""
 
     def __init__(self, framework: str):
-        library, array = {
-            "torch": ("wire", "from_numpy"),
-            "tensorflow": ("ops", "constant"),
-        }[framework]
+        is_torch = framework == "torch"
         self.hvd = import_module(f"adasum_hvd.{framework}")
-        self._library = import_module(f"adasum_hvd.{framework}.{library}").LIBRARY
+        self._library = import_module(f"adasum_hvd.{framework}.ops").LIBRARY
+        array = "from_numpy" if is_torch else "constant"
         self._tensor = getattr(import_module(framework), array)
         self.shutdown = self.hvd.shutdown
 
@@ -96,7 +90,7 @@ class _Horovod:
             **found,
             "version": binding.version(library),
             "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
-            "settings": binding.settings(library),
+            "settings": self.hvd.settings(),
             "path": binding.transport_description(library),
         }
 
@@ -138,9 +132,7 @@ class _Distributed:
 def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
     """Return each framework's report over one backend, or its error.
 
-    Args:
-        backend: "gloo", "mpi" or "torchrun", for the life of this process.
-        frameworks: by name, what examines it, or the error of importing it.
+    `frameworks` has, by name, the object that examines it, or the error of importing it.
     """
     os.environ["HOROVOD_CONTROLLER"] = backend
     found: Results = {}

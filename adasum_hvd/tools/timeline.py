@@ -28,21 +28,13 @@ class TimelineError(ValueError):
 
 @dataclass
 class Phase:
-    """Totals of a phase.
-
-    Attributes:
-        name: as in the timeline.
-        count: number of tensors that went through it.
-        microseconds: during which at least one tensor was in it.
-        bytes: of those tensors whose size the file has.
-        inside: number of tensors whose end the file does not have.
-    """
+    """Totals of a phase, over the tensors that went through it."""
 
     name: str
     count: int = 0
-    microseconds: int = 0
-    bytes: int = 0
-    inside: int = 0
+    microseconds: int = 0  # during which at least one tensor was in it
+    bytes: int = 0  # of those tensors whose size the file has
+    inside: int = 0  # tensors whose end the file does not have
     _since: int = 0
 
     def begin(self, at: int) -> None:
@@ -109,14 +101,7 @@ def is_cut(path: Path) -> bool:
 def events(file: TextIO, chunk: int = 1 << 16) -> Iterator[dict[str, Any]]:
     """Yield the events of a timeline, without an incomplete one at its end.
 
-    The file is read in pieces, because Horovod writes few line ends or none.
-
-    Args:
-        file: the timeline.
-        chunk: characters read at once.
-
-    Raises:
-        TimelineError: the file is not a timeline.
+    The file is read in chunks of characters, because Horovod writes few line ends or none.
     """
     rest, read = "", 0
     while piece := file.read(chunk):
@@ -189,11 +174,9 @@ def table(phases: list[Phase], microseconds: int) -> str:
     lines = [f"{'phase':32s} {'count':>9s} {'total s':>10s} {'share':>7s} {'GB/s':>8s}"]
     for phase in phases:
         share = phase.microseconds / max(1, microseconds)
-        rate = (
-            f"{phase.bytes / phase.microseconds / 1e3:8.2f}"
-            if phase.bytes and phase.microseconds
-            else ""
-        )
+        rate = ""
+        if phase.bytes and phase.microseconds:
+            rate = f"{phase.bytes / phase.microseconds / 1e3:8.2f}"
         lines.append(
             f"{phase.name:32s} {phase.count:9d} {phase.microseconds / 1e6:10.3f} "
             f"{share:7.1%} {rate:>8s}"

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -91,14 +92,6 @@ def device_of(chosen: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def replicas_identical(engine: Engine, model: nn.Module) -> bool:
-    """Return whether every rank holds the same bits."""
-    try:
-        return engine.check_replicas(model)
-    except ReplicaMismatch:
-        return False
-
-
 def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
     """Train one model with reduction `op` and return what came out; accuracies on rank 0 only."""
     device = device_of("auto", engine.local_rank, engine.local_size)
@@ -139,7 +132,8 @@ def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
                 result.steps_to_target = step + 1
     close()
     result.seconds = time.perf_counter() - started
-    result.identical = replicas_identical(engine, model)
+    with suppress(ReplicaMismatch):
+        result.identical = engine.check_replicas(model)
     return result
 
 

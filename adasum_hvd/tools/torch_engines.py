@@ -14,24 +14,14 @@ Trained = tuple[torch.nn.Module, Any, Callable[[], None]]
 
 
 class Engine(NamedTuple):
-    """The ranks of a job, and how they reduce.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
-        local_rank: this rank's number on its host.
-        local_size: number of ranks on this host.
-        train: takes a model, an optimizer, an op's name and a monitor's file or None; returns
-            the model and optimizer with that reduction, and a function that closes the monitor.
-            Collective.
-        check_replicas: returns True, or raises RuntimeError if the replicas differ. Collective.
-        shut_down: ends the job. Collective.
-    """
+    """The ranks of a job, and how they reduce. All functions are collective."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    # Of a model, an optimizer, an op's name and a monitor's file or None. Returns the model and the
+    # optimizer with that reduction, and a function that closes the monitor.
     train: Callable[[torch.nn.Module, Any, str, Path | None], Trained]
     check_replicas: Callable[[torch.nn.Module], bool]
     shut_down: Callable[[], None]

@@ -49,11 +49,7 @@ class Run(NamedTuple):
 
 
 class Trial:
-    """A model, its loss function and data, from `make()` of a user's file: docs/choose.md.
-
-    Raises:
-        ValueError: one of them is not as expected.
-    """
+    """A model, its loss function and data, from `make()` of a user's file: docs/choose.md."""
 
     def __init__(self, file: Path, optimizer: str, batch: int, seed: int):
         self._optimizer, self._batch, self._seed = OPTIMIZERS[optimizer], batch, seed
@@ -181,11 +177,7 @@ class Trial:
 def measure(
     trial: Trial, rate: float | None, seconds: float
 ) -> Iterator[tuple[float, Run]]:
-    """Yield the rate and a run: of one worker, then of `WORKERS` to its loss, by each rule.
-
-    Raises:
-        ValueError: one worker's loss does not fall, at its `rate` or, if that is None, the best.
-    """
+    """Yield the rate and a run: of one worker, then of `WORKERS` to its loss, by each rule."""
     trial.run(1, "Average", RATES[0], 0.0)  # a step: torch loads much at the first one
     begin = time.monotonic()
     if rate is None:
