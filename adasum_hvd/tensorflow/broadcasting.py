@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,17 @@ from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 
 # Dtypes that Horovod lacks, and the dtypes in which their bits are sent.
 _WIRE_DTYPES = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
+
+
+@contextmanager
+def _session(given: Any = None) -> Iterator[Any]:
+    """Yield the session for Horovod's functions: `given`, None eagerly, or one for a TF1 graph."""
+    with tf.init_scope():
+        if tf.executing_eagerly() or given is not None:
+            yield given
+            return
+    with tf.Graph().as_default(), tf.compat.v1.Session() as own:
+        yield own
 
 
 def allgather_object(
@@ -34,11 +46,8 @@ def allgather_object(
     Collective: every rank of `process_set`; blocks, also while a function is traced.
     """
     name = name or "adasum.allgather_object"
-    with tf.init_scope():
-        if tf.executing_eagerly() or session is not None:
-            return functions.allgather_object(obj, session, name, process_set)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as own:
-        return functions.allgather_object(obj, own, name, process_set)
+    with _session(session) as used:
+        return functions.allgather_object(obj, used, name, process_set)
 
 
 def broadcast_object(
@@ -47,21 +56,9 @@ def broadcast_object(
     name: str = "adasum.broadcast_object",
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Any:
-    """Return the root's `obj`: eagerly, while tracing, and in TF1 graphs.
-
-    Args:
-        obj: anything that pickles; ignored on other ranks.
-        root_rank: the rank, in the job, that sends its object.
-        name: base name of the two tensors that are sent.
-        process_set: the ranks that get the object.
-
-    Collective: every rank of `process_set`; blocks, also while a function is traced.
-    """
-    with tf.init_scope():
-        if tf.executing_eagerly():
-            return functions.broadcast_object(obj, root_rank, None, name, process_set)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as own:
-        return functions.broadcast_object(obj, root_rank, own, name, process_set)
+    """Return the root's `obj`, as :func:`allgather_object`. Collective; blocks."""
+    with _session() as used:
+        return functions.broadcast_object(obj, root_rank, used, name, process_set)
 
 
 def broadcast_variables(

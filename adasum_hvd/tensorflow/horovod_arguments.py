@@ -26,12 +26,7 @@ _REASONS = {
 
 
 def warn_without_effect(what: str, **given: Any) -> None:
-    """Warn of each argument that is set and has no effect.
-
-    Args:
-        what: the function's name, for the message.
-        **given: the arguments; None, False and empty values are not set.
-    """
+    """Warn of each argument of the function `what` that is set and has no effect."""
     for name, value in given.items():
         if value:
             warnings.warn(
@@ -43,16 +38,7 @@ def warn_without_effect(what: str, **given: Any) -> None:
 def by_name(
     horovod_function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return positional and keyword arguments after the first as keyword arguments.
-
-    Args:
-        horovod_function: Horovod's function, which defines the positional order.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
-    Raises:
-        TypeError: too many positional arguments, or one both by position and by name.
-    """
+    """Return the arguments after the first of a Horovod function as keyword arguments."""
     what = horovod_function.__name__
     _, *order = inspect.signature(horovod_function).parameters
     if len(args) > len(order):
@@ -70,12 +56,7 @@ def by_name(
 def weights_of(local_layers: Any, built: bool = False) -> list[Any]:
     """Return the trainable weights of `local_layers`: a Keras layer, several, or None.
 
-    Args:
-        local_layers: layers whose weights are not reduced.
-        built: require that the layers have their weights.
-
-    Raises:
-        ValueError: not layers, as Horovod's; or a layer without its weights.
+    With `built`, layers must have their weights.
     """
     one = isinstance(local_layers, keras.layers.Layer)
     layers = [local_layers] if one else list(local_layers or ())

@@ -45,12 +45,7 @@ class DistributedGradReducer(GradReducer):
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Any) -> Any:
-        """As the base's.
-
-        Raises:
-            ValueError: another number of gradients than of parameters.
-            NotImplementedError: traced into a function that XLA compiles.
-        """
+        """As the base's; raises NotImplementedError under XLA."""
         tf_ops.refuse_xla("DistributedGradReducer")
         return super().__call__(gradients)
 
@@ -136,11 +131,7 @@ class WrapCell(wrap_cells.WrapCell):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The variables of the gradients, in the same order.
-
-        Raises:
-            ValueError: neither variables nor a model were given, and the optimizer is not built.
-        """
+        """The variables of the gradients, in the same order."""
         if self._variables is not None:
             return self._variables
         if not self.optimizer.built:

@@ -45,13 +45,10 @@ class _Channel:
 class AdasumMonitor:
     """Records statistics of AdaSum for each variable, every k steps.
 
-    A record is a dict: `step` (calls of :meth:`step`, or the number given there), `time` (seconds
-    since 1970), `ranks`, `joined` (the number of vectors that AdaSum combines: the ranks, or the
-    groups that average or sum), `inputs`, the noise over all tensors (docs/monitor.md), and
-    `tensors`. `tensors` has for each variable, by its path, the
-    result of :func:`adasum_hvd.monitor.statistics.statistics`: `cosine`, `orthogonality`, `gain`,
-    `lowest` and `highest`; None if a value is not finite. Variables without a gradient on any
-    rank are left out.
+    docs/monitor.md has the keys of a record: `step` is the number of calls of :meth:`step` or the
+    number given there, and `tensors` has, for each variable by its path, the result of
+    :func:`adasum_hvd.monitor.statistics.statistics`. Variables without a gradient on any rank are
+    left out.
 
     Results of the reduction do not change by a bit. Under `fit` use
     `adasum_hvd.tensorflow.keras.callbacks.AdasumMonitorCallback`, which calls :meth:`step`.

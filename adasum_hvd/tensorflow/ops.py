@@ -37,9 +37,7 @@ def init(
     """Start Horovod, as `horovod.tensorflow.init`, and check that AdaSum can run.
 
     It runs no TensorFlow operation, so devices can still be chosen by `local_rank()` afterwards.
-    The first AdaSum compares the ranks' settings. If neither horovodrun nor MPI started the ranks,
-    the variables of torchrun, Slurm, mpirun or a Kubernetes Job give their numbers:
-    docs/clusters.md.
+    The first AdaSum compares the ranks' settings. Launchers: docs/clusters.md.
 
     Args:
         *args: as `horovod.tensorflow.init`.
@@ -66,11 +64,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
 
 def agree() -> None:
-    """Check that all ranks have the same settings. Collective; blocks.
-
-    Raises:
-        ValueError: they differ; on every rank.
-    """
+    """Check that all ranks have the same settings. Collective; blocks."""
     mine = agreement.comparable(settings())
     by_rank = allgather_object(mine, name="adasum.settings")
     agreement.compare_settings(by_rank, mpi_ops.rank())
@@ -95,14 +89,7 @@ def _reduction(
 
 
 def refuse_xla(what: str) -> None:
-    """Raise if a reduction is traced into a function that XLA compiles.
-
-    Args:
-        what: the caller's name, for the message.
-
-    Raises:
-        NotImplementedError: XLA compiles the function; nothing has been sent.
-    """
+    """Raise NotImplementedError if the caller is traced into a function that XLA compiles."""
     if tf.executing_eagerly():
         return
     if control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()):
@@ -152,11 +139,7 @@ def join() -> Any:
 
 
 class SyncBatchNormalization:
-    """Horovod's layer, which Keras 3 cannot make.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Horovod's layer, which Keras 3 cannot make: raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(
@@ -207,8 +190,7 @@ def allreduce(
     refuse_xla("allreduce")
     reduction = _reduction(op, average)
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    if not isinstance(tensor, tf.IndexedSlices):
-        tensor = unfolded(tensor)
+    tensor = unfolded(tensor)
     if not ops.is_adasum(reduction):
         return horovod_tf.allreduce(
             tensor, None, device_dense, device_sparse, compression, int(reduction),
@@ -253,7 +235,7 @@ def grouped_allreduce(
     if not tensors:
         return []
     factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    tensors = [t if isinstance(t, tf.IndexedSlices) else unfolded(t) for t in tensors]
+    tensors = list(map(unfolded, tensors))
     if not ops.is_adasum(reduction):
         return horovod_tf.grouped_allreduce(
             tensors, None, device_dense, device_sparse, compression, int(reduction),

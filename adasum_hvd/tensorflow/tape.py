@@ -61,13 +61,6 @@ class _Tape(tf.GradientTape):
 
         If a rank's gradient is None and another rank has one, the first contributes zeros. In a
         `tf.function` that is an error, see `unconnected_gradients`.
-
-        Raises:
-            ValueError: a sparse gradient for AdaSum without `sparse_as_dense`; the ranks'
-                sources differ in shape or number.
-            tf.errors.OpError: in a running `tf.function`, the ranks' sources differ, or only
-                some ranks have a gradient.
-            NotImplementedError: under XLA or a tf.distribute strategy.
         """
         gradients = super().gradient(target, sources, *args, **kwargs)
         options = self._adasum_options
@@ -125,8 +118,11 @@ def DistributedGradientTape(
 
     Raises:
         ValueError: bad arguments; a process set that is not registered; `AdasumDelta`, because a
-            tape has no weight changes.
-        NotImplementedError: a process set in an elastic job.
+            tape has no weight changes. In `gradient()`: a sparse gradient for AdaSum without
+            `sparse_as_dense`; sources that differ between ranks (in a `tf.function` a
+            `tf.errors.OpError`, also if only some ranks have a gradient).
+        NotImplementedError: a process set in an elastic job. In `gradient()`: under XLA or a
+            tf.distribute strategy.
 
     Example:
         >>> with tf.GradientTape() as tape:                              # doctest: +SKIP

@@ -20,17 +20,16 @@ def zero(dtype: tf.DType) -> Any:
         if eager and not _zeros:
             with tf.device("CPU:0"):
                 _zeros.append(tf.Variable(0, trainable=False, dtype=tf.int64))
-    value: Any = tf.constant(0, tf.int64)
-    value = (
-        _zeros[0].read_value()
-        if eager
-        else tf.compat.v1.placeholder_with_default(value, [])
-    )
+    if eager:
+        return tf.cast(_zeros[0].read_value(), dtype)
+    value = tf.compat.v1.placeholder_with_default(tf.constant(0, tf.int64), [])
     return tf.cast(value, dtype)
 
 
 def unfolded(tensor: Any) -> Any:
     """Return a tensor, and a sum with `zero` in place of one that a graph computes of constants."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return tensor
     tensor = tf.convert_to_tensor(tensor)
     is_number = tensor.dtype.is_floating or tensor.dtype.is_integer
     if tf.executing_eagerly() or not is_number or not _is_constant(tensor.op):

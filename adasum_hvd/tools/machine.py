@@ -135,8 +135,8 @@ def devices() -> list[str]:
 
 
 def _cuda() -> Iterator[DoctorFinding]:
-    if found := devices():
-        yield DoctorFinding("CUDA devices", ", ".join(found))
+    if present := devices():
+        yield DoctorFinding("CUDA devices", ", ".join(present))
     compiler = shutil.which("nvcc")
     built = environment.version_of("torch") or ""
     major = re.search(r"\+cu(\d+)\d$", built)

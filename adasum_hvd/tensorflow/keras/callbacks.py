@@ -96,8 +96,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     It broadcasts before the first batch, or after it if the model is not yet built on every rank.
     Sums of gradients and random seeds stay each rank's own. After the next batch, and at the end
-    of the first epoch, it compares the trainable weights over the ranks. Otherwise nothing would
-    show that the steps of a job reduce nothing.
+    of the first epoch, it compares the trainable weights over the ranks.
 
     Args:
         root_rank: the rank that sends its values.
@@ -109,6 +108,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Raises:
         TypeError: `local_variables` has an element that is not a variable.
         NotImplementedError: the job is elastic, because only new ranks would broadcast.
+        RuntimeError: in `fit`, Horovod's own optimizer, or a step that made the replicas differ; on
+            every rank.
     """
 
     def __init__(
@@ -147,11 +148,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._broadcast_done = self._checked = self._epoch_checked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if the model is built on every rank. Collective.
-
-        Raises:
-            RuntimeError: the model has Horovod's own optimizer, which reduces nothing.
-        """
+        """Broadcast if the model is built on every rank. Collective."""
         optimizer = self.model.optimizer
         if type(inner(optimizer)).__module__.startswith("horovod."):
             raise RuntimeError(
@@ -177,11 +174,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast if that was not possible before, otherwise check the first step.
-
-        Raises:
-            RuntimeError: the step made the replicas differ; on every rank.
-        """
+        """Broadcast if that was not possible before, otherwise check the first step."""
         if not self._broadcast_done:
             self._broadcast()
         elif not self._checked:
@@ -189,11 +182,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._check_replicas()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check again, because the first batch may have been accumulated or skipped.
-
-        Raises:
-            RuntimeError: the replicas differ; on every rank.
-        """
+        """Check again, because the first batch may have been accumulated or skipped."""
         if not self._epoch_checked:
             self._epoch_checked = True
             self._check_replicas()
@@ -257,6 +246,7 @@ class CheckReplicasCallback(keras.callbacks.Callback):
 
     Raises:
         ValueError: `every` is not an integer of at least 1.
+        ReplicaMismatch: in `fit`, the replicas differ; on every rank.
     """
 
     def __init__(
@@ -270,22 +260,14 @@ class CheckReplicasCallback(keras.callbacks.Callback):
         self._every, self._process_set, self._batches = every, process_set, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Compare if it is due. Collective.
-
-        Raises:
-            ReplicaMismatch: the replicas differ; on every rank.
-        """
+        """Compare if it is due. Collective."""
         due = self._batches // self._every
         self._batches += batches_of(self.model)
         if self._batches // self._every > due:
             self._check()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare. Collective.
-
-        Raises:
-            ReplicaMismatch: the replicas differ; on every rank.
-        """
+        """Compare. Collective."""
         self._check()
 
     def _check(self) -> None:
@@ -302,6 +284,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Args:
         device: without effect, for Horovod's scripts: setting it warns with the reason.
         process_set: the ranks that train together.
+
+    Raises:
+        ValueError: in `fit`, the ranks have different metrics or shapes; on every rank.
+        TypeError: in `fit`, a metric that is neither a number nor an array.
     """
 
     def __init__(
@@ -315,12 +301,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace each value in `logs`. Collective; does nothing outside the process set.
-
-        Raises:
-            ValueError: the ranks have different metrics or shapes; on every rank.
-            TypeError: a metric that is neither a number nor an array.
-        """
+        """Replace each value in `logs`. Collective; does nothing outside the process set."""
         if not self._process_set.included():
             return
         logs = {} if logs is None else logs

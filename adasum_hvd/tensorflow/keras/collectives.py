@@ -30,21 +30,8 @@ def allreduce(
 ) -> Any:
     """Return `value` reduced over the ranks.
 
-    Args:
-        value: a tensor, or a value that converts to one.
-        name: as :func:`adasum_hvd.tensorflow.ops.allreduce`, like all the next arguments.
-        average: deprecated.
-        prescale_factor: multiplies the input.
-        postscale_factor: multiplies the result.
-        op: a reduction or its name; default Average.
-        compression: as Horovod's.
-        **kwargs: other arguments of that function, such as `process_set`.
-
-    Raises:
-        ValueError: as that function's.
-        NotImplementedError: as that function's.
-
-    Collective: every rank of the process set; blocks (eagerly).
+    Arguments, errors, Collective: as :func:`adasum_hvd.tensorflow.ops.allreduce`, for a tensor or a
+    value that converts to one.
     """
     return tf_ops.allreduce(
         _tensor(value), average, compression=compression, op=op, name=name,
@@ -57,8 +44,7 @@ def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
 
     Args:
         value: a tensor, or a value that converts to one; ranks differ in the first dimension only.
-        name: as `horovod.tensorflow.allgather`.
-        **kwargs: as `horovod.tensorflow.allgather`.
+        name: as `horovod.tensorflow.allgather`, with `kwargs`.
 
     Raises:
         tf.errors.OpError: the ranks' dtypes or other dimensions differ.
@@ -76,8 +62,7 @@ def broadcast(
     Args:
         value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
         root_rank: the rank, in the job, that sends its value.
-        name: as `horovod.tensorflow.broadcast`.
-        **kwargs: as `horovod.tensorflow.broadcast`.
+        name: as `horovod.tensorflow.broadcast`, with `kwargs`.
 
     Raises:
         tf.errors.OpError: the ranks' shapes or dtypes differ.
@@ -94,9 +79,8 @@ def reducescatter(
 
     Args:
         value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
-        name: as `horovod.tensorflow.reducescatter`.
+        name: as `horovod.tensorflow.reducescatter`, with `kwargs`.
         op: `Average` or `Sum`, or the name of one.
-        **kwargs: as `horovod.tensorflow.reducescatter`.
 
     Raises:
         ValueError: another `op`.

@@ -36,8 +36,8 @@ class KerasState(TensorFlowKerasState):
 class _BatchCallback(keras.callbacks.Callback):
     """Knows how many batches of an epoch this `fit` has finished.
 
-    Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, and
-    later versions that of its last one. All pass the first one to `on_train_batch_begin`.
+    Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, later
+    versions that of its last one; all pass the first one to `on_train_batch_begin`.
     """
 
     def __init__(self, state: SharedState):

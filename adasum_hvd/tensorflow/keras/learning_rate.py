@@ -29,6 +29,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: multiply SGD's velocities, which contain the old rate, by the same
             factor as the rate (Goyal et al., arXiv 1706.02677, section 3).
         steps_per_epoch: batches in an epoch; needed only if Keras does not know it.
+
+    Raises:
+        ValueError: in `fit`, the optimizer's rate cannot be set, or `steps_per_epoch` is missing.
     """
 
     def __init__(
@@ -54,12 +57,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Get the number of batches in an epoch of this `fit`.
-
-        Raises:
-            ValueError: Keras does not know it, and `steps_per_epoch` was not given; or the
-                optimizer's learning rate cannot be set.
-        """
+        """Get the number of batches in an epoch of this `fit`."""
         rate = inner(self.model.optimizer)._learning_rate
         if not hasattr(rate, "assign"):
             raise ValueError(

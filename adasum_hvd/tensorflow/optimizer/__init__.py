@@ -1,10 +1,7 @@
 """`DistributedOptimizer`: AdaSum, Average or Sum around a Keras 3 optimizer.
 
-Two variants, as for torch: `gradient.py` reduces gradients, then every rank takes the same
-step; `delta.py` lets every rank take its own step and reduces the weight changes.
-
-References:
-    arXiv 2006.02924, section 3; docs/tensorflow.md; docs/migration.md.
+`gradient.py` reduces gradients, then every rank takes the same step; `delta.py` lets every rank
+take its own step and reduces the weight changes (arXiv 2006.02924, section 3; docs/tensorflow.md).
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer.base import MULTI, KerasDistributed, State
-from adasum_hvd.tensorflow.optimizer.delta import DeltaOptimizer
+from adasum_hvd.tensorflow.optimizer.delta import DeltaOptimizer, refuse_records
 from adasum_hvd.tensorflow.optimizer.gradient import GradientOptimizer
 from adasum_hvd.tensorflow.optimizer.loss_scale import DistributedLossScale
 from adasum_hvd.tensorflow.optimizer.saving import CLASS_NAME, restored_options
-from adasum_hvd.tensorflow.reduction.changes import refuse_records
 
 
 def DistributedOptimizer(
@@ -103,10 +99,13 @@ def DistributedOptimizer(
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: bad arguments; a process set that is not registered.
-        RuntimeError: inside a tf.distribute strategy or a keras.distribution.
+        ValueError: bad arguments; a process set that is not registered. In a step: a sparse
+            gradient for AdaSum of gradients without `sparse_as_dense`; passes of a window over
+            different variables; the ranks' variables, optimizers or options differ.
+        RuntimeError: inside a tf.distribute strategy or a keras.distribution. In a step: there is
+            nothing to reduce; windows in an elastic job without a state that has the optimizer.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
-            backend than TensorFlow; in an elastic job a process set.
+            backend than TensorFlow; in an elastic job a process set. In a step: under XLA.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
@@ -195,12 +194,7 @@ def state_of(caller: str, optimizer: Any) -> State:
 
 
 def wrap(optimizer: Any, options: Options) -> Any:
-    """Return `optimizer`'s variables and settings in an instance of the op's variant.
-
-    Raises:
-        ValueError: it is distributed already, or its settings would make the replicas diverge.
-        NotImplementedError: a `MultiOptimizer`, whose inner optimizers take the step.
-    """
+    """Return `optimizer`'s variables and settings in an instance of the op's variant."""
     if is_distributed(optimizer):
         raise ValueError(
             "DistributedOptimizer: expected a plain optimizer, but got one that is distributed "
@@ -239,11 +233,7 @@ class SavedOptimizer:
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Return the distributed optimizer of a saved configuration.
-
-        If Horovod is not initialized, or the optimizer's process set was not the global one, it
-        returns a plain optimizer with a warning.
-        """
+        """Return the distributed optimizer of a saved configuration, or a plain one, and warn."""
         plain = keras.saving.deserialize_keras_object(
             config["optimizer"], custom_objects=custom_objects
         )

@@ -31,8 +31,7 @@ AROUND = (keras.optimizers.LossScaleOptimizer, MULTI)
 class State:
     """The state of a distributed optimizer that a plain one lacks.
 
-    It is one object, because Keras would make every variable in a list attribute of an optimizer a
-    variable of the optimizer.
+    It is one object, because Keras makes variables in an optimizer's lists the optimizer's own.
     """
 
     def __init__(self, options: Options, facts: Callable[[], dict[str, object]]):
@@ -72,9 +71,8 @@ class State:
 class KerasDistributed(keras.optimizers.Optimizer):
     """Accumulation, checks and saving; a mixin before the user's optimizer class.
 
-    It relies on the order in which Keras 3 takes a step (tests/unit/test_tensorflow_internals.py):
-    `apply` unscales and accumulates. Then come `_clip_gradients`, weight decay,
-    `_backend_update_step`, moving averages and constraints.
+    Keras 3 takes a step in this order (tests/unit/test_tensorflow_internals.py): `apply`,
+    `_clip_gradients`, weight decay, `_backend_update_step`, moving averages and constraints.
     """
 
     _base: type  # the user's class
@@ -100,11 +98,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             window.build(self._trainable_variables)
 
     def build(self, variables: Any) -> None:
-        """As Keras's, but eagerly, because some slots start as copies of the weights.
-
-        Raises:
-            RuntimeError: a Keras optimizer around this one takes the step.
-        """
+        """As Keras's, but eagerly, because some slots start as copies of the weights."""
         # Keras before 3.10 gives no other sign of an optimizer around.
         self._refuse_around(sys._getframe(1).f_locals.get("self"))
         with tf.init_scope():
@@ -128,16 +122,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """As Keras's, with one reduction per step. Collective; blocks (eagerly).
-
-        Raises:
-            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
-                a different number of gradients than of variables; passes of a window over
-                different variables; the ranks' variables, optimizers or options differ.
-            NotImplementedError: under XLA or a tf.distribute strategy.
-            RuntimeError: there is nothing to reduce on several ranks; windows in an elastic job
-                without a state that has the optimizer.
-        """
+        """As Keras's, with one reduction per step. Collective; blocks (eagerly)."""
         grads = list(grads)
         if trainable_variables is None:
             if not self.built:
@@ -295,20 +280,13 @@ class KerasDistributed(keras.optimizers.Optimizer):
     # ---- elastic jobs ----
 
     def compare_ranks(self) -> None:
-        """Compare variables and options with the ranks of an elastic job. Collective; blocks.
-
-        Raises:
-            ValueError: they differ; on every rank.
-        """
+        """Compare variables and options with the ranks of an elastic job. Collective; blocks."""
         variables = self._trainable_variables
         kept = [v for v in variables if not is_marked_local(v)]
         self._adasum.reduction.compare_all(kept, len(kept) < len(variables))
 
     def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """Return the shared variables of unfinished windows, and those that each rank owns.
-
-        Shared are step counts and starts; each rank has sums of gradients of its own.
-        """
+        """Return the shared variables of unfinished windows, and those that each rank owns."""
         return self._windows_of(self._trainable_variables)
 
     def _windows_of(

@@ -8,9 +8,31 @@ from typing import Any
 import tensorflow as tf
 
 from adasum_hvd.base.marks import is_marked_local
+from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
-from adasum_hvd.tensorflow.reduction.changes import reduce_changes, wide
+from adasum_hvd.tensorflow.reduction import must_reduce
+
+# Their steps compute weights from sums over all steps, or evaluate others than the trained ones.
+# Known by names, because a step does not show it.
+_FROM_RECORDS = {"Ftrl", "ScheduleFreeAdamW"}
+
+
+def refuse_records(kind: type, options: Options) -> None:
+    """Raise ValueError if the steps of a class of optimizers undo reductions of changes."""
+    names = {base.__name__ for base in kind.__mro__}
+    if options.is_delta and must_reduce(options) and names & _FROM_RECORDS:
+        raise ValueError(
+            "DistributedOptimizer: expected an optimizer whose steps change the weights, but got "
+            f"{kind.__name__} with {options.op.name}. It computes them from each rank's own state, "
+            "which undoes reductions of changes; use op=AdasumGrad, which reduces gradients"
+        )
+
+
+def wide(variable: Any) -> Any:
+    """Return the value in the dtype for changes: float32 instead of bfloat16."""
+    value = tf.convert_to_tensor(variable)
+    return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
 
 
 class DeltaOptimizer(KerasDistributed):
@@ -86,10 +108,14 @@ class DeltaOptimizer(KerasDistributed):
         changed = state.reduced(self._trainable_variables)
         starts = [self._start_of(variable) for variable in changed]
         state.start_values = {}
-        limit = state.options.clip_delta_norm
-        starts, changes = reduce_changes(state.reduction, changed, starts, limit)
+        mine = [
+            None if start is None else wide(variable) - start
+            for start, variable in zip(starts, changed, strict=True)
+        ]
+        changes = _bounded(state.reduction(mine, changed)[0], state.options)
         finite = self._note_finite(changes)
         for variable, start, change in zip(changed, starts, changes, strict=True):
+            start = wide(variable) if start is None else start
             new = start + change
             if finite is not None:
                 new = tf.where(finite, new, start)
@@ -115,3 +141,12 @@ class DeltaOptimizer(KerasDistributed):
                 variable.assign(window.of(variable))
 
         window.abandon(restore)
+
+
+def _bounded(changes: Sequence[Any], options: Options) -> list[Any]:
+    limit = options.clip_delta_norm
+    if limit is None:
+        return list(changes)
+    norm = tf.linalg.global_norm([tf.cast(change, tf.float32) for change in changes])
+    factor = tf.where(norm > limit, limit / norm, 1.0)
+    return [change * tf.cast(factor, change.dtype) for change in changes]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
-from adasum_hvd.tensorflow.optimizer.window import returning
+from adasum_hvd.tensorflow.optimizer.window import run_if
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 
 
@@ -96,7 +96,7 @@ class GradientOptimizer(KerasDistributed):
         if flag is True:
             action()
         else:
-            tf.cond(flag, returning(action), lambda: 0)
+            run_if(flag, action)
 
     def _where_finite(self, action: Callable[[], None]) -> None:
         """Run `action`, unless a loss scale is in use and the reduced gradients overflowed."""
@@ -104,4 +104,4 @@ class GradientOptimizer(KerasDistributed):
         if flag is None:
             action()
         else:
-            tf.cond(flag.read_value(), returning(action), lambda: 0)
+            run_if(flag.read_value(), action)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from adasum_hvd.base.dynamic_subclass import as_instance_of
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
+from adasum_hvd.tensorflow.optimizer.window import run_if
 from adasum_hvd.tensorflow.reduction import is_alone
 
 
@@ -34,13 +35,7 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """As Keras's, with one decision for all ranks. Collective; blocks (eagerly).
-
-        Raises:
-            ValueError: a sparse gradient for AdaSum of gradients without `sparse_as_dense`;
-                a different number of gradients than of variables.
-            NotImplementedError: under XLA or a tf.distribute strategy.
-        """
+        """As Keras's, with one decision for all ranks. Collective; blocks (eagerly)."""
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -58,12 +53,11 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         scale = tf.identity(self.dynamic_scale.value)
         super()._stateful_handle_finite_grads(grads, trainable_variables)
 
-        def shrink() -> int:
+        def shrink() -> None:
             self.dynamic_scale.assign(scale)  # the step may have raised it
             self._stateful_handle_non_finite_grads()
-            return 0
 
-        tf.cond(flag.read_value(), lambda: 0, shrink)
+        run_if(tf.logical_not(flag), shrink)
 
     def _stateful_handle_non_finite_grads(self) -> None:
         super()._stateful_handle_non_finite_grads()

@@ -17,13 +17,10 @@ _SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 
 
 class Window:
-    """Tensors, one per variable, that are kept for a number of steps.
+    """Tensors, one per variable, that are kept for a number of steps; none for one step.
 
     They are not optimizer variables, so a plain optimizer can load a file saved between windows.
-
-    Args:
-        label: the tensors' name in a saved optimizer.
-        length: steps in a window; a window of one step keeps nothing.
+    There `label` is their name.
     """
 
     def __init__(self, label: str, length: int):
@@ -57,9 +54,6 @@ class Window:
         """Raise unless every step of a window fills the tensors of the same variables.
 
         A traced function does not know when a window begins. There all windows count as one.
-
-        Raises:
-            ValueError: this step's variables are different.
         """
         filled = frozenset(id(native(variable)) for variable in variables)
         if self._filled is None:
@@ -75,7 +69,7 @@ class Window:
     def at_start(self, action: Callable[[], None]) -> None:
         """Run `action` before the first step of a window, at run time."""
         assert self._steps is not None
-        tf.cond(tf.equal(self._steps, 0), returning(action), lambda: 0)
+        run_if(tf.equal(self._steps, 0), action)
 
     def count(self, at_end: Callable[[], None]) -> None:
         """Count a step; after the last one run `at_end` and start a new window, at run time."""
@@ -92,7 +86,7 @@ class Window:
                 self._filled = None
 
         done = steps.assign_add(1)
-        tf.cond(tf.greater_equal(done, self.length), returning(finish), lambda: 0)
+        run_if(tf.greater_equal(done, self.length), finish)
 
     def abandon(self, action: Callable[[], None]) -> None:
         """Run `action` and start a new window if one is unfinished, at run time."""
@@ -104,7 +98,7 @@ class Window:
             action()
             steps.assign(0)
 
-        tf.cond(tf.greater(steps, 0), returning(restart), lambda: 0)
+        run_if(tf.greater(steps, 0), restart)
 
     @property
     def steps(self) -> int:
@@ -161,11 +155,11 @@ def load_windows(store: Any, gradients: Window, starts: Window) -> None:
         )
 
 
-def returning(action: Callable[[], None]) -> Callable[[], int]:
-    """Return `action` as a branch of `tf.cond`, whose branches must return the same."""
+def run_if(condition: Any, action: Callable[[], None]) -> None:
+    """Run `action` if the boolean scalar `condition` is true, at run time."""
 
-    def branch() -> int:
+    def branch() -> int:  # the branches of tf.cond must return the same
         action()
         return 0
 
-    return branch
+    tf.cond(condition, branch, lambda: 0)

@@ -51,14 +51,9 @@ class Reduction:
     Args:
         what: the caller's name, for messages and for the tensors' names.
         options: op, wire, factors, process set, groups and bucket size.
-        many_lists: lists of variables may differ between steps and ranks. A difference between
-            ranks is an error on every rank. Otherwise there is one list, all variables of an
-            optimizer.
+        many_lists: lists of variables may differ between steps, and an error on every rank shows
+            that ranks have different ones. Otherwise all variables of an optimizer are the list.
         optimizer: returns the facts of the optimizer that takes the step, which must be equal.
-
-    Attributes:
-        entries: variable names of the latest list, by Horovod's name for the tensor; each value
-            is a list of one name.
     """
 
     def __init__(
@@ -75,14 +70,11 @@ class Reduction:
         self._known: dict[Hashable, Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
+        # Of the latest list: a list of one variable's name, by Horovod's name for its tensor.
         self.entries: dict[str, list[str]] = {}
 
     def number(self, variables: Sequence[Any]) -> None:
-        """Number all variables, because ranks may use different ones of them in a step.
-
-        Only the position identifies a variable: names may differ between ranks, and shapes may be
-        equal.
-        """
+        """Number all variables: ranks may use different ones, with other names or equal shapes."""
         self._places = {id(variable): k for k, variable in enumerate(variables)}
 
     # ---- reducing ----
@@ -106,11 +98,6 @@ class Reduction:
         Returns:
             The tensors, zeros if no rank has one. And for each variable True if this rank has a
             tensor, otherwise a boolean scalar: whether another rank has one.
-
-        Raises:
-            ValueError: the ranks' lists differ; on every rank.
-            tf.errors.OpError: the same in a running graph; or `refuses`.
-            NotImplementedError: under XLA or a tf.distribute strategy.
 
         Collective: every rank of the process set. At the first step with a list the ranks
         compare it, even while a function is traced.
@@ -139,17 +126,10 @@ class Reduction:
         variables: Sequence[Any],
         places: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Return `gradients` reduced, and None for those that no rank has.
+        """Return `gradients` reduced, and None for those that no rank has. Collective.
 
         A graph is traced before the ranks know that. There it is an error on every rank if some
         ranks have a gradient and others have None.
-
-        Args:
-            gradients: as :meth:`__call__`, with its errors.
-            variables: as :meth:`__call__`.
-            places: as :meth:`agree`.
-
-        Collective: as :meth:`__call__`.
         """
         eager = tf.executing_eagerly()
         results, used = self(gradients, variables, places, refuses=not eager)
@@ -224,16 +204,12 @@ class Reduction:
         """Compare the list, the optimizer, the options and the op's settings over the ranks.
 
         Args:
-            tensors: the tensors to reduce; only their dtypes count. A rank with an empty list
-                calls this too, so that ranks with a longer list do not wait for it.
+            tensors: only their dtypes count. A rank with an empty list calls this too, so that
+                ranks with a longer list do not wait for it.
             variables: the tensors' variables.
             has_local: whether this rank has worker-local variables.
             places: the variables' positions among all variables; by default from `number`.
             note: returns a text for all ranks, at the first comparison of a list.
-
-        Raises:
-            ValueError: the ranks differ; on every rank.
-            NotImplementedError: under XLA or a tf.distribute strategy.
 
         Collective: every rank of the process set, the first time that a list is seen. Not in an
         elastic job, because ranks see their first lists at different times.
@@ -261,17 +237,7 @@ class Reduction:
         return self._known[key]
 
     def compare_all(self, variables: Sequence[Any], has_local: bool) -> None:
-        """Compare variables, optimizer, options and settings in an elastic job.
-
-        Args:
-            variables: the variables that will be reduced.
-            has_local: as :meth:`agree`.
-
-        Raises:
-            ValueError: the ranks differ; on every rank.
-
-        Collective: every rank; blocks.
-        """
+        """Compare all variables that will be reduced, as :meth:`agree`. Collective; blocks."""
         is_delta = self._options.is_delta
         mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
         facts = self._optimizer()
@@ -282,14 +248,9 @@ class Reduction:
         together = not is_elastic() and self._options.process_set.size() > 1
         if together and self._many:
             self._announce()
+        facts = self._optimizer()
         agreed = compare(
-            self._what,
-            self._options,
-            self._optimizer(),
-            mine,
-            has_local,
-            together,
-            note,
+            self._what, self._options, facts, mine, has_local, together, note
         )
         if self._first is None and not is_elastic():
             self._first = agreed.number
@@ -302,13 +263,7 @@ class Reduction:
                 self._largest([0], f"{self._what}.lists")
 
     def all_of(self, flag: Any) -> Any:
-        """Return whether the boolean scalar `flag` is true on all ranks.
-
-        Raises:
-            NotImplementedError: traced into a function that XLA compiles.
-
-        Collective: every rank of the process set; blocks (eagerly).
-        """
+        """Return whether the boolean scalar `flag` is true on all ranks. Collective."""
         # A rank that has joined contributes zero, so the ranks reduce the negation.
         missing = 1 - tf.cast(flag, tf.int32)
         number = self.agree([missing], [missing]).number

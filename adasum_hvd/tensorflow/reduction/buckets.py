@@ -24,12 +24,7 @@ _SPARSE_OPS = (ops.Average, ops.Sum)
 def prepared(
     gradients: Sequence[Any], variables: Sequence[Any], options: Options
 ) -> list[Any]:
-    """Return the gradients to reduce; with `sparse_as_dense` all of them are dense.
-
-    Raises:
-        ValueError: a sparse gradient that the reduction cannot reduce, without
-            `sparse_as_dense`.
-    """
+    """Return the gradients to reduce; with `sparse_as_dense` all of them are dense."""
     result = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if is_sparse(gradient) and not is_marked_local(variable):
@@ -48,16 +43,14 @@ def reduce_list(
     options: Options,
     entries: dict[str, list[str]],
 ) -> list[Any]:
-    """Return `tensors` reduced, each with separate coefficients.
+    """Return `tensors` reduced, each with separate coefficients. Collective; blocks (eagerly).
 
     Args:
         label: the prefix of Horovod's tensor names; the same on all ranks.
         tensors: one per variable, all dense or sparse in the same way on all ranks.
         variables: the tensors' variables.
         options: op, wire, factors, process set, groups and bucket size.
-        entries: receives the name of each variable, by Horovod's name for its tensor.
-
-    Collective: every rank of the process set; blocks (eagerly).
+        entries: receives a list of each variable's name, by Horovod's name for its tensor.
     """
     results: list[Any] = [None] * len(tensors)
     kinds = {}

@@ -85,7 +85,7 @@ def describe(tensor: Any, variable: Any, place: int, is_delta: bool) -> Entry:
     """Return this rank's description of a variable; `tensor` is None if it has none."""
     own = tf.as_dtype(variable.dtype).base_dtype
     if is_delta and own == tf.bfloat16:
-        own = tf.float32  # as `changes.wide`
+        own = tf.float32  # as `delta.wide`
     kind = None if tensor is None else Kind(tensor.dtype, is_sparse(tensor))
     return Entry(name_of(variable), shape_of(variable), place, kind, own)
 
@@ -126,14 +126,7 @@ def compare(
 ) -> Agreed:
     """Compare a list, the optimizer, the options and the op's settings over the ranks.
 
-    Args:
-        what: the caller's name, for the message.
-        options: the caller's.
-        optimizer: as `optimizer_facts`; empty without an optimizer.
-        mine: this rank's list.
-        has_local: whether this rank has worker-local variables.
-        together: compare with other ranks; otherwise this rank decides alone.
-        note: a text for all ranks.
+    The arguments are as `Reduction`'s; without `together` this rank decides alone.
 
     Raises:
         ValueError: the ranks differ; on every rank.

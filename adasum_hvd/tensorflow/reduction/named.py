@@ -33,16 +33,9 @@ def reduce_named(
     process_set: ProcessSet,
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> list[Any]:
-    """Return tensors of one dtype reduced under exactly this name.
+    """Return tensors of one dtype reduced under exactly this name, with a suffix such as "_1of2".
 
-    Uses of one name run in the order of the program.
-
-    Args:
-        tensors: of one dtype that Horovod knows.
-        name: Horovod's name for the tensors, before a suffix such as "_1of2".
-        op: the reduction.
-        process_set: the ranks that reduce.
-        factors: prescale and postscale factor.
+    Uses of one name run in the order of the program. `factors` are prescale and postscale factor.
 
     Raises:
         tf.errors.OpError: the ranks' tensors of this name differ; on every rank.
@@ -68,13 +61,8 @@ def _shown(name: str, op: ops.ReduceOp) -> str:
 def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     """Return all ranks' tensors, one after the other, gathered under exactly this name.
 
-    Args:
-        tensor: ranks may differ in the first dimension.
-        name: Horovod's name for the tensor.
-        process_set: the ranks that gather.
-
     Raises:
-        tf.errors.OpError: the ranks' dtypes or other dimensions differ; on every rank.
+        tf.errors.OpError: ranks differ in more than the first dimension; on every rank.
 
     Collective: every rank of the process set; blocks (eagerly).
     """
@@ -139,9 +127,8 @@ def _function(
 ) -> Any:
     """Return `body` as a function that is never inlined.
 
-    Names must not depend on how often a rank has traced a function, so two calls may have the
-    same name. Each call assigns to one variable, which keeps the calls apart and in order across
-    functions.
+    Two calls may have the same name, because names must not depend on how often a rank has traced.
+    Each call assigns to one variable, which keeps them apart and in order across functions.
     """
 
     def ordered_body(*tensors: Any) -> Any:
