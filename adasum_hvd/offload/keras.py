@@ -118,21 +118,16 @@ class AdamOffload(keras.optimizers.Optimizer):
     Args:
         learning_rate: a number or a 0-d tensor; a 1-d tensor or iterable with a rate per step;
             a Keras schedule; or a Python function of the step, counted from 0.
-        beta1: decay rate of the first moment, a float in (0, 1).
-        beta2: decay rate of the second moment, a float in (0, 1).
-        eps: a float > 0, added to the square root of the second moment.
+        beta1: as :class:`adasum_hvd.offload.optimizer.AdamOffload`'s, like `beta2`, `eps`,
+            `use_nesterov` and `loss_scale`.
         use_locking: the kernel locks variable and moments while it updates them.
-        use_nesterov: use `beta1 m + (1 - beta1) g` in place of m.
         weight_decay: L2 penalty >= 0, or the decoupled decay, except for variables with "beta"
             or "gamma" in their path and those of `exclude_from_weight_decay()`; or a Keras
             schedule, or a Python function of the step, counted from 0.
-        loss_scale: the factor of the loss, > 0.
-        name: the optimizer's name.
         decoupled_weight_decay: decay the variables and not through their gradients, as
             `keras.optimizers.AdamW` does.
         **kwargs: as for every Keras optimizer: clipnorm, gradient_accumulation_steps, ...
-            Arguments of other Adams (amsgrad, use_lazy, use_offload) are accepted if they ask
-            for this algorithm.
+            Arguments of other Adams (amsgrad, ...) are accepted if they ask for this algorithm.
 
     Raises:
         TypeError: an argument of a wrong type.

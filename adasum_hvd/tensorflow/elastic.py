@@ -33,11 +33,7 @@ from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 
-__all__ = [
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "run",
-]
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 Result = TypeVar("Result")
 _WITH_VARIABLES = (

@@ -98,20 +98,11 @@ def DistributedGradientTape(
 
     Args:
         gradtape: a tape, before or after it has recorded.
-        device_dense: without effect, for Horovod's scripts, like `device_sparse` and
-            `scale_local_gradients`: setting one warns with the reason.
-        device_sparse: see `device_dense`.
-        compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
-        sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
-            and `Sum` gather the rows of all ranks, and other ops raise an error.
+        device_dense: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`'s, like all
+            others but these.
         op: a reduction or its name. `Adasum` and `AdasumGrad` are the same here.
-        gradient_predivide_factor: as Horovod's, with `Average` only.
-        num_groups: deprecated form of `groups`.
-        groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
-            of sources that share one.
+        groups: a number of buckets, or lists of sources that share one.
         process_set: the ranks that reduce; others keep their own gradients.
-        scale_local_gradients: see `device_dense`; Horovod divides worker-local gradients by
-            the number of ranks by default, here they are not changed.
 
     Returns:
         An instance of a subclass of `type(gradtape)`.

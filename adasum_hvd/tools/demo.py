@@ -53,9 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
     backend = "gloo" if engine == "horovod" else "torchrun"
     words = jobs.launcher(backend, arguments.ranks)
-    words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits"]
-    words += ["--engine", engine]
-    words += ["--epochs", str(arguments.epochs), "--output", str(arguments.output)]
+    words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits", engine]
+    words += [str(arguments.epochs), str(arguments.output)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with supervisor.running(words, env=environment) as job:
         return job.wait()

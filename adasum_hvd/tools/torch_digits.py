@@ -1,19 +1,23 @@
 """The program of a rank in `adasum-hvd demo`: LeNet-5 on scikit-learn's handwritten digits.
 
+python -m adasum_hvd.tools.torch_digits horovod|torch EPOCHS OUTPUT
+
 Every reduction starts from the same weights and uses the learning rate that is best for one
 process (docs/convergence.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +27,11 @@ from torch.nn import functional
 from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.monitor import files
 from adasum_hvd.tools import plot
-from adasum_hvd.tools.torch_engines import ENGINES, Engine
 
 OPS = ("sum", "average", "adasum-grad", "adasum-delta")
 WATCHED, RECORDS = "adasum-grad", "demo-monitor.jsonl"  # of hvd.AdasumMonitor
+EVERY = 2  # steps between two records of the monitor
+Trained = tuple[nn.Module, Any, Callable[[], None]]
 BATCH_SIZE = 32  # images per rank and step
 RATE = 0.03  # for one process, and not scaled
 SEED = 42
@@ -50,6 +55,79 @@ class LeNet5(nn.Module):
         x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
         x = functional.relu(self.fc1(x.flatten(1)))
         return self.fc3(functional.relu(self.fc2(x)))
+
+
+class Engine(NamedTuple):
+    """The ranks of a job, and how they reduce. All functions are collective."""
+
+    rank: int
+    size: int
+    local: tuple[
+        int, int
+    ]  # this rank's number on its host, and the number of ranks there
+    # Of a model, an optimizer, an op's name and a monitor's file or None. Returns the model and the
+    # optimizer with that reduction, and a function that closes the monitor.
+    train: Callable[[nn.Module, Any, str, Path | None], Trained]
+    check_replicas: Callable[[nn.Module], bool]
+    shut_down: Callable[[], None]
+
+
+def horovod() -> Engine:
+    """Return Horovod's op with `DistributedOptimizer`. Collective."""
+    import adasum_hvd.torch as hvd
+
+    def train(
+        model: nn.Module, optimizer: Any, op: str, records: Path | None
+    ) -> Trained:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+        if records is None:
+            return model, wrapped, lambda: None
+        return model, wrapped, hvd.AdasumMonitor(wrapped, EVERY, records).close
+
+    hvd.init()
+    ranks = hvd.rank(), hvd.size(), (hvd.local_rank(), hvd.local_size())
+    return Engine(*ranks, train, hvd.check_replicas, hvd.shutdown)
+
+
+def torch_distributed() -> Engine:
+    """Return `adasum_hvd.distributed`: DDP with a hook, under torchrun. Collective."""
+    import torch.distributed as dist
+
+    from adasum_hvd import distributed
+
+    def train(
+        model: nn.Module, optimizer: Any, op: str, records: Path | None
+    ) -> Trained:
+        if op == "adasum-delta":
+            distributed.reduce_changes(optimizer)
+            return model, optimizer, lambda: None
+        # A function of Gram matrices: the coefficients of a plain sum.
+        rules: dict[str, Any] = {
+            "sum": _ones,
+            "average": "mean",
+            "adasum-grad": "adasum",
+        }
+        state = distributed.AdasumState(rule=rules[op])
+        ddp = nn.parallel.DistributedDataParallel(model)
+        ddp.register_comm_hook(state, distributed.adasum_hook)
+        if records is None:
+            return ddp, optimizer, lambda: None
+        named = model.named_parameters()
+        monitor = distributed.AdasumMonitor(state, EVERY, records, named)
+        return ddp, optimizer, monitor.close
+
+    dist.init_process_group("gloo")
+    local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = dist.get_rank(), dist.get_world_size(), local
+    return Engine(*ranks, train, distributed.check_replicas, dist.destroy_process_group)
+
+
+def _ones(gram: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(gram[:, 0])
+
+
+ENGINES = {"horovod": horovod, "torch": torch_distributed}
 
 
 @dataclass
@@ -94,7 +172,7 @@ def device_of(chosen: str, local_rank: int, local_size: int) -> torch.device:
 
 def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
     """Train one model with reduction `op` and return what came out; accuracies on rank 0 only."""
-    device = device_of("auto", engine.local_rank, engine.local_size)
+    device = device_of("auto", *engine.local)
     train_images, train_labels, test_images, test_labels = (
         tensor.to(device) for tensor in digits()
     )
@@ -173,16 +251,9 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=list(ENGINES), required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-
-    engine = ENGINES[arguments.engine]()
+    """Train with every reduction; rank 0 reports."""
+    engine, epochs, output = ENGINES[sys.argv[1]](), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    epochs, output = arguments.epochs, arguments.output
     results = [train(engine, op, epochs, output) for op in OPS]
     if engine.rank == 0:
         report(results, output, engine.size)

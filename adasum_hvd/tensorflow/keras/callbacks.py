@@ -57,11 +57,7 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
 
     Args:
         every: batches between two records, whose `step` is the optimizer's `iterations`.
-        to: the sinks, on the first rank: paths that end in `.jsonl`, other paths (folders for
-            TensorBoard), functions of a record; or one of these.
-
-    Raises:
-        TypeError, ValueError, RuntimeError, NotImplementedError: in `fit`, as `AdasumMonitor`.
+        to: as `AdasumMonitor`'s, which raises its errors in `fit`.
 
     Collective: on all ranks, with the same `every`.
 
@@ -250,10 +246,7 @@ class CheckReplicasCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        every: int = 100,
-        *,
-        process_set: ProcessSet = mpi_ops.global_process_set,
+        self, every: int = 100, *, process_set: ProcessSet = mpi_ops.global_process_set
     ):
         super().__init__()
         check_count("CheckReplicasCallback: every", every)
@@ -291,10 +284,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        device: str = "",
-        *,
-        process_set: ProcessSet = mpi_ops.global_process_set,
+        self, device: str = "", *, process_set: ProcessSet = mpi_ops.global_process_set
     ):
         warn_without_effect("MetricAverageCallback", device=device)
         super().__init__()

@@ -21,13 +21,7 @@ from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import refuse_process_set
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
-from adasum_hvd.base.options import (
-    Options,
-    ProcessSet,
-    check,
-    groups_of,
-    optimizer_op,
-)
+from adasum_hvd.base.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.horovod import binding
 from adasum_hvd.parallel.tensorflow_modes import detect
 from adasum_hvd.tensorflow import ops as tf_ops
