@@ -133,10 +133,6 @@ class AdamOffload(keras.optimizers.Optimizer):
         TypeError: an argument of a wrong type.
         ValueError: an argument out of range or of another algorithm.
 
-    Example:
-        >>> optimizer = AdamOffload(0.01)                      # doctest: +SKIP
-        >>> model.compile(optimizer=optimizer, loss="mse")     # doctest: +SKIP
-
     References:
         docs/adam_offload.md; docs/mindspore.md.
     """

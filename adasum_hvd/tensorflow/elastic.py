@@ -235,14 +235,6 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     Args:
         func: a function whose first argument is the state, such as :class:`TensorFlowKerasState`.
-
-    Example:
-        >>> @hvd.elastic.run                                             # doctest: +SKIP
-        ... def train(state):
-        ...     while state.batch < batches:
-        ...         train_step(...)
-        ...         state.batch += 1
-        ...         state.commit()
     """
     return running(func, _restart, is_failure)
 

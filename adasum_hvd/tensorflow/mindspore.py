@@ -31,14 +31,6 @@ class DistributedGradReducer(GradReducer):
 
     Arguments and errors: those of :class:`adasum_hvd.mindspore.grad_reducer.GradReducer`.
     Sparse gradients are `tf.IndexedSlices`. Eagerly and in `tf.function`.
-
-    Example:
-        >>> variables = model.trainable_variables                 # doctest: +SKIP
-        >>> reducer = DistributedGradReducer(variables, mean=True)  # doctest: +SKIP
-        >>> gradients = reducer(tape.gradient(loss, variables))   # doctest: +SKIP
-
-    References:
-        docs/mindspore.md.
     """
 
     _all_ranks = mpi_ops.global_process_set

@@ -68,9 +68,6 @@ class AdasumMonitor:
 
     Collective: every rank of the process set; blocks.
 
-    Example:
-        >>> monitor = hvd.AdasumMonitor(optimizer, 50, "run.jsonl")  # doctest: +SKIP
-
     References:
         docs/monitor.md; arXiv 2006.02924, figure 1.
     """

@@ -58,9 +58,6 @@ def check_replicas(
         ReplicaMismatch: on every rank; names the first variable that differs and the ranks.
 
     Collective: every rank of `process_set`; blocks when it compares.
-
-    Example:
-        >>> hvd.check_replicas(model, optimizer, every=100)     # doctest: +SKIP
     """
     weights = getattr(model, "weights", getattr(model, "variables", None))
     if weights is None:

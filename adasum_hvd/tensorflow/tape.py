@@ -114,12 +114,6 @@ def DistributedGradientTape(
             `tf.errors.OpError`, also if only some ranks have a gradient).
         NotImplementedError: a process set in an elastic job. In `gradient()`: under XLA or a
             tf.distribute strategy.
-
-    Example:
-        >>> with tf.GradientTape() as tape:                              # doctest: +SKIP
-        ...     loss = loss_of(model(images), labels)
-        >>> tape = hvd.DistributedGradientTape(tape, op=hvd.AdasumGrad)  # doctest: +SKIP
-        >>> gradients = tape.gradient(loss, model.trainable_variables)   # doctest: +SKIP
     """
     warn_without_effect(
         "DistributedGradientTape",

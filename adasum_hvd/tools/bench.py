@@ -63,7 +63,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure or compare, print, and return the exit status."""
     if arguments.compare:
-        print(_comparison(arguments.compare))
+        print(compare(arguments.compare))
         return 0
     if arguments.ranks < 1 or not 0 < arguments.seconds < math.inf:
         raise ValueError("expected --ranks and --seconds above 0, and finite")
@@ -163,16 +163,11 @@ def _order(row: dict[str, Any]) -> tuple[int, str]:
     return list(CASES).index(row["case"]), row["backend"]
 
 
-def _comparison(words: list[str]) -> str:
+def compare(words: list[str]) -> str:
+    """Return a line per operation that both files have: medians, and new over old."""
     if len(words) != 3 or words[0] != "compare":
         raise ValueError(f"expected compare A.json B.json, but got {' '.join(words)}")
-    before, after = (json.loads(Path(word).read_text()) for word in words[1:])
-    return compare(before, after)
-
-
-def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return a line per operation that both files have: medians, and new over old."""
-    old, new = medians(before), medians(after)
+    old, new = (medians(json.loads(Path(word).read_text())) for word in words[1:])
     if not (both := [key for key in old if key in new]):
         raise ValueError(
             "expected measurements of the same operations, but got no operation in both files"

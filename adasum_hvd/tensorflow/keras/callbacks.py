@@ -60,9 +60,6 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
         to: as `AdasumMonitor`'s, which raises its errors in `fit`.
 
     Collective: on all ranks, with the same `every`.
-
-    Example:
-        >>> model.fit(data, callbacks=[AdasumMonitorCallback(50, "run.jsonl")])  # doctest: +SKIP
     """
 
     def __init__(self, every: int = 50, to: Any = ()):
@@ -155,19 +152,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not self._process_set.included():
             # This rank trains alone.
             self._broadcast_done = self._checked = self._epoch_checked = True
-        if not self._broadcast_done and self._built_everywhere():
+        if not self._broadcast_done and all(
+            self._gather(bool(self.model.built), "adasum.built")
+        ):
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             self._broadcast()
 
-    def _built_everywhere(self) -> bool:
-        return all(
-            allgather_object(
-                bool(self.model.built),
-                name="adasum.built",
-                process_set=self._process_set,
-            )
-        )
+    def _gather(self, obj: Any, name: str) -> list[Any]:
+        return allgather_object(obj, name=name, process_set=self._process_set)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast if that was not possible before, otherwise check the first step."""
@@ -197,9 +190,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _warn_of_other_passes(self, window: Any) -> None:
         if window.length == 1:
             return
-        passes = allgather_object(
-            window.steps, name="adasum.passes", process_set=self._process_set
-        )
+        passes = self._gather(window.steps, "adasum.passes")
         if len(set(passes)) > 1:
             warnings.warn(
                 "BroadcastGlobalVariablesCallback: expected all ranks at the same pass of a "
@@ -216,11 +207,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         for variable in self.model.trainable_weights:
             if not is_marked_local(variable):
                 digest.update(np.asarray(variable).tobytes())
-        digests = allgather_object(
-            digest.hexdigest(),
-            name="adasum.check_first_step",
-            process_set=self._process_set,
-        )
+        digests = self._gather(digest.hexdigest(), "adasum.check_first_step")
         if len(set(digests)) > 1:
             raise RuntimeError(
                 f"fit: expected first steps that leave {len(digests)} equal replicas, but got "

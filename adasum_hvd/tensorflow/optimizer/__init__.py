@@ -100,11 +100,6 @@ def DistributedOptimizer(
             nothing to reduce; windows in an elastic job without a state that has the optimizer.
         NotImplementedError: a compression that is not a cast to float16; Keras on another
             backend than TensorFlow; in an elastic job a process set. In a step: under XLA.
-
-    Example:
-        >>> optimizer = hvd.DistributedOptimizer(                    # doctest: +SKIP
-        ...     keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.AdasumGrad)
-        >>> model.compile(optimizer, loss, jit_compile=False)        # doctest: +SKIP
     """
     warn_without_effect(
         "DistributedOptimizer",
