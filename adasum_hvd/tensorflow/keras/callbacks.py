@@ -126,7 +126,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             mark_worker_local(*([local_variables] if one else local_variables))
         self._root_rank, self._process_set = root_rank, process_set
         self._model_and_optimizer: Any = (None, None)
-        self._reset()
 
     def set_model(self, model: Any) -> None:
         """Start again with another model or optimizer; a second `fit` of both continues."""
@@ -134,11 +133,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         before = self._model_and_optimizer
         if any(a is not b for a, b in zip(current, before, strict=True)):
             self._model_and_optimizer = current
-            self._reset()
+            self._broadcast_done = self._checked = self._epoch_checked = False
         super().set_model(model)
-
-    def _reset(self) -> None:
-        self._broadcast_done = self._checked = self._epoch_checked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast if the model is built on every rank. Collective."""

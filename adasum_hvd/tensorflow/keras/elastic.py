@@ -33,17 +33,18 @@ class KerasState(TensorFlowKerasState):
     """Horovod's name of :class:`TensorFlowKerasState`, which has the arguments."""
 
 
-class _BatchCallback(keras.callbacks.Callback):
-    """Knows how many batches of an epoch this `fit` has finished.
+class _StateCallback(keras.callbacks.Callback):
+    """Knows the state, and how many batches of an epoch this `fit` has finished.
 
     Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, later
     versions that of its last one; all pass the first one to `on_train_batch_begin`.
     """
 
+    _begun = 0
+
     def __init__(self, state: SharedState):
         super().__init__()
         self.state = state
-        self._begun = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the first batch of an execution."""
@@ -61,7 +62,7 @@ class _BatchCallback(keras.callbacks.Callback):
         return bool(steps and finished >= steps)
 
 
-class CommitStateCallback(_BatchCallback):
+class CommitStateCallback(_StateCallback):
     """Commits after every so many batches, and at the end of every epoch; put it last.
 
     Args:
@@ -94,7 +95,7 @@ class CommitStateCallback(_BatchCallback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(_BatchCallback):
+class UpdateBatchStateCallback(_StateCallback):
     """Counts the finished batches of an epoch in `state.batch`.
 
     If Keras knows the number of batches in an epoch, the first epoch of a `fit` is shortened by the
@@ -104,10 +105,8 @@ class UpdateBatchStateCallback(_BatchCallback):
         state: has an attribute `batch`.
     """
 
-    def __init__(self, state: SharedState):
-        super().__init__(state)
-        self._done_before = 0
-        self._ends_epoch = False
+    _done_before = 0
+    _ends_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record where the epoch continues."""
@@ -127,16 +126,12 @@ class UpdateBatchStateCallback(_BatchCallback):
             self.model.stop_training = self._ends_epoch = False
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(_StateCallback):
     """Counts finished epochs in `state.epoch`, in this `fit` and before.
 
     Args:
         state: has an attribute `epoch`.
     """
-
-    def __init__(self, state: SharedState):
-        super().__init__()
-        self.state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Count."""

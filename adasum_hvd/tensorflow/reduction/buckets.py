@@ -70,10 +70,9 @@ def reduce_list(
         indices = [index for index, _ in members]
         wire = kinds[id(members[0][1])][0]
         name = f"{label}.{number}"
-        for entry, (_, variable) in zip(
-            named.entries_of(name, options.op, len(members)), members, strict=True
-        ):
-            entries[entry] = [name_of(variable)]
+        names = named.entries_of(name, options.op, len(members))
+        paths = [[name_of(variable)] for _, variable in members]
+        entries.update(zip(names, paths, strict=True))
         reduced = named.reduce_named(
             [tf.cast(tensors[index], wire) for index in indices],
             name,

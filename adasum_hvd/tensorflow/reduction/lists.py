@@ -177,8 +177,7 @@ def _described(
     entries: Sequence[Entry], kinds: Sequence[Kind]
 ) -> list[tuple[str, tuple[int, ...], str]]:
     described = []
-    for index, entry in enumerate(entries):
-        known = kinds[index] if index < len(kinds) else None
+    for entry, known in itertools.zip_longest(entries, kinds):
         dtype = (entry.kind or known or entry).dtype
         number = f", number {entry.place}" if entry.place >= 0 else ""
         described.append((entry.name, entry.shape, f"{dtype.name}{number}"))
