@@ -167,12 +167,8 @@ def reference_step(
 ) -> None:
     """Take step t, counted from 1, in place, in float64: the reference for the tests.
 
-    Args:
-        w: weights, float64, any shape.
-        g: gradients of the scaled loss, as `w`.
-        m: first moment, as `w`, zero before step 1.
-        v: second moment, as `m`.
-        t: the step. The other arguments are `AdamOffload`'s, with the values of this step.
+    w are weights of any shape, g gradients of the scaled loss, m and v the moments, zero before
+    step 1. The other arguments are `AdamOffload`'s, with the values of this step.
     """
     if decoupled_weight_decay:
         w *= 1 - lr * weight_decay

@@ -1,12 +1,8 @@
-"""Elastic training: the job continues when ranks fail, leave or join.
+"""Elastic training: the job continues when ranks fail, leave or join: docs/elastic.md.
 
-Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` documents the
+Names and calls are those of Horovod 0.28.1; :mod:`adasum_hvd.horovod.elastic.state` documents the
 differences of all frameworks. Horovod's states do not work with Keras 3, whose
-`optimizer.variables` is not a method. Its `run` treats every failure but three as the end
-of the training.
-
-References:
-    Horovod 0.28.1's elastic API; docs/elastic.md.
+`optimizer.variables` is not a method. Its `run` ends the training after every failure but three.
 """
 
 from __future__ import annotations

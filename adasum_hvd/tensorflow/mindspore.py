@@ -1,8 +1,4 @@
-"""MindSpore's names: the wrap cells of both variants, and the gradient reducer.
-
-References:
-    docs/mindspore.md.
-"""
+"""MindSpore's names: wrap cells of both variants, and the gradient reducer (docs/mindspore.md)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 
 
-def _digest(variable: Any) -> str:
+def digest(variable: Any) -> str:
+    """Return the hash of a variable's bits."""
     return hashlib.sha256(np.asarray(variable).tobytes()).hexdigest()
 
 
@@ -69,14 +70,14 @@ def check_replicas(
         return False
     variables = [*weights, *_state(optimizer)]
     shared = [variable for variable in variables if not is_marked_local(variable)]
-    mine = [(getattr(v, "path", v.name), _digest(v)) for v in shared]
+    mine = [(getattr(v, "path", v.name), digest(v)) for v in shared]
     by_rank = allgather_object(
         mine, name="adasum.check_replicas", process_set=process_set
     )
     # Keras numbers the names of models, so two ranks' names may differ.
     named = [
-        [(mine[index][0] if index < len(mine) else name, digest)
-         for index, (name, digest) in enumerate(digests)]
+        [(mine[index][0] if index < len(mine) else name, bits)
+         for index, (name, bits) in enumerate(digests)]
         for digests in by_rank
     ]  # fmt: skip
     compare(list(process_set.ranks), named, mpi_ops.rank())

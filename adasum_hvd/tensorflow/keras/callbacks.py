@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from typing import Any
 
@@ -24,7 +23,7 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
-from adasum_hvd.tensorflow.replicas import check_replicas
+from adasum_hvd.tensorflow.replicas import check_replicas, digest
 
 __all__ = [
     "AdasumMonitorCallback",
@@ -199,11 +198,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _check_replicas(self) -> None:
         if _has_windows(self.model.optimizer):
             return  # replicas may differ inside a window of local steps
-        digest = hashlib.sha256()
-        for variable in self.model.trainable_weights:
-            if not is_marked_local(variable):
-                digest.update(np.asarray(variable).tobytes())
-        digests = self._gather(digest.hexdigest(), "adasum.check_first_step")
+        weights = self.model.trainable_weights
+        mine = tuple(digest(v) for v in weights if not is_marked_local(v))
+        digests = self._gather(mine, "adasum.check_first_step")
         if len(set(digests)) > 1:
             raise RuntimeError(
                 f"fit: expected first steps that leave {len(digests)} equal replicas, but got "

@@ -1,4 +1,8 @@
-"""Collectives with the arguments of `horovod.tensorflow.keras`, which take any value."""
+"""Collectives with the arguments of `horovod.tensorflow.keras`, which take any value.
+
+All are collective over the process set, and block (eagerly). `kwargs` are other arguments of the
+functions of `horovod.tensorflow`, whose errors they raise, too.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,7 @@ def allreduce(
     compression: Any = Compression.none,
     **kwargs: Any,
 ) -> Any:
-    """Return `value` reduced over the ranks.
-
-    Arguments, errors, Collective: as :func:`adasum_hvd.tensorflow.ops.allreduce`, for a tensor or a
-    value that converts to one.
-    """
+    """Return `value`, a tensor or a value that converts to one, as `ops.allreduce` reduces it."""
     return tf_ops.allreduce(
         _tensor(value), average, compression=compression, op=op, name=name,
         prescale_factor=prescale_factor, postscale_factor=postscale_factor, **kwargs,
@@ -44,12 +44,7 @@ def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
 
     Args:
         value: a tensor, or a value that converts to one; ranks differ in the first dimension only.
-        name: as `horovod.tensorflow.allgather`, with `kwargs`.
-
-    Raises:
-        tf.errors.OpError: the ranks' dtypes or other dimensions differ.
-
-    Collective: every rank of the process set; blocks (eagerly).
+        name: the tensor's name, the same on all ranks.
     """
     return horovod_tf.allgather(_tensor(value), name, **kwargs)
 
@@ -62,12 +57,7 @@ def broadcast(
     Args:
         value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
         root_rank: the rank, in the job, that sends its value.
-        name: as `horovod.tensorflow.broadcast`, with `kwargs`.
-
-    Raises:
-        tf.errors.OpError: the ranks' shapes or dtypes differ.
-
-    Collective: every rank of the process set; blocks (eagerly).
+        name: the tensor's name, the same on all ranks.
     """
     return horovod_tf.broadcast(_tensor(value), root_rank, name, **kwargs)
 
@@ -79,14 +69,11 @@ def reducescatter(
 
     Args:
         value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
-        name: as `horovod.tensorflow.reducescatter`, with `kwargs`.
+        name: the tensor's name, the same on all ranks.
         op: `Average` or `Sum`, or the name of one.
 
     Raises:
         ValueError: another `op`.
-        tf.errors.OpError: the ranks' shapes or dtypes differ.
-
-    Collective: every rank of the process set; blocks (eagerly).
     """
     reduction = ops.parse(op)
     if reduction not in (ops.Average, ops.Sum):

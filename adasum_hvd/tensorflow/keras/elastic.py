@@ -1,10 +1,7 @@
 """Elastic training of Keras models: the state, and callbacks that keep it up to date.
 
-Names and calls are Horovod's. Its callbacks shorten an epoch by changing `params`, which Keras 3
-ignores.
-
-References:
-    Horovod 0.28.1's elastic API; docs/elastic.md.
+Names and calls are those of Horovod 0.28.1, whose callbacks shorten an epoch by changing `params`,
+which Keras 3 ignores: docs/elastic.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Keras 3 callbacks that set the learning rate, as Horovod's do.
-
-References:
-    Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677, section 2.2 and 3.
-"""
+"""Keras 3 callbacks that set the learning rate, as Horovod's do (arXiv 1706.02677, 2.2 and 3)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             documents them.
 
     Raises:
-        TypeError: too many arguments, or as that function's.
-        ValueError: as that function's.
-        RuntimeError: as that function's.
-        NotImplementedError: as that function's.
+        TypeError: too many arguments; and as that function, with its other errors.
     """
     given = by_name(horovod.tensorflow.keras.DistributedOptimizer, args, kwargs)
     return tf_optimizer.DistributedOptimizer(optimizer, **given)

@@ -18,9 +18,7 @@ _KEPT = ("sparse_as_dense", *SHARED)
 def saved_config(plain: Any, options: Options) -> dict[str, Any]:
     """Return the configuration of a distributed optimizer for a saved model.
 
-    Args:
-        plain: the plain optimizer, which is saved inside.
-        options: the distribution. Of a process set it keeps only whether it was the global one.
+    Of a process set it keeps only whether it was the global one.
     """
     return {
         "optimizer": keras.saving.serialize_keras_object(plain),
