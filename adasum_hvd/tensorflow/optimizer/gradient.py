@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -75,33 +75,28 @@ class GradientOptimizer(KerasDistributed):
 
         def decay_used() -> None:
             for variable in variables:
-                self._where_used(variable, functools.partial(decay, [variable]))
+                run_if(self._is_used(variable), functools.partial(decay, [variable]))
 
-        self._where_finite(decay_used)
+        run_if(self._is_finite(), decay_used)
 
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
         step = super()._backend_update_step
-        self._where_finite(lambda: step(grads, trainable_variables, learning_rate))
+        run_if(
+            self._is_finite(), lambda: step(grads, trainable_variables, learning_rate)
+        )
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """As the optimizer's, if any rank has a gradient for the variable."""
         step = super().update_step
-        self._where_used(variable, lambda: step(gradient, variable, learning_rate))
+        run_if(self._is_used(variable), lambda: step(gradient, variable, learning_rate))
 
-    def _where_used(self, variable: Any, action: Callable[[], None]) -> None:
-        """Run `action` if any rank has a gradient for `variable`, as plain training does."""
-        flag = self._adasum.used.get(self._get_variable_index(variable), True)
-        if flag is True:
-            action()
-        else:
-            run_if(flag, action)
+    def _is_used(self, variable: Any) -> Any:
+        """Return whether any rank has a gradient for `variable`; plain training skips others."""
+        return self._adasum.used.get(self._get_variable_index(variable), True)
 
-    def _where_finite(self, action: Callable[[], None]) -> None:
-        """Run `action`, unless a loss scale is in use and the reduced gradients overflowed."""
+    def _is_finite(self) -> Any:
+        """Return whether the reduced gradients are finite, which counts under a loss scale only."""
         flag = self._adasum.finite
-        if flag is None:
-            action()
-        else:
-            run_if(flag.read_value(), action)
+        return True if flag is None else flag.read_value()

@@ -33,19 +33,12 @@ def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:
         if isinstance(held, dict):
             held = [held.get(optimizer._var_key(variable)) for variable in trained]
         if isinstance(held, list) and len(held) == len(trained):
-            slots = [_variables(element) for element in held]
+            slots = [
+                [slot for slot in tf.nest.flatten(element) if hasattr(slot, "assign")]
+                for element in held
+            ]
             if any(slots):
                 yield name, slots
-
-
-def _variables(element: Any) -> list[Any]:
-    held = (
-        tf.nest.flatten(element)
-        if isinstance(element, list | tuple | dict)
-        else element
-    )
-    held = held if isinstance(held, list) else [held]
-    return [found for found in held if hasattr(found, "assign")]
 
 
 def local_slots(optimizer: Any, every: bool = False) -> set[int]:

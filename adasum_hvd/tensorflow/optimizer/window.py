@@ -156,7 +156,10 @@ def load_windows(store: Any, gradients: Window, starts: Window) -> None:
 
 
 def run_if(condition: Any, action: Callable[[], None]) -> None:
-    """Run `action` if the boolean scalar `condition` is true, at run time."""
+    """Run `action` if the boolean scalar `condition` is true, at run time; if it is True, now."""
+    if condition is True:
+        action()
+        return
 
     def branch() -> int:  # the branches of tf.cond must return the same
         action()
