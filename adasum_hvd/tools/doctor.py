@@ -81,20 +81,21 @@ def launcher() -> DoctorFinding:
 def distributed() -> DoctorFinding:
     """Return whether the engine on torch.distributed reduces to the right numbers."""
     name = "torch.distributed"
-    result = _try(["torchrun"], [name])["torchrun"][name]
+    result = _try("torchrun", name)
     judged = _judged(name, "torch", result, "reinstall torch")
     by = f"; CUDA tensors by {result['cuda']}" if "cuda" in result else ""
     return judged._replace(found=judged.found + by)
 
 
 def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
-    """Yield, by framework and backend, whether ranks of this host reduce to the right numbers."""
+    """Yield, by backend and framework, whether ranks of this host reduce to the right numbers."""
     backends = ["gloo"]
     if environment.detect_mpi() and has_mpi(frameworks[0]):
         backends.append("mpi")
-    seen: selfcheck.Results = {}
-    for backend, results in _try(backends, frameworks).items():
-        for framework, result in results.items():
+    seen: dict[str, selfcheck.Report] = {}
+    for backend in backends:
+        for framework in frameworks:
+            result = _try(backend, framework)
             yield _judged(backend, framework, result)
             if "error" not in result:
                 seen.setdefault(framework, result)
@@ -102,26 +103,13 @@ def reductions(frameworks: Sequence[str]) -> Iterator[DoctorFinding]:
         yield from _paths(framework, result)
 
 
-def _try(
-    backends: Sequence[str], frameworks: Sequence[str]
-) -> dict[str, selfcheck.Results]:
-    """Return each framework's report by backend, or {"error": ...}.
-
-    One job runs all of them and loads each framework once. If it fails, each backend with each
-    framework gets a job of its own.
-    """
-    words = [",".join(backends), ",".join(frameworks)]
+def _try(backend: str, framework: str) -> selfcheck.Report:
+    """Return the report of a job, or {"error": ...}."""
+    program, variables = "adasum_hvd.tools.selfcheck", {"HOROVOD_CONTROLLER": backend}
     try:
-        return jobs.run(
-            backends[-1], RANKS, "adasum_hvd.tools.selfcheck", words, _SECONDS
-        )
+        return jobs.run(backend, RANKS, program, [framework], _SECONDS, variables)
     except jobs.JobError as error:
-        if len(backends) == len(frameworks) == 1:
-            return {backends[0]: {frameworks[0]: {"error": str(error)}}}
-    return {
-        backend: {name: _try([backend], [name])[backend][name] for name in frameworks}
-        for backend in backends
-    }
+        return {"error": str(error)}
 
 
 def _judged(

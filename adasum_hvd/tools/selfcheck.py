@@ -1,9 +1,6 @@
 """The program of a rank in `adasum-hvd doctor`: reductions, compared with the reference.
 
-python -m adasum_hvd.tools.selfcheck gloo,mpi torch,tensorflow OUTPUT
-python -m adasum_hvd.tools.selfcheck torchrun torch.distributed OUTPUT
-
-mpirun starts it if MPI is checked; its ranks can connect over Gloo, too.
+python -m adasum_hvd.tools.selfcheck torch|tensorflow|torch.distributed OUTPUT
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +21,7 @@ from adasum_hvd import reference
 from adasum_hvd.horovod import binding
 
 Array: TypeAlias = NDArray[Any]
-Results: TypeAlias = dict[str, dict[str, Any]]  # by framework
+Report: TypeAlias = dict[str, Any]
 SIZES = (1, 1000, 70_000)  # one block, several, and more than one exchange
 DTYPES = (np.float32, np.float64)
 
@@ -53,7 +50,7 @@ def compared(
     ranks: int,
     reduce: Callable[[str, Array], Array],
     gather: Callable[[Any], list[Any]],
-) -> dict[str, object]:
+) -> Report:
     """Return this rank's report of what was wrong on any rank. Collective; blocks.
 
     `reduce` returns the AdaSum of all ranks' arrays of a name, `gather` all ranks' objects.
@@ -68,130 +65,64 @@ def compared(
     return {"rank": rank, "ranks": ranks, "tried": len(tried), "wrong": names}
 
 
-class _Horovod:
-    """The op under one framework."""
+def horovod(framework: str) -> Report:
+    """Return the report of the op under a framework. Collective; blocks."""
+    hvd = import_module(f"adasum_hvd.{framework}")
+    library = import_module(f"adasum_hvd.{framework}.ops").LIBRARY
+    maker = "from_numpy" if framework == "torch" else "constant"
+    tensor_of = getattr(import_module(framework), maker)
 
-    def __init__(self, framework: str):
-        is_torch = framework == "torch"
-        self.hvd = import_module(f"adasum_hvd.{framework}")
-        self._library = import_module(f"adasum_hvd.{framework}.ops").LIBRARY
-        array = "from_numpy" if is_torch else "constant"
-        self._tensor = getattr(import_module(framework), array)
-        self.shutdown = self.hvd.shutdown
+    def reduce(name: str, array: Array) -> Array:
+        return hvd.allreduce(tensor_of(array), op=hvd.Adasum, name=name).numpy()
 
-    def examine(self) -> dict[str, object]:
-        self.hvd.init()
-        found = compared(
-            self.hvd.rank(), self.hvd.size(), self._reduce, self.hvd.allgather_object
-        )
-        backends = ("gloo", "mpi", "nccl")
-        library = self._library
-        return {
-            **found,
-            "version": binding.version(library),
-            "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
-            "settings": self.hvd.settings(),
-            "path": binding.transport_description(library),
-        }
-
-    def _reduce(self, name: str, array: Array) -> Any:
-        tensor = self._tensor(array)
-        return self.hvd.allreduce(tensor, op=self.hvd.Adasum, name=name).numpy()
+    hvd.init()
+    found = compared(hvd.rank(), hvd.size(), reduce, hvd.allgather_object)
+    backends = ("gloo", "mpi", "nccl")
+    return {
+        **found,
+        "version": binding.version(library),
+        "built": [n for n in backends if getattr(library, f"horovod_{n}_built")()],
+        "settings": hvd.settings(),
+        "path": binding.transport_description(library),
+    }
 
 
-class _Distributed:
-    """The engine on torch.distributed."""
+def torch_distributed() -> Report:
+    """Return the report of the engine on torch.distributed. Collective; blocks."""
+    torch, dist = import_module("torch"), import_module("torch.distributed")
+    engine = import_module("adasum_hvd.distributed")
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    ranks = dist.get_world_size()
 
-    def __init__(self) -> None:
-        self._torch = import_module("torch")
-        self._engine = import_module("adasum_hvd.distributed")
-        self._dist = import_module("torch.distributed")
-
-    def examine(self) -> dict[str, object]:
-        self._dist.init_process_group("gloo")
-        self._torch.set_num_threads(1)
-        rank, self._ranks = self._dist.get_rank(), self._dist.get_world_size()
-        found = compared(rank, self._ranks, self._reduce, self._gather)
-        self._dist.destroy_process_group()
-        if self._torch.cuda.is_available():
-            by = import_module("adasum_hvd.distributed.device_slice").described
-            found["cuda"] = by(self._torch.device("cuda", 0))
-        return found
-
-    def _reduce(self, name: str, array: Array) -> Any:
-        tensor = self._torch.from_numpy(array.copy())
-        self._engine.adasum_all_reduce(tensor)
+    def reduce(_: str, array: Array) -> Array:
+        tensor = torch.from_numpy(array.copy())
+        engine.adasum_all_reduce(tensor)
         return tensor.numpy()
 
-    def _gather(self, obj: Any) -> list[Any]:
-        of_all = [None] * self._ranks
-        self._dist.all_gather_object(of_all, obj)
+    def gather(obj: Any) -> list[Any]:
+        of_all = [None] * ranks
+        dist.all_gather_object(of_all, obj)
         return of_all
 
-
-def over(backend: str, frameworks: Mapping[str, Any]) -> Results:
-    """Return each framework's report over one backend, or its error.
-
-    `frameworks` has, by name, the object that examines it, or the error of importing it.
-    """
-    os.environ["HOROVOD_CONTROLLER"] = backend
-    found: Results = {}
-    for name, framework in frameworks.items():
-        try:
-            if isinstance(framework, Exception):
-                raise framework
-            found[name] = framework.examine()
-        except Exception as error:  # the next framework may still work
-            traceback.print_exception(error)
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    found = compared(dist.get_rank(), ranks, reduce, gather)
+    dist.destroy_process_group()
+    if torch.cuda.is_available():
+        by = import_module("adasum_hvd.distributed.device_slice").described
+        found["cuda"] = by(torch.device("cuda", 0))
     return found
 
 
-def over_in_a_copy(backend: str, frameworks: Mapping[str, Any]) -> Results:
-    """Return the result of :func:`over` from a forked copy of this process.
-
-    A process can use one backend of Horovod only, and nearly all of the time goes into loading
-    the frameworks. A copy is safe, because they have not started a thread yet.
-    """
-    reader, writer = os.pipe()
-    copy = os.fork()
-    if copy == 0:
-        try:
-            found = over(backend, frameworks)
-            os.write(writer, json.dumps(found).encode())
-            for framework in frameworks.values():
-                if not isinstance(framework, Exception):
-                    framework.shutdown()
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        report = pipe.read()
-    _, status = os.waitpid(copy, 0)
-    if not report:
-        sys.exit(
-            f"the ranks over {backend} ended with status {status} and without a report"
-        )
-    return dict(json.loads(report))
-
-
-def _loaded(name: str) -> Any:
-    """Return what examines a framework, or the error of importing it."""
-    try:
-        return _Distributed() if name == "torch.distributed" else _Horovod(name)
-    except Exception as error:
-        return error
-
-
 def main() -> None:
-    """Check all; rank 0 writes a report or an error by backend and framework."""
-    backends, names, output = *(word.split(",") for word in sys.argv[1:3]), sys.argv[3]
-    frameworks = {name: _loaded(name) for name in names}
-    found = {backend: over_in_a_copy(backend, frameworks) for backend in backends[:-1]}
-    found[backends[-1]] = over(backends[-1], frameworks)
-    results = [result for of in found.values() for result in of.values()]
-    if not any(result.get("rank") for result in results):
+    """Check; rank 0 writes the report, and any rank an error, because it may have no number yet."""
+    framework, output = sys.argv[1:]
+    try:
+        is_ours = framework == "torch.distributed"
+        found = torch_distributed() if is_ours else horovod(framework)
+    except Exception as error:
+        traceback.print_exception(error)
+        found = {"error": f"{type(error).__name__}: {error}"}
+    if not found.get("rank"):
         partial = Path(f"{output}.{os.getpid()}")
         partial.write_text(json.dumps(found))
         partial.rename(output)
