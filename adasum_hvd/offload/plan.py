@@ -25,7 +25,7 @@ def is_own_master(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of an `AdamOffload` on one rank; on the host, but `model` and `kept_on_device`."""
+    """Bytes of an `AdamOffload` on one rank: host memory, except `model` and `kept_on_device`."""
 
     params: int  # number of elements of all parameters
     moments: int  # both of them
