@@ -143,7 +143,7 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set loaded or unpickled state, in the old tensors: buckets of the delta variant have them."""
+        """Set loaded or unpickled state, in the old tensors, which buckets may hold."""
         old = self.__dict__.get("state", {})
         super().__setstate__(state)
         if "_transfers" not in self.__dict__:
