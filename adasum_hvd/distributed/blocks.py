@@ -24,6 +24,11 @@ class Slice:
     Args:
         rows: every rank's, one-dimensional, all of one floating dtype.
         runs: which tensors they are.
+
+    Attributes:
+        owners: int64 [blocks], the tensor of each block.
+
+    `factors`, float64 [tensors, ranks], are what methods multiply the ranks' vectors by.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
@@ -33,7 +38,7 @@ class Slice:
         most = max(1, elements // len(rows) // PADDED_ELEMENTS)
         self._chunks = chunks_of(runs, most)
         tensors = tuple(tensor for chunk in self._chunks for tensor in chunk.tensors)
-        self.owners = constant(tensors, torch.int64, device)  # the tensor of each block
+        self.owners = constant(tensors, torch.int64, device)
         filled = len(rows) + (-len(rows) % _TILE if len(rows) > _TILE else 0)
         self._space = torch.empty(
             (filled, min(most, len(tensors)), PADDED_ELEMENTS),
@@ -43,19 +48,14 @@ class Slice:
         self._space[len(rows) :].zero_()
 
     def _load(self, chunk: Chunk, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """Return float64 [ranks, blocks, PADDED_ELEMENTS], until the next chunk is loaded.
-
-        Args:
-            chunk: which blocks.
-            factors: float64 [tensors, ranks], what they are multiplied by.
-        """
+        """Return float64 [ranks, blocks, PADDED_ELEMENTS], until the next chunk is loaded."""
         blocks = self._space[:, : len(chunk.tensors)]
         flat = self._space.flatten(1)[: len(self._rows), : sum(chunk.sizes)]
-        if chunk.is_filled:
+        if any(chunk.sizes[1::2]):
             flat.zero_()
         for row, to in zip(self._rows, flat, strict=True):
             parts = to.split(chunk.sizes)[::2]
-            torch._foreach_copy_(parts, row[chunk.range].split(chunk.counts))
+            torch._foreach_copy_(parts, row[chunk.elements].split(chunk.counts))
         if factors is not None:
             own = blocks[: len(self._rows)]
             own.mul_(self._by_block(chunk, factors).movedim(-1, 0)[..., None])
@@ -91,22 +91,14 @@ class Slice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the blocks with each node, after so many tiers, in its first rank's place.
-
-        Args:
-            chunk: which blocks.
-            tree: the order of the merges.
-            sides: of each tier, as `coefficients.walk` returns them.
-            factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
-        """
+        """Return the blocks with each node, after as many tiers, in its first rank's place."""
         blocks = self._load(chunk, factors)
         for tier, side in zip(tree.tiers, sides, strict=False):
             by_block = self._by_block(chunk, side)
-            for merge, both in enumerate(zip(tier.left, tier.right, strict=True)):
-                for which, node in enumerate(both):
-                    if tier.by_adasum[merge]:
-                        blocks[node].mul_(by_block[:, merge, which, None])
-                left, right = both
+            for merge, (left, right, by_adasum) in enumerate(zip(*tier, strict=True)):
+                if by_adasum:
+                    blocks[left].mul_(by_block[:, merge, 0, None])
+                    blocks[right].mul_(by_block[:, merge, 1, None])
                 blocks[left].add_(blocks[right])
         return blocks
 
@@ -122,8 +114,8 @@ class Slice:
 
         Args:
             tree: the order of the merges.
-            sides: of the tiers before.
-            factors: as of `_nodes`.
+            sides: of the tiers before, as of `coefficients.walk`.
+            factors: as above.
             cancelled: bool [tensors], those that are asked for; others may give zero.
             only: the same, where the program knows it.
 
@@ -137,9 +129,7 @@ class Slice:
                 continue
             blocks = self._nodes(chunk, tree, sides, factors)
             to = found[chunk.first : chunk.first + blocks.shape[1]]
-            for merge, (left, right) in enumerate(
-                zip(tier.left, tier.right, strict=True)
-            ):
+            for merge, (left, right, _) in enumerate(zip(*tier, strict=True)):
                 both = blocks[left : right + 1 : right - left]
                 products = _products(both, both)
                 to[:, merge, :2], to[:, merge, 2] = products[:, 0], products[:, 1, 1]
@@ -173,7 +163,7 @@ class Slice:
             if scale is not None:
                 blocks[0].div_(self._by_block(chunk, scale)[:, None])
             parts = blocks[0].view(-1).split(chunk.sizes)[::2]
-            torch._foreach_copy_(result[chunk.range].split(chunk.counts), parts)
+            torch._foreach_copy_(result[chunk.elements].split(chunk.counts), parts)
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,8 @@ from adasum_hvd import reference
 
 SMALLEST_NORM = sys.float_info.min**0.5  # a squared norm below it counts as zero
 CANCELLED = 1e-6  # of the terms' magnitudes: below it a node's squared norm is lost
-# From the tier, the sides so far, which tensors are affected and the dot products so far.
-FormNodes = Callable[
-    [int, Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor
-]
+# From the sides so far, which tensors are affected and the dot products so far.
+FormNodes = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tier(NamedTuple):
@@ -77,17 +75,16 @@ def constant(
 def symmetric(triangles: torch.Tensor) -> torch.Tensor:
     """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
     ranks = math.isqrt(2 * triangles.shape[1])
-    places = constant(_places_in_triangle(ranks), torch.int64, triangles.device)
-    return triangles[:, places].view(-1, ranks, ranks)
+    return triangles[:, _places_in_triangle(ranks, triangles.device)]
 
 
 @lru_cache(maxsize=256)
-def _places_in_triangle(ranks: int) -> tuple[int, ...]:
+def _places_in_triangle(ranks: int, device: torch.device) -> torch.Tensor:
     """Return for each element of a matrix its place in the upper triangle, row by row."""
-    pairs = itertools.combinations_with_replacement(range(ranks), 2)
-    places = {pair: number for number, pair in enumerate(pairs)}
-    everything = itertools.product(range(ranks), repeat=2)
-    return tuple(places[min(pair), max(pair)] for pair in everything)
+    rows, columns = torch.triu_indices(ranks, ranks)
+    places = torch.empty(ranks, ranks, dtype=torch.int64)
+    places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
+    return places.to(device)
 
 
 def coefficient(dot: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -106,9 +103,9 @@ def walk(
     Args:
         gram: float64 [tensors, N, N].
         tree: of N ranks.
-        form_nodes: from the second tier on, called with (tier, sides so far, bool [tensors] of
-            those with a node whose squared norm has cancelled, dot products); returns the dot
-            products with those of such tensors replaced.
+        form_nodes: from the second tier on, called with (sides so far, bool [tensors] of those
+            with a node whose squared norm has cancelled, dot products); returns the dot products
+            with those of such tensors replaced.
 
     Returns:
         For each tier float64 [tensors, merges, 2]: what the left and the right node are
@@ -123,18 +120,18 @@ def walk(
     magnitudes = products.abs()
     cancelled = torch.zeros(len(gram), dtype=torch.bool, device=device)
     sides: list[torch.Tensor] = []
-    for number, tier in enumerate(tree.tiers):
+    for tier in tree.tiers:
         left = constant(tier.left, torch.int64, device)
         right = constant(tier.right, torch.int64, device)
         by_adasum = constant(tier.by_adasum, torch.bool, device)
         pairs = (left, left), (left, right), (right, right)
         dots = torch.stack([products[:, i, j] for i, j in pairs], 2)
-        if number > 0:
+        if sides:
             for node, norms in ((left, dots[..., 0]), (right, dots[..., 2])):
                 lost = norms < CANCELLED * magnitudes[:, node, node]
                 cancelled = cancelled | (lost & by_adasum).any(1)
             if form_nodes is not None:
-                dots = form_nodes(number, sides, cancelled, dots)
+                dots = form_nodes(sides, cancelled, dots)
         both = [coefficient(dots[..., 1], dots[..., norm]) for norm in (0, 2)]
         side = torch.where(by_adasum[:, None], torch.stack(both, 2), 1.0)
         sides.append(side)
@@ -174,14 +171,11 @@ def leaf_coefficients(
 @lru_cache(maxsize=256)
 def _places(tree: Tree) -> list[tuple[int, ...]]:
     """Return for each tier and rank the place of its factor in the tier's sides, or one more."""
-    members: list[list[int]] = [[rank] for rank in range(len(tree.weights))]
-    found = []
+    node_of, found = list(range(len(tree.weights))), []
     for tier in tree.tiers:
-        places = [2 * len(tier.left)] * len(members)
-        for merge, both in enumerate(zip(tier.left, tier.right, strict=True)):
-            for which, node in enumerate(both):
-                for rank in members[node]:
-                    places[rank] = 2 * merge + which
-            members[both[0]] += members[both[1]]
-        found.append(tuple(places))
+        both = [*zip(tier.left, tier.right, strict=True)]
+        places = {node: k for k, node in enumerate(itertools.chain(*both))}
+        found.append(tuple(places.get(node, len(places)) for node in node_of))
+        left_of = {right: left for left, right in both}
+        node_of = [left_of.get(node, node) for node in node_of]
     return found

@@ -195,7 +195,7 @@ class AdasumState(Ruled):
         _, entry, sizes, _ = bucket
         self._agree(flat, bucket, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
-        observe = self.records.requested(entry)
+        observe = entry in self.records.requested
         rows = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
         if rows is not None:
             self.records.add(entry, rows)

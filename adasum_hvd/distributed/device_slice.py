@@ -16,7 +16,7 @@ import torch
 
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import Tree, constant, tree_of
-from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run, blocks_of
 
 SETTING = "ADASUM_HVD_TRITON"  # "off": torch's operations
 OLDEST = (3, 6)  # whose kernels take tuples
@@ -37,11 +37,7 @@ class Table(NamedTuple):
 @lru_cache(maxsize=1024)
 def table_of(runs: tuple[Run, ...], device: torch.device) -> Table:
     """Return the blocks of these runs, which travel to the device once."""
-    blocks = [
-        (run.start + at, min(BLOCK_ELEMENTS, run.elements - at), run.tensor)
-        for run in runs
-        for at in range(0, run.elements, BLOCK_ELEMENTS)
-    ]
+    blocks = blocks_of(runs, BLOCK_ELEMENTS)
     table = torch.tensor(blocks, dtype=torch.int64).view(-1, 3).T.contiguous()
     starts, counts, owners = table.to(device).unbind()
     return Table(starts, counts.int(), owners)
@@ -73,17 +69,12 @@ def program(tree: Tree, tier: int, node: int, by_sides: bool) -> tuple[int, ...]
 
 
 class DeviceSlice:
-    """The same elements of every rank's buffer; as `blocks.Slice`.
+    """The same elements of every rank's buffer, with the methods of `blocks.Slice`.
 
-    Attributes:
-        devices: types of devices that have the kernels.
-
-    Args:
-        rows: every rank's, one-dimensional, all of one floating dtype.
-        runs: which tensors they are.
+    `node_products` returns zeros for tensors that are not `cancelled`, `largest` infinity for NaN.
     """
 
-    devices = ("cuda",)
+    devices = ("cuda",)  # types of devices that have the kernels
 
     def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
         from adasum_hvd.distributed import triton_kernels
@@ -92,7 +83,7 @@ class DeviceSlice:
         self._rows = tuple(rows)
         self.dtype, self._device = rows[0].dtype, rows[0].device
         self._table = table_of(runs, self._device)
-        self.owners = self._table.owners  # the tensor of each block
+        self.owners = self._table.owners
         self._width = 16 // self.dtype.itemsize
 
     def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
@@ -106,13 +97,13 @@ class DeviceSlice:
         return torch.empty(shape, dtype=torch.float64, device=self._device)
 
     def largest(self) -> torch.Tensor:
-        """Return float64 [blocks, 1]: the largest magnitude of any rank; infinity for NaN."""
+        """As of `blocks.Slice`."""
         found, (starts, counts, _) = self._empty(1), self._table
         self._start(self._kernels.largest_kernel, self._rows, starts, counts, found)
         return found
 
     def gram(self, factors: torch.Tensor | None) -> torch.Tensor:
-        """Return float64 [blocks, N (N + 1) / 2]: the upper triangles of their Gram matrices."""
+        """As of `blocks.Slice`."""
         ranks = len(self._rows)
         found, column = self._empty(ranks * (ranks + 1) // 2), 0
         tiles = _tiles(ranks)
@@ -143,10 +134,7 @@ class DeviceSlice:
         cancelled: torch.Tensor,
         only: Collection[int] | None,
     ) -> torch.Tensor:
-        """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
-
-        As `blocks.Slice.node_products`; zeros for tensors that are not `cancelled`.
-        """
+        """As of `blocks.Slice`."""
         number, tier = len(sides), tree.tiers[len(sides)]
         found = self._empty(3 * len(tier.left)).zero_()
         asked = cancelled.to(torch.int8)
@@ -177,10 +165,7 @@ class DeviceSlice:
         scale: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        """Write the sum of the ranks' vectors times their coefficients, rounded once.
-
-        As `blocks.Slice.combine`.
-        """
+        """As of `blocks.Slice`."""
         factors = coefficients if scale is None else coefficients * scale[:, None]
         self._start(
             self._kernels.combine_kernel,

@@ -40,7 +40,7 @@ def sums_by_tensor(values: torch.Tensor, owners: torch.Tensor, tensors: int) -> 
     Args:
         values: float64 [rows, columns].
         owners: int64 [rows], the tensor of each row.
-        tensors: how many tensors there are.
+        tensors: their number.
 
     References:
         Demmel and Nguyen, "Parallel Reproducible Summation", 2015: the splitting.
@@ -76,15 +76,8 @@ class Exchange:
     """Tables with a row per tensor, of which each rank knows its slice's part.
 
     A tensor inside one slice needs no exchange. The rows of tensors that cross a border, at most
-    two of a rank, go to all ranks, which add them up in the same order.
-
-    Args:
-        layout: of the buffer.
-        communicator: the ranks.
-        device: of the tables.
-        everything: all ranks get the rows of all tensors.
-        shards: ranks over which tensors of the buffer are sharded, once more, and which
-            tensors; implies `everything`.
+    two of a rank, go to all ranks, which add them up in the same order. With `everything`, or with
+    shards, over which tensors are sharded once more, all ranks get the rows of all tensors.
     """
 
     def __init__(
@@ -118,11 +111,7 @@ class Exchange:
     def largest(self, values: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """Return float64 [tensors]: the largest of all ranks' values of a tensor.
 
-        Args:
-            values: float64 [blocks, 1], none negative.
-            owners: int64 [blocks], the tensor of each.
-
-        Collective if any tensor crosses a border.
+        The values, float64 [blocks, 1], are not negative. Collective if a tensor crosses a border.
         """
         table = values.new_zeros(self.tensors + 1)
         table.scatter_reduce_(0, owners, values.flatten(), "amax")
@@ -137,12 +126,8 @@ class Exchange:
     def total(self, sums: Sums, only: Collection[int] | None = None) -> torch.Tensor:
         """Return float64 [tensors, columns]: sums over all ranks of this rank's tensors.
 
-        Args:
-            sums: over this rank's slice.
-            only: the tensors whose sums are needed; None: all. The ranks that have parts of a
-                tensor agree on it.
-
-        Collective for each group of ranks that have parts of one of these tensors.
+        Of the tensors in `only`, if that is given: the ranks that have parts of a tensor agree on
+        it. Collective for each group of ranks that have parts of one of these tensors.
         """
 
         def needed(tensors: Sequence[int]) -> bool:
@@ -179,27 +164,18 @@ def form_nodes(
     exchange: Exchange,
     tree: Tree,
     factors: torch.Tensor | None,
-    _: int,
     sides: Sequence[torch.Tensor],
     cancelled: torch.Tensor,
     dots: torch.Tensor,
 ) -> torch.Tensor:
     """Return the dot products of a tier, with those of cancelled tensors from the nodes' vectors.
 
+    The slice's vectors are multiplied by `factors`; the last three are as of `coefficients.walk`.
+
     On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
     and ranks without a part of it, such as those of an empty shard, take no notice.
     On other devices the kernels know it, and torch's operations form all tensors' nodes, because
     the program does not wait for a device's values.
-
-    Args:
-        part: this rank's slice.
-        exchange: to the other ranks.
-        tree: the order of the merges.
-        factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
-        _: the tier; this and all that follow as of `coefficients.walk`.
-        sides: of the tiers before.
-        cancelled: bool [tensors].
-        dots: of the tier.
 
     Collective if a tensor that crosses a slice border is among the cancelled ones.
     """

@@ -31,7 +31,7 @@ from adasum_hvd.distributed.coefficients import (
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
-from adasum_hvd.distributed.records import Solution, rows_of
+from adasum_hvd.distributed.records import Solution, inputs_of, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
 
@@ -69,12 +69,14 @@ def reduce_buffer(
     layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
     part = slice_of(rows, layout.runs[communicator.rank])
-    tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
+    hosts, rank = hosts_of(communicator), communicator.rank
+    tree = tree_of(hosts, rule.group_op, rule.group_size)
     solution = _solve(part, layout, communicator, rule, tree, shards)
-    mine = rows[communicator.rank]
-    part.combine(tree, solution.coefficients, solution.scale, mine)
+    part.combine(tree, solution.coefficients, solution.scale, rows[rank])
     communicator.gather(flat, layout.bounds)
-    return rows_of(solution, layout, communicator.rank, tree) if observe else None
+    if not observe:
+        return None
+    return rows_of(solution, layout, rank, tree.weights, inputs_of(hosts, rule))
 
 
 def reduce_tensors(

@@ -44,7 +44,7 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
             assert len(chunk.tensors) <= blocks
             assert sum(chunk.sizes) == len(chunk.tensors) * PADDED_ELEMENTS
             assert chunk.sizes[::2] == chunk.counts
-            in_chunks += range(sum(run.elements for run in runs))[chunk.range]
+            in_chunks += range(sum(run.elements for run in runs))[chunk.elements]
         assert in_chunks == list(range(sum(run.elements for run in runs)))
         for run in runs:
             first = layout.bounds[rank] + run.start - starts[run.tensor]
@@ -147,8 +147,8 @@ def test_nodes_that_cancel_are_reported() -> None:
     tree = tree_of((0,) * 4, "adasum", 0)
     reported = []
 
-    def form_nodes(tier, sides, cancelled, dots):
-        reported.append((tier, cancelled.tolist()))
+    def form_nodes(sides, cancelled, dots):
+        reported.append((len(sides), cancelled.tolist()))
         return dots
 
     walk(vectors @ vectors.mT, tree, form_nodes)
