@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class _Channel:
         self.request_record = state.records.request
         self.latest_record = state.records.latest
         self._communicator = Communicator(state.communicator.group)
-        self.ranks = self._communicator.ranks
+        self.ranks: Sequence[int] = self._communicator.ranks
         self.rank = self.ranks[self._communicator.rank]
 
     def gather(self, obj: Any) -> list[Any]:

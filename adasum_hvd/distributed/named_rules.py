@@ -60,12 +60,7 @@ def rda(gram: torch.Tensor) -> torch.Tensor:
 
 
 def lengths(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the norm, float64 [tensors], of each tensor's combination.
-
-    Args:
-        gram: float64 [tensors, N, N].
-        weights: float64 [tensors, N].
-    """
+    """Return the norm, float64 [tensors], of each tensor's combination by `weights`."""
     squared = ((weights[:, None] @ gram)[:, 0] * weights).sum(1)
     return squared.clamp_min(0).sqrt()
 

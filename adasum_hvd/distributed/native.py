@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,7 @@ from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
-from adasum_hvd.distributed.communicator import (
-    Communicator,
-    boot_id,
-    hosts_of,
-)
+from adasum_hvd.distributed.communicator import Communicator, boot_id, hosts_of
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import width
@@ -160,13 +157,10 @@ def _machine() -> tuple[str, str]:
 
 def _timeout_seconds(group: Any) -> float:
     """Return the timeout of a process group's messages of CPU tensors."""
-    try:
+    timeout = dist.default_pg_timeout
+    # A backend without options, or of another torch.
+    with suppress(AttributeError, RuntimeError):
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # a backend without options, or of another torch
-        timeout = dist.default_pg_timeout
     return timeout.total_seconds()
 
 
@@ -189,14 +183,7 @@ class Reducer(NamedTuple):
         at: int | None = None,
         observe: bool = False,
     ) -> Rows | None:
-        """Reduce concatenated tensors in place.
-
-        Args:
-            flat: one-dimensional and contiguous.
-            sizes: elements of each tensor.
-            at: another address of `flat`'s memory, which the ranks share.
-            observe: return rows for a monitor.
-        """
+        """Reduce concatenated tensors in place; arguments as of `reduction.reduce_buffer`."""
         table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
         table["input"] += flat.data_ptr() if at is None else at
         table["output"] = table["input"]

@@ -154,13 +154,9 @@ def _solve(
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Return by what to multiply so that the largest magnitude becomes about 1.
+    """Return powers of two that bring the largest magnitudes, float64, to about 1.
 
-    Args:
-        largest: float64.
-
-    Returns:
-        Powers of two; 1 for zero and what is not finite.
+    They are 1 for zero and for numbers that are not finite.
     """
     exponents = torch.frexp(largest)[1].clamp(-1021, 1021).long()
     # 2**-exponent by its bits: no function gives it exactly on every device.

@@ -32,16 +32,12 @@ def named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (name, tensor, parameter or buffer whose marks apply to it).
 
-    Args:
-        model: its parameters and buffers.
-        optimizer: its state's tensors too, if it is not None.
+    Those of an optimizer's state too, unless it is None.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
-    if optimizer is None:
-        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 name = names.get(id(parameter), "unnamed")
@@ -65,12 +61,7 @@ def mismatch(
 
 
 class Copies:
-    """The parameters that the ranks of one replica hold alike, compared while they train.
-
-    Args:
-        what: the function that reduces the model, for messages.
-        model: sharded or not.
-    """
+    """The parameters that the ranks of one replica hold alike, compared while they train."""
 
     def __init__(self, what: str, model: torch.nn.Module):
         self._what, self._checks = what, 0

@@ -33,16 +33,14 @@ from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, Ruled, rule_of
 from adasum_hvd.distributed.sharding import complete, is_fsdp_module, like, local_of
-from adasum_hvd.distributed.unit_reduction import (
+from adasum_hvd.distributed.units import (
     MISSING,
     NEW,
     REDUCED,
     Progress,
-    UnitReducer,
-)
-from adasum_hvd.distributed.units import (
     Selection,
     Unit,
+    UnitReducer,
     call_weakly,
     gradient_dtype,
     units_of,

@@ -8,6 +8,7 @@ the classes under other names.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -62,6 +63,15 @@ def shard_groups(parameter: Any) -> tuple[Any, ...]:
         for dimension, placement in enumerate(layout.placements)
         if not placement.is_replicate() and mesh.size(dimension) > 1
     )
+
+
+def numbers_by_group(parameters: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the numbers of the parameters that are sharded over each process group."""
+    found: dict[Any, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        for group in shard_groups(parameter):
+            found.setdefault(group, []).append(number)
+    return found
 
 
 def shard_problem(tensor: Any) -> str:
@@ -123,9 +133,7 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
         if not (is_marked_local(parameter) or parameter.is_meta)
     ]
     layouts = [layout_of(parameter) for _, parameter in named]
-    meshes = dict.fromkeys(
-        layout.device_mesh for layout in layouts if layout is not None
-    )
+    meshes = {one.device_mesh: None for one in layouts if one is not None}
     # By ranks, because equal meshes may have groups of their own.
     groups = {ranks: group for mesh in meshes for ranks, group in _groups(mesh)}
     found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
@@ -133,9 +141,7 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
         own = layout_of(parameter)
         sharded = [_ranks(group) for group in shard_groups(parameter)]
         wider = [m for m in meshes if own is None or _contains(m, own.device_mesh)]
-        for ranks in dict.fromkeys(
-            ranks for mesh in wider for ranks, _ in _groups(mesh)
-        ):
+        for ranks in {ranks: None for mesh in wider for ranks, _ in _groups(mesh)}:
             if ranks not in sharded:
                 found.setdefault(groups[ranks], []).append((name, parameter))
     return found
