@@ -247,8 +247,8 @@ def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> 
         return ""
     other = variants[1 - variants.index(op)]
     row, best = figures.nearest(op, size)
-    same = [each for each in figures.rows[other] if each.workers == row.workers]
-    best_other = figures.best(same[0]) if same else None
+    same = [figures.best(k) for k in figures.rows[other] if k.workers == row.workers]
+    best_other = next(iter(same), None)
     if best_other is None:
         return ""
     difference = best_other.result - best.result

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd import core
-from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.base.options import warn_of_one_group
 from adasum_hvd.distributed.rules import Rule
 
 # Far from the tags that programs count up, and from 0, torch's default.

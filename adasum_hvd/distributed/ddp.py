@@ -30,7 +30,6 @@ from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
-from adasum_hvd.distributed.shared_buckets import SharedBuckets
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
 
@@ -101,18 +100,14 @@ class AdasumState(Ruled):
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
-        self._shared = SharedBuckets()
+        self._shared = native.SharedBuckets()
         self.passes = 0  # after the first one DDP makes its final buckets
         self._on_round: list[Callable[[], None]] = []
         self.records = Records()
         self._last_pass = LastPass()
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: a state is not copied or pickled."""
         raise TypeError(
             "AdasumState: expected no copy, because a copy of DistributedDataParallel has no hook "
             "and averages gradients; copy or save the module inside it, and register the hook "
@@ -127,12 +122,7 @@ class AdasumState(Ruled):
     def _start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
-        """Start to reduce a bucket in place.
-
-        Args:
-            flat: the bucket's gradients, concatenated.
-            index: the bucket's number.
-            parameters: those whose gradients they are, in order.
+        """Start to reduce the gradients of a bucket's parameters, concatenated, in place.
 
         Returns:
             A future of `flat`. On a CPU :meth:`_finish` must be called, too.
@@ -143,9 +133,10 @@ class AdasumState(Ruled):
             self._last_pass.check(parameters)
         bucket = self._described(index, parameters)
         self.reduced[bucket.entry] = parameters
-        lane = self._lane(flat.device)
+        if flat.device not in self._lanes:
+            self._lanes[flat.device] = lane_on(flat.device, self.communicator)
         task = partial(self._reduce, flat, bucket, self._address(flat))
-        future = lane.submit(task, [flat])
+        future = self._lanes[flat.device].submit(task, [flat])
         if flat.is_cpu:
             self._started.append(future)
         return future
@@ -179,11 +170,6 @@ class AdasumState(Ruled):
         by_core = choice is not None and choice.group is not None
         return self._shared.address(flat) if by_core else None
 
-    def _lane(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = lane_on(device, self.communicator)
-        return self._lanes[device]
-
     def _reduce(
         self,
         flat: torch.Tensor,
@@ -206,15 +192,9 @@ class AdasumState(Ruled):
     def _agree(
         self, flat: torch.Tensor, bucket: _Bucket, communicator: Communicator
     ) -> None:
-        """Compare a new bucket over the ranks. DDP gives all ranks the same buckets.
+        """Raise ValueError if a new bucket differs over the ranks, or cannot be reduced.
 
-        Args:
-            flat: the bucket's gradients.
-            bucket: what it is.
-            communicator: the ranks.
-
-        Raises:
-            ValueError: they differ, or cannot be reduced; on every rank.
+        DDP gives all ranks the same buckets, so that no known one is compared.
         """
         _, _, sizes, problem = bucket
         known = (flat.dtype, flat.layout, sizes, problem)
@@ -229,12 +209,7 @@ class AdasumState(Ruled):
             self._known.add(known)
 
     def _finish(self) -> None:
-        """Wait for all buckets on a CPU that have been started; blocks.
-
-        Raises:
-            ValueError: gradients that cannot be reduced; on every rank.
-            RuntimeError: a rank did not respond within the group's timeout.
-        """
+        """Wait for all buckets on a CPU that have been started; blocks. Errors as the hook's."""
         started, self._started = self._started, []
         try:
             for future in started:

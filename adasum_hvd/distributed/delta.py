@@ -37,13 +37,9 @@ _WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
 class Windows(Ruled):
-    """Windows of an optimizer's steps; each ends with the reduction of the weights' changes.
+    """Windows of `every` steps of an optimizer, whose hooks open and end them.
 
-    Args:
-        who: the function or class that reduces, for messages.
-        optimizer: its hooks open and end windows.
-        communicator: the ranks that reduce.
-        every: steps in a window.
+    Each ends with the reduction of the weights' changes. `who` reduces, for messages.
     """
 
     def __init__(
@@ -230,11 +226,7 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Raise unless this is an optimizer that steps locally.
-
-    Args:
-        name: of the argument.
-        optimizer: its value.
+    """Raise unless the argument of this name is an optimizer that steps locally.
 
     Raises:
         TypeError: it is no `torch.optim.Optimizer`.
@@ -282,9 +274,9 @@ def reduce_changes(
 
     Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. The first
     step warns if all ranks change the weights equally. Weights are not broadcast. Every rank
-    takes every step, so that a `GradScaler`, which may skip one on some ranks, does not fit.
-    Parameters that are frozen, or marked with `mark_worker_local`, are left out. Sharded models,
-    and several steps before a reduction: :class:`LocalSGD`.
+    takes every step: docs/distributed.md, "The delta variant". Parameters that are frozen, or
+    marked with `mark_worker_local`, are left out. Sharded models, and several steps before a
+    reduction: :class:`LocalSGD`.
 
     Args:
         optimizer: any; its state stays local. A copy of the weights is kept during a step.

@@ -32,11 +32,6 @@ def is_replicated(module: torch.nn.Module) -> bool:
 class ForwardCheck:
     """A forward pre-hook that raises if a trained parameter of the model is not a reduced one.
 
-    Args:
-        what: the function that reduces the model, for the message.
-        model: the model, with hooks on its parameters.
-        is_reduced: whether a parameter has one of these hooks.
-
     A copy of the model, or a saved one, has a check that does nothing. A forward pass that is
     compiled as a whole is not checked.
     """
@@ -45,7 +40,7 @@ class ForwardCheck:
         self,
         what: str,
         model: torch.nn.Module,
-        is_reduced: Callable[[torch.Tensor], bool],
+        is_reduced: Callable[[torch.Tensor], object],
     ):
         self._what, self._is_reduced = what, is_reduced
         self._names: set[str] = set()  # for which FSDP may have others for a while

@@ -43,7 +43,7 @@ class LocalSGD(Windows):
 
     Args:
         optimizer: a plain one, over the model's parameters; its state stays local. Every replica
-            takes every step, so that a `GradScaler`, which may skip one on some, does not fit.
+            takes every step, so that a `GradScaler` does not fit.
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
             distributed as it trains. Parameters that are frozen now, or marked with
             `mark_worker_local`, are not reduced.
@@ -136,8 +136,7 @@ class LocalSGD(Windows):
             ValueError: on all replicas: they have taken different numbers of steps.
             RuntimeError: a replica did not respond within the group's timeout. Or, on all
                 replicas: their weights were not the same at the start of the window; or the
-                optimizer keeps a copy of the weights, such as a float32 master, which no
-                reduction reaches.
+                optimizer keeps a copy of the weights, which no reduction reaches.
 
         Collective: all replicas; blocks on a CPU. After an error, and after a first step that
         raised, the weights are those of the window's start.
@@ -212,9 +211,8 @@ class LocalSGD(Windows):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         had_state = bool(outer.state)
-        with (
-            self._without_gradients()
-        ):  # torch would leave out the state of a first step
+        # Else torch would leave out the state of a first step.
+        with self._without_gradients():
             state = get_optimizer_state_dict(self._model, outer)
         if not had_state:
             outer.state.clear()
@@ -260,15 +258,12 @@ class LocalSGD(Windows):
 def _settings(
     optimizer: Any, model: torch.nn.Module, every: int, outer: Any
 ) -> dict[str, object]:
-    """Return what must be the same on all replicas.
-
-    Raises:
-        TypeError: an optimizer is not torch's.
-        ValueError: an argument is not as described.
-    """
-    check_optimizer("optimizer", optimizer)
+    """Return what must be the same on all replicas; TypeError, ValueError as `LocalSGD`."""
+    optimizers = {"optimizer": optimizer}
     if outer is not None:
-        check_optimizer("outer_optimizer", outer)
+        optimizers["outer_optimizer"] = outer
+    for name, one in optimizers.items():
+        check_optimizer(name, one)
     check_count("every", every)
     known = {id(parameter) for parameter in model.parameters()}
     if strange := len(_trained(optimizer) - known):
@@ -278,8 +273,8 @@ def _settings(
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     needed = {id(p) for p in trained if not is_marked_local(p)}
-    for name, one in (("optimizer", optimizer), ("outer_optimizer", outer)):
-        if one is not None and (missing := len(needed - _trained(one))):
+    for name, one in optimizers.items():
+        if missing := len(needed - _trained(one)):
             raise ValueError(
                 f"{name}: expected all parameters of the model that are trained, but {missing} "
                 "are missing; pass it model.parameters(), or freeze parameters"

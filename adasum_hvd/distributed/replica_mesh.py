@@ -63,8 +63,7 @@ def connect(
         The replicas, for one thread of this function's caller, and the rule.
 
     Raises:
-        ValueError: on every rank of the job: a mesh of several dimensions or without this rank,
-            a model in which AdaSum has no meaning, or the replicas differ.
+        ValueError: on every rank of the job: the mesh, the model or differences of replicas.
 
     Collective: all ranks of the job; blocks.
     """
@@ -161,10 +160,7 @@ def _mesh_problem(mesh: Any) -> str:
 def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
     """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
 
-    Args:
-        model: the model.
-        ranks: the ranks of the replicas that hold the same shards, in the job.
-        rank: this one.
+    The ranks, of which this is one, hold the same shards.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -238,11 +234,8 @@ def _shards_problem(
 
 def _described(model: torch.nn.Module) -> dict[str, object]:
     """Return what must be the same on all replicas."""
-    unit = {
-        name: number
-        for number, members in enumerate(grouped(model))
-        for name, _ in members
-    }
+    units = enumerate(grouped(model))
+    unit = {name: number for number, members in units for name, _ in members}
     parameters: dict[str, object] = {
         name: (
             tuple(parameter.shape),

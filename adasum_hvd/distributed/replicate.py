@@ -52,17 +52,10 @@ __all__ = ["ReplicateHandle", "adasum_replicate"]
 # garbage collector cannot see autograd's references. The handle has no weak references to
 # parameters, because `model.float()` fails on a DTensor that has any.
 _KEPT = "_adasum_replicas"
-_OVERLAP_ACTION = (
-    "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, or pass "
-    "overlap=False"
-)
 
 
 class ReplicateHandle(Ruled):
-    """The hooks of `adasum_replicate` on a model's parameters.
-
-    Not made by the program. See :func:`adasum_replicate`.
-    """
+    """The hooks of :func:`adasum_replicate` on a model's parameters."""
 
     def __init__(
         self,
@@ -100,7 +93,7 @@ class ReplicateHandle(Ruled):
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
-        self._forward = ForwardCheck("adasum_replicate", model, _has_handle)
+        self._forward = ForwardCheck("adasum_replicate", model, _handle_of)
         # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
         if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
             handle = model.register_forward_pre_hook(self._forward, prepend=True)
@@ -126,9 +119,7 @@ class ReplicateHandle(Ruled):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function.
 
-        Args:
-            requires_gradient_sync: False accumulates gradients, True reduces them with the next
-                backward pass.
+        False accumulates gradients, True reduces them with the next backward pass.
         """
         self._local = not requires_gradient_sync
         self._accumulated = self._accumulated or self._local
@@ -191,11 +182,14 @@ class ReplicateHandle(Ruled):
             return
         self._begin()
         if progress.reduced:
+            action = _checkpoint_action() or (
+                "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, "
+                "or pass overlap=False"
+            )
             raise RuntimeError(
                 f"adasum_replicate: expected backward to add to the gradient of {name} at most "
                 f"{progress.expected[number]} times, as in earlier passes, but got once more "
-                f"after it was reduced (rank {dist.get_rank()}); "
-                f"{_checkpoint_action() or _OVERLAP_ACTION}"
+                f"after it was reduced (rank {dist.get_rank()}); {action}"
             )
         progress.fired[number] += 1
         while (
@@ -238,10 +232,8 @@ class ReplicateHandle(Ruled):
                 )
             states.append(self._state(parameter))
             if parameter.grad is None:
-                zeros = torch.zeros_like(
-                    local_of(parameter.detach()), dtype=gradient_dtype(parameter)
-                )
-                gradients.append(zeros)
+                local, dtype = local_of(parameter.detach()), gradient_dtype(parameter)
+                gradients.append(torch.zeros_like(local, dtype=dtype))
             else:
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
@@ -258,11 +250,7 @@ class ReplicateHandle(Ruled):
         return REDUCED if is_reduced else NEW
 
     def _end(self) -> list[torch.Tensor]:
-        """Reduce what is left at the end of a backward pass, and wait for all of it.
-
-        Returns:
-            Each unit's states on all replicas.
-        """
+        """Reduce what is left at the end of a pass, and wait; return each unit's states."""
         try:
             for progress in self._units[self._next :]:
                 self._launch(progress)
@@ -307,10 +295,6 @@ def _handle_of(parameter: torch.Tensor) -> ReplicateHandle | None:
     return kept if isinstance(kept, ReplicateHandle) else None
 
 
-def _has_handle(parameter: torch.Tensor) -> bool:
-    return _handle_of(parameter) is not None
-
-
 def _checkpoint_action() -> str:
     """Return what to do if the pass is one that a reentrant checkpoint runs inside of another."""
     inside = is_inside("backward", "torch.utils.checkpoint")
@@ -333,10 +317,9 @@ def adasum_replicate(
     first replica now. `fully_shard` averages inside a replica.
 
     Args:
-        model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
-            as it trains: what replaces parameters comes before. Its optimizer is a plain one, and
-            steps after backward. Parameters that are frozen now,
-            or marked with `mark_worker_local`, are left out.
+        model: sharded by `fully_shard`, `parallelize_module`, both or neither; what replaces
+            parameters comes before. Its optimizer is a plain one, and steps after backward.
+            Parameters that are frozen now, or marked with `mark_worker_local`, are left out.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the handle has its `gain`.
@@ -349,14 +332,13 @@ def adasum_replicate(
         The handle, with `no_sync()` for gradient accumulation, `synchronize()` and `remove()`.
 
     Raises:
-        ValueError: on every rank of the job: the model is not the same on all replicas, or one
-            of HSDP on a two-dimensional mesh, FSDP1, DDP or DeepSpeed ZeRO; or the mesh has
-            several dimensions, or ranks in common with the model's.
+        ValueError: on every rank of the job: the model is not the same on all replicas, or a
+            set-up of docs/sharded.md, "Refused set-ups".
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. Backward passes are
     collective from then on. A forward pass raises RuntimeError if parameters were replaced or
-    added, or if DDP averages the gradients; and a backward pass, on a CPU, if another replica is in
-    another one, because it has left out the rest of one that failed.
+    added, or if DDP averages the gradients; a backward pass, on a CPU, if another replica is in
+    another one.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
