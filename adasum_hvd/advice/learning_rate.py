@@ -74,8 +74,8 @@ def adasum_lr(
         size: number of ranks.
         group_op: the reduction inside a group ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": the argument of `init`, or the
-            number of ranks per host if `init` got none. The default here is 1. A group counts as
-            one worker. Its larger batch may allow a larger rate.
+            number of ranks per host if `init` got none. A group counts as one worker. Its larger
+            batch may allow a larger rate.
         optimizer: required: an optimizer or its class, or the name of the study that fits it:
             "momentum" (SGD), "adam" or "adamw".
 
@@ -96,9 +96,8 @@ def adasum_lr(
         'extrapolated'
 
     References:
-        arXiv 2006.02924, section 5, and docs/convergence.md. Horovod's AdaSum guide
-        recommends 2 to 2.5 times the single worker's rate, and local_size times it if
-        nodes are averaged first; the studies here confirm neither.
+        arXiv 2006.02924, section 5, and docs/convergence.md; docs/migration.md compares the rate
+        with that of Horovod's guide.
     """
     rate = _number(base_lr)
     if not (0 < rate < math.inf and _is_count(size) and _is_count(group_size)):

@@ -62,10 +62,9 @@ def advise(
 
     AdaScale's gain is the number of one worker's steps that a step of N workers replaces, so its
     mean over a run predicts the steps. It comes from a noise scale for each third of the run: that
-    of one step is biased (McCandlish et al., appendix A), and that of a whole run is mostly that
-    of the steps with large gradients. AdaSum's lengthening is the multiple of the rate at
-    which an average takes steps of the same length. docs/convergence.md compares both with runs,
-    and has the reasons for the choice of a reduction.
+    of a whole run is mostly that of the steps with large gradients. AdaSum's lengthening is the
+    multiple of the rate at which an average takes steps of the same length. docs/convergence.md
+    compares both with runs, and has the reasons for the choice of a reduction.
 
     Args:
         run: a file that `AdasumMonitor` has written, of which the latest run counts; or its

@@ -137,8 +137,7 @@ def compare_settings(
 
 
 def first_difference(
-    lists: Sequence[Sequence[Any]],
-    key: Callable[[Any], Any] = lambda entry: entry,
+    lists: Sequence[Sequence[Any]], key: Callable[[Any], Any] = lambda entry: entry
 ) -> tuple[int, list[int]] | None:
     """Return the first position at which lists differ, and which differ from the first list.
 

@@ -112,13 +112,9 @@ def check_count(name: str, value: Any) -> None:
 def check(options: Options, compressions: Sequence[Any]) -> None:
     """Check the arguments, alone and in combination.
 
-    Args:
-        options: the arguments.
-        compressions: those that the framework and the reduction have.
-
     Raises:
         ValueError: an argument or a combination is invalid.
-        NotImplementedError: the compression is not one of `compressions`.
+        NotImplementedError: the compression is not one that the framework and the reduction have.
     """
     only_delta = {
         "local_steps": options.local_steps != 1,

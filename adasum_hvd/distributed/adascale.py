@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from adasum_hvd.base.frames import is_making_state
-from adasum_hvd.distributed.named_rules import mean
+from adasum_hvd.distributed.coefficients import mean
 
 __all__ = ["AdaScale", "AdaScaleLR"]
 
@@ -112,8 +112,8 @@ class AdaScaleLR(LambdaLR):
     """AdaScale's learning rate: `gain * lr * schedule(floor(sum of the gains before))`.
 
     A step of N ranks counts as as many steps of one rank as its gain. So schedules, and the
-    learning rate, stay those of one rank. Each step of the optimizer is taken at the rate times the
-    gain of its own gradients, and `param_groups` have one rank's rate between steps.
+    learning rate, stay those of one rank: docs/distributed.md, "Rules". `param_groups` have one
+    rank's rate between steps.
 
     Args:
         optimizer: any; for `LocalSGD` its outer optimizer.
@@ -127,11 +127,6 @@ class AdaScaleLR(LambdaLR):
 
     Raises:
         ValueError: the state has another rule.
-
-    Example:
-        >>> state = AdasumState(rule="adascale")              # doctest: +SKIP
-        >>> model.register_comm_hook(state, adasum_hook)      # doctest: +SKIP
-        >>> scheduler = AdaScaleLR(optimizer, state, warm_up) # doctest: +SKIP
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -108,24 +108,16 @@ class Slice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
         cancelled: torch.Tensor,
-        only: Collection[int] | None,
     ) -> torch.Tensor:
         """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
 
-        Args:
-            tree: the order of the merges.
-            sides: of the tiers before, as of `coefficients.walk`.
-            factors: as above.
-            cancelled: bool [tensors], those that are asked for; others may give zero.
-            only: the same, where the program knows it.
-
-        Returns:
-            float64 [blocks, 3 x merges].
+        That is float64 [blocks, 3 x merges]. Tensors that have not cancelled (bool [tensors]) may
+        give zero. The sides are of the tiers before, as of `coefficients.walk`.
         """
         tier = tree.tiers[len(sides)]
         found = self._space.new_zeros((len(self.owners), len(tier.left), 3))
         for chunk in self._chunks:
-            if only is not None and not set(only) & set(chunk.tensors):
+            if cancelled.is_cpu and not self._by_block(chunk, cancelled).any():
                 continue
             blocks = self._nodes(chunk, tree, sides, factors)
             to = found[chunk.first : chunk.first + blocks.shape[1]]
@@ -145,14 +137,8 @@ class Slice:
         """Write the sum of the ranks' vectors times their coefficients, rounded once.
 
         In the order of the tree, in which identical vectors with powers of two add up to
-        themselves.
-
-        Args:
-            tree: the order of the merges.
-            coefficients: float64 [tensors, ranks].
-            scale: float64 [tensors], powers of two: sums are formed of vectors times these, and
-                divided by them.
-            result: one-dimensional; may be one of the rows.
+        themselves. Sums are formed of vectors times `scale`, powers of two, float64 [tensors], and
+        divided by it. The result may be one of the rows.
         """
         factors = coefficients if scale is None else coefficients * scale[:, None]
         pairs = [pair for tier in tree.tiers for pair in zip(*tier[:2], strict=True)]

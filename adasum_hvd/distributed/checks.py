@@ -83,16 +83,12 @@ def agree(
     communicator: Communicator,
     shards: Iterable[Communicator] = (),
 ) -> None:
-    """Raise on every rank unless all ranks are about to do the same.
+    """Raise on every rank unless all ranks are about to make the same call of `what`.
 
-    Args:
-        what: the function, for the message.
-        call: what this rank is about to do.
-        communicator: the ranks.
-        shards: ranks that raise, too: those that hold other shards, or all of the job.
+    The ranks that hold other shards, or all of the job, raise, too.
 
     Raises:
-        ValueError: the ranks differ, or one of them cannot; with the first difference.
+        ValueError: the ranks differ; with the first difference.
         ReplicaMismatch: their weights differ.
         Exception: the problem of a rank.
 

@@ -242,17 +242,13 @@ def hosts_of(communicator: Communicator) -> tuple[int, ...]:
     """Return for each rank the number of its host. Collective on a group's first call; blocks."""
     known = communicator.hosts or _hosts.get(communicator.group)
     if known is None:
-        names = communicator.all_gather_object(_host())
+        name = os.environ.get("ADASUM_HVD_HOSTNAME")
+        # Names of hosts repeat where nobody set them, boots do not.
+        host = (name, "") if name else (socket.gethostname(), boot_id())
+        names = communicator.all_gather_object(host)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         known = _hosts[communicator.group] = tuple(numbers[name] for name in names)
     return known
-
-
-def _host() -> tuple[str, str]:
-    """Return what no other host has: names repeat where nobody set them, boots do not."""
-    if name := os.environ.get("ADASUM_HVD_HOSTNAME"):
-        return name, ""
-    return socket.gethostname(), boot_id()
 
 
 def boot_id() -> str:

@@ -1,11 +1,9 @@
 """AdaSum under torch's DistributedDataParallel: a communication hook without Horovod.
 
 Buckets are reduced in place, and every parameter keeps coefficients of its own: the gradients are
-those of `adasum_all_reduce`, bit for bit, for any buckets. With a hook DDP does not divide
-gradients by the number of ranks, and the program must not either.
-
-On a CPU a thread reduces buckets while backward runs, and the last bucket's hook waits for it. On
-other devices the reductions are queued on a stream, and nothing waits for a value.
+those of `adasum_all_reduce`, bit for bit, for any buckets. On a CPU a thread reduces buckets while
+backward runs, and the last bucket's hook waits for it. On other devices the reductions are queued
+on a stream, and nothing waits for a value.
 
 No `from __future__ import annotations` here, because DDP checks the hooks' annotations.
 
@@ -58,21 +56,13 @@ class AdasumState(Ruled):
         compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
             two bytes on the wire. By default gradients travel in their own dtype.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the state has its `gain`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
-
-    Attributes:
-        passes: backward passes that have been reduced.
+        group_op, group_size: as of `adasum_all_reduce`.
 
     Raises:
         ValueError: an argument is not one of these, or not the same on all ranks; on every rank.
             Or this rank is not in the group.
 
     Collective: every rank of the group; blocks.
-
-    Example:
-        >>> ddp = torch.nn.parallel.DistributedDataParallel(model)  # doctest: +SKIP
-        >>> ddp.register_comm_hook(AdasumState(), adasum_hook)      # doctest: +SKIP
     """
 
     def __init__(
@@ -101,7 +91,7 @@ class AdasumState(Ruled):
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._shared = native.SharedBuckets()
-        self.passes = 0  # after the first one DDP makes its final buckets
+        self.passes = 0  # reduced; after the first one DDP makes its final buckets
         self._on_round: list[Callable[[], None]] = []
         self.records = Records()
         self._last_pass = LastPass()

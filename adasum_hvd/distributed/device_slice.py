@@ -7,10 +7,10 @@ computes a slice, and all ranks receive its bits.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,21 +26,15 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ADD = -1
 
 
-class Table(NamedTuple):
-    """The blocks of a slice, on the device; each of one tensor."""
-
-    starts: torch.Tensor  # int64 [blocks], elements of the slice
-    counts: torch.Tensor  # int32 [blocks], elements
-    owners: torch.Tensor  # int64 [blocks], tensors
-
-
 @lru_cache(maxsize=1024)
-def table_of(runs: tuple[Run, ...], device: torch.device) -> Table:
-    """Return the blocks of these runs, which travel to the device once."""
+def table_of(
+    runs: tuple[Run, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return blocks' starts (int64), counts (int32) and owners (int64), sent to a device once."""
     blocks = blocks_of(runs, BLOCK_ELEMENTS)
     table = torch.tensor(blocks, dtype=torch.int64).view(-1, 3).T.contiguous()
     starts, counts, owners = table.to(device).unbind()
-    return Table(starts, counts.int(), owners)
+    return starts, counts.int(), owners
 
 
 @lru_cache(maxsize=1024)
@@ -48,13 +42,8 @@ def program(tree: Tree, tier: int, node: int, by_sides: bool) -> tuple[int, ...]
     """Return the steps that form a node in postfix order, with the fewest vectors at a time.
 
     A step is the number of a rank, whose vector is pushed; `ADD`; or `ADD - 1 - column`, an
-    addition of vectors that are multiplied by the sides in this and the next column.
-
-    Args:
-        tree: the order of the merges.
-        tier: how many tiers come before.
-        node: its first rank.
-        by_sides: AdaSum's merges multiply by their sides; else all merges only add.
+    addition of vectors that are multiplied by the sides in this and the next column. So many tiers
+    come before the node, which goes by its first rank. If not `by_sides`, all merges only add.
     """
     columns = [sum(2 * len(t.left) for t in tree.tiers[:k]) for k in range(tier)]
     for k in reversed(range(tier)):
@@ -83,7 +72,7 @@ class DeviceSlice:
         self._rows = tuple(rows)
         self.dtype, self._device = rows[0].dtype, rows[0].device
         self._table = table_of(runs, self._device)
-        self.owners = self._table.owners
+        self.owners = self._table[-1]
         self._width = 16 // self.dtype.itemsize
 
     def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
@@ -98,8 +87,8 @@ class DeviceSlice:
 
     def largest(self) -> torch.Tensor:
         """As of `blocks.Slice`."""
-        found, (starts, counts, _) = self._empty(1), self._table
-        self._start(self._kernels.largest_kernel, self._rows, starts, counts, found)
+        found = self._empty(1)
+        self._start(self._kernels.largest_kernel, self._rows, *self._table[:2], found)
         return found
 
     def gram(self, factors: torch.Tensor | None) -> torch.Tensor:
@@ -132,7 +121,6 @@ class DeviceSlice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
         cancelled: torch.Tensor,
-        only: Collection[int] | None,
     ) -> torch.Tensor:
         """As of `blocks.Slice`."""
         number, tier = len(sides), tree.tiers[len(sides)]
@@ -223,9 +211,8 @@ def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether kernels and torch's operations give one result, of a whole block and more."""
     count = BLOCK_ELEMENTS + 2
     values = torch.arange(2 * count, device=device).view(2, -1)
-    rows = (
-        ((values * 37 % 101 - 50) / 8).to(dtype).unbind()
-    )  # sums of squares are exact
+    # Sums of squares are exact.
+    rows = ((values * 37 % 101 - 50) / 8).to(dtype).unbind()
     runs, tree = (Run(0, 0, count, True),), tree_of((0, 0), "adasum", 0)
     coefficients = torch.tensor([[0.75, 0.625]], dtype=torch.float64, device=device)
     found = []

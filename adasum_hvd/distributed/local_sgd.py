@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import check_count
-from adasum_hvd.distributed.checks import Call, call_of
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
-from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
+from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
 
 __all__ = ["LocalSGD"]
 
@@ -54,8 +53,7 @@ class LocalSGD(Windows):
             `SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)`.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the object has its `gain`,
             which multiplies nothing but the rate of an outer optimizer with `AdaScaleLR`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
+        group_op, group_size: as of `adasum_all_reduce`.
 
     Raises:
         TypeError: on every rank of the job: an optimizer is not torch's.
@@ -65,12 +63,6 @@ class LocalSGD(Windows):
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. The last step of a
     window is collective from then on. A copy of the shards is kept during a window.
-
-    Example:
-        >>> outer = SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        ... # doctest: +SKIP
-        >>> local_sgd = LocalSGD(optimizer, model, mesh["replica"], 20, outer)
-        ... # doctest: +SKIP
     """
 
     def __init__(
@@ -108,12 +100,6 @@ class LocalSGD(Windows):
         """The optimizer steps in the present window."""
         return self._local_step
 
-    def _reduced_units(self) -> Sequence[Unit]:
-        return self._units
-
-    def _call(self) -> Call:
-        return call_of([], {"local_step": self._local_step})
-
     def _begin_step(self) -> None:
         self._selection.check("LocalSGD")
         saved, self._saved = self._saved, set()
@@ -144,7 +130,7 @@ class LocalSGD(Windows):
         reshard(self._model)
         super().synchronize()
 
-    def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _apply(self, changes: Sequence[torch.Tensor]) -> None:
         if self._outer is not None:
             self._outer_step(self._outer, changes)
         else:
@@ -153,18 +139,19 @@ class LocalSGD(Windows):
         self._copies.check()
 
     def _outer_step(
-        self,
-        outer: torch.optim.Optimizer,
-        reduced: Sequence[Sequence[torch.Tensor]],
+        self, outer: torch.optim.Optimizer, changes: Sequence[torch.Tensor]
     ) -> None:
         """Go back to the start, and let the outer optimizer take a step from there."""
         self._restore()
         with self._without_gradients():
-            for unit, changes in zip(self._units, reduced, strict=True):
-                for parameter, change in zip(unit.parameters, changes, strict=True):
-                    gradient = change.neg_().to(gradient_dtype(parameter))
-                    parameter.grad = like(parameter, gradient)
+            for (_, parameter), change in zip(self._named(), changes, strict=True):
+                gradient = change.neg_().to(gradient_dtype(parameter))
+                parameter.grad = like(parameter, gradient)
             outer.step()
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for unit in self._units:
+            yield from zip(unit.names, unit.parameters, strict=True)
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
@@ -190,17 +177,12 @@ class LocalSGD(Windows):
         """
         reshard(self._model)
         self._saved.add("window")
-        starts = self._starts or [unit.copies() for unit in self._units]
+        starts = self._starts or [one for unit in self._units for one in unit.copies()]
+        pairs = zip(self._named(), starts, strict=True)
         state: dict[str, Any] = {
             "local_step": self._local_step,
             "windows": self._windows,
-            "starts": {
-                name: like(parameter, start)
-                for unit, own in zip(self._units, starts, strict=True)
-                for name, parameter, start in zip(
-                    unit.names, unit.parameters, own, strict=True
-                )
-            },
+            "starts": {name: like(p, start) for (name, p), start in pairs},
         }
         if self._outer is not None:
             state["outer_optimizer"] = self._outer_state(self._outer)
@@ -236,12 +218,8 @@ class LocalSGD(Windows):
                     "with the model and the outer optimizer that it was saved with"
                 )
         self._local_step, self._windows = state["local_step"], state["windows"]
-        self._starts = []
-        if self._local_step:
-            self._starts = [
-                [local_of(state["starts"][name]).clone() for name in unit.names]
-                for unit in self._units
-            ]
+        starts = (local_of(state["starts"][name]).clone() for name, _ in self._named())
+        self._starts = [*starts] if self._local_step else []
         self._saved = set()
         if self._outer is not None:
             self._load_outer(self._outer, state["outer_optimizer"])

@@ -68,10 +68,6 @@ class AdasumMonitor:
     steps a few doubles per parameter travel. Blocks on creation and in `close`, and on a device in
     recorded steps.
 
-    Example:
-        >>> monitor = AdasumMonitor(state, 50, "run.jsonl", model.named_parameters())
-        ... # doctest: +SKIP
-
     References:
         docs/monitor.md; arXiv 2006.02924, figure 1.
     """

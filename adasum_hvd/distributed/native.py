@@ -125,22 +125,21 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
             )  # fmt: skip
         except core.CoreError as error:
             why = str(error)
-    here = (group.name, group.nonce) if group else (0, 0)
-    everyone = communicator.all_gather_object(
-        (why, (_machine(), core.ABI, __version__), here)
-    )
-    problem = _first([why for why, _, _ in everyone], communicator)
-    if not problem and len({place for _, place, _ in everyone}) > 1:
+    network = Path("/proc/self/ns/net")  # in which abstract sockets can connect
+    place = boot_id(), network.exists() and os.readlink(network), core.ABI, __version__
+    name = group and (group.name, group.nonce)
+    everyone = communicator.all_gather_object((why, place, name))
+    whys, places, names = zip(*everyone, strict=True)
+    problem = _first(whys, communicator)
+    if not problem and len(set(places)) > 1:
         problem = "the ranks are on several machines, or have other versions"
     if group is None or problem:
         return Choice(None, problem)
     try:
-        names, nonces = zip(*(here for _, _, here in everyone), strict=True)
-        group.connect(names, nonces)
+        group.connect(*zip(*names, strict=True))
     except core.CoreError as error:
         why = str(error)
-    problems = communicator.all_gather_object(why)
-    if problem := _first(problems, communicator):
+    if problem := _first(communicator.all_gather_object(why), communicator):
         return Choice(None, problem)
     communicator.gather_by(group)
     return Choice(group, "")
@@ -149,12 +148,6 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
 def _first(problems: Sequence[str], communicator: Communicator) -> str:
     named = zip(communicator.ranks, problems, strict=True)
     return next((f"{why} (rank {rank})" for rank, why in named if why), "")
-
-
-def _machine() -> tuple[str, str]:
-    """Return what processes have in common that can connect by abstract sockets."""
-    network = Path("/proc/self/ns/net")
-    return boot_id(), os.readlink(network) if network.exists() else ""
 
 
 def _timeout_seconds(group: Any) -> float:

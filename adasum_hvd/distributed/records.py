@@ -57,9 +57,9 @@ def rows_of(
     products = by_input @ gram @ by_input.T
     squares = products.diagonal(dim1=1, dim2=2)
     norms = squares.clamp_min(0).sqrt()
-    pairs = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device).unbind()
-    scales = norms[:, pairs[0]] * norms[:, pairs[1]]
-    cosines = torch.where(scales > 0, products[:, pairs[0], pairs[1]] / scales, 0.0)
+    i, j = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device)
+    scales = norms[:, i] * norms[:, j]
+    cosines = torch.where(scales > 0, products[:, i, j] / scales, 0.0)
     result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
     inverse = 1.0 if solution.scale is None else 1.0 / solution.scale
     columns = [

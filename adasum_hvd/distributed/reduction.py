@@ -45,7 +45,7 @@ def reduce_buffer(
     at: int | None = None,
     observe: bool = False,
 ) -> native.Rows | None:
-    """Reduce concatenated tensors in place.
+    """Reduce concatenated tensors of these sizes in place, and return rows if they are observed.
 
     Args:
         flat: one-dimensional and contiguous, of a floating dtype; the same length on all ranks.
@@ -56,9 +56,6 @@ def reduce_buffer(
             zero included, of the same tensors.
         at: another address of `flat`'s memory, which the ranks of a host share.
         observe: return rows for a monitor; not with the rule "mean".
-
-    Returns:
-        The rows; None if there was nothing to reduce, or nothing to observe.
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """

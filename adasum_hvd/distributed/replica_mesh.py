@@ -52,18 +52,14 @@ def connect(
 ) -> tuple[Communicator, Rule]:
     """Check the model and the arguments, and broadcast the first replica's weights and buffers.
 
-    Args:
-        what: the function, for messages.
-        model: sharded or not.
-        mesh: the one-dimensional mesh of the replicas, or their process group.
-        arguments: returns the rule, and what else must be the same on all replicas; may raise
-            TypeError or ValueError.
+    `arguments` returns the rule, and what else must be the same on all replicas; it may raise
+    TypeError or ValueError.
 
     Returns:
-        The replicas, for one thread of this function's caller, and the rule.
+        The replicas, for one thread of the function `what`, and the rule.
 
     Raises:
-        ValueError: on every rank of the job: the mesh, the model or differences of replicas.
+        TypeError, ValueError: on every rank of the job: the mesh, the model or the arguments.
 
     Collective: all ranks of the job; blocks.
     """
@@ -136,18 +132,14 @@ def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
 
 def _mesh_problem(mesh: Any) -> str:
     """Return why a mesh cannot be the replicas'."""
-    dimensions = getattr(mesh, "ndim", 1)
-    if dimensions != 1:
-        return (
-            "mesh: expected one dimension, the replicas, but got "
-            f'{dimensions} dimensions; pass mesh["replica"]'
-        )
     try:
         group = group_of(mesh)
     except ValueError:
+        dimensions = getattr(mesh, "ndim", None)
+        got = f"{dimensions} dimensions" if dimensions else type(mesh).__name__
         return (
-            "mesh: expected a process group or a mesh of one dimension, but got "
-            f'{type(mesh).__name__}; pass mesh["replica"]'
+            "mesh: expected one dimension, the replicas, or their process group, but got "
+            f'{got}; pass mesh["replica"]'
         )
     if dist.get_rank(group) < 0:
         return (

@@ -75,9 +75,7 @@ class Copies:
     def check(self) -> None:
         """Warn of a difference; on call 1, 2, 4, 8 and so on, so that it costs next to nothing.
 
-        Only a warning, because kernels of a device may round differently.
-
-        Collective: the ranks of a replica; blocks.
+        Only a warning, because kernels of a device may round differently. Collective; blocks.
         """
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
@@ -132,26 +130,18 @@ def banner(state: AdasumState, optimizer: Any = None) -> str:
         state: the hook's.
         optimizer: of this model, or its class; adds the learning rate to start from, if a study
             has it. None: the line has no rate.
-
-    Example:
-        >>> if dist.get_rank() == 0:                  # doctest: +SKIP
-        ...     print(banner(state, optimizer))
     """
-    communicator = state.communicator
-    wire = state.compression
+    communicator, wire = state.communicator, state.compression
+    path = native.described(communicator, state.rule)
+    if "cuda:" in communicator.backends and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        path += f"; CUDA tensors by {device_slice.described(device)}"
     return distributed_banner(
         state.rule.described,
         communicator.size,
         len(set(hosts_of(communicator))),
         communicator.backends,
         "the gradients' dtype" if wire is None else str(wire).removeprefix("torch."),
-        native.described(communicator, state.rule) + _on_devices(communicator),
+        path,
         None if optimizer is None else find_study(optimizer),
     )
-
-
-def _on_devices(communicator: Communicator) -> str:
-    if "cuda:" not in communicator.backends or not torch.cuda.is_available():
-        return ""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return f"; CUDA tensors by {device_slice.described(device)}"

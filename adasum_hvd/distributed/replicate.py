@@ -1,15 +1,12 @@
 """AdaSum across replicas of a sharded model: FSDP2, tensor parallelism, both, or neither.
 
-Gradients are reduced as whole tensors. Each rank reduces its shard over the replicas, with
-coefficients from the Gram matrix of the whole tensor: the sum of the shards' matrices.
-
 AdaSum is not linear, so it must see each gradient once a step, complete. A unit (the parameters of
 one FSDP module, or a bucket of others) is reduced as soon as backward has finished it, and all
 units before it. A module that runs twice in a pass fires its hooks twice: earlier passes of the
 same kind show how often to expect them, and the first pass reduces at its end.
 
 References:
-    arXiv 2006.02924, section 3; docs/distributed.md.
+    arXiv 2006.02924, section 3; docs/sharded.md.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class ReplicateHandle(Ruled):
         overlap: bool,
     ):
         self._communicator, self.rule = communicator, rule
-        self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
+        self._fsdp = weakref.WeakSet(filter(is_fsdp_module, model.modules()))
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
         units = units_of(model)
@@ -123,9 +120,8 @@ class ReplicateHandle(Ruled):
         """
         self._local = not requires_gradient_sync
         self._accumulated = self._accumulated or self._local
-        for reference in self._fsdp:
-            if (module := reference()) is not None:
-                module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def synchronize(self) -> None:
         """Reduce the gradients that are there now, which backward has added up in `no_sync()`.
@@ -181,7 +177,7 @@ class ReplicateHandle(Ruled):
         if self._local:
             return
         self._begin()
-        if progress.reduced:
+        if unit < self._next:
             action = _checkpoint_action() or (
                 "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, "
                 "or pass overlap=False"
@@ -221,7 +217,6 @@ class ReplicateHandle(Ruled):
         self._launched += self._next == 0
         place = self._launched, self._next
         self._next += 1
-        progress.reduced = True
         unit, gradients, states = progress.unit, [], []
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None and progress.fired[number]:
@@ -323,8 +318,7 @@ def adasum_replicate(
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the handle has its `gain`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
+        group_op, group_size: as of `adasum_all_reduce`.
         overlap: reduce a module's gradients while backward goes on. False reduces all at the
             end of backward: needed if a pass runs modules more often than every earlier pass did.
 
@@ -340,14 +334,8 @@ def adasum_replicate(
     added, or if DDP averages the gradients; a backward pass, on a CPU, if another replica is in
     another one.
 
-    Example:
-        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        ... # doctest: +SKIP
-        >>> fully_shard(model, mesh=mesh["shard"])               # doctest: +SKIP
-        >>> replicas = adasum_replicate(model, mesh["replica"])  # doctest: +SKIP
-
     References:
-        arXiv 2006.02924, section 3.
+        arXiv 2006.02924, section 3; docs/sharded.md.
     """
     communicator, checked = connect(
         "adasum_replicate",

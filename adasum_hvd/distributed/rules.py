@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 
 from adasum_hvd.base.agreement import plain
-from adasum_hvd.distributed import named_rules
 from adasum_hvd.distributed.adascale import AdaScale
+from adasum_hvd.distributed.coefficients import grafted, mean_direction, rda
 
 Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # What makes the function of a rule; AdaSum and the mean need none.
@@ -20,9 +20,9 @@ FUNCTIONS: dict[str, Callable[[], Coefficients | None]] = {
     "adasum": lambda: None,
     "mean": lambda: None,
     "adascale": AdaScale,
-    "grafted": lambda: named_rules.grafted,
-    "mean_direction": lambda: named_rules.mean_direction,
-    "rda": lambda: named_rules.rda,
+    "grafted": lambda: grafted,
+    "mean_direction": lambda: mean_direction,
+    "rda": lambda: rda,
 }
 GROUP_OPS = ("adasum", "average", "sum")
 

@@ -112,7 +112,13 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     units = []
     for members in grouped(model):
         names, parameters = zip(*members, strict=True)
-        units.append(Unit(names, parameters, _shards(parameters, communicators)))
+        shards = []
+        for group, numbers in numbers_by_group(parameters).items():
+            if group not in communicators:
+                # FSDP uses the group, too, while a lane runs.
+                communicators[group] = Communicator(group, apart=True)
+            shards.append(Shards(communicators[group], tuple(numbers)))
+        units.append(Unit(names, parameters, shards))
     return units
 
 
@@ -130,8 +136,9 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
         local, dtype = local_of(parameter), gradient_dtype(parameter)
         key = id(owner.get(id(parameter))), local.dtype, dtype, local.device
         # Of an even shard, because ranks with uneven ones must have the same units.
+        count = math.prod(map(dist.get_world_size, shard_groups(parameter)))
         whole = parameter.numel() * parameter.element_size()
-        room[key] = room.get(key, 0) + whole // _shard_count(parameter)
+        room[key] = room.get(key, 0) + whole // count
         number = 0 if id(parameter) in owner else room[key] // _BUCKET_BYTES
         # At the place of its first parameter, whose gradient comes last: a root module of FSDP
         # has embeddings and a head, and is finished after all blocks between them.
@@ -143,25 +150,6 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient, which since torch 2.10 may be another one."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _shard_count(parameter: torch.Tensor) -> int:
-    return math.prod(map(dist.get_world_size, shard_groups(parameter)))
-
-
-def _shards(
-    parameters: Sequence[torch.nn.Parameter], communicators: dict[Any, Communicator]
-) -> list[Shards]:
-    """Return which parameters are sharded over which groups; groups' communicators are shared."""
-    by_group = numbers_by_group(parameters)
-    for group in by_group:
-        if group not in communicators:
-            # FSDP uses the group, too, while a lane runs.
-            communicators[group] = Communicator(group, apart=True)
-    return [
-        Shards(communicators[group], tuple(numbers))
-        for group, numbers in by_group.items()
-    ]
 
 
 class Progress:
@@ -191,7 +179,6 @@ class Progress:
         """
         self._accumulated = accumulated
         self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
-        self.reduced = False
 
     def end_pass(self) -> None:
         """Keep the number of hooks that this pass has fired."""
@@ -230,7 +217,7 @@ class UnitReducer:
 
         Raises:
             RuntimeError: a replica reduces, or has reduced, another unit or pass; on all replicas,
-                and nothing is sent any more. On a CUDA device that is an assertion of the device's.
+                and nothing is sent any more. On a CUDA device that is the device's assertion.
 
         Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
         """

@@ -28,9 +28,6 @@ class AdasumCallback(TrainerCallback):
         RuntimeError: no Trainer calls it.
 
     Collective: the beginning of a training, on every rank; blocks.
-
-    Example:
-        >>> trainer = Trainer(model, arguments, callbacks=[AdasumCallback()])  # doctest: +SKIP
     """
 
     def __init__(self, **arguments: Any):
