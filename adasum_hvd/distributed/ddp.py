@@ -172,9 +172,9 @@ class AdasumState(Ruled):
         self._agree(flat, bucket, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
         observe = entry in self.records.requested
-        rows = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
-        if rows is not None:
-            self.records.add(entry, rows)
+        record = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
+        if record is not None:
+            self.records.add(entry, record)
         if sent is not flat:
             flat.copy_(sent)
         return flat

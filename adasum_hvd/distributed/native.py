@@ -26,18 +26,11 @@ from adasum_hvd.distributed.coefficients import symmetric
 from adasum_hvd.distributed.communicator import Communicator, boot_id, hosts_of
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
-from adasum_hvd.monitor.statistics import width
+from adasum_hvd.monitor.statistics import TensorRecord, width
 
 SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations
 LIMIT = "of the process group's timeout"
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
-
-
-class Rows(NamedTuple):
-    """A record for a monitor: see `monitor.statistics.TensorRecord`."""
-
-    sizes: tuple[int, ...]
-    rows: NDArray[np.float64]  # [tensors, width(sizes)]
 
 
 class Choice(NamedTuple):
@@ -177,20 +170,21 @@ class Reducer(NamedTuple):
         sizes: Sequence[int],
         at: int | None = None,
         observe: bool = False,
-    ) -> Rows | None:
+    ) -> TensorRecord | None:
         """Reduce concatenated tensors in place; arguments as of `reduction.reduce_buffer`."""
         table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
         table["input"] += flat.data_ptr() if at is None else at
         table["output"] = table["input"]
-        rows = None
+        record = None
         if observe:
             ranks = (self.communicator.size,)
             levels = self.group.levels if self.rule is None else ranks
-            rows = Rows(levels, np.zeros((len(sizes), width(levels))))
-            step = rows.rows.strides[0]
-            table["observation"] = rows.rows.ctypes.data + step * np.arange(len(sizes))
+            rows = np.zeros((len(sizes), width(levels)))
+            places = rows.strides[0] * np.arange(len(rows))
+            table["observation"] = rows.ctypes.data + places
+            record = TensorRecord(0, levels, rows.ravel())
         self._reduce(table, flat.dtype)
-        return rows
+        return record
 
     def reduce_each(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reduce tensors of one dtype in place, each where it is."""

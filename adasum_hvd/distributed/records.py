@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from adasum_hvd.distributed.native import Rows
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.slices import Layout
 from adasum_hvd.monitor.statistics import TensorRecord
@@ -37,7 +36,7 @@ def rows_of(
     rank: int,
     weights: Sequence[float],
     inputs: Sequence[Sequence[int]],
-) -> Rows:
+) -> TensorRecord:
     """Return rows of 5 + inputs numbers; none without inputs, of one group that is added up.
 
     Rows of tensors whose first element is in another rank's slice are zero. The ranks' vectors are
@@ -47,7 +46,7 @@ def rows_of(
     assert gram is not None
     tensors, ranks = gram.shape[:2]
     if not inputs:
-        return Rows((), np.zeros(0))
+        return TensorRecord(0, (), np.zeros(0))
     by_rank = gram.new_tensor(weights)
     by_input = gram.new_zeros((len(inputs), ranks))
     for number, members in enumerate(inputs):
@@ -72,7 +71,8 @@ def rows_of(
     rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
     mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
     mine[[*set(layout.held[rank]).difference(*layout.held[:rank])]] = True
-    return Rows((len(inputs),), torch.where(mine, rows, 0.0).cpu().numpy())
+    found = torch.where(mine, rows, 0.0).cpu().numpy()
+    return TensorRecord(0, (len(inputs),), found.ravel())
 
 
 class Records:
@@ -90,9 +90,9 @@ class Records:
         """Return the latest record of a bucket, or None if there is none."""
         return self._latest.get(entry)
 
-    def add(self, entry: str, found: Rows) -> None:
-        """Record a reduction of a bucket, as was requested."""
+    def add(self, entry: str, found: TensorRecord) -> None:
+        """Number and keep the record of a bucket's reduction, as was requested."""
         self.requested.discard(entry)
         before = self._latest.get(entry)
         number = 1 + (before.number if before else 0)
-        self._latest[entry] = TensorRecord(number, found.sizes, found.rows.ravel())
+        self._latest[entry] = found._replace(number=number)

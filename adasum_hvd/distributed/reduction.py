@@ -34,6 +34,7 @@ from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_b
 from adasum_hvd.distributed.records import Solution, inputs_of, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
+from adasum_hvd.monitor.statistics import TensorRecord
 
 
 def reduce_buffer(
@@ -44,8 +45,8 @@ def reduce_buffer(
     shards: Sequence[Shards] = (),
     at: int | None = None,
     observe: bool = False,
-) -> native.Rows | None:
-    """Reduce concatenated tensors of these sizes in place, and return rows if they are observed.
+) -> TensorRecord | None:
+    """Reduce concatenated tensors of these sizes in place; return a record if they are observed.
 
     Args:
         flat: one-dimensional and contiguous, of a floating dtype; the same length on all ranks.
@@ -55,7 +56,7 @@ def reduce_buffer(
         shards: groups over which the tensors are sharded; their ranks may hold other `sizes`,
             zero included, of the same tensors.
         at: another address of `flat`'s memory, which the ranks of a host share.
-        observe: return rows for a monitor; not with the rule "mean".
+        observe: return a record, not numbered, for a monitor; not with the rule "mean".
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """

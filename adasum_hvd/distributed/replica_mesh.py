@@ -32,10 +32,15 @@ from adasum_hvd.distributed.units import gradient_dtype, grouped
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_ONE_DIMENSION = (
-    "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
-    'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
-)
+_WRAPPED = {  # by class of a module
+    "DistributedDataParallel": (
+        "is DistributedDataParallel, which averages gradients; pass the module inside it, or use "
+        "adasum_hook"
+    ),
+    "FullyShardedDataParallel": (
+        "is FSDP1 (FullyShardedDataParallel), which flattens parameters; use fully_shard"
+    ),
+}
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]
 
 
@@ -155,22 +160,11 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
     The ranks, of which this is one, hold the same shards.
     """
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind == "DistributedDataParallel":
-            yield (
-                f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
-                "pass the module inside it, or use adasum_hook"
-            )
-        elif is_replicated(module):
-            yield (
-                f"{name or 'the model'} is under torch's replicate, which averages gradients; "
-                "leave it out"
-            )
-        elif kind == "FullyShardedDataParallel":
-            yield (
-                f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
-                "parameters; use fully_shard"
-            )
+        found = _WRAPPED.get(type(module).__name__)
+        if is_replicated(module):
+            found = "is under torch's replicate, which averages gradients; leave it out"
+        if found:
+            yield f"{name or 'the model'} {found}"
     is_sharded = any(
         is_fsdp_module(module) and any(map(shard_groups, module.parameters()))
         for module in model.modules()
@@ -194,7 +188,10 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
                 "DistributedDataParallel; pass the module as it is before that"
             )
         elif is_dtensor(parameter):
-            yield from _shards_problem(name, parameter, ranks, rank)
+            mesh = parameter.device_mesh
+            both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
+            if both:
+                yield f"{name} {_shared(parameter, both)}"
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided and not is_marked_local(buffer):
             yield (
@@ -203,25 +200,20 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             )
 
 
-def _shards_problem(
-    name: str, parameter: DTensor, ranks: list[int], rank: int
-) -> Iterator[str]:
-    mesh = parameter.device_mesh
-    both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
-    if not both:
-        return
-    replicated = [placement.is_replicate() for placement in parameter.placements]
-    if mesh.ndim > 1 and any(replicated):
-        yield (
-            f"{name} is on a mesh of {mesh.ndim} dimensions, along one of which torch averages "
-            f"its gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
-            f"replicas; {_ONE_DIMENSION}"
+def _shared(parameter: DTensor, both: list[int]) -> str:
+    """Return why a parameter on a mesh with ranks of the replicas cannot be reduced."""
+    what = f"is sharded over ranks {both} of the replicas, which have to hold the same shard"
+    dimensions = parameter.device_mesh.ndim
+    if dimensions > 1 and any(place.is_replicate() for place in parameter.placements):
+        what = (
+            f"is on a mesh of {dimensions} dimensions, along one of which torch averages its "
+            f"gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
+            "replicas"
         )
-    else:
-        yield (
-            f"{name} is sharded over ranks {both} of the replicas, which have to hold the same "
-            f"shard; {_ONE_DIMENSION}"
-        )
+    return (
+        f"{what}; shard over a one-dimensional mesh inside each replica, fully_shard(module, "
+        'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
+    )
 
 
 def _described(model: torch.nn.Module) -> dict[str, object]:
