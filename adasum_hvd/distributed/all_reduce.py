@@ -146,7 +146,6 @@ def checked_call(
 
 
 def _lane_on(device: torch.device, communicator: Communicator) -> Lane:
-    """Return the group's lane."""
     lanes = _lanes.setdefault(communicator.group, {})
     if device not in lanes:
         lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))

@@ -97,7 +97,6 @@ class AdasumState(Ruled):
         self._last_pass = LastPass()
 
     def __reduce__(self) -> Any:
-        """Raise TypeError: a state is not copied or pickled."""
         raise TypeError(
             "AdasumState: expected no copy, because a copy of DistributedDataParallel has no hook "
             "and averages gradients; copy or save the module inside it, and register the hook "

@@ -148,7 +148,6 @@ class Windows(Ruled):
                 torch.add(old, change, out=new)
 
     def _restore(self) -> None:
-        """Set the weights to those of the window's start."""
         for old, new in self._weights():
             new.copy_(old)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -239,16 +240,13 @@ def _aligned(rows: Sequence[torch.Tensor]) -> int:
 
 def _tiles(ranks: int) -> list[tuple[range, range]]:
     """Return the ranks whose dot products are formed in one pass; no second ones: all pairs."""
-    if ranks <= RANKS_AT_ONCE:
-        return [(range(ranks), range(0))]
     groups = [
-        range(first, min(first + RANKS_AT_ONCE, ranks))
+        range(ranks)[first : first + RANKS_AT_ONCE]
         for first in range(0, ranks, RANKS_AT_ONCE)
     ]
     return [
         (group, range(0) if group is other else other)
-        for number, group in enumerate(groups)
-        for other in groups[number:]
+        for group, other in combinations_with_replacement(groups, 2)
     ]
 
 

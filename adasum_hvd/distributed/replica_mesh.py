@@ -136,7 +136,6 @@ def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
 
 
 def _mesh_problem(mesh: Any) -> str:
-    """Return why a mesh cannot be the replicas'."""
     try:
         group = group_of(mesh)
     except ValueError:

@@ -213,7 +213,6 @@ class ReplicateHandle(Ruled):
         queue(lambda: queue(self._end))
 
     def _launch(self, progress: Progress) -> None:
-        """Begin to reduce a unit's gradients."""
         self._launched += self._next == 0
         place = self._launched, self._next
         self._next += 1
