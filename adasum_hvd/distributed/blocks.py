@@ -55,7 +55,7 @@ class Slice:
             flat.zero_()
         for row, to in zip(self._rows, flat, strict=True):
             parts = to.split(chunk.sizes)[::2]
-            torch._foreach_copy_(parts, row[chunk.elements].split(chunk.counts))
+            torch._foreach_copy_(parts, row[chunk.range].split(chunk.counts))
         if factors is not None:
             own = blocks[: len(self._rows)]
             own.mul_(self._by_block(chunk, factors).movedim(-1, 0)[..., None])
@@ -149,7 +149,7 @@ class Slice:
             if scale is not None:
                 blocks[0].div_(self._by_block(chunk, scale)[:, None])
             parts = blocks[0].view(-1).split(chunk.sizes)[::2]
-            torch._foreach_copy_(result[chunk.elements].split(chunk.counts), parts)
+            torch._foreach_copy_(result[chunk.range].split(chunk.counts), parts)
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,11 @@ from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
 from adasum_hvd.distributed.lanes import Future, Lane, lane_on, wait_quietly
-from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
+from adasum_hvd.monitor.statistics import TensorRecord
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
 
@@ -45,6 +45,29 @@ class _Bucket(NamedTuple):
     entry: str
     sizes: tuple[int, ...]
     problem: str  # why a parameter cannot be reduced, or ""
+
+
+class Records:
+    """The latest record of each bucket, by its name; of `monitor.monitor.Channel`."""
+
+    def __init__(self) -> None:
+        self.requested: set[str] = set()
+        self._latest: dict[str, TensorRecord] = {}
+
+    def request(self, entry: str) -> None:
+        """Request a record of the next reduction of a bucket."""
+        self.requested.add(entry)
+
+    def latest(self, entry: str) -> TensorRecord | None:
+        """Return the latest record of a bucket, or None if there is none."""
+        return self._latest.get(entry)
+
+    def add(self, entry: str, found: TensorRecord) -> None:
+        """Number and keep the record of a bucket's reduction, as was requested."""
+        self.requested.discard(entry)
+        before = self._latest.get(entry)
+        number = 1 + (before.number if before else 0)
+        self._latest[entry] = found._replace(number=number)
 
 
 class AdasumState(Ruled):

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     """Blocks that are worked on together; the last block of a tensor is filled with zeros."""
 
     first: int  # number of its first block in the slice
-    elements: slice  # of the slice
+    range: slice  # its elements of the slice
     tensors: tuple[int, ...]  # of each block
     counts: tuple[int, ...]  # elements of each tensor, which lie end to end
     sizes: tuple[int, ...]  # the same, each followed by the elements of the filling
@@ -118,7 +118,7 @@ def chunks_of(runs: tuple[Run, ...], most: int) -> tuple[Chunk, ...]:
             for _, own in groupby(some, attrgetter("tensor"))
         )
         sizes = (size for n in counts for size in (n, -n % PADDED_ELEMENTS))
-        elements = slice(some[0].start, some[0].start + sum(counts))
+        place = slice(some[0].start, some[0].start + sum(counts))
         tensors = tuple(block.tensor for block in some)
-        found.append(Chunk(first, elements, tensors, counts, tuple(sizes)))
+        found.append(Chunk(first, place, tensors, counts, tuple(sizes)))
     return tuple(found)

@@ -44,7 +44,7 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
             assert len(chunk.tensors) <= blocks
             assert sum(chunk.sizes) == len(chunk.tensors) * PADDED_ELEMENTS
             assert chunk.sizes[::2] == chunk.counts
-            in_chunks += range(sum(run.elements for run in runs))[chunk.elements]
+            in_chunks += range(sum(run.elements for run in runs))[chunk.range]
         assert in_chunks == list(range(sum(run.elements for run in runs)))
         for run in runs:
             first = layout.bounds[rank] + run.start - starts[run.tensor]
