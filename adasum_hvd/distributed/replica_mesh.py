@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from adasum_hvd.distributed.sharding import (
     shard_groups,
 )
 from adasum_hvd.distributed.units import gradient_dtype, grouped
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _WRAPPED = {  # by class of a module
     "DistributedDataParallel": (
@@ -199,8 +196,8 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             )
 
 
-def _shared(parameter: DTensor, both: list[int]) -> str:
-    """Return why a parameter on a mesh with ranks of the replicas cannot be reduced."""
+def _shared(parameter: Any, both: list[int]) -> str:
+    """Return why a DTensor on a mesh with ranks of the replicas cannot be reduced."""
     what = f"is sharded over ranks {both} of the replicas, which have to hold the same shard"
     dimensions = parameter.device_mesh.ndim
     if dimensions > 1 and any(place.is_replicate() for place in parameter.placements):

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from adasum_hvd.base.agreement import plain
+from adasum_hvd.base.ops import GROUP_OPS
 from adasum_hvd.distributed.adascale import AdaScale
 from adasum_hvd.distributed.coefficients import grafted, mean_direction, rda
 
@@ -24,7 +25,6 @@ FUNCTIONS: dict[str, Callable[[], Coefficients | None]] = {
     "mean_direction": lambda: mean_direction,
     "rda": lambda: rda,
 }
-GROUP_OPS = ("adasum", "average", "sum")
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 _DTENSOR = "torch.distributed.tensor", "torch.distributed._tensor"  # 2.4
 _FSDP = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # 2.4 and 2.5
@@ -29,14 +25,14 @@ def _is(value: Any, places: tuple[str, ...], name: str) -> bool:
     return isinstance(value, tuple(filter(None, kinds)))
 
 
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+def is_dtensor(value: Any) -> bool:
     """Return whether a tensor is sharded or replicated over a mesh."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):  # most of them, at once
         return False
     return _is(value, _DTENSOR, "DTensor")
 
 
-def is_fsdp_module(value: Any) -> TypeGuard[FSDPModule]:
+def is_fsdp_module(value: Any) -> bool:
     """Return whether a module is one that `fully_shard` was called on."""
     return _is(value, _FSDP, "FSDPModule")
 
