@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from adasum_hvd.advice.convergence_results import FIGURES, Best, Figures, Measured
 from adasum_hvd.base import ops
+from adasum_hvd.base.options import optimizer_op
 
 __all__ = [
     "FIGURES",
@@ -110,8 +111,7 @@ def adasum_lr(
             f"adasum_lr: group_op: expected one of {ops.GROUP_OPS}, but got {group_op!r}"
         )
     figures = FIGURES[study := study_of(optimizer)]
-    reduction = ops.parse(op)
-    reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction
+    reduction = optimizer_op(op)
     has_groups = group_op != "adasum" and ops.is_adasum(reduction)
     group = min(group_size, size) if has_groups else 1
     for needed in (reduction, *([ops.parse(group_op)] if group > 1 else [])):

@@ -41,29 +41,24 @@ def refuse_elastic(caller: str) -> None:
         )
 
 
-def require_registered(process_set: Any) -> None:
-    """Raise ValueError unless the process set is registered with Horovod."""
-    if process_set.process_set_id is None:
-        raise ValueError(
-            f"process_set: expected one that is registered, but got {process_set}, which is not; "
-            "pass it to hvd.init(process_sets=[...]), or set "
-            "HOROVOD_DYNAMIC_PROCESS_SETS=1 and call hvd.add_process_set() on every rank"
-        )
-
-
 def refuse_process_set(process_set: Any, all_ranks: object) -> None:
     """Refuse an unregistered process set, and in an elastic job all but the global one.
 
     Raises:
         NotImplementedError: the job is elastic.
-        ValueError: as :func:`require_registered`.
+        ValueError: the process set is not registered with Horovod.
     """
     if is_elastic() and process_set is not all_ranks:
         raise NotImplementedError(
             "process_set: expected all ranks in an elastic job, but got "
             f"{process_set}, which ends when ranks come or go; leave it out"
         )
-    require_registered(process_set)
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"process_set: expected one that is registered, but got {process_set}, which is not; "
+            "pass it to hvd.init(process_sets=[...]), or set "
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1 and call hvd.add_process_set() on every rank"
+        )
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:

@@ -115,11 +115,10 @@ class Monitor:
     ):
         self._every, self._channel, self._inputs = every, channel, inputs
         self._loss_scale = loss_scale
-        self._is_first = channel.rank == channel.ranks[0]
         self._sinks, error = None, None
         try:
             check_count("every", every)
-            self._sinks = Sinks(to) if self._is_first else None
+            self._sinks = Sinks(to) if channel.rank == channel.ranks[0] else None
         except (TypeError, ValueError, OSError) as raised:
             error = raised
         self._name = f"adasum.monitor.{self._agree(error)}"
@@ -149,10 +148,11 @@ class Monitor:
     def after_step(
         self, entries_of: Callable[[], Entries], step: int | None = None
     ) -> None:
-        """Count a step, and collect its record, by default of this number, if it was requested.
+        """Count a step, and collect its record if one was requested.
 
-        `entries_of` returns the tensors that the next step will reduce, equal on all ranks.
-        Collective on the steps with a record; blocks only while an earlier record is pending.
+        `entries_of` returns the tensors that the next step will reduce, equal on all ranks. A
+        record has the number `step`, by default the number of calls. Collective on the steps with
+        a record; blocks only while an earlier record is pending.
         """
         self._steps += 1
         self._deliver(wait=False)
