@@ -37,7 +37,7 @@ def named_tensors(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in getattr(optimizer, "state", {}).items():
+    for parameter, state in ({} if optimizer is None else optimizer.state).items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 name = names.get(id(parameter), "unnamed")

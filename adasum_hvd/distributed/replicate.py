@@ -218,30 +218,26 @@ class ReplicateHandle(Ruled):
         self._next += 1
         unit, gradients, states = progress.unit, [], []
         for number, parameter in enumerate(unit.parameters):
-            if parameter.grad is None and progress.fired[number]:
-                raise RuntimeError(
-                    f"adasum_replicate: expected the gradient of {unit.names[number]} to stay "
-                    "until it is reduced, but another hook has taken it away (rank "
-                    f"{dist.get_rank()}); call the optimizer's step after backward, not in a hook"
-                )
-            states.append(self._state(parameter))
             if parameter.grad is None:
+                if progress.fired[number]:
+                    raise RuntimeError(
+                        f"adasum_replicate: expected the gradient of {unit.names[number]} to stay "
+                        "until it is reduced, but another hook has taken it away (rank "
+                        f"{dist.get_rank()}); call the optimizer's step after backward, not in a "
+                        "hook"
+                    )
+                states.append(MISSING)
                 local, dtype = local_of(parameter.detach()), gradient_dtype(parameter)
                 gradients.append(torch.zeros_like(local, dtype=dtype))
             else:
+                before = self._reduced.get(id(parameter))
+                is_reduced = before and before.writes_to(parameter.grad) == 0
+                states.append(REDUCED if is_reduced else NEW)
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
         lane = self._lanes[gradients[0].device]
         task = partial(self._reducer.reduce, unit, gradients, states, place)
         self._futures.append((unit, lane.submit(task, gradients)))
-
-    def _state(self, parameter: torch.Tensor) -> int:
-        """Return whether a gradient is missing, reduced in an earlier pass, or new."""
-        if parameter.grad is None:
-            return MISSING
-        before = self._reduced.get(id(parameter))
-        is_reduced = before is not None and before.writes_to(parameter.grad) == 0
-        return REDUCED if is_reduced else NEW
 
     def _end(self) -> list[torch.Tensor]:
         """Reduce what is left at the end of a pass, and wait; return each unit's states."""
