@@ -139,10 +139,9 @@ def rule_of(
             "rule: expected one without a gain, but got 'adascale'; use AdasumState, "
             "adasum_replicate or LocalSGD, which have it as .gain, or rule='mean'"
         )
-    groups = {"ADASUM_HVD_GROUP_OP": "adasum", "ADASUM_HVD_GROUP_SIZE": "0"}
-    if rule == "adasum":
-        groups = {name: os.environ.get(name) or groups[name] for name in groups}
-    op, size = groups.values()
+    variables = os.environ if rule == "adasum" else {}
+    op = variables.get("ADASUM_HVD_GROUP_OP") or "adasum"
+    size = variables.get("ADASUM_HVD_GROUP_SIZE") or "0"
     if group_size is None:
         if not size.isdecimal():
             raise ValueError(
