@@ -28,8 +28,7 @@ def banner(
         path: the transport, from `binding.transport_description`.
         wire: the dtypes on the wire.
         extra: bytes in addition to the optimizer's own, by "device" and "host".
-        study: the key in `learning_rate.FIGURES` of the study that fits the optimizer; None: no
-            study does, and there is no advice.
+        study: a key in `learning_rate.FIGURES`; None: there is no advice.
     """
     parts = [
         f"adasum_hvd: {options.op.name} "
@@ -66,29 +65,24 @@ def distributed_banner(
 ) -> str:
     """Return one line for the engine on torch.distributed: rule, ranks, groups, rate, wire.
 
-    Args:
-        settings: "rule", "group_op" and "group_size".
-        ranks: in the process group.
-        hosts: of these ranks.
-        backends: torch's name of the group's backends.
-        wire: the dtype on the wire.
-        path: what reduces.
-        study: as in `banner`.
+    Of the settings it needs "rule", "group_op" and "group_size"; `path` is what reduces.
     """
-    rule = "adasum-grad" if settings["rule"] == "adasum" else settings["rule"]
+    rule, about = settings["rule"], ["no groups"]
+    if rule == "adasum":
+        rule = "adasum-grad"
+        about = [_groups(settings), *_advice(ops.AdasumGrad, ranks, settings, study)]
     parts = [
         f"adasum_hvd {__version__} on torch.distributed: {rule} (gradient variant)",
-        f"{ranks} ranks on {hosts} {'host' if hosts == 1 else 'hosts'} over {backends}",
-        _groups(settings) if settings["rule"] == "adasum" else "no groups",
-        *(
-            _advice(ops.AdasumGrad, ranks, settings, study)
-            if settings["rule"] == "adasum"
-            else []
-        ),
+        f"{_ranks_on(ranks, hosts)} over {backends}",
+        *about,
         f"{wire} on the wire",
         path,
     ]
     return "; ".join(parts)
+
+
+def _ranks_on(ranks: int, hosts: int) -> str:
+    return f"{ranks} ranks on {hosts} {'host' if hosts == 1 else 'hosts'}"
 
 
 def startup_line(
@@ -96,30 +90,20 @@ def startup_line(
 ) -> str:
     """Return the line that `init` logs on rank 0: version, ranks, hosts, transport, groups.
 
-    Args:
-        settings: the op's, from `binding.settings`.
-        backend: "MPI" or "Gloo".
-        ranks: number of ranks in the job.
-        hosts: number of hosts in the job.
-        path: the transport, from `binding.transport_description`; "" before the first reduction.
+    Arguments as of `banner`; the path is "" before the first reduction.
 
     Example:
         >>> startup_line({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")
         '0.3.0: 2 ranks on 1 host over Gloo; exchange over shared memory; AdaSum all the way'
     """
-    host = "host" if hosts == 1 else "hosts"
     against = learning_rate.variant_advice(ops.AdasumDelta, ranks)
     parts = [
-        f"{__version__}: {ranks} ranks on {hosts} {host} over {backend}",
-        *([f"exchange over {path}"] if path else []),
+        f"{__version__}: {_ranks_on(ranks, hosts)} over {backend}",
+        f"exchange over {path}" if path else "",
         _groups(settings),
-        *(
-            [f"op=AdasumGrad: under momentum, AdasumDelta is {against}"]
-            if against
-            else []
-        ),
+        f"op=AdasumGrad: under momentum, AdasumDelta is {against}" if against else "",
     ]
-    return "; ".join(parts)
+    return "; ".join(filter(None, parts))
 
 
 def _advice(

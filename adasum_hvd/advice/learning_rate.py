@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from adasum_hvd.advice.convergence_results import FIGURES, Best, Figures, Measured
 from adasum_hvd.base import ops
+from adasum_hvd.base.options import optimizer_op
 
 __all__ = [
     "FIGURES",
@@ -74,8 +75,8 @@ def adasum_lr(
         size: number of ranks.
         group_op: the reduction inside a group ("adasum", "average", "sum").
         group_size: ranks in a group, for "average" and "sum": the argument of `init`, or the
-            number of ranks per host if `init` got none. The default here is 1. A group counts as
-            one worker. Its larger batch may allow a larger rate.
+            number of ranks per host if `init` got none. A group counts as one worker. Its larger
+            batch may allow a larger rate.
         optimizer: required: an optimizer or its class, or the name of the study that fits it:
             "momentum" (SGD), "adam" or "adamw".
 
@@ -96,9 +97,8 @@ def adasum_lr(
         'extrapolated'
 
     References:
-        arXiv 2006.02924, section 5, and docs/convergence.md. Horovod's AdaSum guide
-        recommends 2 to 2.5 times the single worker's rate, and local_size times it if
-        nodes are averaged first; the studies here confirm neither.
+        arXiv 2006.02924, section 5, and docs/convergence.md; docs/migration.md compares the rate
+        with that of Horovod's guide.
     """
     rate = _number(base_lr)
     if not (0 < rate < math.inf and _is_count(size) and _is_count(group_size)):
@@ -111,8 +111,7 @@ def adasum_lr(
             f"adasum_lr: group_op: expected one of {ops.GROUP_OPS}, but got {group_op!r}"
         )
     figures = FIGURES[study := study_of(optimizer)]
-    reduction = ops.parse(op)
-    reduction = ops.AdasumDelta if reduction is ops.Adasum else reduction
+    reduction = optimizer_op(op)
     has_groups = group_op != "adasum" and ops.is_adasum(reduction)
     group = min(group_size, size) if has_groups else 1
     for needed in (reduction, *([ops.parse(group_op)] if group > 1 else [])):
@@ -247,8 +246,8 @@ def variant_advice(op: ops.ReduceOp, size: int, optimizer: str = "momentum") -> 
         return ""
     other = variants[1 - variants.index(op)]
     row, best = figures.nearest(op, size)
-    same = [each for each in figures.rows[other] if each.workers == row.workers]
-    best_other = figures.best(same[0]) if same else None
+    same = [figures.best(k) for k in figures.rows[other] if k.workers == row.workers]
+    best_other = next(iter(same), None)
     if best_other is None:
         return ""
     difference = best_other.result - best.result

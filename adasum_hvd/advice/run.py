@@ -8,7 +8,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from adasum_hvd.advice.convergence_results import FIGURES, RIVALS, ratio
 from adasum_hvd.advice.learning_rate import study_of
@@ -18,6 +18,8 @@ from adasum_hvd.monitor.files import records as records_of
 from adasum_hvd.monitor.noise import Noise, has_noise, noise_of
 
 __all__ = ["Advice", "advise"]
+
+Record: TypeAlias = Mapping[str, Any]
 
 # Below these lengthenings AdaSum and Average take the same number of steps in the runs. Adam
 # divides a gradient by its size: a lengthening of 8 and more saves a tenth of the steps, and one
@@ -54,16 +56,15 @@ class Advice(NamedTuple):
 
 
 def advise(
-    run: str | os.PathLike[str] | Sequence[Mapping[str, Any]], *, optimizer: object
+    run: str | os.PathLike[str] | Sequence[Record], *, optimizer: object
 ) -> Advice:
     """Return what the records of a run say about workers, rates and AdaSum.
 
     AdaScale's gain is the number of one worker's steps that a step of N workers replaces, so its
     mean over a run predicts the steps. It comes from a noise scale for each third of the run: that
-    of one step is biased (McCandlish et al., appendix A), and that of a whole run is mostly that
-    of the steps with large gradients. AdaSum's lengthening is the multiple of the rate at
-    which an average takes steps of the same length. docs/convergence.md compares both with runs,
-    and has the reasons for the choice of a reduction.
+    of a whole run is mostly that of the steps with large gradients. AdaSum's lengthening is the
+    multiple of the rate at which an average takes steps of the same length. docs/convergence.md
+    compares both with runs, and has the reasons for the choice of a reduction.
 
     Args:
         run: a file that `AdasumMonitor` has written, of which the latest run counts; or its
@@ -111,16 +112,13 @@ def advise(
         _choice(study, longer),
         *([_rules_sentence(study, workers)] if longer else []),
     ]
-    if len(run) >= FEW:
-        answer.append(
-            "This rests on one run. In docs/convergence.md such an estimate was off by more than "
-            "15% in two of five runs."
-        )
-    else:
-        count = f"{len(run)} {'record' if len(run) == 1 else 'records'}"
-        answer.append(
-            f"This rests on {count}, and may be wrong by a factor of 2: record {FEW} and more."
-        )
+    count = f"{len(run)} {'record' if len(run) == 1 else 'records'}"
+    answer.append(
+        "This rests on one run. In docs/convergence.md such an estimate was off by more than 15% "
+        "in two of five runs."
+        if len(run) >= FEW
+        else f"This rests on {count}, and may be wrong by a factor of 2: record {FEW} and more."
+    )
     if any(record.get("inputs") == "changes" for record in run):
         answer.append(
             "The records are of weight changes, which an optimizer has smoothed: their noise is "
@@ -135,16 +133,14 @@ def scale_of(speedup: float, workers: int) -> float:
     return math.inf if speedup >= workers else (speedup - 1) / (1 - speedup / workers)
 
 
-def _parts(
-    run: Sequence[Mapping[str, Any]],
-) -> list[Sequence[Mapping[str, Any]]]:
+def _parts(run: Sequence[Record]) -> list[Sequence[Record]]:
     """Return the run in PARTS of consecutive records, or fewer if there are fewer records."""
     count = max(1, min(PARTS, len(run)))
     ends = [len(run) * part // count for part in range(count + 1)]
     return [run[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _workers(run: Sequence[Mapping[str, Any]]) -> int:
+def _workers(run: Sequence[Record]) -> int:
     """Return the number of inputs, which is the same in all records."""
     counts = sorted({int(record["joined"]) for record in run})
     if len(counts) > 1 or counts[0] < 2:
@@ -155,7 +151,7 @@ def _workers(run: Sequence[Mapping[str, Any]]) -> int:
     return counts[0]
 
 
-def _named(record: Mapping[str, Any], workers: int) -> str:
+def _named(record: Record, workers: int) -> str:
     size = int(record.get("ranks") or workers) // workers
     return f"{workers} groups of {size} ranks" if size > 1 else f"{workers} workers"
 

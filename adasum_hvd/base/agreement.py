@@ -32,11 +32,7 @@ def is_elastic() -> bool:
 
 
 def refuse_elastic(caller: str) -> None:
-    """Raise NotImplementedError in an elastic job.
-
-    Args:
-        caller: the function or class, for the message.
-    """
+    """Raise NotImplementedError in an elastic job; the caller is for the message."""
     if is_elastic():
         raise NotImplementedError(
             f"{caller}: expected a job with a fixed number of ranks, but got an elastic job "
@@ -45,12 +41,18 @@ def refuse_elastic(caller: str) -> None:
         )
 
 
-def require_registered(process_set: Any) -> None:
-    """Raise ValueError unless the process set is registered with Horovod.
+def refuse_process_set(process_set: Any, all_ranks: object) -> None:
+    """Refuse an unregistered process set, and in an elastic job all but the global one.
 
-    Args:
-        process_set: the user's argument.
+    Raises:
+        NotImplementedError: the job is elastic.
+        ValueError: the process set is not registered with Horovod.
     """
+    if is_elastic() and process_set is not all_ranks:
+        raise NotImplementedError(
+            "process_set: expected all ranks in an elastic job, but got "
+            f"{process_set}, which ends when ranks come or go; leave it out"
+        )
     if process_set.process_set_id is None:
         raise ValueError(
             f"process_set: expected one that is registered, but got {process_set}, which is not; "
@@ -59,35 +61,13 @@ def require_registered(process_set: Any) -> None:
         )
 
 
-def refuse_process_set(process_set: Any, all_ranks: object) -> None:
-    """Refuse an unregistered process set, and in an elastic job all but the global one.
-
-    Args:
-        process_set: the user's argument.
-        all_ranks: the framework's global process set.
-
-    Raises:
-        NotImplementedError: the job is elastic.
-        ValueError: as :func:`require_registered`.
-    """
-    if is_elastic() and process_set is not all_ranks:
-        raise NotImplementedError(
-            "process_set: expected all ranks in an elastic job, but got "
-            f"{process_set}, which ends when ranks come or go; leave it out"
-        )
-    require_registered(process_set)
-
-
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the op's settings that must be equal on all ranks."""
     # Excludes the same settings as the fingerprint in horovod/op/settings.cc.
-    free = (
-        "kernels",
-        "threads",
-        "timeout_seconds",
-        "stall_seconds",
-        "checkpoint_seconds",
-    )
+    free = {
+        *("kernels", "threads"),
+        *("timeout_seconds", "stall_seconds", "checkpoint_seconds"),
+    }
     return {name: value for name, value in settings.items() if name not in free}
 
 
@@ -96,10 +76,8 @@ def optimizer_facts(
 ) -> dict[str, object]:
     """Return the facts of an optimizer that must be equal on all ranks.
 
-    Args:
-        optimizer_class: the user's class.
-        hyperparameters: by name. Learning rates and names are left out. A value that is not a
-            number, a string or a collection of them counts by its type only.
+    Learning rates and names are left out. A value that is not a number, a string or a collection
+    of them counts by its type only.
 
     Example:
         >>> optimizer_facts(dict, {"lr": 0.1, "betas": [0.9, 0.99], "hook": print})
@@ -132,46 +110,34 @@ def compare_settings(
     remedy: str = "export them on every host",
     ranks: Sequence[int] = (),
 ) -> None:
-    """Compare every rank's settings.
+    """Raise ValueError, on every rank, if the ranks' settings differ.
 
     Args:
         by_rank: each rank's settings by name: :func:`comparable` of the op's, or `Options.shared`.
-        rank: this rank, for the message.
-        what: the kind of settings, for the message.
-        remedy: the remedy if they differ, for the message.
+        rank: this rank, for the message, which also names the settings and the remedy.
+        what: the kind of settings.
+        remedy: for their difference.
         ranks: the ranks in `by_rank`, numbered in the job; all ranks of the job if empty.
-
-    Raises:
-        ValueError: they differ; on every rank.
     """
-    ranks = ranks or range(len(by_rank))
+    ranks, first = ranks or range(len(by_rank)), by_rank[0]
     for other, settings in zip(ranks, by_rank, strict=True):
-        first = by_rank[0]
         # Ranks with other versions can have other names.
-        names = dict.fromkeys([*first, *settings])
-        different = [name for name in names if settings.get(name) != first.get(name)]
-        if different:
-            name = different[0]
-            raise ValueError(
-                f"AdaSum: expected the same {what} on all ranks, but got "
-                f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank "
-                f"{ranks[0]} (seen by rank {rank}); {remedy}"
-            )
+        for name in dict.fromkeys([*first, *settings]):
+            if settings.get(name) != first.get(name):
+                raise ValueError(
+                    f"AdaSum: expected the same {what} on all ranks, but got "
+                    f"{name}={settings.get(name)} on rank {other} and {first.get(name)} on rank "
+                    f"{ranks[0]} (seen by rank {rank}); {remedy}"
+                )
 
 
 def first_difference(
-    lists: Sequence[Sequence[Any]],
-    key: Callable[[Any], Any] = lambda entry: entry,
+    lists: Sequence[Sequence[Any]], key: Callable[[Any], Any] = lambda entry: entry
 ) -> tuple[int, list[int]] | None:
     """Return the first position at which lists differ, and which differ from the first list.
 
-    Args:
-        lists: each rank's list; the lengths may differ.
-        key: returns the part of an entry that must be equal.
-
-    Returns:
-        The position, and the indices of the lists whose entry at that position is missing or
-        differs from the first list's; None if all lists are equal.
+    Those are the indices of the lists whose entry at that position is missing or differs, by its
+    key, from the first list's. None if all lists are equal.
 
     Example:
         >>> first_difference(["abc", "abd", "abc", "ab"])
@@ -197,7 +163,7 @@ def compare_parameters(
         "mark_worker_local()"
     ),
 ) -> None:
-    """Compare every rank's list of parameters to reduce.
+    """Raise ValueError, on every rank, if the ranks' lists of parameters to reduce differ.
 
     Args:
         caller: the function or class, for the message.
@@ -206,23 +172,18 @@ def compare_parameters(
         names: compare names, too; False if the framework numbers them by itself.
         ranks: the ranks in `by_rank`, numbered in the job, for the message; by default the
             message numbers them in the process set.
-        remedy: the remedy if they differ, for the message.
-
-    Raises:
-        ValueError: the lists differ; on every rank.
+        remedy: for the message.
     """
     difference = first_difference(by_rank, lambda entry: entry if names else entry[1:])
     if difference is None:
         return
     position, (other, *_) = difference
+    of_ranks = f" of {list(ranks)}" if ranks else ""
+    first, second = "the first rank", f"rank {other} of the process set"
+    both = f"{first} and {second}"
     if ranks:
-        of_ranks = f" of {list(ranks)}"
         first, second = f"rank {ranks[0]}", f"rank {ranks[other]}"
         both = f"ranks {ranks[0]} and {ranks[other]}"
-    else:
-        of_ranks = ""
-        first, second = "the first rank", f"rank {other} of the process set"
-        both = f"{first} and {second}"
     expected, actual = by_rank[0], by_rank[other]
     if position < min(len(expected), len(actual)):
         got = f"{expected[position]} on {first} and {actual[position]} on {second}"

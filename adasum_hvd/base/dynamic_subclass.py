@@ -16,13 +16,8 @@ def as_dynamic_subclass(
     """Return `instance`'s attributes in an object whose class derives from `mixin` and its own.
 
     The mixin comes first, and no `__init__` runs. The two objects share what their attributes
-    refer to, so use the returned one only.
-
-    Args:
-        instance: any object that keeps its attributes in `__dict__`.
-        mixin: the class whose methods override those of the object's class.
-        name: of the new class; each pair of mixin and class gets one class.
-        **attributes: of the new class, in addition to `_base`, the object's original class.
+    refer to, so use the returned one only. Each pair of mixin and class gets one class of this
+    name, with these attributes, and `_base`, the object's original class.
 
     Example:
         >>> class Plain:

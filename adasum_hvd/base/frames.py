@@ -8,12 +8,7 @@ from types import FrameType
 
 
 def running(function: str, module: str) -> list[FrameType]:
-    """Return the frames of a function that runs on this thread, the innermost one first.
-
-    Args:
-        function: its name in the source.
-        module: the name of its module.
-    """
+    """Return the frames of a function of a module on this thread, the innermost one first."""
     return [
         frame
         for frame, _ in traceback.walk_stack(sys._getframe().f_back)

@@ -34,8 +34,7 @@ _silenced = False  # by `log_on_first_rank`, not by the program
 def log_on_first_rank(rank: int) -> None:
     """Log INFO messages on rank 0 only, unless the program has set a level.
 
-    Args:
-        rank: of this process; in an elastic job it can change between calls.
+    In an elastic job the rank can change between calls.
     """
     global _silenced
     if rank and logger.level == logging.INFO:

@@ -41,12 +41,7 @@ def times_marked() -> int:
 
 
 def check_tensors(caller: str, tensors: Iterable[Any]) -> None:
-    """Raise TypeError unless all `tensors` have a shape and a dtype, in any framework.
-
-    Args:
-        caller: the function, for the message.
-        tensors: its arguments.
-    """
+    """Raise TypeError unless all arguments of `caller` have a shape and a dtype."""
     for tensor in tensors:
         if not (hasattr(tensor, "shape") and hasattr(tensor, "dtype")):
             raise TypeError(

@@ -30,13 +30,8 @@ def public(namespace: dict[str, Any]) -> list[str]:
     """Return the public names that a module's `__all__` lacks, and delete foreign modules.
 
     `from horovod.torch import *` also imports `os`, `warnings`, the framework and so on; they
-    are deleted from the namespace.
-
-    Args:
-        namespace: the module's `globals()`, after its last import.
-
-    Returns:
-        The missing names. Of modules only `elastic` and `callbacks`, which are public.
+    are deleted from the namespace, which is `globals()`. Of modules only `elastic` and
+    `callbacks` are public.
     """
     for name, value in list(namespace.items()):
         if name.startswith("_") or not isinstance(value, ModuleType):

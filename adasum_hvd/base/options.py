@@ -112,13 +112,9 @@ def check_count(name: str, value: Any) -> None:
 def check(options: Options, compressions: Sequence[Any]) -> None:
     """Check the arguments, alone and in combination.
 
-    Args:
-        options: the arguments.
-        compressions: those that the framework and the reduction have.
-
     Raises:
         ValueError: an argument or a combination is invalid.
-        NotImplementedError: the compression is not one of `compressions`.
+        NotImplementedError: the compression is not one that the framework and the reduction have.
     """
     only_delta = {
         "local_steps": options.local_steps != 1,
@@ -173,3 +169,20 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
         listed = [id(parameter) for group in options.groups for parameter in group]
         if len(set(listed)) != len(listed):
             raise ValueError("groups: expected each parameter once, but got one twice")
+
+
+def warn_of_one_group(
+    group_op: str, group_size: int, rank: int, ranks: int, on_host: int
+) -> None:
+    """Warn on the first rank if all ranks are in one group, which AdaSum does not join.
+
+    A `group_size` of 0 means that a host is a group, with `on_host` of all `ranks`.
+    """
+    size = group_size or on_host
+    if group_op != "adasum" and 1 < ranks <= size and rank == 0:
+        warnings.warn(
+            f"AdaSum: expected at least 2 groups, but got one group of all {ranks} ranks "
+            f"(group_size={size}), which is reduced by {group_op}, so AdaSum has nothing to "
+            'combine; start more ranks, set a smaller group_size, or set group_op="adasum"',
+            stacklevel=4,
+        )

@@ -18,14 +18,11 @@ def partition(
     """Divide parameters into lists that each fit one bucket, in reverse order of forward.
 
     Args:
-        named: all parameters to reduce.
+        named: (name, parameter) of all parameters to reduce.
         describe: returns a parameter's kind (wire dtype, device) and its bytes on the wire; all
             parameters of a list have one kind.
         bucket_bytes: a list is closed before it exceeds this many bytes.
         groups: as Horovod's: a number of groups, or lists of parameters that stay together.
-
-    Returns:
-        Lists of (name, parameter).
     """
     chosen = _chosen_groups(list(named), groups)
     result: list[list[Named[Name]]] = []

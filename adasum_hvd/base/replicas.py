@@ -29,15 +29,9 @@ def is_due(model: Any, every: int) -> bool:
 
 
 def compare(ranks: Sequence[int], digests: Sequence[Digests], rank: int) -> None:
-    """Raise unless the digests of all ranks are equal.
+    """Raise ReplicaMismatch, which names the first tensor, if the ranks' digests differ.
 
-    Args:
-        ranks: numbered in the job.
-        digests: those of each rank.
-        rank: this rank, for the message.
-
-    Raises:
-        ReplicaMismatch: names the first tensor that differs, and the ranks.
+    The ranks are numbered in the job; this one is for the message.
     """
     difference = first_difference(digests)
     if difference is None:

@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from adasum_hvd.base.frames import is_making_state
-from adasum_hvd.distributed.named_rules import mean
+from adasum_hvd.distributed.coefficients import mean
 
 __all__ = ["AdaScale", "AdaScaleLR"]
 
@@ -30,7 +30,7 @@ class AdaScale:
 
     def __init__(self) -> None:
         self.variance = self.squared_mean = 0.0
-        self.count, self.ranks = 0, 1
+        self.count, self.ranks = 0, 1  # recorded steps; N of the last one
         # Of this pass and of the last one: sums of squares over ranks, and of their mean's.
         self._sums: list[torch.Tensor] = []
         self._finished: list[torch.Tensor] = []
@@ -68,15 +68,11 @@ class AdaScale:
             self.update(squares, squared_mean, self.ranks)
 
     def update(self, squares: float, squared_mean: float, ranks: int) -> None:
-        """Take in a step: moving averages, which are plain means of the first steps.
+        """Take in a step of N ranks, with `sum |g_i|^2` and `|mean g_i|^2`.
 
-        They keep `max(0, 1 - N / 1000)` of the past (appendix B.3). Steps of one rank, or whose
-        gradients are not finite, change nothing.
-
-        Args:
-            squares: `sum |g_i|^2` over the ranks.
-            squared_mean: `|mean g_i|^2`.
-            ranks: N.
+        Moving averages, which are plain means of the first steps. They keep `max(0, 1 - N / 1000)`
+        of the past (appendix B.3). Steps of one rank, or whose gradients are not finite, change
+        nothing.
         """
         if ranks == 1 or not math.isfinite(squares + squared_mean):
             return
@@ -116,8 +112,8 @@ class AdaScaleLR(LambdaLR):
     """AdaScale's learning rate: `gain * lr * schedule(floor(sum of the gains before))`.
 
     A step of N ranks counts as as many steps of one rank as its gain. So schedules, and the
-    learning rate, stay those of one rank. Each step of the optimizer is taken at the rate times the
-    gain of its own gradients, and `param_groups` have one rank's rate between steps.
+    learning rate, stay those of one rank: docs/distributed.md, "Rules". `param_groups` have one
+    rank's rate between steps.
 
     Args:
         optimizer: any; for `LocalSGD` its outer optimizer.
@@ -131,11 +127,6 @@ class AdaScaleLR(LambdaLR):
 
     Raises:
         ValueError: the state has another rule.
-
-    Example:
-        >>> state = AdasumState(rule="adascale")              # doctest: +SKIP
-        >>> model.register_comm_hook(state, adasum_hook)      # doctest: +SKIP
-        >>> scheduler = AdaScaleLR(optimizer, state, warm_up) # doctest: +SKIP
     """
 
     def __init__(

@@ -75,8 +75,6 @@ def adasum_all_reduce(
             power of two first.
         group_op: "average" (or "sum"): the ranks of a group are averaged first, and AdaSum joins
             groups. By default `ADASUM_HVD_GROUP_OP`, else "adasum", which is AdaSum everywhere.
-            It saves no traffic: all ranks exchange slices, because means that travel would be
-            rounded to the tensors' dtype once more.
         group_size: consecutive ranks in a group; by default `ADASUM_HVD_GROUP_SIZE`, else 0, which
             means that a host is a group.
         async_op: return at once.
@@ -91,10 +89,6 @@ def adasum_all_reduce(
 
     Collective: all ranks of the group, in the same order; blocks unless `async_op`. Tensors must
     not be read or changed before an asynchronous reduction ends.
-
-    Example:
-        >>> gradient = torch.randn(1000)        # doctest: +SKIP
-        >>> adasum_all_reduce(gradient)         # doctest: +SKIP
 
     References:
         arXiv 2006.02924, equation 7; docs/distributed.md.
@@ -152,7 +146,6 @@ def checked_call(
 
 
 def _lane_on(device: torch.device, communicator: Communicator) -> Lane:
-    """Return the group's lane."""
     lanes = _lanes.setdefault(communicator.group, {})
     if device not in lanes:
         lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,6 +24,11 @@ class Slice:
     Args:
         rows: every rank's, one-dimensional, all of one floating dtype.
         runs: which tensors they are.
+
+    Attributes:
+        owners: int64 [blocks], the tensor of each block.
+
+    `factors`, float64 [tensors, ranks], are what methods multiply the ranks' vectors by.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
@@ -33,7 +38,7 @@ class Slice:
         most = max(1, elements // len(rows) // PADDED_ELEMENTS)
         self._chunks = chunks_of(runs, most)
         tensors = tuple(tensor for chunk in self._chunks for tensor in chunk.tensors)
-        self.owners = constant(tensors, torch.int64, device)  # the tensor of each block
+        self.owners = constant(tensors, torch.int64, device)
         filled = len(rows) + (-len(rows) % _TILE if len(rows) > _TILE else 0)
         self._space = torch.empty(
             (filled, min(most, len(tensors)), PADDED_ELEMENTS),
@@ -43,15 +48,10 @@ class Slice:
         self._space[len(rows) :].zero_()
 
     def _load(self, chunk: Chunk, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """Return float64 [ranks, blocks, PADDED_ELEMENTS], until the next chunk is loaded.
-
-        Args:
-            chunk: which blocks.
-            factors: float64 [tensors, ranks], what they are multiplied by.
-        """
+        """Return float64 [ranks, blocks, PADDED_ELEMENTS], until the next chunk is loaded."""
         blocks = self._space[:, : len(chunk.tensors)]
         flat = self._space.flatten(1)[: len(self._rows), : sum(chunk.sizes)]
-        if chunk.is_filled:
+        if any(chunk.sizes[1::2]):
             flat.zero_()
         for row, to in zip(self._rows, flat, strict=True):
             parts = to.split(chunk.sizes)[::2]
@@ -91,22 +91,14 @@ class Slice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the blocks with each node, after so many tiers, in its first rank's place.
-
-        Args:
-            chunk: which blocks.
-            tree: the order of the merges.
-            sides: of each tier, as `coefficients.walk` returns them.
-            factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
-        """
+        """Return the blocks with each node, after as many tiers, in its first rank's place."""
         blocks = self._load(chunk, factors)
         for tier, side in zip(tree.tiers, sides, strict=False):
             by_block = self._by_block(chunk, side)
-            for merge, both in enumerate(zip(tier.left, tier.right, strict=True)):
-                for which, node in enumerate(both):
-                    if tier.by_adasum[merge]:
-                        blocks[node].mul_(by_block[:, merge, which, None])
-                left, right = both
+            for merge, (left, right, by_adasum) in enumerate(zip(*tier, strict=True)):
+                if by_adasum:
+                    blocks[left].mul_(by_block[:, merge, 0, None])
+                    blocks[right].mul_(by_block[:, merge, 1, None])
                 blocks[left].add_(blocks[right])
         return blocks
 
@@ -116,30 +108,20 @@ class Slice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
         cancelled: torch.Tensor,
-        only: Collection[int] | None,
     ) -> torch.Tensor:
         """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
 
-        Args:
-            tree: the order of the merges.
-            sides: of the tiers before.
-            factors: as of `_nodes`.
-            cancelled: bool [tensors], those that are asked for; others may give zero.
-            only: the same, where the program knows it.
-
-        Returns:
-            float64 [blocks, 3 x merges].
+        That is float64 [blocks, 3 x merges]. Tensors that have not cancelled (bool [tensors]) may
+        give zero. The sides are of the tiers before, as of `coefficients.walk`.
         """
         tier = tree.tiers[len(sides)]
         found = self._space.new_zeros((len(self.owners), len(tier.left), 3))
         for chunk in self._chunks:
-            if only is not None and not set(only) & set(chunk.tensors):
+            if cancelled.is_cpu and not self._by_block(chunk, cancelled).any():
                 continue
             blocks = self._nodes(chunk, tree, sides, factors)
             to = found[chunk.first : chunk.first + blocks.shape[1]]
-            for merge, (left, right) in enumerate(
-                zip(tier.left, tier.right, strict=True)
-            ):
+            for merge, (left, right, _) in enumerate(zip(*tier, strict=True)):
                 both = blocks[left : right + 1 : right - left]
                 products = _products(both, both)
                 to[:, merge, :2], to[:, merge, 2] = products[:, 0], products[:, 1, 1]
@@ -155,14 +137,8 @@ class Slice:
         """Write the sum of the ranks' vectors times their coefficients, rounded once.
 
         In the order of the tree, in which identical vectors with powers of two add up to
-        themselves.
-
-        Args:
-            tree: the order of the merges.
-            coefficients: float64 [tensors, ranks].
-            scale: float64 [tensors], powers of two: sums are formed of vectors times these, and
-                divided by them.
-            result: one-dimensional; may be one of the rows.
+        themselves. Sums are formed of vectors times `scale`, powers of two, float64 [tensors], and
+        divided by it. The result may be one of the rows.
         """
         factors = coefficients if scale is None else coefficients * scale[:, None]
         pairs = [pair for tier in tree.tiers for pair in zip(*tier[:2], strict=True)]

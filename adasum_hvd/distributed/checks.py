@@ -19,19 +19,13 @@ class Call(NamedTuple):
     """The arguments of a reduction on one rank."""
 
     settings: tuple[tuple[str, object], ...] = ()
-    tensors: tuple[
-        tuple[tuple[int, ...], str, str], ...
-    ] = ()  # shape, dtype, device type
+    tensors: tuple[str, ...] = ()  # dtype, shape and type of device of each
     problem: Exception | None = None  # why this rank cannot reduce
     weights: tuple[tuple[str, int], ...] = ()  # names, checksums
 
 
 def listed(tensors: Any) -> list[Any]:
-    """Return one tensor, or an iterable of them, as a list.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return one tensor, or an iterable of them, as a list; ValueError if it is neither."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     try:
@@ -53,8 +47,7 @@ def call_of(tensors: Sequence[Any], settings: Mapping[str, object]) -> Call:
     if problem:
         return Call(problem=ValueError(problem))
     described = tuple(
-        (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.device.type)
-        for t in tensors
+        f"{_name(t.dtype)} {list(t.shape)} on {t.device.type}" for t in tensors
     )
     return Call(tuple(settings.items()), described)
 
@@ -69,7 +62,7 @@ def _problem(tensor: Any) -> str:
         got = next((kind for kind, it_is in kinds.items() if it_is), tensor.layout)
         return f"expected dense tensors, but got one that is {got}"
     if tensor.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        names = ", ".join(map(_name, DTYPES))
         return f"expected a dtype among {names}, but got {tensor.dtype}"
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     if any(count > 1 and stride == 0 for count, stride in sides):
@@ -80,55 +73,37 @@ def _problem(tensor: Any) -> str:
     return ""
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def agree(
     what: str,
     call: Call,
     communicator: Communicator,
     shards: Iterable[Communicator] = (),
 ) -> None:
-    """Raise on every rank unless all ranks are about to do the same.
+    """Raise on every rank unless all ranks are about to make the same call of `what`.
 
-    Args:
-        what: the function, for the message.
-        call: what this rank is about to do.
-        communicator: the ranks.
-        shards: ranks that raise, too: those that hold other shards, or all of the job.
+    The ranks that hold other shards, or all of the job, raise, too.
 
     Raises:
-        ValueError: the ranks differ, or one of them cannot; with the first difference.
+        ValueError: the ranks differ; with the first difference.
         ReplicaMismatch: their weights differ.
         Exception: the problem of a rank.
 
     Collective: all ranks; blocks. 32 bytes travel, more only before an error.
     """
-    problem = _difference(call, communicator)
+    calls = communicator.gather_if_different(call)
+    if calls is None and call.problem:
+        calls = [call] * communicator.size
+    problem = _first_of(calls, communicator) if calls else None
     for others in shards:
-        problem = _problem_of(problem, others)
+        if different := others.gather_if_different(problem):
+            problem = next(filter(None, different))
     if problem is not None:
         here = communicator.ranks[communicator.rank]
         raise type(problem)(f"{what}: {problem} (this is rank {here})")
-
-
-def _problem_of(
-    problem: Exception | None, communicator: Communicator
-) -> Exception | None:
-    """Return the first rank's problem, the same on all ranks. Collective; blocks."""
-    device = communicator.control_device
-    mine = torch.tensor([problem is not None], device=device)
-    if not communicator.all_gather(mine).any():
-        return None
-    return next(filter(None, communicator.all_gather_object(problem)))
-
-
-def _difference(call: Call, communicator: Communicator) -> Exception | None:
-    """Return why the ranks cannot do what they are about to do, the same on all ranks.
-
-    Collective: all ranks of the communicator; blocks.
-    """
-    calls = communicator.gather_if_different(call)
-    if calls is None and not call.problem:
-        return None
-    return _first_of(calls or [call] * communicator.size, communicator)
 
 
 def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
@@ -139,8 +114,7 @@ def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
             got, *remedy = str(call.problem).split("; ", 1)
             where = f"{got} on rank {rank} of {communicator.job_size}"
             return type(call.problem)("; ".join([where, *remedy]))
-    settings = first_difference([call.settings for call in calls])
-    if settings is not None:
+    if settings := first_difference([call.settings for call in calls]):
         position, (other, *_) = settings
         first, second = (calls[k].settings[position : position + 1] for k in (0, other))
         same_name = first and second and first[0][0] == second[0][0]
@@ -149,15 +123,15 @@ def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
             f"expected the same arguments on all ranks, but got {_named(second)} on rank "
             f"{ranks[other]} and {expected} on rank {ranks[0]}; pass the same ones on every rank"
         )
-    tensors = first_difference([call.tensors for call in calls])
-    if tensors is not None:
+    if tensors := first_difference([call.tensors for call in calls]):
         position, (other, *_) = tensors
-        found = [
-            _described(calls[k].tensors[position : position + 1]) for k in (other, 0)
-        ]
+        got, expected = (
+            "".join(calls[k].tensors[position : position + 1]) or "none"
+            for k in (other, 0)
+        )
         return ValueError(
-            f"expected the same tensors in the same order on all ranks, but got {found[0]} as "
-            f"tensor {position} on rank {ranks[other]} and {found[1]} on rank {ranks[0]}; "
+            f"expected the same tensors in the same order on all ranks, but got {got} as "
+            f"tensor {position} on rank {ranks[other]} and {expected} on rank {ranks[0]}; "
             "pass tensors of the same shapes and dtypes on every rank"
         )
     weights = first_difference([call.weights for call in calls])
@@ -175,10 +149,3 @@ def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
 
 def _named(setting: Sequence[tuple[str, object]]) -> str:
     return f"{setting[0][0]}={setting[0][1]}" if setting else "no more"
-
-
-def _described(found: Sequence[tuple[tuple[int, ...], str, str]]) -> str:
-    if not found:
-        return "none"
-    ((shape, dtype, device),) = found
-    return f"{dtype} {list(shape)} on {device}"

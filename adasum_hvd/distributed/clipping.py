@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
-from adasum_hvd.distributed.sharding import complete, local_of, shard_groups
+from adasum_hvd.distributed.sharding import complete, local_of, numbers_by_group
 
 __all__ = ["clip_grad_norm_"]
 
@@ -56,7 +56,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norm_type = float(norm_type)
     norms = _norms(several, norm_type, foreach)
-    for group, numbers in _by_group(several).items():
+    for group, numbers in numbers_by_group(several).items():
         rows = Communicator(group).all_gather(norms[numbers])
         norms[numbers] = torch.linalg.vector_norm(rows, norm_type, dim=0)
     total = torch.linalg.vector_norm(norms, norm_type)
@@ -99,12 +99,3 @@ def _norms(
         )
         norms[[*parts]] = torch.stack([each.to(device) for each in found])
     return norms
-
-
-def _by_group(parameters: list[torch.Tensor]) -> dict[object, list[int]]:
-    """Return the numbers of the parameters that are sharded over each process group."""
-    found: dict[object, list[int]] = {}
-    for number, parameter in enumerate(parameters):
-        for group in shard_groups(parameter):
-            found.setdefault(group, []).append(number)
-    return found

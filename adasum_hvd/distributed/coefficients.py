@@ -1,4 +1,4 @@
-"""The tree over the ranks, and the coefficients that Gram matrices give it, on any device.
+"""The tree over the ranks, and coefficients from Gram matrices: AdaSum's and those of rules.
 
 The tree is that of `reference.tree`; all tensors are walked together, without a look at a value.
 """
@@ -19,10 +19,8 @@ from adasum_hvd import reference
 
 SMALLEST_NORM = sys.float_info.min**0.5  # a squared norm below it counts as zero
 CANCELLED = 1e-6  # of the terms' magnitudes: below it a node's squared norm is lost
-# From the tier, the sides so far, which tensors are affected and the dot products so far.
-FormNodes = Callable[
-    [int, Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor
-]
+# From the sides so far, which tensors are affected and the dot products so far.
+FormNodes = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tier(NamedTuple):
@@ -42,13 +40,7 @@ class Tree(NamedTuple):
 
 @lru_cache(maxsize=256)
 def tree_of(hosts: tuple[int, ...], group_op: str, group_size: int) -> Tree:
-    """Return the tree of `reference.tree`, in tiers.
-
-    Args:
-        hosts: any id of each rank's host.
-        group_op: "adasum", "average" or "sum": how ranks inside a group are joined.
-        group_size: ranks in a group; 0 means that a host is a group.
-    """
+    """Return the tree of `reference.tree`, which explains the arguments, in tiers."""
     weights = [1.0] * len(hosts)
     if group_op == "average":
         for group in reference.groups_of(hosts, group_size):
@@ -77,45 +69,30 @@ def constant(
 def symmetric(triangles: torch.Tensor) -> torch.Tensor:
     """Return [tensors, N, N] of their upper triangles, [tensors, N (N + 1) / 2]."""
     ranks = math.isqrt(2 * triangles.shape[1])
-    places = constant(_places_in_triangle(ranks), torch.int64, triangles.device)
-    return triangles[:, places].view(-1, ranks, ranks)
+    return triangles[:, _places_in_triangle(ranks, triangles.device)]
 
 
 @lru_cache(maxsize=256)
-def _places_in_triangle(ranks: int) -> tuple[int, ...]:
+def _places_in_triangle(ranks: int, device: torch.device) -> torch.Tensor:
     """Return for each element of a matrix its place in the upper triangle, row by row."""
-    pairs = itertools.combinations_with_replacement(range(ranks), 2)
-    places = {pair: number for number, pair in enumerate(pairs)}
-    everything = itertools.product(range(ranks), repeat=2)
-    return tuple(places[min(pair), max(pair)] for pair in everything)
-
-
-def coefficient(dot: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return `1 - dot / 2 norm`; exactly 1 when the squared norm `norm` counts as zero."""
-    return torch.where(norm < SMALLEST_NORM, 1.0, 1.0 - dot / norm * 0.5)
+    rows, columns = torch.triu_indices(ranks, ranks)
+    places = torch.empty(ranks, ranks, dtype=torch.int64)
+    places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
+    return places.to(device)
 
 
 def walk(
     gram: torch.Tensor, tree: Tree, form_nodes: FormNodes | None = None
 ) -> list[torch.Tensor]:
-    """Return the coefficients of both sides of every merge.
+    """Return for each tier float64 [tensors, merges, 2]: the factors of both nodes.
 
     A node is a linear combination of the ranks' vectors, so each merge replaces two rows and
-    columns of the Gram matrix by one. In this order identical inputs only meet powers of two.
+    columns of the Gram matrices, float64 [tensors, N, N], by one (arXiv 2006.02924, equation 7). In
+    this order identical inputs only meet powers of two.
 
-    Args:
-        gram: float64 [tensors, N, N].
-        tree: of N ranks.
-        form_nodes: from the second tier on, called with (tier, sides so far, bool [tensors] of
-            those with a node whose squared norm has cancelled, dot products); returns the dot
-            products with those of such tensors replaced.
-
-    Returns:
-        For each tier float64 [tensors, merges, 2]: what the left and the right node are
-        multiplied by.
-
-    References:
-        arXiv 2006.02924, equation 7.
+    From the second tier on, `form_nodes` gets the sides so far, bool [tensors] of those with a node
+    whose squared norm has cancelled, and the dot products. It returns the dot products with those
+    of such tensors replaced.
     """
     device = gram.device
     weights = constant(tree.weights, torch.float64, device)
@@ -123,19 +100,22 @@ def walk(
     magnitudes = products.abs()
     cancelled = torch.zeros(len(gram), dtype=torch.bool, device=device)
     sides: list[torch.Tensor] = []
-    for number, tier in enumerate(tree.tiers):
+    for tier in tree.tiers:
         left = constant(tier.left, torch.int64, device)
         right = constant(tier.right, torch.int64, device)
         by_adasum = constant(tier.by_adasum, torch.bool, device)
         pairs = (left, left), (left, right), (right, right)
         dots = torch.stack([products[:, i, j] for i, j in pairs], 2)
-        if number > 0:
+        if sides:
             for node, norms in ((left, dots[..., 0]), (right, dots[..., 2])):
                 lost = norms < CANCELLED * magnitudes[:, node, node]
                 cancelled = cancelled | (lost & by_adasum).any(1)
             if form_nodes is not None:
-                dots = form_nodes(number, sides, cancelled, dots)
-        both = [coefficient(dots[..., 1], dots[..., norm]) for norm in (0, 2)]
+                dots = form_nodes(sides, cancelled, dots)
+        both = [
+            torch.where(norm < SMALLEST_NORM, 1.0, 1.0 - dots[..., 1] / norm * 0.5)
+            for norm in (dots[..., 0], dots[..., 2])
+        ]
         side = torch.where(by_adasum[:, None], torch.stack(both, 2), 1.0)
         sides.append(side)
         products = _merged(products, left, right, side)
@@ -144,10 +124,7 @@ def walk(
 
 
 def _merged(
-    matrices: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    side: torch.Tensor,
+    matrices: torch.Tensor, left: torch.Tensor, right: torch.Tensor, side: torch.Tensor
 ) -> torch.Tensor:
     """Return [tensors, N, N] with the left rows and columns replaced by their merges."""
     a, b = side[..., 0], side[..., 1]
@@ -174,14 +151,68 @@ def leaf_coefficients(
 @lru_cache(maxsize=256)
 def _places(tree: Tree) -> list[tuple[int, ...]]:
     """Return for each tier and rank the place of its factor in the tier's sides, or one more."""
-    members: list[list[int]] = [[rank] for rank in range(len(tree.weights))]
-    found = []
+    node_of, found = list(range(len(tree.weights))), []
     for tier in tree.tiers:
-        places = [2 * len(tier.left)] * len(members)
-        for merge, both in enumerate(zip(tier.left, tier.right, strict=True)):
-            for which, node in enumerate(both):
-                for rank in members[node]:
-                    places[rank] = 2 * merge + which
-            members[both[0]] += members[both[1]]
-        found.append(tuple(places))
+        both = [*zip(tier.left, tier.right, strict=True)]
+        places = {node: k for k, node in enumerate(itertools.chain(*both))}
+        found.append(tuple(places.get(node, len(places)) for node in node_of))
+        left_of = {right: left for left, right in both}
+        node_of = [left_of.get(node, node) for node in node_of]
     return found
+
+
+# Rules: float64 [tensors, N, N] to float64 [tensors, N], a coefficient for each rank. `m` is the
+# mean of a tensor's vectors x_i, and `a` their AdaSum. docs/convergence.md compares them.
+
+
+def adasum(gram: torch.Tensor) -> torch.Tensor:
+    """Return AdaSum's coefficients on the tree of one host."""
+    tree = tree_of((0,) * gram.shape[1], "adasum", 0)
+    return leaf_coefficients(walk(gram, tree), tree, len(gram))
+
+
+def mean(gram: torch.Tensor) -> torch.Tensor:
+    """Return 1 / N for each. A sum is the mean at N times the rate."""
+    return torch.full_like(gram[:, 0], 1.0 / gram.shape[1])
+
+
+def mean_direction(gram: torch.Tensor) -> torch.Tensor:
+    """Return coefficients of the mean's direction at AdaSum's length: `|a| m / |m|`.
+
+    AdaSum without its choice of direction, on the tree of one host (docs/convergence.md, study 7).
+    """
+    means = mean(gram)
+    return means * _ratio(lengths(gram, adasum(gram)), lengths(gram, means))[:, None]
+
+
+def grafted(gram: torch.Tensor) -> torch.Tensor:
+    """Return coefficients of AdaSum's direction at the mean's length: `|m| a / |a|`.
+
+    AdaSum without its length (grafting: Agarwal et al., arXiv 2002.11803).
+    """
+    own = adasum(gram)
+    return own * _ratio(lengths(gram, mean(gram)), lengths(gram, own))[:, None]
+
+
+def rda(gram: torch.Tensor) -> torch.Tensor:
+    """Return radial-directional averaging's coefficients, with equal weights.
+
+    `mean(|x_i|) u / |u|` with `u = mean(x_i / |x_i|)` (Douillard et al., "Decoupled DiLoCo", arXiv
+    2604.21428, section 3.2). A zero vector has no direction. If the unit vectors cancel, the result
+    is their mean, 0.
+    """
+    norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    units = torch.where(norms > SMALLEST_NORM, 1.0 / norms, 0.0) / norms.shape[1]
+    return units * _ratio(norms.mean(1), lengths(gram, units))[:, None]
+
+
+def lengths(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the norm, float64 [tensors], of each tensor's combination by `weights`."""
+    squared = ((weights[:, None] @ gram)[:, 0] * weights).sum(1)
+    return squared.clamp_min(0).sqrt()
+
+
+def _ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Return the quotient; 1 if the denominator is 0."""
+    small = below < SMALLEST_NORM
+    return torch.where(small, 1.0, above / below.masked_fill(small, 1.0))

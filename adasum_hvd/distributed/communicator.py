@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd import core
-from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.base.options import warn_of_one_group
 from adasum_hvd.distributed.rules import Rule
 
 # Far from the tags that programs count up, and from 0, torch's default.
@@ -49,8 +49,7 @@ class Unresponsive(RuntimeError):
 def group_of(group: Any) -> Any:
     """Return a process group: this one, that of a mesh of one dimension, or for None the default.
 
-    Raises:
-        ValueError: it is none of these.
+    Raises ValueError if it is none of these.
     """
     if group is None:
         return dist.group.WORLD
@@ -76,21 +75,16 @@ class Communicator:
         apart: another thread may use it at the same time as the others of the group. All ranks
             make these in the same order.
 
-    Attributes:
-        rank: this rank's number in the group.
-        size: ranks in the group.
-        ranks: the ranks' numbers in the job.
-        job_size: ranks in the job.
-        apart: as given.
-        hosts: the number of each rank's host, if it need not be asked.
-        may_use_core: the ranks stay, so that connections of their own pay.
-
     Raises:
         ValueError: this rank is not in the group, or it is no group.
     """
 
-    hosts: tuple[int, ...] | None = None
-    may_use_core = True
+    rank: int  # this rank's number in the group
+    size: int
+    ranks: list[int]  # their numbers in the job
+    job_size: int
+    hosts: tuple[int, ...] | None = None  # of each rank, if that need not be asked
+    may_use_core = True  # the ranks stay, so that connections of their own pay
 
     def __init__(self, group: Any = None, apart: bool = False):
         group = group_of(group)
@@ -103,10 +97,8 @@ class Communicator:
             )
         # Lanes are kept by group, and must not keep it.
         self._group: Callable[[], Any] = weakref.ref(group)
-        self.ranks, self.job_size = (
-            dist.get_process_group_ranks(group),
-            dist.get_world_size(),
-        )
+        self.ranks = dist.get_process_group_ranks(group)
+        self.job_size = dist.get_world_size()
         self.backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
         self._backends = dict(part.split(":") for part in self.backends.split(","))
         self.apart = apart
@@ -115,11 +107,7 @@ class Communicator:
 
     @property
     def group(self) -> Any:
-        """The process group.
-
-        Raises:
-            RuntimeError: it has been destroyed.
-        """
+        """The process group; RuntimeError if it has been destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -157,11 +145,7 @@ class Communicator:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def _on_gloo(self, device: torch.device) -> bool:
-        """Return whether tensors of a device travel over Gloo.
-
-        Raises:
-            ValueError: the group has no backend for them.
-        """
+        """Return whether tensors of a device travel over Gloo; ValueError if they cannot travel."""
         if device.type not in self._backends:
             raise ValueError(
                 f"AdaSum: expected tensors on {' or '.join(self._backends)}, but got some on "
@@ -173,12 +157,7 @@ class Communicator:
     def scatter(self, flat: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
         """Send every rank its slice of `flat`, and return this rank's slice of all ranks'.
 
-        Args:
-            flat: one-dimensional and contiguous.
-            bounds: the first element of every slice, and the end.
-
-        Returns:
-            By rank; this rank's own is a view of `flat`.
+        A slice is from one of the `bounds` to the next. This rank's own is a view of `flat`.
         """
         slices = [flat[a:b] for a, b in pairwise(bounds)]
         count = slices[self.rank].numel()
@@ -260,23 +239,16 @@ class Communicator:
 
 
 def hosts_of(communicator: Communicator) -> tuple[int, ...]:
-    """Return for each rank the number of its host, in the order of their first ranks.
-
-    Collective on the first call with a group; blocks then.
-    """
+    """Return for each rank the number of its host. Collective on a group's first call; blocks."""
     known = communicator.hosts or _hosts.get(communicator.group)
     if known is None:
-        names = communicator.all_gather_object(_host())
+        name = os.environ.get("ADASUM_HVD_HOSTNAME")
+        # Names of hosts repeat where nobody set them, boots do not.
+        host = (name, "") if name else (socket.gethostname(), boot_id())
+        names = communicator.all_gather_object(host)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         known = _hosts[communicator.group] = tuple(numbers[name] for name in names)
     return known
-
-
-def _host() -> tuple[str, str]:
-    """Return what no other host has: names repeat where nobody set them, boots do not."""
-    if name := os.environ.get("ADASUM_HVD_HOSTNAME"):
-        return name, ""
-    return socket.gethostname(), boot_id()
 
 
 def boot_id() -> str:

@@ -1,11 +1,9 @@
 """AdaSum under torch's DistributedDataParallel: a communication hook without Horovod.
 
 Buckets are reduced in place, and every parameter keeps coefficients of its own: the gradients are
-those of `adasum_all_reduce`, bit for bit, for any buckets. With a hook DDP does not divide
-gradients by the number of ranks, and the program must not either.
-
-On a CPU a thread reduces buckets while backward runs, and the last bucket's hook waits for it. On
-other devices the reductions are queued on a stream, and nothing waits for a value.
+those of `adasum_all_reduce`, bit for bit, for any buckets. On a CPU a thread reduces buckets while
+backward runs, and the last bucket's hook waits for it. On other devices the reductions are queued
+on a stream, and nothing waits for a value.
 
 No `from __future__ import annotations` here, because DDP checks the hooks' annotations.
 
@@ -25,12 +23,11 @@ from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
 from adasum_hvd.distributed.lanes import Future, Lane, lane_on, wait_quietly
-from adasum_hvd.distributed.records import Records
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
-from adasum_hvd.distributed.shared_buckets import SharedBuckets
+from adasum_hvd.monitor.statistics import TensorRecord
 
 __all__ = ["AdasumState", "Compression", "adasum_hook"]
 
@@ -50,6 +47,29 @@ class _Bucket(NamedTuple):
     problem: str  # why a parameter cannot be reduced, or ""
 
 
+class Records:
+    """The latest record of each bucket, by its name; of `monitor.monitor.Channel`."""
+
+    def __init__(self) -> None:
+        self.requested: set[str] = set()
+        self._latest: dict[str, TensorRecord] = {}
+
+    def request(self, entry: str) -> None:
+        """Request a record of the next reduction of a bucket."""
+        self.requested.add(entry)
+
+    def latest(self, entry: str) -> TensorRecord | None:
+        """Return the latest record of a bucket, or None if there is none."""
+        return self._latest.get(entry)
+
+    def add(self, entry: str, found: TensorRecord) -> None:
+        """Number and keep the record of a bucket's reduction, as was requested."""
+        self.requested.discard(entry)
+        before = self._latest.get(entry)
+        number = 1 + (before.number if before else 0)
+        self._latest[entry] = found._replace(number=number)
+
+
 class AdasumState(Ruled):
     """The state of :func:`adasum_hook` for one DDP model.
 
@@ -59,21 +79,13 @@ class AdasumState(Ruled):
         compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
             two bytes on the wire. By default gradients travel in their own dtype.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the state has its `gain`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
-
-    Attributes:
-        passes: backward passes that have been reduced.
+        group_op, group_size: as of `adasum_all_reduce`.
 
     Raises:
         ValueError: an argument is not one of these, or not the same on all ranks; on every rank.
             Or this rank is not in the group.
 
     Collective: every rank of the group; blocks.
-
-    Example:
-        >>> ddp = torch.nn.parallel.DistributedDataParallel(model)  # doctest: +SKIP
-        >>> ddp.register_comm_hook(AdasumState(), adasum_hook)      # doctest: +SKIP
     """
 
     def __init__(
@@ -101,18 +113,13 @@ class AdasumState(Ruled):
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
-        self._shared = SharedBuckets()
-        self.passes = 0  # after the first one DDP makes its final buckets
+        self._shared = native.SharedBuckets()
+        self.passes = 0  # reduced; after the first one DDP makes its final buckets
         self._on_round: list[Callable[[], None]] = []
         self.records = Records()
         self._last_pass = LastPass()
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            TypeError: always.
-        """
         raise TypeError(
             "AdasumState: expected no copy, because a copy of DistributedDataParallel has no hook "
             "and averages gradients; copy or save the module inside it, and register the hook "
@@ -127,12 +134,7 @@ class AdasumState(Ruled):
     def _start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
-        """Start to reduce a bucket in place.
-
-        Args:
-            flat: the bucket's gradients, concatenated.
-            index: the bucket's number.
-            parameters: those whose gradients they are, in order.
+        """Start to reduce the gradients of a bucket's parameters, concatenated, in place.
 
         Returns:
             A future of `flat`. On a CPU :meth:`_finish` must be called, too.
@@ -143,9 +145,10 @@ class AdasumState(Ruled):
             self._last_pass.check(parameters)
         bucket = self._described(index, parameters)
         self.reduced[bucket.entry] = parameters
-        lane = self._lane(flat.device)
+        if flat.device not in self._lanes:
+            self._lanes[flat.device] = lane_on(flat.device, self.communicator)
         task = partial(self._reduce, flat, bucket, self._address(flat))
-        future = lane.submit(task, [flat])
+        future = self._lanes[flat.device].submit(task, [flat])
         if flat.is_cpu:
             self._started.append(future)
         return future
@@ -179,11 +182,6 @@ class AdasumState(Ruled):
         by_core = choice is not None and choice.group is not None
         return self._shared.address(flat) if by_core else None
 
-    def _lane(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = lane_on(device, self.communicator)
-        return self._lanes[device]
-
     def _reduce(
         self,
         flat: torch.Tensor,
@@ -195,10 +193,10 @@ class AdasumState(Ruled):
         _, entry, sizes, _ = bucket
         self._agree(flat, bucket, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
-        observe = self.records.requested(entry)
-        rows = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
-        if rows is not None:
-            self.records.add(entry, rows)
+        observe = entry in self.records.requested
+        record = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
+        if record is not None:
+            self.records.add(entry, record)
         if sent is not flat:
             flat.copy_(sent)
         return flat
@@ -206,15 +204,9 @@ class AdasumState(Ruled):
     def _agree(
         self, flat: torch.Tensor, bucket: _Bucket, communicator: Communicator
     ) -> None:
-        """Compare a new bucket over the ranks. DDP gives all ranks the same buckets.
+        """Raise ValueError if a new bucket differs over the ranks, or cannot be reduced.
 
-        Args:
-            flat: the bucket's gradients.
-            bucket: what it is.
-            communicator: the ranks.
-
-        Raises:
-            ValueError: they differ, or cannot be reduced; on every rank.
+        DDP gives all ranks the same buckets, so that no known one is compared.
         """
         _, _, sizes, problem = bucket
         known = (flat.dtype, flat.layout, sizes, problem)
@@ -229,12 +221,7 @@ class AdasumState(Ruled):
             self._known.add(known)
 
     def _finish(self) -> None:
-        """Wait for all buckets on a CPU that have been started; blocks.
-
-        Raises:
-            ValueError: gradients that cannot be reduced; on every rank.
-            RuntimeError: a rank did not respond within the group's timeout.
-        """
+        """Wait for all buckets on a CPU that have been started; blocks. Errors as the hook's."""
         started, self._started = self._started, []
         try:
             for future in started:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from adasum_hvd.base.frames import is_making_state, running
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import checked_call
-from adasum_hvd.distributed.checks import Call, agree
+from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.distributed.reduction import reduce_tensors
@@ -37,13 +37,9 @@ _WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
 class Windows(Ruled):
-    """Windows of an optimizer's steps; each ends with the reduction of the weights' changes.
+    """Windows of `every` steps of an optimizer, whose hooks open and end them.
 
-    Args:
-        who: the function or class that reduces, for messages.
-        optimizer: its hooks open and end windows.
-        communicator: the ranks that reduce.
-        every: steps in a window.
+    Each ends with the reduction of the weights' changes. `who` reduces, for messages.
     """
 
     def __init__(
@@ -57,10 +53,10 @@ class Windows(Ruled):
         self._communicator = communicator
         self._local_step = 0  # in the window
         self._units: Sequence[Unit] = ()
-        self._starts: list[list[torch.Tensor]] = []  # by unit; empty between windows
+        self._starts: list[torch.Tensor] = []  # of all units; empty between windows
         self._compared = communicator.size == 1  # the ranks' changes
         self._duplicates = Search()
-        if communicator.size == 1 or hasattr(optimizer, "refresh_master"):
+        if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
         self._handles = [
@@ -70,11 +66,11 @@ class Windows(Ruled):
 
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
-        raise NotImplementedError
+        return self._units
 
     def _call(self) -> Call:
         """Return what must be the same on all ranks at a window's end."""
-        raise NotImplementedError
+        return call_of([], {"local_step": self._local_step})
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
@@ -86,8 +82,8 @@ class Windows(Ruled):
             self._duplicates.end(self._optimizer, self._weights())
         if not self._starts:
             self._units = self._reduced_units()
-            self._starts = [unit.copies() for unit in self._units]
-            self._duplicates.begin(self._optimizer, chain.from_iterable(self._starts))
+            self._starts = [one for unit in self._units for one in unit.copies()]
+            self._duplicates.begin(self._optimizer, self._starts)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
@@ -106,9 +102,9 @@ class Windows(Ruled):
         return optimizer is self._optimizer and len(own) == 1 and not is_making_state()
 
     def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield every weight at the start of the window, and now."""
-        for unit, starts in zip(self._units, self._starts, strict=False):
-            yield from zip(starts, unit.locals(), strict=True)
+        """Return every weight at the start of the window, if there is one, and now."""
+        now = chain.from_iterable(unit.locals() for unit in self._units)
+        return zip(self._starts, now, strict=False)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -118,7 +114,7 @@ class Windows(Ruled):
             if self._local_step and self._communicator.size > 1 and not call.problem:
                 self._duplicates.end(self._optimizer, self._weights())
                 names = chain.from_iterable(unit.names for unit in self._units)
-                sums = checksums_of(chain.from_iterable(self._starts))
+                sums = checksums_of(self._starts)
                 weights = tuple(zip(names, sums, strict=True))
                 call = call._replace(problem=self._copy_problem(), weights=weights)
             shards = (one.communicator for unit in self._units for one in unit.shards)
@@ -134,38 +130,35 @@ class Windows(Ruled):
             self._local_step, self._starts = 0, []
 
     def _end_window(self) -> None:
-        changes = [
-            [new - old for old, new in zip(starts, unit.locals(), strict=True)]
-            for unit, starts in zip(self._units, self._starts, strict=True)
-        ]
+        changes = [new - old for old, new in self._weights()]
         if not self._compared:
-            self._compare(list(chain.from_iterable(changes)))
+            self._compare(changes)
         self.rule.begin_pass()
-        for unit, of_unit in zip(self._units, changes, strict=True):
+        rest = iter(changes)
+        for unit in self._units:
+            of_unit = [*islice(rest, len(unit.names))]
             reduce_tensors(of_unit, self._communicator, self.rule, unit.shards)
         self.rule.end_pass()
         self._apply(changes)
 
-    def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _apply(self, changes: Sequence[torch.Tensor]) -> None:
         """Set each weight to `w_old + change`, in place."""
         if self._communicator.size > 1:
-            flat = chain.from_iterable(changes)
-            for (old, new), change in zip(self._weights(), flat, strict=True):
+            for (old, new), change in zip(self._weights(), changes, strict=True):
                 torch.add(old, change, out=new)
 
     def _restore(self) -> None:
-        """Set the weights to those of the window's start."""
         for old, new in self._weights():
             new.copy_(old)
 
     def _copy_problem(self) -> Exception | None:
-        where = next(iter(self._duplicates.places or ()), None)
-        if where is None:
+        if not self._duplicates.places:
             return None
         return RuntimeError(
             "expected an optimizer whose weights are the parameters alone, but got a "
-            f"{type(self._optimizer).__name__} that keeps them a second time ({where}), where no "
-            "reduction reaches them; reduce its gradients instead"
+            f"{type(self._optimizer).__name__} that keeps them a second time "
+            f"({self._duplicates.places[0]}), where no reduction reaches them; reduce its "
+            "gradients instead"
         )
 
     def _compare(self, changes: Sequence[torch.Tensor]) -> None:
@@ -230,11 +223,7 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Raise unless this is an optimizer that steps locally.
-
-    Args:
-        name: of the argument.
-        optimizer: its value.
+    """Raise unless the argument of this name is an optimizer that steps locally.
 
     Raises:
         TypeError: it is no `torch.optim.Optimizer`.
@@ -282,16 +271,13 @@ def reduce_changes(
 
     Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. The first
     step warns if all ranks change the weights equally. Weights are not broadcast. Every rank
-    takes every step, so that a `GradScaler`, which may skip one on some ranks, does not fit.
-    Parameters that are frozen, or marked with `mark_worker_local`, are left out. Sharded models,
-    and several steps before a reduction: :class:`LocalSGD`.
+    takes every step: docs/distributed.md, "The delta variant". Parameters that are frozen, or
+    marked with `mark_worker_local`, are left out. Sharded models, and several steps before a
+    reduction: :class:`LocalSGD`.
 
     Args:
         optimizer: any; its state stays local. A copy of the weights is kept during a step.
-        group: as of `adasum_all_reduce`.
-        rule: as of `adasum_all_reduce`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
+        group, rule, group_op, group_size: as of `adasum_all_reduce`.
 
     Returns:
         A function that ends it.
@@ -305,9 +291,6 @@ def reduce_changes(
             which no reduction reaches.
 
     Collective: steps are, from then on; they block on a CPU.
-
-    Example:
-        >>> reduce_changes(optimizer)  # doctest: +SKIP
     """
     check_optimizer("reduce_changes", optimizer)
     return _EveryStep(optimizer, group, rule, group_op, group_size).remove

@@ -7,16 +7,17 @@ computes a slice, and all ranks receive its bits.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import Tree, constant, tree_of
-from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run
+from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run, blocks_of
 
 SETTING = "ADASUM_HVD_TRITON"  # "off": torch's operations
 OLDEST = (3, 6)  # whose kernels take tuples
@@ -26,25 +27,15 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ADD = -1
 
 
-class Table(NamedTuple):
-    """The blocks of a slice, on the device; each of one tensor."""
-
-    starts: torch.Tensor  # int64 [blocks], elements of the slice
-    counts: torch.Tensor  # int32 [blocks], elements
-    owners: torch.Tensor  # int64 [blocks], tensors
-
-
 @lru_cache(maxsize=1024)
-def table_of(runs: tuple[Run, ...], device: torch.device) -> Table:
-    """Return the blocks of these runs, which travel to the device once."""
-    blocks = [
-        (run.start + at, min(BLOCK_ELEMENTS, run.elements - at), run.tensor)
-        for run in runs
-        for at in range(0, run.elements, BLOCK_ELEMENTS)
-    ]
+def table_of(
+    runs: tuple[Run, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return blocks' starts (int64), counts (int32) and owners (int64), sent to a device once."""
+    blocks = blocks_of(runs, BLOCK_ELEMENTS)
     table = torch.tensor(blocks, dtype=torch.int64).view(-1, 3).T.contiguous()
     starts, counts, owners = table.to(device).unbind()
-    return Table(starts, counts.int(), owners)
+    return starts, counts.int(), owners
 
 
 @lru_cache(maxsize=1024)
@@ -52,13 +43,8 @@ def program(tree: Tree, tier: int, node: int, by_sides: bool) -> tuple[int, ...]
     """Return the steps that form a node in postfix order, with the fewest vectors at a time.
 
     A step is the number of a rank, whose vector is pushed; `ADD`; or `ADD - 1 - column`, an
-    addition of vectors that are multiplied by the sides in this and the next column.
-
-    Args:
-        tree: the order of the merges.
-        tier: how many tiers come before.
-        node: its first rank.
-        by_sides: AdaSum's merges multiply by their sides; else all merges only add.
+    addition of vectors that are multiplied by the sides in this and the next column. So many tiers
+    come before the node, which goes by its first rank. If not `by_sides`, all merges only add.
     """
     columns = [sum(2 * len(t.left) for t in tree.tiers[:k]) for k in range(tier)]
     for k in reversed(range(tier)):
@@ -73,17 +59,12 @@ def program(tree: Tree, tier: int, node: int, by_sides: bool) -> tuple[int, ...]
 
 
 class DeviceSlice:
-    """The same elements of every rank's buffer; as `blocks.Slice`.
+    """The same elements of every rank's buffer, with the methods of `blocks.Slice`.
 
-    Attributes:
-        devices: types of devices that have the kernels.
-
-    Args:
-        rows: every rank's, one-dimensional, all of one floating dtype.
-        runs: which tensors they are.
+    `node_products` returns zeros for tensors that are not `cancelled`, `largest` infinity for NaN.
     """
 
-    devices = ("cuda",)
+    devices = ("cuda",)  # types of devices that have the kernels
 
     def __init__(self, rows: Sequence[torch.Tensor], runs: tuple[Run, ...]):
         from adasum_hvd.distributed import triton_kernels
@@ -92,7 +73,7 @@ class DeviceSlice:
         self._rows = tuple(rows)
         self.dtype, self._device = rows[0].dtype, rows[0].device
         self._table = table_of(runs, self._device)
-        self.owners = self._table.owners  # the tensor of each block
+        self.owners = self._table[-1]
         self._width = 16 // self.dtype.itemsize
 
     def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
@@ -106,13 +87,13 @@ class DeviceSlice:
         return torch.empty(shape, dtype=torch.float64, device=self._device)
 
     def largest(self) -> torch.Tensor:
-        """Return float64 [blocks, 1]: the largest magnitude of any rank; infinity for NaN."""
-        found, (starts, counts, _) = self._empty(1), self._table
-        self._start(self._kernels.largest_kernel, self._rows, starts, counts, found)
+        """As of `blocks.Slice`."""
+        found = self._empty(1)
+        self._start(self._kernels.largest_kernel, self._rows, *self._table[:2], found)
         return found
 
     def gram(self, factors: torch.Tensor | None) -> torch.Tensor:
-        """Return float64 [blocks, N (N + 1) / 2]: the upper triangles of their Gram matrices."""
+        """As of `blocks.Slice`."""
         ranks = len(self._rows)
         found, column = self._empty(ranks * (ranks + 1) // 2), 0
         tiles = _tiles(ranks)
@@ -141,12 +122,8 @@ class DeviceSlice:
         sides: Sequence[torch.Tensor],
         factors: torch.Tensor | None,
         cancelled: torch.Tensor,
-        only: Collection[int] | None,
     ) -> torch.Tensor:
-        """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
-
-        As `blocks.Slice.node_products`; zeros for tensors that are not `cancelled`.
-        """
+        """As of `blocks.Slice`."""
         number, tier = len(sides), tree.tiers[len(sides)]
         found = self._empty(3 * len(tier.left)).zero_()
         asked = cancelled.to(torch.int8)
@@ -177,10 +154,7 @@ class DeviceSlice:
         scale: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        """Write the sum of the ranks' vectors times their coefficients, rounded once.
-
-        As `blocks.Slice.combine`.
-        """
+        """As of `blocks.Slice`."""
         factors = coefficients if scale is None else coefficients * scale[:, None]
         self._start(
             self._kernels.combine_kernel,
@@ -238,9 +212,8 @@ def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether kernels and torch's operations give one result, of a whole block and more."""
     count = BLOCK_ELEMENTS + 2
     values = torch.arange(2 * count, device=device).view(2, -1)
-    rows = (
-        ((values * 37 % 101 - 50) / 8).to(dtype).unbind()
-    )  # sums of squares are exact
+    # Sums of squares are exact.
+    rows = ((values * 37 % 101 - 50) / 8).to(dtype).unbind()
     runs, tree = (Run(0, 0, count, True),), tree_of((0, 0), "adasum", 0)
     coefficients = torch.tensor([[0.75, 0.625]], dtype=torch.float64, device=device)
     found = []
@@ -267,16 +240,13 @@ def _aligned(rows: Sequence[torch.Tensor]) -> int:
 
 def _tiles(ranks: int) -> list[tuple[range, range]]:
     """Return the ranks whose dot products are formed in one pass; no second ones: all pairs."""
-    if ranks <= RANKS_AT_ONCE:
-        return [(range(ranks), range(0))]
     groups = [
-        range(first, min(first + RANKS_AT_ONCE, ranks))
+        range(ranks)[first : first + RANKS_AT_ONCE]
         for first in range(0, ranks, RANKS_AT_ONCE)
     ]
     return [
         (group, range(0) if group is other else other)
-        for number, group in enumerate(groups)
-        for other in groups[number:]
+        for group, other in combinations_with_replacement(groups, 2)
     ]
 
 

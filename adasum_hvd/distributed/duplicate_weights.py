@@ -23,26 +23,20 @@ class Search:
     """Search for copies of the weights, in the first local step that changes some.
 
     A copy holds the weights before and after the step, unless the step makes it. Records of other
-    times, such as MADGRAD's `x0` and Lookahead's slow weights, do not.
-
-    Args:
-        without: names of attributes of the optimizer to leave out.
-
-    Attributes:
-        places: of the copies, such as "state 'z'"; None until weights have changed.
+    times, such as MADGRAD's `x0` and Lookahead's slow weights, do not. Attributes of the optimizer
+    `without` which it is searched go by their names.
     """
 
     def __init__(self, without: Iterable[str] = ()):
         self._without = set(without)
         self._others: list[torch.Tensor] | None = None
+        # Of the copies, such as "state 'z'"; None until weights have changed.
         self.places: tuple[str, ...] | None = None
 
     def begin(self, optimizer: Any, weights: Iterable[torch.Tensor]) -> None:
-        """Note the optimizer's tensors that are no copies before the step.
+        """Note the optimizer's tensors that are no copies before the step of these weights.
 
-        Args:
-            optimizer: its attributes are searched, and those of inner optimizers.
-            weights: that it is about to change; of sharded ones this rank's shards.
+        Of sharded weights those are this rank's shards.
         """
         if self.places is None:
             tensors = self._candidates(optimizer)
@@ -54,12 +48,10 @@ class Search:
     def end(
         self, optimizer: Any, changes: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Set `places`, after the step.
+        """Set `places`, after the step, from each weight before and after it.
 
-        Args:
-            optimizer: as of `begin`.
-            changes: each weight before and after the step. Only those count that have changed,
-                and that differ from others: several elements, not all of them zero before.
+        Only weights count that have changed, and that differ from others: several elements, not
+        all of them zero before.
         """
         if self.places is not None or self._others is None:
             return

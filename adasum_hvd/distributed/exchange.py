@@ -20,30 +20,19 @@ from adasum_hvd.distributed.slices import Layout
 WAITING = ("cpu",)  # types of devices whose values the program waits for
 
 
-class Sums(NamedTuple):
-    """Sums as `high + low`, each float64 [tensors, columns]; together about 100 bits."""
+def sums_by_tensor(
+    values: torch.Tensor, owners: torch.Tensor, tensors: int
+) -> torch.Tensor:
+    """Return float64 [tensors, 2, columns]: sums of each tensor's rows, high and low parts.
 
-    high: torch.Tensor
-    low: torch.Tensor
-
-    def rounded(self) -> torch.Tensor:
-        """Return the sums in float64."""
-        return self.high + self.low
-
-
-def sums_by_tensor(values: torch.Tensor, owners: torch.Tensor, tensors: int) -> Sums:
-    r"""Add up the rows of each tensor.
-
-    Every term is split into multiples of one grid, of which float64 adds that many without an
-    error, and a rest that is split in the same way once more. NaN and infinity give NaN.
+    Together they have about 100 bits. Every term is split into multiples of one grid, of which
+    float64 adds that many without an error, and a rest that is split in the same way once more
+    (Demmel and Nguyen, "Parallel Reproducible Summation", 2015). NaN and infinity give NaN.
 
     Args:
         values: float64 [rows, columns].
         owners: int64 [rows], the tensor of each row.
-        tensors: how many tensors there are.
-
-    References:
-        Demmel and Nguyen, "Parallel Reproducible Summation", 2015: the splitting.
+        tensors: their number.
     """
     rows, columns = values.shape
     places = owners[:, None] * columns + torch.arange(columns, device=values.device)
@@ -58,11 +47,10 @@ def sums_by_tensor(values: torch.Tensor, owners: torch.Tensor, tensors: int) -> 
     low = terms - high
     grid.mul_(spread * 2.0**-53)
     low = (low + grid) - grid
-    parts = (
-        terms.new_zeros(tensors * columns).index_add_(0, places, part)
-        for part in (high, low)
-    )
-    return Sums(*(part.view(tensors, columns) for part in parts))
+    sums = terms.new_zeros(2, tensors * columns)
+    for to, part in zip(sums, (high, low), strict=True):
+        to.index_add_(0, places, part)
+    return sums.view(2, tensors, columns).transpose(0, 1)
 
 
 class Shards(NamedTuple):
@@ -76,15 +64,8 @@ class Exchange:
     """Tables with a row per tensor, of which each rank knows its slice's part.
 
     A tensor inside one slice needs no exchange. The rows of tensors that cross a border, at most
-    two of a rank, go to all ranks, which add them up in the same order.
-
-    Args:
-        layout: of the buffer.
-        communicator: the ranks.
-        device: of the tables.
-        everything: all ranks get the rows of all tensors.
-        shards: ranks over which tensors of the buffer are sharded, once more, and which
-            tensors; implies `everything`.
+    two of a rank, go to all ranks, which add them up in the same order. With `everything`, or with
+    shards, over which tensors are sharded once more, all ranks get the rows of all tensors.
     """
 
     def __init__(
@@ -118,11 +99,7 @@ class Exchange:
     def largest(self, values: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """Return float64 [tensors]: the largest of all ranks' values of a tensor.
 
-        Args:
-            values: float64 [blocks, 1], none negative.
-            owners: int64 [blocks], the tensor of each.
-
-        Collective if any tensor crosses a border.
+        The values, float64 [blocks, 1], are not negative. Collective if a tensor crosses a border.
         """
         table = values.new_zeros(self.tensors + 1)
         table.scatter_reduce_(0, owners, values.flatten(), "amax")
@@ -134,44 +111,32 @@ class Exchange:
             found[index] = communicator.all_gather(found[index]).amax(0)
         return found
 
-    def total(self, sums: Sums, only: Collection[int] | None = None) -> torch.Tensor:
-        """Return float64 [tensors, columns]: sums over all ranks of this rank's tensors.
+    def total(
+        self, sums: torch.Tensor, only: Collection[int] | None = None
+    ) -> torch.Tensor:
+        """Return float64 [tensors, columns]: sums over all ranks of those of this rank's slice.
 
-        Args:
-            sums: over this rank's slice.
-            only: the tensors whose sums are needed; None: all. The ranks that have parts of a
-                tensor agree on it.
-
-        Collective for each group of ranks that have parts of one of these tensors.
+        Of the tensors in `only`, if that is given: the ranks that have parts of a tensor agree on
+        it. Collective for each group of ranks that have parts of one of these tensors.
         """
 
         def needed(tensors: Sequence[int]) -> bool:
             return only is None or not set(only).isdisjoint(tensors)
 
+        columns = sums.shape[2]
         if self.exchanged and needed(self.exchanged):
-            terms = torch.cat(self._rows(torch.cat(sums, 1)).chunk(2, 1))
-            owners = self._owners.repeat(2)
-            high, low = sums_by_tensor(terms, owners, self.tensors + 1)
-            sums = Sums(high[:-1], low[:-1])
+            terms = self._rows(sums.flatten(1)).view(-1, columns)
+            owners = self._owners.repeat_interleave(2)
+            sums = sums_by_tensor(terms, owners, self.tensors + 1)[:-1]
         for communicator, tensors in self._shards:
             if needed(tensors):
-                sums = self._over_shards(sums, communicator, tensors)
-        return sums.rounded()
-
-    def _over_shards(
-        self, sums: Sums, communicator: Communicator, tensors: tuple[int, ...]
-    ) -> Sums:
-        """Replace the sums of sharded tensors by their sums over the shards."""
-        index = constant(tensors, torch.int64, sums.high.device)
-        rows = communicator.all_gather(torch.cat(sums, 1)[index]).flatten(0, 1)
-        owners = torch.arange(len(tensors), device=index.device)
-        terms = torch.cat(rows.chunk(2, 1))
-        found = sums_by_tensor(
-            terms, owners.repeat(2 * communicator.size), len(tensors)
-        )
-        high, low = sums.high.clone(), sums.low.clone()
-        high[index], low[index] = found
-        return Sums(high, low)
+                index = constant(tensors, torch.int64, sums.device)
+                terms = communicator.all_gather(sums[index]).view(-1, columns)
+                numbers = torch.arange(len(tensors), device=sums.device)
+                owners = numbers.repeat_interleave(2).repeat(communicator.size)
+                found = sums_by_tensor(terms, owners, len(tensors))
+                sums = sums.index_copy(0, index, found)
+        return sums[:, 0] + sums[:, 1]
 
 
 def form_nodes(
@@ -179,27 +144,18 @@ def form_nodes(
     exchange: Exchange,
     tree: Tree,
     factors: torch.Tensor | None,
-    _: int,
     sides: Sequence[torch.Tensor],
     cancelled: torch.Tensor,
     dots: torch.Tensor,
 ) -> torch.Tensor:
     """Return the dot products of a tier, with those of cancelled tensors from the nodes' vectors.
 
+    The slice's vectors are multiplied by `factors`; the last three are as of `coefficients.walk`.
+
     On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
     and ranks without a part of it, such as those of an empty shard, take no notice.
     On other devices the kernels know it, and torch's operations form all tensors' nodes, because
     the program does not wait for a device's values.
-
-    Args:
-        part: this rank's slice.
-        exchange: to the other ranks.
-        tree: the order of the merges.
-        factors: float64 [tensors, ranks], what the ranks' vectors are multiplied by.
-        _: the tier; this and all that follow as of `coefficients.walk`.
-        sides: of the tiers before.
-        cancelled: bool [tensors].
-        dots: of the tier.
 
     Collective if a tensor that crosses a slice border is among the cancelled ones.
     """
@@ -208,7 +164,7 @@ def form_nodes(
         only = cancelled.nonzero().flatten().tolist()
         if not only:
             return dots
-    values = part.node_products(tree, sides, factors, cancelled, only)
+    values = part.node_products(tree, sides, factors, cancelled)
     sums = sums_by_tensor(values, part.owners, len(dots))
     formed = exchange.total(sums, only)
     return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

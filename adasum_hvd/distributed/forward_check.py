@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,6 @@ def is_replicated(module: torch.nn.Module) -> bool:
 class ForwardCheck:
     """A forward pre-hook that raises if a trained parameter of the model is not a reduced one.
 
-    Args:
-        what: the function that reduces the model, for the message.
-        model: the model, with hooks on its parameters.
-        is_reduced: whether a parameter has one of these hooks.
-
     A copy of the model, or a saved one, has a check that does nothing. A forward pass that is
     compiled as a whole is not checked.
     """
@@ -44,26 +40,21 @@ class ForwardCheck:
         self,
         what: str,
         model: torch.nn.Module,
-        is_reduced: Callable[[torch.Tensor], bool],
+        is_reduced: Callable[[torch.Tensor], object],
     ):
         self._what, self._is_reduced = what, is_reduced
-        self._names = {_plain(name) for name, _ in model.named_parameters()}
-        self._is_sharded = any(map(is_fsdp_module, model.modules()))
-        trained = [
-            parameter for parameter in model.parameters() if is_reduced(parameter)
-        ]
+        self._names: set[str] = set()  # for which FSDP may have others for a while
+        if any(map(is_fsdp_module, model.modules())):
+            self._names = {_plain(name) for name, _ in model.named_parameters()}
+        trained = filter(is_reduced, model.parameters())
         self._meshes = [p.device_mesh for p in trained if is_dtensor(p)]
         self.passes = 0  # since the owner set it to 0
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
+        return partial, (_ignore,)
 
     def __call__(self, model: torch.nn.Module, inputs: object) -> None:
-        """Check the model.
-
-        Raises:
-            RuntimeError: it has trained parameters that are not reduced, or DDP averages them.
-        """
+        """Raise RuntimeError if trained parameters are not reduced, or DDP averages them."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.passes += 1
@@ -92,18 +83,13 @@ class ForwardCheck:
         FSDP puts whole parameters in the place of its shards while a module runs. These have
         known names, and are not on the mesh of the shards.
         """
-        is_parameter = isinstance(
-            parameter, torch.nn.Parameter
-        )  # not functional_call's
-        if (
-            not is_parameter
-            or not parameter.requires_grad
-            or is_marked_local(parameter)
-        ):
+        if not isinstance(parameter, torch.nn.Parameter):  # functional_call's
+            return False
+        if not parameter.requires_grad or is_marked_local(parameter):
             return False
         if self._is_reduced(parameter):
             return False
-        if not self._is_sharded or _plain(name) not in self._names:
+        if _plain(name) not in self._names:
             return True
         return is_dtensor(parameter) and parameter.device_mesh in self._meshes
 
@@ -112,10 +98,6 @@ def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _nothing() -> Callable[..., None]:
-    return _ignore
 
 
 def _ignore(*_: object) -> None:

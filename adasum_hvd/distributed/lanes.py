@@ -34,30 +34,20 @@ def _end_threads() -> None:
 class ThreadLane:
     """Runs tasks in a thread, in the order in which they are submitted.
 
-    Args:
-        communicator: the ranks that submit the same tasks; for this thread only.
+    All ranks of the communicator, which is for this thread only, submit the same tasks.
     """
 
     def __init__(self, communicator: Communicator):
         self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
         # A daemon: one that waits for a rank that has died must not keep the process.
-        thread = threading.Thread(
-            target=_run,
-            args=(self._tasks, communicator),
-            name="adasum_hvd",
-            daemon=True,
-        )
+        words = self._tasks, communicator
+        thread = threading.Thread(None, _run, "adasum_hvd", words, daemon=True)
         thread.start()
         _threads[thread] = self._tasks
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, task: Task, tensors: Sequence[torch.Tensor]) -> Future:
-        """Begin a task, and return the future of its result.
-
-        Args:
-            task: keeps the tensors that it uses.
-            tensors: these.
-        """
+        """Begin a task, which keeps the tensors that it uses; return the future of its result."""
         future: Future = torch.futures.Future()
         self._tasks.put((task, future))
         return future
@@ -85,12 +75,7 @@ def _run(
 
 
 class StreamLane:
-    """Runs tasks on a stream of their own, after the work of the stream that submits them.
-
-    Args:
-        communicator: the ranks that submit the same tasks.
-        device: a device with streams.
-    """
+    """Runs tasks on a stream of their own, after the work of the stream that submits them."""
 
     def __init__(self, communicator: Communicator, device: torch.device):
         self._communicator, self._device = communicator, device
@@ -98,13 +83,9 @@ class StreamLane:
         self._stream = self._module.Stream(device)
 
     def submit(self, task: Task, tensors: Sequence[torch.Tensor]) -> Future:
-        """Begin a task, and return the future of its result.
+        """Begin a task that uses tensors, and return the future of its result.
 
         `wait` on the future makes the current stream wait, not the program.
-
-        Args:
-            task: queues work on the current stream.
-            tensors: those that it uses; their memory is kept until the stream has used them.
         """
         future: Future = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -127,12 +108,7 @@ Lane: TypeAlias = ThreadLane | StreamLane
 
 
 def lane_on(device: torch.device, communicator: Communicator) -> Lane:
-    """Return a new lane for tensors of a device.
-
-    Args:
-        device: of the tensors.
-        communicator: for this lane only.
-    """
+    """Return a new lane for tensors of a device, with a communicator of its own."""
     if device.type == "cpu":
         return ThreadLane(communicator)
     return StreamLane(communicator, device)

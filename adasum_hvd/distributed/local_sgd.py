@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import check_count
-from adasum_hvd.distributed.checks import Call, call_of
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import like, local_of, reshard
-from adasum_hvd.distributed.units import Selection, Unit, gradient_dtype, units_of
+from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
 
 __all__ = ["LocalSGD"]
 
@@ -43,7 +42,7 @@ class LocalSGD(Windows):
 
     Args:
         optimizer: a plain one, over the model's parameters; its state stays local. Every replica
-            takes every step, so that a `GradScaler`, which may skip one on some, does not fit.
+            takes every step, so that a `GradScaler` does not fit.
         model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
             distributed as it trains. Parameters that are frozen now, or marked with
             `mark_worker_local`, are not reduced.
@@ -54,8 +53,7 @@ class LocalSGD(Windows):
             `SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)`.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the object has its `gain`,
             which multiplies nothing but the rate of an outer optimizer with `AdaScaleLR`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
+        group_op, group_size: as of `adasum_all_reduce`.
 
     Raises:
         TypeError: on every rank of the job: an optimizer is not torch's.
@@ -65,12 +63,6 @@ class LocalSGD(Windows):
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. The last step of a
     window is collective from then on. A copy of the shards is kept during a window.
-
-    Example:
-        >>> outer = SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        ... # doctest: +SKIP
-        >>> local_sgd = LocalSGD(optimizer, model, mesh["replica"], 20, outer)
-        ... # doctest: +SKIP
     """
 
     def __init__(
@@ -108,12 +100,6 @@ class LocalSGD(Windows):
         """The optimizer steps in the present window."""
         return self._local_step
 
-    def _reduced_units(self) -> Sequence[Unit]:
-        return self._units
-
-    def _call(self) -> Call:
-        return call_of([], {"local_step": self._local_step})
-
     def _begin_step(self) -> None:
         self._selection.check("LocalSGD")
         saved, self._saved = self._saved, set()
@@ -136,8 +122,7 @@ class LocalSGD(Windows):
             ValueError: on all replicas: they have taken different numbers of steps.
             RuntimeError: a replica did not respond within the group's timeout. Or, on all
                 replicas: their weights were not the same at the start of the window; or the
-                optimizer keeps a copy of the weights, such as a float32 master, which no
-                reduction reaches.
+                optimizer keeps a copy of the weights, which no reduction reaches.
 
         Collective: all replicas; blocks on a CPU. After an error, and after a first step that
         raised, the weights are those of the window's start.
@@ -145,7 +130,7 @@ class LocalSGD(Windows):
         reshard(self._model)
         super().synchronize()
 
-    def _apply(self, changes: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _apply(self, changes: Sequence[torch.Tensor]) -> None:
         if self._outer is not None:
             self._outer_step(self._outer, changes)
         else:
@@ -154,18 +139,19 @@ class LocalSGD(Windows):
         self._copies.check()
 
     def _outer_step(
-        self,
-        outer: torch.optim.Optimizer,
-        reduced: Sequence[Sequence[torch.Tensor]],
+        self, outer: torch.optim.Optimizer, changes: Sequence[torch.Tensor]
     ) -> None:
         """Go back to the start, and let the outer optimizer take a step from there."""
         self._restore()
         with self._without_gradients():
-            for unit, changes in zip(self._units, reduced, strict=True):
-                for parameter, change in zip(unit.parameters, changes, strict=True):
-                    gradient = change.neg_().to(gradient_dtype(parameter))
-                    parameter.grad = like(parameter, gradient)
+            for (_, parameter), change in zip(self._named(), changes, strict=True):
+                gradient = change.neg_().to(gradient_dtype(parameter))
+                parameter.grad = like(parameter, gradient)
             outer.step()
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for unit in self._units:
+            yield from zip(unit.names, unit.parameters, strict=True)
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
@@ -191,17 +177,12 @@ class LocalSGD(Windows):
         """
         reshard(self._model)
         self._saved.add("window")
-        starts = self._starts or [unit.copies() for unit in self._units]
+        starts = self._starts or [one for unit in self._units for one in unit.copies()]
+        pairs = zip(self._named(), starts, strict=True)
         state: dict[str, Any] = {
             "local_step": self._local_step,
             "windows": self._windows,
-            "starts": {
-                name: like(parameter, start)
-                for unit, own in zip(self._units, starts, strict=True)
-                for name, parameter, start in zip(
-                    unit.names, unit.parameters, own, strict=True
-                )
-            },
+            "starts": {name: like(p, start) for (name, p), start in pairs},
         }
         if self._outer is not None:
             state["outer_optimizer"] = self._outer_state(self._outer)
@@ -212,9 +193,8 @@ class LocalSGD(Windows):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         had_state = bool(outer.state)
-        with (
-            self._without_gradients()
-        ):  # torch would leave out the state of a first step
+        # Else torch would leave out the state of a first step.
+        with self._without_gradients():
             state = get_optimizer_state_dict(self._model, outer)
         if not had_state:
             outer.state.clear()
@@ -238,12 +218,8 @@ class LocalSGD(Windows):
                     "with the model and the outer optimizer that it was saved with"
                 )
         self._local_step, self._windows = state["local_step"], state["windows"]
-        self._starts = []
-        if self._local_step:
-            self._starts = [
-                [local_of(state["starts"][name]).clone() for name in unit.names]
-                for unit in self._units
-            ]
+        starts = (local_of(state["starts"][name]).clone() for name, _ in self._named())
+        self._starts = [*starts] if self._local_step else []
         self._saved = set()
         if self._outer is not None:
             self._load_outer(self._outer, state["outer_optimizer"])
@@ -260,15 +236,12 @@ class LocalSGD(Windows):
 def _settings(
     optimizer: Any, model: torch.nn.Module, every: int, outer: Any
 ) -> dict[str, object]:
-    """Return what must be the same on all replicas.
-
-    Raises:
-        TypeError: an optimizer is not torch's.
-        ValueError: an argument is not as described.
-    """
-    check_optimizer("optimizer", optimizer)
+    """Return what must be the same on all replicas; TypeError, ValueError as `LocalSGD`."""
+    optimizers = {"optimizer": optimizer}
     if outer is not None:
-        check_optimizer("outer_optimizer", outer)
+        optimizers["outer_optimizer"] = outer
+    for name, one in optimizers.items():
+        check_optimizer(name, one)
     check_count("every", every)
     known = {id(parameter) for parameter in model.parameters()}
     if strange := len(_trained(optimizer) - known):
@@ -278,8 +251,8 @@ def _settings(
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     needed = {id(p) for p in trained if not is_marked_local(p)}
-    for name, one in (("optimizer", optimizer), ("outer_optimizer", outer)):
-        if one is not None and (missing := len(needed - _trained(one))):
+    for name, one in optimizers.items():
+        if missing := len(needed - _trained(one)):
             raise ValueError(
                 f"{name}: expected all parameters of the model that are trained, but {missing} "
                 "are missing; pass it model.parameters(), or freeze parameters"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class _Channel:
         self.request_record = state.records.request
         self.latest_record = state.records.latest
         self._communicator = Communicator(state.communicator.group)
-        self.ranks = self._communicator.ranks
+        self.ranks: Sequence[int] = self._communicator.ranks
         self.rank = self.ranks[self._communicator.rank]
 
     def gather(self, obj: Any) -> list[Any]:
@@ -67,10 +67,6 @@ class AdasumMonitor:
     Collective: every rank of the process group creates it, and takes its steps. On the recorded
     steps a few doubles per parameter travel. Blocks on creation and in `close`, and on a device in
     recorded steps.
-
-    Example:
-        >>> monitor = AdasumMonitor(state, 50, "run.jsonl", model.named_parameters())
-        ... # doctest: +SKIP
 
     References:
         docs/monitor.md; arXiv 2006.02924, figure 1.

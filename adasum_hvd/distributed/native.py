@@ -8,8 +8,10 @@ results have the bits of Horovod's op on such ranks. Elsewhere torch's operation
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,24 +23,14 @@ from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
-from adasum_hvd.distributed.communicator import (
-    Communicator,
-    boot_id,
-    hosts_of,
-)
+from adasum_hvd.distributed.communicator import Communicator, boot_id, hosts_of
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
-from adasum_hvd.monitor.statistics import width
+from adasum_hvd.monitor.statistics import TensorRecord, width
 
 SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations
 LIMIT = "of the process group's timeout"
-
-
-class Rows(NamedTuple):
-    """A record for a monitor: see `monitor.statistics.TensorRecord`."""
-
-    sizes: tuple[int, ...]
-    rows: NDArray[np.float64]  # [tensors, width(sizes)]
+_LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
 
 
 class Choice(NamedTuple):
@@ -126,22 +118,21 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
             )  # fmt: skip
         except core.CoreError as error:
             why = str(error)
-    here = (group.name, group.nonce) if group else (0, 0)
-    everyone = communicator.all_gather_object(
-        (why, (_machine(), core.ABI, __version__), here)
-    )
-    problem = _first([why for why, _, _ in everyone], communicator)
-    if not problem and len({place for _, place, _ in everyone}) > 1:
+    network = Path("/proc/self/ns/net")  # in which abstract sockets can connect
+    place = boot_id(), network.exists() and os.readlink(network), core.ABI, __version__
+    name = group and (group.name, group.nonce)
+    everyone = communicator.all_gather_object((why, place, name))
+    whys, places, names = zip(*everyone, strict=True)
+    problem = _first(whys, communicator)
+    if not problem and len(set(places)) > 1:
         problem = "the ranks are on several machines, or have other versions"
     if group is None or problem:
         return Choice(None, problem)
     try:
-        names, nonces = zip(*(here for _, _, here in everyone), strict=True)
-        group.connect(names, nonces)
+        group.connect(*zip(*names, strict=True))
     except core.CoreError as error:
         why = str(error)
-    problems = communicator.all_gather_object(why)
-    if problem := _first(problems, communicator):
+    if problem := _first(communicator.all_gather_object(why), communicator):
         return Choice(None, problem)
     communicator.gather_by(group)
     return Choice(group, "")
@@ -152,21 +143,12 @@ def _first(problems: Sequence[str], communicator: Communicator) -> str:
     return next((f"{why} (rank {rank})" for rank, why in named if why), "")
 
 
-def _machine() -> tuple[str, str]:
-    """Return what processes have in common that can connect by abstract sockets."""
-    network = Path("/proc/self/ns/net")
-    return boot_id(), os.readlink(network) if network.exists() else ""
-
-
 def _timeout_seconds(group: Any) -> float:
     """Return the timeout of a process group's messages of CPU tensors."""
-    try:
+    timeout = dist.default_pg_timeout
+    # A backend without options, or of another torch.
+    with suppress(AttributeError, RuntimeError):
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # a backend without options, or of another torch
-        timeout = dist.default_pg_timeout
     return timeout.total_seconds()
 
 
@@ -188,27 +170,21 @@ class Reducer(NamedTuple):
         sizes: Sequence[int],
         at: int | None = None,
         observe: bool = False,
-    ) -> Rows | None:
-        """Reduce concatenated tensors in place.
-
-        Args:
-            flat: one-dimensional and contiguous.
-            sizes: elements of each tensor.
-            at: another address of `flat`'s memory, which the ranks share.
-            observe: return rows for a monitor.
-        """
+    ) -> TensorRecord | None:
+        """Reduce concatenated tensors in place; arguments as of `reduction.reduce_buffer`."""
         table: NDArray[Any] = _table(tuple(sizes), flat.element_size()).copy()
         table["input"] += flat.data_ptr() if at is None else at
         table["output"] = table["input"]
-        rows = None
+        record = None
         if observe:
             ranks = (self.communicator.size,)
             levels = self.group.levels if self.rule is None else ranks
-            rows = Rows(levels, np.zeros((len(sizes), width(levels))))
-            step = rows.rows.strides[0]
-            table["observation"] = rows.rows.ctypes.data + step * np.arange(len(sizes))
+            rows = np.zeros((len(sizes), width(levels)))
+            places = rows.strides[0] * np.arange(len(rows))
+            table["observation"] = rows.ctypes.data + places
+            record = TensorRecord(0, levels, rows.ravel())
         self._reduce(table, flat.dtype)
-        return rows
+        return record
 
     def reduce_each(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reduce tensors of one dtype in place, each where it is."""
@@ -245,3 +221,48 @@ def _table(sizes: tuple[int, ...], element_bytes: int) -> NDArray[Any]:
     table["elements"] = sizes
     table["input"][1:] = np.cumsum(table["elements"][:-1]) * element_bytes
     return table
+
+
+class SharedBuckets:
+    """The buckets of one DDP model, moved to memory that the ranks share: nothing is copied.
+
+    A storage that is found here is kept, so that its address is no other tensor's: DDP keeps its
+    buckets as long as its model anyway.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # by address
+        self._copies = False  # the system has no more such memory
+
+    def address(self, flat: torch.Tensor) -> int | None:
+        """Return the core's address of a bucket, which is moved on the first call.
+
+        None if it cannot be moved; this rank then copies, and the others need not know.
+        """
+        storage = flat.untyped_storage()
+        begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES
+        if begin not in self._storages and is_long and not self._copies:
+            try:
+                begin = self._move(storage)
+            except RuntimeError as error:  # of torch's or the core's
+                self._copies = True
+                warnings.warn(
+                    f"adasum_hook: expected memory that the ranks share, but got: {error}; "
+                    "leave more of it to the job, or gradients are copied in each step",
+                    stacklevel=2,
+                )
+        if begin not in self._storages:
+            return None
+        return self._storages[begin][1] + flat.data_ptr() - begin
+
+    # `share_memory_` gives the storage a mapping of its own, which all views of it follow. The
+    # core puts its own memory under that mapping, and torch's file is emptied.
+    def _move(self, storage: torch.UntypedStorage) -> int:
+        storage.share_memory_()
+        begin = storage.data_ptr()
+        other = core.share(begin, storage.nbytes())
+        # torch keeps the storage's Python object as long as the storage.
+        weakref.finalize(storage, core.free, other).atexit = False
+        self._storages[begin] = storage, other
+        os.ftruncate(storage._share_fd_cpu_()[0], 0)
+        return begin

@@ -88,12 +88,9 @@ class LastPass:
             )
 
     def note(self, buckets: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Note the gradients at the end of the current backward pass, if there is one.
+        """Note the gradients of buckets of parameters at the end of the backward pass, if any.
 
         Their versions show the reduction from then on.
-
-        Args:
-            buckets: their parameters, by any names.
         """
         if torch._C._current_graph_task_id() == -1:  # DDP's join()
             return

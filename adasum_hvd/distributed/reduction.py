@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from adasum_hvd.distributed import native
@@ -31,9 +33,18 @@ from adasum_hvd.distributed.coefficients import (
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
-from adasum_hvd.distributed.records import Solution, rows_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import Layout, layout_of
+from adasum_hvd.monitor.statistics import TensorRecord
+from adasum_hvd.reference import groups_of
+
+
+class Solution(NamedTuple):
+    """The coefficients of a reduction, and the numbers that they follow from."""
+
+    coefficients: torch.Tensor  # float64 [tensors, ranks]
+    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
+    scale: torch.Tensor | None = None  # float64 [tensors], powers of two
 
 
 def reduce_buffer(
@@ -44,8 +55,8 @@ def reduce_buffer(
     shards: Sequence[Shards] = (),
     at: int | None = None,
     observe: bool = False,
-) -> native.Rows | None:
-    """Reduce concatenated tensors in place.
+) -> TensorRecord | None:
+    """Reduce concatenated tensors of these sizes in place; return a record if they are observed.
 
     Args:
         flat: one-dimensional and contiguous, of a floating dtype; the same length on all ranks.
@@ -55,10 +66,7 @@ def reduce_buffer(
         shards: groups over which the tensors are sharded; their ranks may hold other `sizes`,
             zero included, of the same tensors.
         at: another address of `flat`'s memory, which the ranks of a host share.
-        observe: return rows for a monitor; not with the rule "mean".
-
-    Returns:
-        The rows; None if there was nothing to reduce, or nothing to observe.
+        observe: return a record, not numbered, for a monitor; not with the rule "mean".
 
     Collective: all ranks of the communicator; blocks on a CPU.
     """
@@ -69,12 +77,14 @@ def reduce_buffer(
     layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
     part = slice_of(rows, layout.runs[communicator.rank])
-    tree = tree_of(hosts_of(communicator), rule.group_op, rule.group_size)
+    hosts, rank = hosts_of(communicator), communicator.rank
+    tree = tree_of(hosts, rule.group_op, rule.group_size)
     solution = _solve(part, layout, communicator, rule, tree, shards)
-    mine = rows[communicator.rank]
-    part.combine(tree, solution.coefficients, solution.scale, mine)
+    part.combine(tree, solution.coefficients, solution.scale, rows[rank])
     communicator.gather(flat, layout.bounds)
-    return rows_of(solution, layout, communicator.rank, tree) if observe else None
+    if not observe:
+        return None
+    return _record_of(solution, layout, rank, tree.weights, _inputs_of(hosts, rule))
 
 
 def reduce_tensors(
@@ -152,15 +162,64 @@ def _solve(
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Return by what to multiply so that the largest magnitude becomes about 1.
+    """Return powers of two that bring the largest magnitudes, float64, to about 1.
 
-    Args:
-        largest: float64.
-
-    Returns:
-        Powers of two; 1 for zero and what is not finite.
+    They are 1 for zero and for numbers that are not finite.
     """
     exponents = torch.frexp(largest)[1].clamp(-1021, 1021).long()
     # 2**-exponent by its bits: no function gives it exactly on every device.
     powers = (1023 - exponents << 52).view(torch.float64)
     return torch.where((largest > 0) & largest.isfinite(), powers, 1.0)
+
+
+def _inputs_of(hosts: Sequence[int], rule: Rule) -> list[list[int]]:
+    """Return the ranks of each vector that AdaSum joins; none if there is one group only."""
+    if rule.group_op == "adasum":
+        return [[rank] for rank in range(len(hosts))]
+    groups = groups_of(hosts, rule.group_size)
+    return groups if len(groups) > 1 else []
+
+
+def _record_of(
+    solution: Solution,
+    layout: Layout,
+    rank: int,
+    weights: Sequence[float],
+    inputs: Sequence[Sequence[int]],
+) -> TensorRecord:
+    """Return a record of 5 + inputs numbers; none without inputs, of one group that is added up.
+
+    Rows of tensors whose first element is in another rank's slice are zero. The ranks' vectors are
+    multiplied by their weights.
+    """
+    gram = solution.gram
+    assert gram is not None
+    tensors, ranks = gram.shape[:2]
+    if not inputs:
+        return TensorRecord(0, (), np.zeros(0))
+    by_rank = gram.new_tensor(weights)
+    by_input = gram.new_zeros((len(inputs), ranks))
+    for number, members in enumerate(inputs):
+        by_input[number, members] = by_rank[members]
+    first = [members[0] for members in inputs]
+    coefficients = solution.coefficients[:, first] / by_rank[first]
+    products = by_input @ gram @ by_input.T
+    squares = products.diagonal(dim1=1, dim2=2)
+    norms = squares.clamp_min(0).sqrt()
+    i, j = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device)
+    scales = norms[:, i] * norms[:, j]
+    cosines = torch.where(scales > 0, products[:, i, j] / scales, 0.0)
+    result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
+    inverse = 1.0 if solution.scale is None else 1.0 / solution.scale
+    columns = [
+        cosines.sum(1),
+        (scales > 0).sum(1).double(),
+        squares.sum(1).clamp_min(0).sqrt() * inverse,
+        products.sum((1, 2)).clamp_min(0).sqrt() / len(inputs) * inverse,
+        result.clamp_min(0).sqrt() * inverse,
+    ]
+    rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
+    mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
+    mine[[*set(layout.held[rank]).difference(*layout.held[:rank])]] = True
+    found = torch.where(mine, rows, 0.0).cpu().numpy()
+    return TensorRecord(0, (len(inputs),), found.ravel())

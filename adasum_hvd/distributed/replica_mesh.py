@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,15 @@ from adasum_hvd.distributed.sharding import (
 )
 from adasum_hvd.distributed.units import gradient_dtype, grouped
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-_ONE_DIMENSION = (
-    "shard over a one-dimensional mesh inside each replica, fully_shard(module, "
-    'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
-)
+_WRAPPED = {  # by class of a module
+    "DistributedDataParallel": (
+        "is DistributedDataParallel, which averages gradients; pass the module inside it, or use "
+        "adasum_hook"
+    ),
+    "FullyShardedDataParallel": (
+        "is FSDP1 (FullyShardedDataParallel), which flattens parameters; use fully_shard"
+    ),
+}
 Arguments = Callable[[], tuple[Rule, dict[str, object]]]
 
 
@@ -52,19 +54,14 @@ def connect(
 ) -> tuple[Communicator, Rule]:
     """Check the model and the arguments, and broadcast the first replica's weights and buffers.
 
-    Args:
-        what: the function, for messages.
-        model: sharded or not.
-        mesh: the one-dimensional mesh of the replicas, or their process group.
-        arguments: returns the rule, and what else must be the same on all replicas; may raise
-            TypeError or ValueError.
+    `arguments` returns the rule, and what else must be the same on all replicas; it may raise
+    TypeError or ValueError.
 
     Returns:
-        The replicas, for one thread of this function's caller, and the rule.
+        The replicas, for one thread of the function `what`, and the rule.
 
     Raises:
-        ValueError: on every rank of the job: a mesh of several dimensions or without this rank,
-            a model in which AdaSum has no meaning, or the replicas differ.
+        TypeError, ValueError: on every rank of the job: the mesh, the model or the arguments.
 
     Collective: all ranks of the job; blocks.
     """
@@ -136,19 +133,14 @@ def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
 
 
 def _mesh_problem(mesh: Any) -> str:
-    """Return why a mesh cannot be the replicas'."""
-    dimensions = getattr(mesh, "ndim", 1)
-    if dimensions != 1:
-        return (
-            "mesh: expected one dimension, the replicas, but got "
-            f'{dimensions} dimensions; pass mesh["replica"]'
-        )
     try:
         group = group_of(mesh)
     except ValueError:
+        dimensions = getattr(mesh, "ndim", None)
+        got = f"{dimensions} dimensions" if dimensions else type(mesh).__name__
         return (
-            "mesh: expected a process group or a mesh of one dimension, but got "
-            f'{type(mesh).__name__}; pass mesh["replica"]'
+            "mesh: expected one dimension, the replicas, or their process group, but got "
+            f'{got}; pass mesh["replica"]'
         )
     if dist.get_rank(group) < 0:
         return (
@@ -161,28 +153,14 @@ def _mesh_problem(mesh: Any) -> str:
 def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
     """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
 
-    Args:
-        model: the model.
-        ranks: the ranks of the replicas that hold the same shards, in the job.
-        rank: this one.
+    The ranks, of which this is one, hold the same shards.
     """
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind == "DistributedDataParallel":
-            yield (
-                f"{name or 'the model'} is DistributedDataParallel, which averages gradients; "
-                "pass the module inside it, or use adasum_hook"
-            )
-        elif is_replicated(module):
-            yield (
-                f"{name or 'the model'} is under torch's replicate, which averages gradients; "
-                "leave it out"
-            )
-        elif kind == "FullyShardedDataParallel":
-            yield (
-                f"{name or 'the model'} is FSDP1 (FullyShardedDataParallel), which flattens "
-                "parameters; use fully_shard"
-            )
+        found = _WRAPPED.get(type(module).__name__)
+        if is_replicated(module):
+            found = "is under torch's replicate, which averages gradients; leave it out"
+        if found:
+            yield f"{name or 'the model'} {found}"
     is_sharded = any(
         is_fsdp_module(module) and any(map(shard_groups, module.parameters()))
         for module in model.modules()
@@ -206,7 +184,10 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
                 "DistributedDataParallel; pass the module as it is before that"
             )
         elif is_dtensor(parameter):
-            yield from _shards_problem(name, parameter, ranks, rank)
+            mesh = parameter.device_mesh
+            both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
+            if both:
+                yield f"{name} {_shared(parameter, both)}"
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided and not is_marked_local(buffer):
             yield (
@@ -215,34 +196,26 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
             )
 
 
-def _shards_problem(
-    name: str, parameter: DTensor, ranks: list[int], rank: int
-) -> Iterator[str]:
-    mesh = parameter.device_mesh
-    both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
-    if not both:
-        return
-    replicated = [placement.is_replicate() for placement in parameter.placements]
-    if mesh.ndim > 1 and any(replicated):
-        yield (
-            f"{name} is on a mesh of {mesh.ndim} dimensions, along one of which torch averages "
-            f"its gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
-            f"replicas; {_ONE_DIMENSION}"
+def _shared(parameter: Any, both: list[int]) -> str:
+    """Return why a DTensor on a mesh with ranks of the replicas cannot be reduced."""
+    what = f"is sharded over ranks {both} of the replicas, which have to hold the same shard"
+    dimensions = parameter.device_mesh.ndim
+    if dimensions > 1 and any(place.is_replicate() for place in parameter.placements):
+        what = (
+            f"is on a mesh of {dimensions} dimensions, along one of which torch averages its "
+            f"gradient before AdaSum can see it (HSDP), and which holds ranks {both} of the "
+            "replicas"
         )
-    else:
-        yield (
-            f"{name} is sharded over ranks {both} of the replicas, which have to hold the same "
-            f"shard; {_ONE_DIMENSION}"
-        )
+    return (
+        f"{what}; shard over a one-dimensional mesh inside each replica, fully_shard(module, "
+        'mesh=mesh["shard"]), and pass the other dimension, mesh["replica"], here'
+    )
 
 
 def _described(model: torch.nn.Module) -> dict[str, object]:
     """Return what must be the same on all replicas."""
-    unit = {
-        name: number
-        for number, members in enumerate(grouped(model))
-        for name, _ in members
-    }
+    units = enumerate(grouped(model))
+    unit = {name: number for number, members in units for name, _ in members}
     parameters: dict[str, object] = {
         name: (
             tuple(parameter.shape),

@@ -32,16 +32,12 @@ def named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (name, tensor, parameter or buffer whose marks apply to it).
 
-    Args:
-        model: its parameters and buffers.
-        optimizer: its state's tensors too, if it is not None.
+    Those of an optimizer's state too, unless it is None.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
-    if optimizer is None:
-        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in ({} if optimizer is None else optimizer.state).items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 name = names.get(id(parameter), "unnamed")
@@ -65,12 +61,7 @@ def mismatch(
 
 
 class Copies:
-    """The parameters that the ranks of one replica hold alike, compared while they train.
-
-    Args:
-        what: the function that reduces the model, for messages.
-        model: sharded or not.
-    """
+    """The parameters that the ranks of one replica hold alike, compared while they train."""
 
     def __init__(self, what: str, model: torch.nn.Module):
         self._what, self._checks = what, 0
@@ -84,9 +75,7 @@ class Copies:
     def check(self) -> None:
         """Warn of a difference; on call 1, 2, 4, 8 and so on, so that it costs next to nothing.
 
-        Only a warning, because kernels of a device may round differently.
-
-        Collective: the ranks of a replica; blocks.
+        Only a warning, because kernels of a device may round differently. Collective; blocks.
         """
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
@@ -141,26 +130,18 @@ def banner(state: AdasumState, optimizer: Any = None) -> str:
         state: the hook's.
         optimizer: of this model, or its class; adds the learning rate to start from, if a study
             has it. None: the line has no rate.
-
-    Example:
-        >>> if dist.get_rank() == 0:                  # doctest: +SKIP
-        ...     print(banner(state, optimizer))
     """
-    communicator = state.communicator
-    wire = state.compression
+    communicator, wire = state.communicator, state.compression
+    path = native.described(communicator, state.rule)
+    if "cuda:" in communicator.backends and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        path += f"; CUDA tensors by {device_slice.described(device)}"
     return distributed_banner(
         state.rule.described,
         communicator.size,
         len(set(hosts_of(communicator))),
         communicator.backends,
         "the gradients' dtype" if wire is None else str(wire).removeprefix("torch."),
-        native.described(communicator, state.rule) + _on_devices(communicator),
+        path,
         None if optimizer is None else find_study(optimizer),
     )
-
-
-def _on_devices(communicator: Communicator) -> str:
-    if "cuda:" not in communicator.backends or not torch.cuda.is_available():
-        return ""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return f"; CUDA tensors by {device_slice.described(device)}"

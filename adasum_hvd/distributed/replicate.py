@@ -1,15 +1,12 @@
 """AdaSum across replicas of a sharded model: FSDP2, tensor parallelism, both, or neither.
 
-Gradients are reduced as whole tensors. Each rank reduces its shard over the replicas, with
-coefficients from the Gram matrix of the whole tensor: the sum of the shards' matrices.
-
 AdaSum is not linear, so it must see each gradient once a step, complete. A unit (the parameters of
 one FSDP module, or a bucket of others) is reduced as soon as backward has finished it, and all
 units before it. A module that runs twice in a pass fires its hooks twice: earlier passes of the
 same kind show how often to expect them, and the first pass reduces at its end.
 
 References:
-    arXiv 2006.02924, section 3; docs/distributed.md.
+    arXiv 2006.02924, section 3; docs/sharded.md.
 """
 
 from __future__ import annotations
@@ -33,16 +30,14 @@ from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, Ruled, rule_of
 from adasum_hvd.distributed.sharding import complete, is_fsdp_module, like, local_of
-from adasum_hvd.distributed.unit_reduction import (
+from adasum_hvd.distributed.units import (
     MISSING,
     NEW,
     REDUCED,
     Progress,
-    UnitReducer,
-)
-from adasum_hvd.distributed.units import (
     Selection,
     Unit,
+    UnitReducer,
     call_weakly,
     gradient_dtype,
     units_of,
@@ -54,17 +49,10 @@ __all__ = ["ReplicateHandle", "adasum_replicate"]
 # garbage collector cannot see autograd's references. The handle has no weak references to
 # parameters, because `model.float()` fails on a DTensor that has any.
 _KEPT = "_adasum_replicas"
-_OVERLAP_ACTION = (
-    "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, or pass "
-    "overlap=False"
-)
 
 
 class ReplicateHandle(Ruled):
-    """The hooks of `adasum_replicate` on a model's parameters.
-
-    Not made by the program. See :func:`adasum_replicate`.
-    """
+    """The hooks of :func:`adasum_replicate` on a model's parameters."""
 
     def __init__(
         self,
@@ -74,7 +62,7 @@ class ReplicateHandle(Ruled):
         overlap: bool,
     ):
         self._communicator, self.rule = communicator, rule
-        self._fsdp = [weakref.ref(m) for m in model.modules() if is_fsdp_module(m)]
+        self._fsdp = weakref.WeakSet(filter(is_fsdp_module, model.modules()))
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
         units = units_of(model)
@@ -102,7 +90,7 @@ class ReplicateHandle(Ruled):
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
-        self._forward = ForwardCheck("adasum_replicate", model, _has_handle)
+        self._forward = ForwardCheck("adasum_replicate", model, _handle_of)
         # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
         if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
             handle = model.register_forward_pre_hook(self._forward, prepend=True)
@@ -128,15 +116,12 @@ class ReplicateHandle(Ruled):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function.
 
-        Args:
-            requires_gradient_sync: False accumulates gradients, True reduces them with the next
-                backward pass.
+        False accumulates gradients, True reduces them with the next backward pass.
         """
         self._local = not requires_gradient_sync
         self._accumulated = self._accumulated or self._local
-        for reference in self._fsdp:
-            if (module := reference()) is not None:
-                module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
     def synchronize(self) -> None:
         """Reduce the gradients that are there now, which backward has added up in `no_sync()`.
@@ -192,12 +177,15 @@ class ReplicateHandle(Ruled):
         if self._local:
             return
         self._begin()
-        if progress.reduced:
+        if unit < self._next:
+            action = _checkpoint_action() or (
+                "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, "
+                "or pass overlap=False"
+            )
             raise RuntimeError(
                 f"adasum_replicate: expected backward to add to the gradient of {name} at most "
                 f"{progress.expected[number]} times, as in earlier passes, but got once more "
-                f"after it was reduced (rank {dist.get_rank()}); "
-                f"{_checkpoint_action() or _OVERLAP_ACTION}"
+                f"after it was reduced (rank {dist.get_rank()}); {action}"
             )
         progress.fired[number] += 1
         while (
@@ -225,46 +213,34 @@ class ReplicateHandle(Ruled):
         queue(lambda: queue(self._end))
 
     def _launch(self, progress: Progress) -> None:
-        """Begin to reduce a unit's gradients."""
         self._launched += self._next == 0
         place = self._launched, self._next
         self._next += 1
-        progress.reduced = True
         unit, gradients, states = progress.unit, [], []
         for number, parameter in enumerate(unit.parameters):
-            if parameter.grad is None and progress.fired[number]:
-                raise RuntimeError(
-                    f"adasum_replicate: expected the gradient of {unit.names[number]} to stay "
-                    "until it is reduced, but another hook has taken it away (rank "
-                    f"{dist.get_rank()}); call the optimizer's step after backward, not in a hook"
-                )
-            states.append(self._state(parameter))
             if parameter.grad is None:
-                zeros = torch.zeros_like(
-                    local_of(parameter.detach()), dtype=gradient_dtype(parameter)
-                )
-                gradients.append(zeros)
+                if progress.fired[number]:
+                    raise RuntimeError(
+                        f"adasum_replicate: expected the gradient of {unit.names[number]} to stay "
+                        "until it is reduced, but another hook has taken it away (rank "
+                        f"{dist.get_rank()}); call the optimizer's step after backward, not in a "
+                        "hook"
+                    )
+                states.append(MISSING)
+                local, dtype = local_of(parameter.detach()), gradient_dtype(parameter)
+                gradients.append(torch.zeros_like(local, dtype=dtype))
             else:
+                before = self._reduced.get(id(parameter))
+                is_reduced = before and before.writes_to(parameter.grad) == 0
+                states.append(REDUCED if is_reduced else NEW)
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
         lane = self._lanes[gradients[0].device]
         task = partial(self._reducer.reduce, unit, gradients, states, place)
         self._futures.append((unit, lane.submit(task, gradients)))
 
-    def _state(self, parameter: torch.Tensor) -> int:
-        """Return whether a gradient is missing, reduced in an earlier pass, or new."""
-        if parameter.grad is None:
-            return MISSING
-        before = self._reduced.get(id(parameter))
-        is_reduced = before is not None and before.writes_to(parameter.grad) == 0
-        return REDUCED if is_reduced else NEW
-
     def _end(self) -> list[torch.Tensor]:
-        """Reduce what is left at the end of a backward pass, and wait for all of it.
-
-        Returns:
-            Each unit's states on all replicas.
-        """
+        """Reduce what is left at the end of a pass, and wait; return each unit's states."""
         try:
             for progress in self._units[self._next :]:
                 self._launch(progress)
@@ -309,10 +285,6 @@ def _handle_of(parameter: torch.Tensor) -> ReplicateHandle | None:
     return kept if isinstance(kept, ReplicateHandle) else None
 
 
-def _has_handle(parameter: torch.Tensor) -> bool:
-    return _handle_of(parameter) is not None
-
-
 def _checkpoint_action() -> str:
     """Return what to do if the pass is one that a reentrant checkpoint runs inside of another."""
     inside = is_inside("backward", "torch.utils.checkpoint")
@@ -335,15 +307,13 @@ def adasum_replicate(
     first replica now. `fully_shard` averages inside a replica.
 
     Args:
-        model: sharded by `fully_shard`, `parallelize_module`, both or neither, and already
-            as it trains: what replaces parameters comes before. Its optimizer is a plain one, and
-            steps after backward. Parameters that are frozen now,
-            or marked with `mark_worker_local`, are left out.
+        model: sharded by `fully_shard`, `parallelize_module`, both or neither; what replaces
+            parameters comes before. Its optimizer is a plain one, and steps after backward.
+            Parameters that are frozen now, or marked with `mark_worker_local`, are left out.
         mesh: the one-dimensional mesh of the replicas, `mesh["replica"]`, or their process group:
             the ranks that hold the same shards.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the handle has its `gain`.
-        group_op: as of `adasum_all_reduce`.
-        group_size: as of `adasum_all_reduce`.
+        group_op, group_size: as of `adasum_all_reduce`.
         overlap: reduce a module's gradients while backward goes on. False reduces all at the
             end of backward: needed if a pass runs modules more often than every earlier pass did.
 
@@ -351,23 +321,16 @@ def adasum_replicate(
         The handle, with `no_sync()` for gradient accumulation, `synchronize()` and `remove()`.
 
     Raises:
-        ValueError: on every rank of the job: the model is not the same on all replicas, or one
-            of HSDP on a two-dimensional mesh, FSDP1, DDP or DeepSpeed ZeRO; or the mesh has
-            several dimensions, or ranks in common with the model's.
+        ValueError: on every rank of the job: the model is not the same on all replicas, or a
+            set-up of docs/sharded.md, "Refused set-ups".
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. Backward passes are
     collective from then on. A forward pass raises RuntimeError if parameters were replaced or
-    added, or if DDP averages the gradients; and a backward pass, on a CPU, if another replica is in
-    another one, because it has left out the rest of one that failed.
-
-    Example:
-        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        ... # doctest: +SKIP
-        >>> fully_shard(model, mesh=mesh["shard"])               # doctest: +SKIP
-        >>> replicas = adasum_replicate(model, mesh["replica"])  # doctest: +SKIP
+    added, or if DDP averages the gradients; a backward pass, on a CPU, if another replica is in
+    another one.
 
     References:
-        arXiv 2006.02924, section 3.
+        arXiv 2006.02924, section 3; docs/sharded.md.
     """
     communicator, checked = connect(
         "adasum_replicate",

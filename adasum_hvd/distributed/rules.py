@@ -11,8 +11,9 @@ from typing import TypeAlias
 import torch
 
 from adasum_hvd.base.agreement import plain
-from adasum_hvd.distributed import named_rules
+from adasum_hvd.base.ops import GROUP_OPS
 from adasum_hvd.distributed.adascale import AdaScale
+from adasum_hvd.distributed.coefficients import grafted, mean_direction, rda
 
 Coefficients: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # What makes the function of a rule; AdaSum and the mean need none.
@@ -20,30 +21,25 @@ FUNCTIONS: dict[str, Callable[[], Coefficients | None]] = {
     "adasum": lambda: None,
     "mean": lambda: None,
     "adascale": AdaScale,
-    "grafted": lambda: named_rules.grafted,
-    "mean_direction": lambda: named_rules.mean_direction,
-    "rda": lambda: named_rules.rda,
+    "grafted": lambda: grafted,
+    "mean_direction": lambda: mean_direction,
+    "rda": lambda: rda,
 }
-GROUP_OPS = ("adasum", "average", "sum")
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule and its groups, checked.
 
-    Args:
-        kind: a name in `FUNCTIONS`, or a function from Gram matrices, float64 [tensors, N, N],
-            to coefficients, float64 [tensors, N], on the same device.
-        group_op: how ranks of a group are joined before AdaSum: "adasum", "average" or "sum".
-        group_size: ranks in a group; 0 means that a host is a group.
-
     Raises:
         ValueError: another value, or groups with a rule that has none.
     """
 
+    # A name in `FUNCTIONS`, or a function from Gram matrices, float64 [tensors, N, N], to
+    # coefficients, float64 [tensors, N], on the same device.
     kind: str | Coefficients
-    group_op: str = "adasum"
-    group_size: int = 0
+    group_op: str = "adasum"  # how ranks of a group are joined before AdaSum
+    group_size: int = 0  # ranks in a group; 0 means that a host is a group
     function: Coefficients | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,22 +67,11 @@ class Rule:
     @property
     def name(self) -> str:
         """The rule's name, by which ranks compare it; of a partial with its plain arguments."""
-        if isinstance(self.kind, str):
-            return self.kind
-        if isinstance(self.kind, partial):
-            arguments = [_shown(value) for value in self.kind.args]
-            named = sorted(self.kind.keywords.items())
-            arguments += [f"{key}={_shown(value)}" for key, value in named]
-            return f"{_name(self.kind.func)}({', '.join(arguments)})"
-        return _name(self.kind)
+        return self.kind if isinstance(self.kind, str) else _shown(self.kind)
 
     @property
     def adascale(self) -> AdaScale:
-        """The estimates of AdaScale.
-
-        Raises:
-            ValueError: another rule.
-        """
+        """The estimates of AdaScale; ValueError if this is another rule."""
         if not isinstance(self.function, AdaScale):
             raise ValueError(
                 f"gain: expected rule='adascale', but got rule={self.name}; pass rule='adascale'"
@@ -126,13 +111,13 @@ class Ruled:
 
 
 def _shown(value: object) -> str:
-    return _name(value) if callable(value) else repr(plain(value))
-
-
-def _name(function: object) -> str:
-    module = getattr(function, "__module__", "")
-    named = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{module}.{named}"
+    if isinstance(value, partial):
+        named = [f"{key}={_shown(one)}" for key, one in sorted(value.keywords.items())]
+        return f"{_shown(value.func)}({', '.join([*map(_shown, value.args), *named])})"
+    if not callable(value):
+        return repr(plain(value))
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{getattr(value, '__module__', '')}.{name}"
 
 
 def rule_of(
@@ -144,13 +129,7 @@ def rule_of(
     """Return the rule, with groups from the environment where an argument is None.
 
     `ADASUM_HVD_GROUP_OP` and `ADASUM_HVD_GROUP_SIZE` are read as the Horovod op reads them, for
-    `rule="adasum"`.
-
-    Args:
-        rule: as of :class:`Rule`.
-        group_op: as of :class:`Rule`, or None.
-        group_size: as of :class:`Rule`, or None.
-        has_passes: the caller is a :class:`Ruled`, whose gain a program can read.
+    `rule="adasum"`. `has_passes`: the caller is a :class:`Ruled`, whose gain a program can read.
 
     Raises:
         ValueError: as :class:`Rule`; or "adascale" without passes.
@@ -160,10 +139,9 @@ def rule_of(
             "rule: expected one without a gain, but got 'adascale'; use AdasumState, "
             "adasum_replicate or LocalSGD, which have it as .gain, or rule='mean'"
         )
-    groups = {"ADASUM_HVD_GROUP_OP": "adasum", "ADASUM_HVD_GROUP_SIZE": "0"}
-    if rule == "adasum":
-        groups = {name: os.environ.get(name) or groups[name] for name in groups}
-    op, size = groups.values()
+    variables = os.environ if rule == "adasum" else {}
+    op = variables.get("ADASUM_HVD_GROUP_OP") or "adasum"
+    size = variables.get("ADASUM_HVD_GROUP_SIZE") or "0"
     if group_size is None:
         if not size.isdecimal():
             raise ValueError(
@@ -174,11 +152,7 @@ def rule_of(
 
 
 def checked(coefficients: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """Return the coefficients of a user's rule in float64.
-
-    Raises:
-        ValueError: not a tensor of one coefficient for each tensor and rank.
-    """
+    """Return the coefficients of a user's rule in float64; ValueError if their shape is wrong."""
     shape = tuple(gram.shape[:2])
     got = getattr(coefficients, "shape", None)
     if got is None or tuple(got) != shape:

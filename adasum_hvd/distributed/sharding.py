@@ -8,16 +8,13 @@ the classes under other names.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.marks import is_marked_local
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 _DTENSOR = "torch.distributed.tensor", "torch.distributed._tensor"  # 2.4
 _FSDP = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # 2.4 and 2.5
@@ -28,14 +25,14 @@ def _is(value: Any, places: tuple[str, ...], name: str) -> bool:
     return isinstance(value, tuple(filter(None, kinds)))
 
 
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+def is_dtensor(value: Any) -> bool:
     """Return whether a tensor is sharded or replicated over a mesh."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):  # most of them, at once
         return False
     return _is(value, _DTENSOR, "DTensor")
 
 
-def is_fsdp_module(value: Any) -> TypeGuard[FSDPModule]:
+def is_fsdp_module(value: Any) -> bool:
     """Return whether a module is one that `fully_shard` was called on."""
     return _is(value, _FSDP, "FSDPModule")
 
@@ -62,6 +59,15 @@ def shard_groups(parameter: Any) -> tuple[Any, ...]:
         for dimension, placement in enumerate(layout.placements)
         if not placement.is_replicate() and mesh.size(dimension) > 1
     )
+
+
+def numbers_by_group(parameters: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the numbers of the parameters that are sharded over each process group."""
+    found: dict[Any, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        for group in shard_groups(parameter):
+            found.setdefault(group, []).append(number)
+    return found
 
 
 def shard_problem(tensor: Any) -> str:
@@ -123,9 +129,7 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
         if not (is_marked_local(parameter) or parameter.is_meta)
     ]
     layouts = [layout_of(parameter) for _, parameter in named]
-    meshes = dict.fromkeys(
-        layout.device_mesh for layout in layouts if layout is not None
-    )
+    meshes = {one.device_mesh: None for one in layouts if one is not None}
     # By ranks, because equal meshes may have groups of their own.
     groups = {ranks: group for mesh in meshes for ranks, group in _groups(mesh)}
     found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
@@ -133,9 +137,7 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
         own = layout_of(parameter)
         sharded = [_ranks(group) for group in shard_groups(parameter)]
         wider = [m for m in meshes if own is None or _contains(m, own.device_mesh)]
-        for ranks in dict.fromkeys(
-            ranks for mesh in wider for ranks, _ in _groups(mesh)
-        ):
+        for ranks in {ranks: None for mesh in wider for ranks, _ in _groups(mesh)}:
             if ranks not in sharded:
                 found.setdefault(groups[ranks], []).append((name, parameter))
     return found

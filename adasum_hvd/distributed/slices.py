@@ -7,10 +7,11 @@ depend on the buffer that the tensor is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 BLOCK_ELEMENTS = 4096  # between slice borders; one program of a kernel works on them
@@ -26,81 +27,60 @@ class Run(NamedTuple):
     whole: bool  # the run is the whole tensor
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Block(NamedTuple):
+    """Elements of one tensor in a slice."""
+
+    start: int  # element of the slice
+    elements: int
+    tensor: int
+
+
+class Chunk(NamedTuple):
     """Blocks that are worked on together; the last block of a tensor is filled with zeros."""
 
     first: int  # number of its first block in the slice
-    start: int  # its first element in the slice
+    range: slice  # its elements of the slice
     tensors: tuple[int, ...]  # of each block
-    counts: tuple[
-        int, ...
-    ]  # elements of each of its runs, which lie end to end in the slice
-
-    @property
-    def range(self) -> slice:
-        """The elements of the slice."""
-        return slice(self.start, self.start + sum(self.counts))
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The elements of each run, and of the filling after it."""
-        return tuple(
-            n for count in self.counts for n in (count, -count % PADDED_ELEMENTS)
-        )
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether a run has filling after it."""
-        return any(self.sizes[1::2])
+    counts: tuple[int, ...]  # elements of each tensor, which lie end to end
+    sizes: tuple[int, ...]  # the same, each followed by the elements of the filling
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A buffer of tensors with these element counts, cut into one slice per rank.
+    """A buffer of tensors with these element counts, cut into one slice per rank."""
 
-    Args:
-        sizes: elements of every tensor; zero is allowed.
-        ranks: how many slices.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # zero is allowed
     ranks: int
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """The first element of every slice, and the end of the buffer."""
-        elements = sum(self.sizes)
-        ends = list(accumulate(self.sizes))
-        borders, tensor = [0], 0
+        starts = [*accumulate(self.sizes or (0,), initial=0)]
+        borders = [0]
         for part in range(1, self.ranks):
-            target = elements * part // self.ranks
-            while tensor < len(ends) and ends[tensor] < target:
-                tensor += 1
-            if tensor == len(ends):
-                borders.append(elements)
-                continue
-            start = ends[tensor] - self.sizes[tensor]
-            blocks = -(-(target - start) // BLOCK_ELEMENTS)
-            borders.append(min(start + blocks * BLOCK_ELEMENTS, ends[tensor]))
-        return (*borders, elements)
+            target = starts[-1] * part // self.ranks
+            end = bisect_left(
+                starts, target, lo=1
+            )  # of the tensor that the border is in
+            blocks = -(-(target - starts[end - 1]) // BLOCK_ELEMENTS)
+            border = starts[end - 1] + blocks * BLOCK_ELEMENTS
+            borders.append(min(border, starts[end]))
+        return (*borders, starts[-1])
 
     @cached_property
     def runs(self) -> tuple[tuple[Run, ...], ...]:
         """By rank, what its slice consists of."""
-        return tuple(map(self._runs_of, range(self.ranks)))
-
-    def _runs_of(self, rank: int) -> tuple[Run, ...]:
-        begin, end = self.bounds[rank], self.bounds[rank + 1]
-        runs, start = [], 0
-        for tensor, size in enumerate(self.sizes):
-            first, last = max(start, begin), min(start + size, end)
-            if first < last:
-                runs.append(
-                    Run(tensor, first - begin, last - first, last - first == size)
-                )
-            start += size
-        return tuple(runs)
+        found = []
+        for begin, end in pairwise(self.bounds):
+            runs, start = [], 0
+            for tensor, size in enumerate(self.sizes):
+                first, last = max(start, begin), min(start + size, end)
+                if first < last:
+                    count = last - first
+                    runs.append(Run(tensor, first - begin, count, count == size))
+                start += size
+            found.append(tuple(runs))
+        return tuple(found)
 
     @cached_property
     def split(self) -> tuple[tuple[int, ...], ...]:
@@ -115,33 +95,30 @@ class Layout:
         return tuple(tuple(run.tensor for run in runs) for runs in self.runs)
 
 
-@lru_cache(maxsize=1024)
-def layout_of(sizes: tuple[int, ...], ranks: int) -> Layout:
-    """Return the layout, which is computed once."""
-    return Layout(sizes, ranks)
+layout_of = lru_cache(maxsize=1024)(Layout)
+
+
+def blocks_of(runs: tuple[Run, ...], elements: int) -> list[Block]:
+    """Return the blocks of runs, each of at most so many elements."""
+    return [
+        Block(run.start + at, min(elements, run.elements - at), run.tensor)
+        for run in runs
+        for at in range(0, run.elements, elements)
+    ]
 
 
 @lru_cache(maxsize=1024)
-def chunks_of(runs: Sequence[Run], blocks: int) -> tuple[Chunk, ...]:
-    """Return the runs as chunks of at most `blocks` blocks."""
-    return tuple(_chunks(runs, blocks))
-
-
-def _chunks(runs: Sequence[Run], blocks: int) -> Iterator[Chunk]:
-    first, start, tensors, counts = 0, 0, list[int](), list[int]()
-    for run in runs:
-        left = run.elements
-        while left:
-            counts.append(min(left, (blocks - len(tensors)) * PADDED_ELEMENTS))
-            tensors += [run.tensor] * -(-counts[-1] // PADDED_ELEMENTS)
-            left -= counts[-1]
-            if len(tensors) == blocks:
-                yield Chunk(first, start, tuple(tensors), tuple(counts))
-                first, start, tensors, counts = (
-                    first + blocks,
-                    start + sum(counts),
-                    [],
-                    [],
-                )
-    if tensors:
-        yield Chunk(first, start, tuple(tensors), tuple(counts))
+def chunks_of(runs: tuple[Run, ...], most: int) -> tuple[Chunk, ...]:
+    """Return the padded blocks of runs as chunks of at most `most` blocks."""
+    blocks, found = blocks_of(runs, PADDED_ELEMENTS), []
+    for first in range(0, len(blocks), most):
+        some = blocks[first : first + most]
+        counts = tuple(
+            sum(block.elements for block in own)
+            for _, own in groupby(some, attrgetter("tensor"))
+        )
+        sizes = (size for n in counts for size in (n, -n % PADDED_ELEMENTS))
+        place = slice(some[0].start, some[0].start + sum(counts))
+        tensors = tuple(block.tensor for block in some)
+        found.append(Chunk(first, place, tensors, counts, tuple(sizes)))
+    return tuple(found)

@@ -6,7 +6,7 @@ spare, contributes zeros, which are neutral for AdaSum. Nothing is divided by th
 participants.
 
 References:
-    https://github.com/pytorch/torchft; docs/elastic.md.
+    https://github.com/pytorch/torchft; docs/elastic.md, "torchft".
 """
 
 from __future__ import annotations
@@ -79,20 +79,10 @@ class ManagedAdasum:
     Args:
         manager: torchft's.
         process_group: the one that the manager was given.
-        rule: as of `adasum_all_reduce`.
-        group_op: as of `adasum_all_reduce`; each replica counts as a host.
-        group_size: as of `adasum_all_reduce`.
+        rule, group_op, group_size: as of `adasum_all_reduce`; each replica counts as a host.
 
     Raises:
         ValueError: `rule`, `group_op` or `group_size` is not as described.
-
-    Example:
-        >>> adasum = ManagedAdasum(manager, process_group)     # doctest: +SKIP
-        >>> optimizer = torchft.Optimizer(manager, optimizer)  # doctest: +SKIP
-        >>> optimizer.zero_grad()                              # doctest: +SKIP
-        >>> loss.backward()                                    # doctest: +SKIP
-        >>> adasum.reduce_gradients(model)                     # doctest: +SKIP
-        >>> optimizer.step()                                   # doctest: +SKIP
     """
 
     def __init__(
@@ -108,15 +98,12 @@ class ManagedAdasum:
         self._rule = rule_of(rule, group_op, group_size, has_passes=False)
 
     def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Reduce tensors in place, each with coefficients of its own.
-
-        Args:
-            tensors: as of `adasum_all_reduce`, whole: replicas of sharded models are refused.
+        """Reduce tensors, as of `adasum_all_reduce`, in place.
 
         Raises:
             ValueError: tensors or arguments differ between replicas, or cannot be reduced; on
                 every replica.
-            NotImplementedError: a tensor is a DTensor.
+            NotImplementedError: a tensor is a DTensor, of a sharded model.
 
         Collective: all replicas of the quorum, after `start_quorum`; blocks.
         """
@@ -130,9 +117,7 @@ class ManagedAdasum:
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         parameters = [p for p in trained if not is_marked_local(p)]
-        present = torch.tensor(
-            [[p.grad is not None] for p in parameters], dtype=torch.bool
-        )
+        present = torch.tensor([[p.grad is not None] for p in parameters]).bool()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -167,8 +152,7 @@ class ManagedAdasum:
             torch._foreach_zero_(list(tensors))
         try:
             quorum = _Quorum(self._process_group)
-            call = call_of(tensors, self._rule.described)
-            agree("ManagedAdasum", call, quorum)
+            agree("ManagedAdasum", call_of(tensors, self._rule.described), quorum)
             first(quorum)
             reduce_list(tensors, quorum, self._rule)
         except (RuntimeError, TimeoutError) as error:  # a replica or its network failed
@@ -222,9 +206,10 @@ def diloco(
     """
     from torchft.local_sgd import DiLoCo
 
-    bucketization = os.environ.get("TORCHFT_USE_BUCKETIZATION") == "True"
+    if os.environ.get("TORCHFT_USE_BUCKETIZATION") == "True":
+        options["use_bucketization"] = True
     for name in ("use_bucketization", "should_quantize"):
-        if options.get(name) or (bucketization and name == "use_bucketization"):
+        if options.get(name):
             raise ValueError(
                 f"diloco: expected a reduction of each parameter by itself, but got {name}; "
                 "leave it out"
@@ -238,14 +223,8 @@ def diloco(
                     "fragments"
                 )
     manager: Any = _AdasumManager(adasum)
-    return DiLoCo(
-        manager,
-        model_fragments,
-        inner_optimizer,
-        outer_optimizer,
-        sync_every,
-        **options,
-    )
+    several = model_fragments, inner_optimizer, outer_optimizer, sync_every
+    return DiLoCo(manager, *several, **options)
 
 
 def local_sgd(

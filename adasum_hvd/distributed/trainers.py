@@ -38,10 +38,6 @@ def register_adasum_hook(
         ValueError: the model has the hook with other arguments; or as :class:`AdasumState`.
 
     Collective: every rank of the model's process group; blocks on the first call.
-
-    Example:
-        >>> model = accelerator.prepare(model)             # doctest: +SKIP
-        >>> state = register_adasum_hook(model)            # doctest: +SKIP
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, DistributedDataParallel):

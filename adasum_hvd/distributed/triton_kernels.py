@@ -11,6 +11,12 @@ interpreter:
 
 Multiply-adds are fused by name only, where the product is exact anyway: of types of up to four
 bytes in float64.
+
+What kernels have in common: `rows` has a pointer for each rank, to elements of `width` in 16 bytes;
+`aligned` says whether all of them, and the result, are aligned to 16 bytes. `starts` (int64) and
+`counts` (int32) are a block's elements, and `owners` (int64) its tensor. If a kernel is `scaled`,
+it multiplies rows by `factors`, float64 [tensors, rows]. `out`, float64 [blocks, columns], points
+to the first column to write.
 """
 
 from __future__ import annotations
@@ -114,19 +120,6 @@ def gram_kernel(
     """Store a block's dot products of the first `lefts` rows with the others.
 
     If `lefts` is 0, those of all pairs: the upper triangle, row by row.
-
-    Args:
-        rows: of each rank a pointer.
-        starts: int64 [blocks], elements.
-        counts: int32 [blocks], elements.
-        owners: int64 [blocks], tensors.
-        factors: float64 [tensors, rows], if `scaled`.
-        out: float64 [blocks, columns], at the first column.
-        columns: of `out`.
-        aligned: whether all rows are, to 16 bytes.
-        lefts: see above.
-        width: elements in 16 bytes.
-        scaled: rows are multiplied by factors.
     """
     block = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + block), tl.load(counts + block)
@@ -167,22 +160,8 @@ def nodes_kernel(
 ):  # fmt: skip
     """Store `left.left`, `left.right` and `right.right` of two nodes, where a tensor needs them.
 
-    Args:
-        rows: as of `gram_kernel`, with `starts`, `counts`, `owners`, `factors`, `out`, `columns`,
-            `width` and `scaled`.
-        starts: as above.
-        counts: as above.
-        owners: as above.
-        cancelled: int8 [tensors], whether it is needed.
-        factors: as above.
-        sides: float64 [tensors, stride], what the nodes' programs multiply by.
-        out: as above.
-        columns: as above.
-        stride: of `sides`.
-        left: program of the left node.
-        right: program of the right node.
-        width: as above.
-        scaled: as above.
+    Those are the tensors with `cancelled`, int8 [tensors]. `left` and `right` are the nodes'
+    programs, which multiply by `sides`, float64 [tensors, stride].
     """
     block = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners + block)
@@ -243,21 +222,10 @@ def combine_kernel(
     rows, result, starts, counts, owners, factors, scale, aligned,
     program: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of a block's rows times their factors, in the order of the program.
+    """Store the sum of a block's rows times their factors, in the order of the root's program.
 
-    Args:
-        rows: as of `gram_kernel`, with `starts`, `counts`, `owners`, `factors` and `width`.
-        result: pointer to the elements; may be one of the rows.
-        starts: as above.
-        counts: as above.
-        owners: as above.
-        factors: as above.
-        scale: float64 [tensors], by which sums are divided, if `scaled`.
-        aligned: whether all rows and the result are, to 16 bytes.
-        program: of the root, without sides.
-        width: as above.
-        tile: elements that are worked on together.
-        scaled: sums are divided.
+    `result` may be one of the rows; `tile` elements are worked on together. If `scaled`, sums are
+    divided by `scale`, float64 [tensors].
     """
     block = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + block), tl.load(counts + block)
@@ -276,7 +244,7 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=POINTERS)
 def largest_kernel(rows, starts, counts, out, width: tl.constexpr):
-    """Store the largest magnitude in a block, infinity for NaN; arguments as of `gram_kernel`."""
+    """Store the largest magnitude in a block, infinity for NaN."""
     block = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + block), tl.load(counts + block)
     found = tl.zeros([LANES * width], tl.float64)

@@ -15,9 +15,20 @@ from torch.utils.hooks import RemovableHandle
 from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
-from adasum_hvd.distributed.sharding import is_fsdp_module, local_of, shard_groups
+from adasum_hvd.distributed.reduction import reduce_tensors
+from adasum_hvd.distributed.rules import Rule
+from adasum_hvd.distributed.sharding import (
+    is_fsdp_module,
+    local_of,
+    numbers_by_group,
+    shard_groups,
+)
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets
+MISSING, REDUCED, NEW = range(3)  # states of a gradient before a reduction
+_EXPECTED = (
+    "adasum_replicate: expected gradients of one pass and unit from all replicas"
+)
 
 
 class Unit(NamedTuple):
@@ -61,12 +72,7 @@ class Selection:
         return found
 
     def check(self, what: str, _: object = None) -> None:
-        """Raise RuntimeError if other parameters would have to be reduced by now.
-
-        Args:
-            what: the function or class that reduces the model, for the message.
-            _: the parameter that backward has reached.
-        """
+        """Raise RuntimeError if other parameters would have to be reduced by now."""
         for name, parameter in self._frozen.items():
             if _is_reduced(parameter):
                 raise RuntimeError(
@@ -106,7 +112,13 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     units = []
     for members in grouped(model):
         names, parameters = zip(*members, strict=True)
-        units.append(Unit(names, parameters, _shards(parameters, communicators)))
+        shards = []
+        for group, numbers in numbers_by_group(parameters).items():
+            if group not in communicators:
+                # FSDP uses the group, too, while a lane runs.
+                communicators[group] = Communicator(group, apart=True)
+            shards.append(Shards(communicators[group], tuple(numbers)))
+        units.append(Unit(names, parameters, shards))
     return units
 
 
@@ -124,8 +136,9 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
         local, dtype = local_of(parameter), gradient_dtype(parameter)
         key = id(owner.get(id(parameter))), local.dtype, dtype, local.device
         # Of an even shard, because ranks with uneven ones must have the same units.
+        count = math.prod(map(dist.get_world_size, shard_groups(parameter)))
         whole = parameter.numel() * parameter.element_size()
-        room[key] = room.get(key, 0) + whole // _shard_count(parameter)
+        room[key] = room.get(key, 0) + whole // count
         number = 0 if id(parameter) in owner else room[key] // _BUCKET_BYTES
         # At the place of its first parameter, whose gradient comes last: a root module of FSDP
         # has embeddings and a head, and is finished after all blocks between them.
@@ -139,23 +152,105 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def _shard_count(parameter: torch.Tensor) -> int:
-    return math.prod(map(dist.get_world_size, shard_groups(parameter)))
+class Progress:
+    """How far a backward pass has come with a unit."""
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        # The most hooks of any pass of a kind so far, if there was one.
+        self._most: dict[bool, list[int]] = {}
+        self.begin_pass(accumulated=False)
+
+    @property
+    def expected(self) -> list[int]:
+        """The most hooks of any pass of this kind so far, at least one for each parameter."""
+        return self._most.get(self._accumulated, [1] * len(self.unit.parameters))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this pass has fired as many hooks as any pass of its kind so far."""
+        return self._accumulated in self._most and self.fired == self.expected
+
+    def begin_pass(self, accumulated: bool) -> None:
+        """Begin a pass, also after one that broke off.
+
+        If passes without a reduction came before it (`accumulated`), FSDP fires the hooks of a
+        module that runs twice two times, and otherwise once.
+        """
+        self._accumulated = accumulated
+        self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
+
+    def end_pass(self) -> None:
+        """Keep the number of hooks that this pass has fired."""
+        if any(self.fired):
+            self._most[self._accumulated] = list(map(max, self.expected, self.fired))
 
 
-def _shards(
-    parameters: Sequence[torch.nn.Parameter], communicators: dict[Any, Communicator]
-) -> list[Shards]:
-    """Return which parameters are sharded over which groups; groups' communicators are shared."""
-    by_group: dict[Any, list[int]] = {}
-    for number, parameter in enumerate(parameters):
-        for group in shard_groups(parameter):
-            by_group.setdefault(group, []).append(number)
-    for group in by_group:
-        if group not in communicators:
-            # FSDP uses the group, too, while a lane runs.
-            communicators[group] = Communicator(group, apart=True)
-    return [
-        Shards(communicators[group], tuple(numbers))
-        for group, numbers in by_group.items()
-    ]
+class UnitReducer:
+    """Reduces units, in a lane, and stops for good if the replicas do not reduce the same one.
+
+    A small header goes first: pass, unit, and the state of each gradient. `widest` is the most
+    parameters of a unit: headers of all units have one length, so that replicas which reduce
+    different ones can tell.
+    """
+
+    def __init__(self, rule: Rule, widest: int):
+        self._rule, self._widest = rule, widest
+        self._problem = ""
+
+    def reduce(
+        self,
+        unit: Unit,
+        gradients: list[torch.Tensor],
+        states: list[int],
+        place: tuple[int, int],
+        communicator: Communicator,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Reduce this rank's shards of a unit's gradients in place.
+
+        Gradients that an earlier pass has reduced, and this one has not touched on any replica,
+        stay as they are: a sum of equal gradients is not the gradient. The place is the number of
+        the pass, and of the unit in it.
+
+        Returns:
+            The gradients, and int64 [replicas, parameters]: their states before.
+
+        Raises:
+            RuntimeError: a replica reduces, or has reduced, another unit or pass; on all replicas,
+                and nothing is sent any more. On a CUDA device that is the device's assertion.
+
+        Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
+        """
+        if self._problem:
+            raise RuntimeError(self._problem)
+        device = gradients[0].device
+        row = [*place, *states, *[0] * (self._widest - len(states))]
+        rows = communicator.all_gather(torch.tensor(row, device=device))
+        self._check(rows[:, :2])
+        everywhere = rows[:, 2 : 2 + len(states)]
+        is_new = (everywhere == NEW).any(0)
+        if device.type == "cpu" and not is_new.any():
+            return gradients, everywhere
+        kept = {
+            number: gradients[number].clone()
+            for number, state in enumerate(states)
+            if state == REDUCED
+        }
+        reduce_tensors(gradients, communicator, self._rule, unit.shards)
+        for number, before in kept.items():
+            found = torch.where(is_new[number], gradients[number], before)
+            gradients[number].copy_(found)
+        return gradients, everywhere
+
+    def _check(self, places: torch.Tensor) -> None:
+        """Raise unless all replicas are at one place; a device's values are not waited for."""
+        is_equal = (places == places[0]).all()
+        if places.device.type == "cuda":
+            torch._assert_async(is_equal, _EXPECTED)
+        elif places.device.type == "cpu" and not is_equal:
+            got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
+            self._problem = (
+                f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
+                "pass fails on one replica, end the job on all of them"
+            )
+            raise RuntimeError(self._problem)

@@ -9,7 +9,7 @@ from typing import Any
 
 from adasum_hvd.advice.banner import startup_line
 from adasum_hvd.base.logging import log_on_first_rank, logger
-from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.base.options import warn_of_one_group
 from adasum_hvd.horovod import binding, groups, preflight
 from adasum_hvd.horovod.elastic import arrival
 from adasum_hvd.horovod.launch import variables

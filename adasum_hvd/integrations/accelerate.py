@@ -29,10 +29,6 @@ def use_adasum(*prepared: Any, **arguments: Any) -> list[AdasumState]:
             not prepared, or FSDP, DeepSpeed or another plugin has it.
 
     Collective: every rank; blocks.
-
-    Example:
-        >>> model, optimizer = accelerator.prepare(model, optimizer)  # doctest: +SKIP
-        >>> use_adasum(model)                                         # doctest: +SKIP
     """
     models = [one for one in prepared if isinstance(one, torch.nn.Module)]
     if not models:

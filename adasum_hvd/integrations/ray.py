@@ -26,9 +26,6 @@ def prepare_model(
         TypeError: several workers with `parallel_strategy` other than "ddp"; on every worker.
 
     Collective: every worker; blocks.
-
-    Example:
-        >>> model = prepare_model(build_model())  # doctest: +SKIP
     """
     prepared = ray.train.torch.prepare_model(model, **arguments)
     register_adasum_hook(prepared, **(adasum or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+import traceback
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -28,9 +28,6 @@ class AdasumCallback(TrainerCallback):
         RuntimeError: no Trainer calls it.
 
     Collective: the beginning of a training, on every rank; blocks.
-
-    Example:
-        >>> trainer = Trainer(model, arguments, callbacks=[AdasumCallback()])  # doctest: +SKIP
     """
 
     def __init__(self, **arguments: Any):
@@ -44,11 +41,9 @@ class AdasumCallback(TrainerCallback):
 
 def _trainer() -> Trainer:
     """Return the Trainer that calls: transformers passes a callback only the unwrapped model."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if isinstance(found := frame.f_locals.get("self"), Trainer):
             return found
-        frame = frame.f_back
     raise RuntimeError(
         "AdasumCallback: expected to be called by a Trainer of transformers, but got another "
         "caller; pass it in Trainer(callbacks=[...]), and leave the call to the Trainer"

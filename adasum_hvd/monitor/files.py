@@ -14,12 +14,7 @@ _WRONG = ValueError, KeyError, TypeError, AttributeError, OverflowError
 
 
 def check(record: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if this is no record of a monitor.
-
-    Args:
-        record: with `joined`, and `tensors`, whose values have names.
-        where: the record's place, for the message.
-    """
+    """Raise ValueError if this is no record of a monitor; `where` is its place, for the message."""
     try:
         counts = {"joined": record["joined"], "ranks": record.get("ranks") or 1}
         for name, value in counts.items():

@@ -47,10 +47,7 @@ class Channel(Protocol):
 
 
 def check_job(settings: Mapping[str, object]) -> None:
-    """Check that this job can have a monitor.
-
-    Args:
-        settings: the op's, from :func:`adasum_hvd.horovod.binding.settings`.
+    """Check by the op's settings that this job can have a monitor.
 
     Raises:
         NotImplementedError: the job is elastic.
@@ -65,11 +62,7 @@ def check_job(settings: Mapping[str, object]) -> None:
 
 
 def inputs_of(op: ops.ReduceOp) -> str:
-    """Return what an optimizer's op reduces: "gradients", or "changes" of weights.
-
-    Raises:
-        ValueError: the op is not an AdaSum variant.
-    """
+    """Return what an AdaSum op reduces: "gradients", or "changes" of weights; else ValueError."""
     if not ops.is_adasum(op):
         raise ValueError(
             "AdasumMonitor: expected an optimizer with an AdaSum op, but got "
@@ -78,11 +71,8 @@ def inputs_of(op: ops.ReduceOp) -> str:
     return "gradients" if op is ops.AdasumGrad else "changes"
 
 
-class _Segments(NamedTuple):
-    """The segments of one of Horovod's tensors among the summed rows."""
-
-    names: Sequence[str]
-    sizes: tuple[int, ...]
+# The names of a tensor's segments among the summed rows, and their levels' sizes.
+_Segments = tuple[Sequence[str], tuple[int, ...]]
 
 
 class _Pending(NamedTuple):
@@ -125,11 +115,10 @@ class Monitor:
     ):
         self._every, self._channel, self._inputs = every, channel, inputs
         self._loss_scale = loss_scale
-        self._is_first = channel.rank == channel.ranks[0]
         self._sinks, error = None, None
         try:
             check_count("every", every)
-            self._sinks = Sinks(to) if self._is_first else None
+            self._sinks = Sinks(to) if channel.rank == channel.ranks[0] else None
         except (TypeError, ValueError, OSError) as raised:
             error = raised
         self._name = f"adasum.monitor.{self._agree(error)}"
@@ -152,13 +141,8 @@ class Monitor:
                 raise kind(
                     f"AdasumMonitor: {text} (on rank {other}, seen by rank {rank})"
                 )
-        compare_settings(
-            [{"every": interval} for interval in intervals],
-            rank,
-            "arguments of AdasumMonitor",
-            "pass the same arguments on every rank",
-            ranks,
-        )
+        words = "arguments of AdasumMonitor", "pass the same arguments on every rank"
+        compare_settings([{"every": k} for k in intervals], rank, *words, ranks)
         return max(numbers)
 
     def after_step(
@@ -166,11 +150,9 @@ class Monitor:
     ) -> None:
         """Count a step, and collect its record if one was requested.
 
-        Args:
-            entries_of: returns the tensors that the next step will reduce, equal on all ranks.
-            step: the step's number in the record; by default the number of calls.
-
-        Collective on the steps with a record; blocks only while an earlier record is pending.
+        `entries_of` returns the tensors that the next step will reduce, equal on all ranks. A
+        record has the number `step`, by default the number of calls. Collective on the steps with
+        a record; blocks only while an earlier record is pending.
         """
         self._steps += 1
         self._deliver(wait=False)
@@ -180,9 +162,7 @@ class Monitor:
         entries = entries_of()
         if self._requested:
             if dict(self._segments_of) != dict(entries):
-                self._due = (
-                    True  # other tensors now: parameters were frozen, for example
-                )
+                self._due = True  # other tensors now: some were frozen, for example
             elif not self._collect(self._steps if step is None else step):
                 return
         if self._due and entries:
@@ -209,7 +189,7 @@ class Monitor:
             if record is None or record.number <= number_before:
                 return False
             names = self._segments_of[entry]
-            parts.append(_Segments(names, record.sizes))
+            parts.append((names, record.sizes))
             rows.append(record.rows[: len(names) * width(record.sizes)])
         self._requested = {}
         self._deliver(wait=True)
@@ -230,7 +210,7 @@ class Monitor:
                 "step": step,
                 "time": time.time(),
                 "ranks": len(self._channel.ranks),
-                "joined": math.prod(parts[0].sizes),
+                "joined": math.prod(parts[0][1]),
                 "inputs": self._inputs,
                 "tensors": _tensors(parts, total, loss_scale),
             }
@@ -246,13 +226,10 @@ class Monitor:
 
 def _tensors(parts: Sequence[_Segments], total: Rows, loss_scale: float) -> Record:
     """Return the statistics by tensor in model order, which is the reverse of bucket order."""
-    tensors = {}
-    begin = 0
+    tensors: Record = {}
     for names, sizes in parts:
-        count = len(names)
-        end = begin + count * width(sizes)
-        columns = statistics(total[begin:end].reshape(count, -1), sizes)
-        begin = end
+        rows, total = np.split(total, [len(names) * width(sizes)])
+        columns = statistics(rows.reshape(len(names), -1), sizes)
         for key, power in DEGREES.items():
             columns[key] = columns[key] / loss_scale**power
         for index, name in enumerate(names):

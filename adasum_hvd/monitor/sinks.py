@@ -32,9 +32,8 @@ class Jsonl:
     def __init__(self, path: Path):
         self.path = path
         _make_folder(path.parent)
-        if path.is_dir() or not os.access(
-            path if path.exists() else path.parent, os.W_OK
-        ):
+        changed = path if path.exists() else path.parent
+        if path.is_dir() or not os.access(changed, os.W_OK):
             raise ValueError(f"expected a file that can be written, but got {path}")
 
     def __call__(self, record: Record) -> None:
@@ -115,9 +114,7 @@ class Sinks:
 
     def __init__(self, to: Any):
         is_list = isinstance(to, Sequence) and not isinstance(to, str)
-        self._sinks: list[Sink] = [
-            _sink(target) for target in (to if is_list else [to])
-        ]
+        self._sinks: list[Sink] = [*map(_sink, to if is_list else [to])]
 
     def __call__(self, record: Record) -> None:
         """Pass a record to all sinks."""

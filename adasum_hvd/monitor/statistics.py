@@ -39,15 +39,12 @@ class TensorRecord(NamedTuple):
 
 
 def width(sizes: Sequence[int]) -> int:
-    """Return the number of doubles in a segment's record.
-
-    Args:
-        sizes: how many vectors a group combines, by level, innermost first.
-    """
-    return sum(
-        math.prod(sizes[level + 1 :]) * (_SUMS + size)
-        for level, size in enumerate(sizes)
-    )
+    """Return the number of doubles in a segment's record; `TensorRecord` explains sizes."""
+    count, groups = 0, 1
+    for size in reversed(sizes):
+        count += groups * (_SUMS + size)
+        groups *= size
+    return count
 
 
 def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
@@ -100,24 +97,15 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
             moments = _moments(part, size) if size > 1 else moments
             below = coefficients[:, :, None] * part[:, :, _SUMS:]
             coefficients = below.reshape(count, groups * size)
-        values = (
-            cosines / pairs,
-            energy,
-            gain,
-            coefficients.min(1),
-            coefficients.max(1),
-            *moments,
-            length,
-        )
+        extremes = coefficients.min(1), coefficients.max(1)
+        values = (cosines / pairs, energy, gain, *extremes, *moments, length)
     return dict(zip(NAMES, values, strict=True))
 
 
 def _moments(part: Rows, size: int) -> tuple[Rows, Rows]:
     """Return `variance` and `squared_mean` by tensor: means over a level's groups.
 
-    Args:
-        part: a level's records, (tensors, groups, _SUMS + size).
-        size: how many vectors a group combines; more than 1.
+    The level's records are (tensors, groups, _SUMS + size); a group combines `size` > 1 vectors.
     """
     squares, squared_mean = part[:, :, 2] ** 2, part[:, :, 3] ** 2
     variance = (squares - size * squared_mean) / (size - 1)

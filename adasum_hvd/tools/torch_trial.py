@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from adasum_hvd.distributed.adascale import AdaScale
-from adasum_hvd.distributed.named_rules import adasum, mean
+from adasum_hvd.distributed.coefficients import adasum, mean
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(torch.optim.SGD, momentum=0.9),

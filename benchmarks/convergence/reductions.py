@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from adasum_hvd.distributed.named_rules import (
+from adasum_hvd.distributed.coefficients import (
     adasum,
     grafted,
     mean,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adasum_hvd.distributed.named_rules import adasum
+from adasum_hvd.distributed.coefficients import adasum
 from convergence.reductions import combine, gram
 
 Vectors = Sequence[torch.Tensor]

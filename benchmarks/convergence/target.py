@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.distributed.named_rules import adasum, lengths
+from adasum_hvd.distributed.coefficients import adasum, lengths
 from convergence.reductions import gram
 from convergence.training import Job, Setting, noise
 

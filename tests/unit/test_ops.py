@@ -7,7 +7,7 @@ import os
 import pytest
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.one_group import warn_of_one_group
+from adasum_hvd.base.options import warn_of_one_group
 from adasum_hvd.horovod import groups
 
 

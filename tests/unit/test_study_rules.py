@@ -14,7 +14,7 @@ from convergence.reductions import gram, reduce_workers
 from convergence.training import Job, Setting, train
 
 from adasum_hvd import reference
-from adasum_hvd.distributed.named_rules import lengths
+from adasum_hvd.distributed.coefficients import lengths
 
 RULES = [*FUNCTIONS, "adascale"]
 SGD = Setting("digits", "momentum", "average", 4, 0.05, 1, target=0.9)

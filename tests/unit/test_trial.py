@@ -15,7 +15,7 @@ import torch
 
 from adasum_hvd import cli, reference
 from adasum_hvd.distributed.adascale import AdaScale
-from adasum_hvd.distributed.named_rules import adasum
+from adasum_hvd.distributed.coefficients import adasum
 from adasum_hvd.tools import torch_trial
 from adasum_hvd.tools.torch_trial import Trial
 from tests.unit.pages import REPOSITORY

@@ -77,7 +77,7 @@ def main(dtype: str, ranks: int) -> None:
     sides = [torch.ones(1, len(tier.left), 2).double() for tier in tree.tiers]
     for tier in range(1, len(sides)):
         cancelled = torch.ones(1, dtype=torch.bool)
-        part.node_products(tree, sides[:tier], None, cancelled, None)
+        part.node_products(tree, sides[:tier], None, cancelled)
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def case_what_is_refused_on_every_rank() -> None:
     last = dist.get_world_size() - 1
     own = mesh if rank() == last else mesh["replica"]
     refused(rf"got 2 dimensions on rank {last} of {last + 1};", nn.Linear(4, 4), own)
-    refused("mesh of one dimension, but got str", nn.Linear(4, 4), "replica")
+    refused("or their process group, but got str", nn.Linear(4, 4), "replica")
     refused("expected a torch.nn.Module, but got Tensor", torch.ones(1))
     some = dist.new_group([0, 1])
     refused("a group without it on rank 2 of", nn.Linear(4, 4), some)

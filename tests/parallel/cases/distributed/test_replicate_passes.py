@@ -74,6 +74,21 @@ def case_synchronize_after_a_pass_that_broke_off() -> None:
         loss().backward()
 
 
+def case_gradients_that_the_program_replaces() -> None:
+    """They are not those that a pass has reduced, so that `synchronize` reduces them."""
+    model, size = nn.Linear(3, 2), dist.get_world_size()
+    replicas = adasum_replicate(
+        model, mesh_of(1)["replica"], group_op="sum", group_size=size
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    reduced = model.weight.grad.clone()
+    model.bias.grad = torch.full((2,), 1.0 + rank())
+    replicas.synchronize()
+    assert torch.equal(model.weight.grad, reduced)
+    total = sum(range(1, size + 1))
+    assert torch.equal(model.bias.grad, torch.full((2,), float(total)))
+
+
 def case_parameters_that_were_replaced() -> None:
     """They would train without a reduction; the forward pass tells, before a backward."""
     mesh, words = (
