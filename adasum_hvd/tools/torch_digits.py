@@ -62,9 +62,7 @@ class Engine(NamedTuple):
 
     rank: int
     size: int
-    local: tuple[
-        int, int
-    ]  # this rank's number on its host, and the number of ranks there
+    local: tuple[int, int]  # this rank's number on its host, and of how many
     # Of a model, an optimizer, an op's name and a monitor's file or None. Returns the model and the
     # optimizer with that reduction, and a function that closes the monitor.
     train: Callable[[nn.Module, Any, str, Path | None], Trained]
