@@ -31,13 +31,18 @@ def ranks_of(process_set: ProcessSet) -> Sequence[int]:
     return process_set.ranks or range(mpi_ops.size())
 
 
+def here() -> str:
+    """Return this rank and the number of ranks, for messages."""
+    return f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
+
+
 def check_root(caller: str, root_rank: int, process_set: ProcessSet) -> None:
     """Raise ValueError unless `root_rank` is in `process_set`."""
     ranks = list(ranks_of(process_set))
     if isinstance(root_rank, bool) or root_rank not in ranks:
         raise ValueError(
-            f"{caller}: expected a root_rank in {ranks}, but got {root_rank!r} (rank "
-            f"{mpi_ops.rank()} of {mpi_ops.size()}); pass a rank of the process set"
+            f"{caller}: expected a root_rank in {ranks}, but got {root_rank!r} {here()}; pass a "
+            "rank of the process set"
         )
 
 

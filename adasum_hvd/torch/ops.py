@@ -14,19 +14,10 @@ from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.distributed.sharding import is_dtensor
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod import start as horovod_start
-from adasum_hvd.torch import launch
+from adasum_hvd.torch import launch, wire
 from adasum_hvd.torch.allocator import keep_freed_memory
-from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.wire import (
-    LIBRARY,
-    begun,
-    enqueue,
-    forget,
-    note_agreement,
-    note_start,
-    ranks_meet,
-    synchronize,
-)
+from adasum_hvd.torch.objects import allgather_object, here
+from adasum_hvd.torch.wire import LIBRARY, enqueue, synchronize
 
 _DTYPES = frozenset(
     (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -34,6 +25,7 @@ _DTYPES = frozenset(
 # Integers pass here, because the op itself refuses them for all frameworks.
 _ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
 Reduction = TypeVar("Reduction", bound=Callable[..., Any])
+_complete = False  # whether the last `init` has run to its end
 
 
 def init(
@@ -62,19 +54,20 @@ def init(
     Collective: every rank calls it; blocks until all have. A second call has no effect.
     """
     horovod_start.configure(mpi_ops, LIBRARY, group_op, group_size)
-    if not (mpi_ops.is_initialized() and begun()):
+    if not (mpi_ops.is_initialized() and _complete):
         start(*args, **kwargs)
 
 
 def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     """Start Horovod as :func:`adasum_hvd.horovod.start.start`. Collective; blocks."""
-    note_start(complete=False)
+    global _complete
+    _complete = False
     horovod_start.start(mpi_ops, LIBRARY, launch.before_init, again, *args, **kwargs)
     keep_freed_memory()
-    forget()
-    if ranks_meet():
+    wire.forget()
+    if wire.ranks_meet():
         agree()
-    note_start(complete=True)
+    _complete = True
     path = binding.transport_description(LIBRARY)
     horovod_start.log_startup(mpi_ops, LIBRARY, path)
 
@@ -90,7 +83,7 @@ def agree() -> None:
     if mpi_ops.size() > 1 and settings()["op"] == "on":
         # Connection errors are easier to understand here than in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
-    note_agreement()
+    wire.note_agreement()
 
 
 def settings() -> dict[str, object]:
@@ -125,13 +118,13 @@ def check_tensors(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"allreduce {_label(name)}: expected a tensor, but got {type(tensor).__name__} "
-                f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
+                f"{here()}; make it one with torch.tensor"
             )
         if is_dtensor(tensor):  # whose memory Horovod would look for in vain
             raise ValueError(
-                f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor (rank "
-                f"{mpi_ops.rank()} of {mpi_ops.size()}); reduce its to_local(), or with AdaSum "
-                "call adasum_hvd.distributed.adasum_replicate"
+                f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor {here()}; "
+                "reduce its to_local(), or with AdaSum call "
+                "adasum_hvd.distributed.adasum_replicate"
             )
         adasum = ops.is_adasum(op)
         if tensor.layout is torch.strided:
@@ -139,15 +132,13 @@ def check_tensors(
                 continue
             raise ValueError(
                 f"allreduce {_label(name)}: {op.name} expected a dtype that Horovod reduces, but "
-                f"got {tensor.dtype} (rank {mpi_ops.rank()} of {mpi_ops.size()}); cast it "
-                "before the reduction"
+                f"got {tensor.dtype} {here()}; cast it before the reduction"
             )
         error = ops.SparseAdasumError if adasum else ValueError
         gather = "" if adasum else ", or use hvd.sparse_allreduce_async"
         raise error(
             f"allreduce {_label(name)}: {op.name} expected a dense tensor, but got one of layout "
-            f"{tensor.layout} (rank {mpi_ops.rank()} of {mpi_ops.size()}); reduce its "
-            f"to_dense(){gather}"
+            f"{tensor.layout} {here()}; reduce its to_dense(){gather}"
         )
 
 
@@ -181,11 +172,9 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
         return []
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     reduced = _Allreduce.apply(options, *compressed)
-    *_, grouped = options
-    if not grouped:
+    if not options[-1]:  # grouped
         return compression.decompress(reduced, *contexts)
-    pairs = zip(reduced, contexts, strict=True)
-    return [compression.decompress(tensor, context) for tensor, context in pairs]
+    return list(map(compression.decompress, reduced, contexts))
 
 
 def _reduction_like(

@@ -17,8 +17,9 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.parameter_lists import Ranks
 from adasum_hvd.torch.wire import LIBRARY
+
+Ranks = tuple[int, ...]
 
 
 def _digests(

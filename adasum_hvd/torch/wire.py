@@ -30,7 +30,6 @@ _copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # a process set excludes one; these counts are per process set.
 _unnamed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
-_begun = False  # whether the last `init` has run to its end
 _agreed = 0  # the generation in which all ranks have compared their settings
 
 
@@ -41,17 +40,6 @@ def forget() -> None:
     _copies.clear()
     _unnamed.clear()
     _op_is_on.cache_clear()
-
-
-def begun() -> bool:
-    """Return whether `adasum_hvd.torch.init` has started Horovod and run to its end."""
-    return _begun
-
-
-def note_start(complete: bool) -> None:
-    """Note the begin or the end of `init`."""
-    global _begun
-    _begun = complete
 
 
 def generation() -> int:
@@ -112,7 +100,7 @@ def _needs_no_copy(tensor: torch.Tensor) -> bool:
 def _with_copies(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], as_bits: bool
 ) -> Any:
-    """Return the tensors to send, the tensors to receive, and (copy, output) pairs."""
+    """Return the tensors to send and to receive, and (copy, output) pairs."""
     sent, received, copies = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
         if as_bits and tensor.is_contiguous() and output.is_contiguous():

@@ -41,7 +41,7 @@ from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import Names
+from adasum_hvd.torch.optimizer.parameters import Names, names_by_place
 from adasum_hvd.torch.optimizer.reducer import Reducer
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
@@ -53,26 +53,21 @@ def _check_optimizer(optimizer: Any) -> None:
             f"{type(optimizer).__name__}; create one from the model's parameters, or pass the one "
             "that this object wraps"
         )
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if torch.nn.parameter.is_lazy(parameter):
-                raise ValueError(
-                    f"parameter group{index}.param{position}: expected one with a shape, but got "
-                    "one of a lazy layer; run one forward pass first, on every rank"
-                )
+    for parameter, place in names_by_place(optimizer.param_groups).items():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameter {place}: expected one with a shape, but got one of a lazy layer; run "
+                "one forward pass first, on every rank"
+            )
 
 
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[NamedParameter] | None
 ) -> Names:
     """Return the name of every parameter of the optimizer."""
-    in_groups = [
-        (f"group{i}.param{j}", parameter)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-    ]
+    by_place = names_by_place(optimizer.param_groups)
     if named_parameters is None:
-        return Names(in_groups)
+        return by_place
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ValueError(
@@ -85,8 +80,8 @@ def _checked_names(
         raise ValueError(
             f"named_parameters: expected unique names, but got twice: {duplicates}"
         )
-    names = Names(named)
-    unnamed = [position for position, parameter in in_groups if parameter not in names]
+    names = {parameter: name for name, parameter in named}
+    unnamed = [place for parameter, place in by_place.items() if parameter not in names]
     if unnamed:
         raise ValueError(
             f"named_parameters: expected a name for every parameter of the optimizer, but got none "

@@ -24,8 +24,8 @@ from adasum_hvd.torch.optimizer.buckets import (
     NamedParameter,
     weight_change,
 )
-from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
-from adasum_hvd.torch.optimizer.checks.consistency import (
+from adasum_hvd.torch.optimizer.checks import (
+    ConsistencyCheck,
     checksum_of,
     epoch,
     hyperparameters,

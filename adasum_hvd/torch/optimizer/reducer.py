@@ -15,8 +15,11 @@ from adasum_hvd.base.options import Options, ProcessSet, check_count
 from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.optimizer.checks import ConsistencyCheck, MissedStepCheck
-from adasum_hvd.torch.optimizer.checks.consistency import hyperparameters
+from adasum_hvd.torch.optimizer.checks import (
+    ConsistencyCheck,
+    MissedStepCheck,
+    hyperparameters,
+)
 from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
 
 

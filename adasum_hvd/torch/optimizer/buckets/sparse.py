@@ -2,7 +2,7 @@
 
 A parameter's first gradient shows whether it is sparse, perhaps on one rank only. The first
 reduction therefore uses a dense bucket, which is correct but slow. Then the ranks exchange the
-parameters' names (checks/consistency.py), and later reductions use the bucket in this file.
+parameters' names (checks.py), and later reductions use the bucket in this file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
-from adasum_hvd.torch.optimizer.checks.consistency import as_integers
+from adasum_hvd.torch.optimizer.checks import as_integers
 
 # The op reads and writes the weights of these buckets by address. They must not be freed,
 # even if the model and the optimizer are.
