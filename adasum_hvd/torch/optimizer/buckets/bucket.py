@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.flags import Flags
-from adasum_hvd.torch.optimizer.buckets.without_graph import without_graph
 
 # `fill` copies smaller gradients together: one call per gradient would cost more than its copy.
 LARGE_BYTES = 64 << 10
@@ -30,9 +30,7 @@ class Bucket:
     """Parameters of one wire dtype on one device, and their flat tensor.
 
     Attributes:
-        names: of the parameters.
         entry: name of the flat tensor in Horovod.
-        flags: what the ranks had to reduce, if the bucket was made with flags.
 
     Args:
         label: makes the bucket's name in Horovod unique.
@@ -58,24 +56,25 @@ class Bucket:
         self.names = [name for name, _ in named]
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
-        self._op = op
-        self.flat = self._make_flat(
-            sum(sizes) + flags, wire_dtype, self.params[0].device
-        )
+        self._op, self._factors, self.process_set = op, factors, process_set
+        device = self.params[0].device
+        self.flat = self._make_flat(sum(sizes) + flags, wire_dtype, device)
         *pieces, numbers = self.flat.split([*sizes, flags])
         self.flags = Flags(numbers, op, process_set.size())
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._is_idempotent = _is_idempotent(op, factors)
-        self._addresses = [view.data_ptr() for view in self.views]
-        self._factors, self.process_set = factors, process_set
-        self._handle: int | None = None
-        shape_hash = hashlib.sha256(
-            repr([(name, tuple(p.shape)) for name, p in named]).encode()
+        # Reducing a result again leaves it unchanged.
+        self._is_idempotent = (
+            ops.is_adasum(op)
+            and factors == (1.0, 1.0)
+            and torch_ops.settings()["group_op"] == "adasum"
         )
-        self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._handle: int | None = None
+        shapes = repr([(name, tuple(p.shape)) for name, p in named])
+        self._name = f"{label}/{hashlib.sha256(shapes.encode()).hexdigest()[:12]}"
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         self.entry = wire.entry(self._name, op, wire_dtype)
@@ -90,8 +89,8 @@ class Bucket:
     def allows_view(self, index: int) -> bool:
         """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
 
-        False if dtype or layout differ, or if a second reduction would change the result:
-        after a dropped reduction the rank's own gradient must still be there.
+        Not if a second reduction would change the result: after a dropped reduction the rank's
+        own gradient must still be there.
         """
         parameter, view = self.params[index], self.views[index]
         return (
@@ -143,9 +142,7 @@ class Bucket:
         return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
-        """Copy a gradient into the bucket and make `.grad` its view there.
-
-        Backward can then reuse the gradient's memory.
+        """Copy a gradient into the bucket, so that backward can reuse its memory.
 
         Returns:
             Whether `.grad` is a bucket view now.
@@ -218,8 +215,10 @@ class Bucket:
                 gradients.append(gradient)
                 views.append(view)
             if has_graph and parameter.grad is not None:
-                name = self.names[index]
-                parameter.grad = without_graph(parameter, parameter.grad, name)
+                with torch.enable_grad():
+                    parameter.grad = _WithoutGraph.apply(
+                        parameter, parameter.grad, self.names[index]
+                    )
         if gradients:
             torch._foreach_copy_(gradients, views)
         show_writes(written)
@@ -236,10 +235,25 @@ class Bucket:
             binding.forget_weights(wire.LIBRARY, self.entry)
 
 
-def _is_idempotent(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
-    """Return whether reducing a result again leaves it unchanged."""
-    return (
-        ops.is_adasum(op)
-        and factors == (1.0, 1.0)
-        and torch_ops.settings()["group_op"] == "adasum"
-    )
+class _WithoutGraph(torch.autograd.Function):
+    """A reduced gradient of `backward(create_graph=True)`, which cannot be differentiated.
+
+    Its graph would reach through every rank's loss. A rank that differentiates its own part
+    instead, as AdaHessian does, takes another step than the others. It requires a gradient, as the
+    local one did, because some optimizers skip other gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, reduced: torch.Tensor, name: str
+    ) -> torch.Tensor:
+        ctx.name = name
+        return reduced.data
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"gradient of {ctx.name}: expected an optimizer that does not differentiate the "
+            "reduced gradient, which has no graph, but got one that does, such as AdaHessian; "
+            "pass op=AdasumDelta, whose local steps have this rank's own gradients"
+        )

@@ -18,14 +18,7 @@ from adasum_hvd.torch.sparse import sparse_allreduce_async
 
 
 class SparseBucket:
-    """Parameters with sparse gradients: a bucket without a flat tensor.
-
-    Args:
-        label: makes the names in Horovod unique.
-        named: the parameters; the same names and shapes in the same order on all ranks.
-        op: Average or Sum.
-        process_set: the ranks that reduce.
-    """
+    """Parameters with sparse gradients: a bucket without a flat tensor; as :class:`Bucket`."""
 
     def __init__(
         self,

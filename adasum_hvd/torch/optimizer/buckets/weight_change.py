@@ -49,10 +49,7 @@ class ChangeBucket(Bucket):
             device="cpu" if on_host else self.flat.device,
         )
         pieces = self.start_weights.split([view.numel() for view in self.views])
-        self._start_views = [
-            piece.view(view.shape)
-            for piece, view in zip(pieces, self.views, strict=True)
-        ]
+        self._start_views = list(map(torch.Tensor.view_as, pieces, self.views))
 
     @property
     def flat_is_start(self) -> bool:
@@ -68,13 +65,10 @@ class ChangeBucket(Bucket):
         return zip(self._start_views, self.params, strict=True)
 
     def begin_window(self) -> bool:
-        """Begin a window. Weights that differ from the last agreed ones are a new start.
+        """Record the start; return whether it differs from the weights that the ranks agreed on.
 
         Loading, clamping or pruning changes weights between windows. The ranks compare the new
         start in the next consistency check.
-
-        Returns:
-            Whether the start is a new one.
         """
         if self._agreed and all(map(_equal, self._weights(), self._start_views)):
             return False
@@ -94,9 +88,7 @@ class ChangeBucket(Bucket):
             torch._foreach_copy_(self.views, self.params)
             self.flat.sub_(start)
         else:
-            for view, param, old in zip(
-                self.views, self.params, self._start_views, strict=True
-            ):
+            for view, (old, param) in zip(self.views, self.changes(), strict=True):
                 view.copy_(param.to(start.dtype) - old.to(param.device))
         super().start()
 
@@ -134,19 +126,14 @@ class ChangeInOpBucket(ChangeBucket):
     def _make_flat(
         self, elements: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return torch.zeros(
-            elements, dtype=dtype, device=device
-        )  # not read by other ranks
+        # Other ranks do not read it.
+        return torch.zeros(elements, dtype=dtype, device=device)
 
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
 
     def begin_window(self) -> bool:
-        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there.
-
-        Raises:
-            RuntimeError: parameters were converted since the last window.
-        """
+        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there."""
         expected, self._checksum = self._checksum, None
         if expected is None:
             return super().begin_window()
@@ -157,17 +144,17 @@ class ChangeInOpBucket(ChangeBucket):
         return found != expected
 
     def start(self) -> None:
-        """As the base's; the parameters' memory must stay where it is until `finish`.
-
-        Raises:
-            RuntimeError: parameters were converted since `snapshot`.
-        """
+        """As the base's; the parameters' memory must stay where it is until `finish`."""
         self._register()
         Bucket.start(self)
         _in_flight.add(self)
 
     def _register(self) -> None:
-        """Give the op the addresses of the weights, if they have moved."""
+        """Give the op the addresses of the weights, if they have moved.
+
+        Raises:
+            RuntimeError: parameters were converted since the window began.
+        """
         places = [
             (param.data_ptr(), param.numel(), param.dtype, param.is_contiguous())
             for param in self.params
@@ -175,13 +162,9 @@ class ChangeInOpBucket(ChangeBucket):
         if places == self._registered:
             return
         self._check_converted()
-        binding.register_weights(
-            wire.LIBRARY,
-            self.entry,
-            self.flat.data_ptr(),
-            [param.numel() for param in self.params],
-            [param.data_ptr() for param in self.params],
-        )
+        addresses, sizes, *_ = map(list, zip(*places, strict=True))
+        start = self.flat.data_ptr()
+        binding.register_weights(wire.LIBRARY, self.entry, start, sizes, addresses)
         self._registered = places
 
     def _check_converted(self) -> None:
@@ -228,8 +211,8 @@ def op_takes(
 ) -> bool:
     """Return whether the op can read and write these weights itself.
 
-    It can if they are contiguous, reduced in their own memory (on the CPU, or on CUDA devices over
-    NCCL) and sent in their own dtype. It cannot if `clip_delta_norm` needs the reduced change.
+    They are reduced in their own memory, on the CPU or on CUDA devices over NCCL, and sent in their
+    own dtype. It cannot if `clip_delta_norm` needs the reduced change.
     """
     devices = {"cpu"}
     if binding.reduces_on_devices(wire.LIBRARY):
