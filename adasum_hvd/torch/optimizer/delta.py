@@ -16,9 +16,8 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import first_difference
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.distributed.duplicate_weights import Search
+from adasum_hvd.torch import amp, wire
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer import scaling
 from adasum_hvd.torch.optimizer.buckets import (
     ChangeBucket,
     NamedParameter,
@@ -37,11 +36,7 @@ _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$
 
 
 class DeltaReducer(Reducer):
-    """Reducer of weight changes after a local step. Parameters hold weights at all times.
-
-    Attributes:
-        change_overflowed: a reduced change was not finite; read and cleared by the scaler.
-    """
+    """Reducer of weight changes after a local step. Parameters hold weights at all times."""
 
     reduces_gradients = False
     keeps_masters = False
@@ -268,7 +263,7 @@ class DeltaReducer(Reducer):
         self._drop_frozen_gradients()
         self._record_settings()
         self._scaled = getattr(self.optimizer, "found_inf", None) is not None
-        skip = scaling.must_skip(self.optimizer, consistent=self.alone)
+        skip = amp.must_skip(self.optimizer, consistent=self.alone)
         try:
             if self._local_step == 0:
                 self._begin_window()

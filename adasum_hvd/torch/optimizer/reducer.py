@@ -44,6 +44,8 @@ class Reducer:
 
     reduces_gradients: bool
     skip_synchronize = False
+    # A reduced change was not finite: read and cleared by the scaler.
+    change_overflowed = False
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     _wrapped: weakref.ref[torch.optim.Optimizer]  # the original object
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
-    # `found_inf` and `grad_scale` here: see scaling.py.
+    # `found_inf` and `grad_scale` here: see amp.py.
     _step_supports_amp_scaling = True
 
     # ---- the step ----

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
@@ -36,8 +36,7 @@ class Bucket:
         label: makes the bucket's name in Horovod unique.
         named: the parameters; the same names and shapes in the same order on all ranks.
         wire_dtype: dtype of the flat tensor.
-        op: the reduction.
-        factors: prescale and postscale factor.
+        options: the optimizer's.
         process_set: the ranks that reduce.
         with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
     """
@@ -47,16 +46,16 @@ class Bucket:
         label: str,
         named: Sequence[NamedParameter],
         wire_dtype: torch.dtype,
-        op: ops.ReduceOp,
-        factors: tuple[float, float],
+        options: Options,
         process_set: ProcessSet,
         with_flags: bool = False,
     ):
+        op = options.op
         self.params = [parameter for _, parameter in named]
         self.names = [name for name, _ in named]
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
-        self._op, self._factors, self.process_set = op, factors, process_set
+        self._op, self._factors, self.process_set = op, options.factors, process_set
         device = self.params[0].device
         self.flat = self._make_flat(sum(sizes) + flags, wire_dtype, device)
         *pieces, numbers = self.flat.split([*sizes, flags])
@@ -68,7 +67,7 @@ class Bucket:
         # Reducing a result again leaves it unchanged.
         self._is_idempotent = (
             ops.is_adasum(op)
-            and factors == (1.0, 1.0)
+            and options.factors == (1.0, 1.0)
             and torch_ops.settings()["group_op"] == "adasum"
         )
         self._addresses = [view.data_ptr() for view in self.views]

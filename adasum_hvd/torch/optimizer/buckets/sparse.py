@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adasum_hvd.base import ops
-from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.options import Options
 from adasum_hvd.torch.optimizer.buckets.bucket import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
@@ -20,16 +19,10 @@ from adasum_hvd.torch.sparse import sparse_allreduce_async
 class SparseBucket:
     """Parameters with sparse gradients: a bucket without a flat tensor; as :class:`Bucket`."""
 
-    def __init__(
-        self,
-        label: str,
-        named: Sequence[NamedParameter],
-        op: ops.ReduceOp,
-        process_set: ProcessSet,
-    ):
+    def __init__(self, label: str, named: Sequence[NamedParameter], options: Options):
         self.params = [parameter for _, parameter in named]
         self._names = [f"{label}/{name}" for name, _ in named]
-        self._op, self._process_set = op, process_set
+        self._options = options
         self._sources: list[torch.Tensor] = []
         self._finishers: list[Callable[[], torch.Tensor]] = []
 
@@ -53,8 +46,9 @@ class SparseBucket:
 
     def start(self) -> None:
         """Begin to gather. Collective over the process set; does not block."""
+        options = self._options
         self._finishers = [
-            sparse_allreduce_async(rows, name, self._op, self._process_set)
+            sparse_allreduce_async(rows, name, options.op, options.process_set)
             for name, rows in zip(self._names, self._sources, strict=True)
         ]
 

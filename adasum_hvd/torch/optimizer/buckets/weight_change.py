@@ -36,7 +36,7 @@ class ChangeBucket(Bucket):
         options: Options,
         process_set: ProcessSet,
     ):
-        super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
+        super().__init__(label, named, wire_dtype, options, process_set)
         self._make_start(options.start_copy == "host")
         self._agreed = False  # all ranks have the same start
         # Whether weights are rounded from a wider start at the end of a window.
