@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,31 +92,24 @@ class DeltaReducer(Reducer):
         elif check.is_due:
             names = [check.message_name("next")]
         else:
-            names = [
-                bucket.entry.removeprefix("allreduce.")
-                for bucket in self.common_buckets
-            ]
+            entries = (bucket.entry for bucket in self.common_buckets)
+            names = [entry.removeprefix("allreduce.") for entry in entries]
         none = torch.zeros(1, dtype=torch.int64)
-        process_set = self.options.process_set
-        handles = [
-            torch_ops.allreduce_async(
-                none, name=name, op=ops.Sum, process_set=process_set
-            )
-            for name in names
-        ]
-        for handle in handles:
+        options = {"op": ops.Sum, "process_set": self.options.process_set}
+        send = functools.partial(torch_ops.allreduce_async, none, **options)
+        for handle in [send(name=name) for name in names]:
             # The comparison in rebuild() names the difference.
             with suppress(HorovodInternalError):
                 wire.synchronize(handle)
 
     def rebuild(self) -> None:
-        """Build the buckets again. Collective; blocks."""
+        """As the base's."""
         self.check_may_change()
         self.members: list[list[torch.Tensor]] = []  # parameters by bucket
         super().rebuild()
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are kept in addition to the optimizer's."""
+        """As the base's."""
         starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
         return [*super().own_tensors(), *starts]
 
@@ -125,8 +119,8 @@ class DeltaReducer(Reducer):
     def _begin_window(self) -> None:
         """Record the start of the window."""
         first = self._epoch != epoch()  # since the job's start or the last join()
-        for index in range(len(self.buckets)):
-            self._replaced |= self._begin_bucket(index)
+        for bucket in self.buckets:
+            self._replaced |= bucket.begin_window()
         if first and self.consistency is not None:
             self._agree_on_start(self.consistency)
             self._replaced = False
@@ -151,10 +145,6 @@ class DeltaReducer(Reducer):
     def _common_starts(self) -> list[torch.Tensor]:
         return [bucket.start_weights for bucket in self.common_buckets]
 
-    def _begin_bucket(self, index: int) -> bool:
-        """Record a bucket's start; return whether its weights differ from the agreed ones."""
-        return self.buckets[index].begin_window()
-
     def _settings(self, first: bool) -> dict[str, Any]:
         """Return the settings that must be equal in the first step; schedules may differ later."""
         before = self._settings_before if first else {}
@@ -170,8 +160,7 @@ class DeltaReducer(Reducer):
     def _state_names(self) -> set[str]:
         """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
 
-        The optimizer's own step has changed them; or, before this step, an earlier one or a
-        checkpoint: they are not the defaults.
+        This step has changed them, or an earlier one or a checkpoint: they are not the defaults.
         """
         before, after = self._settings_before, self._shared_settings()
         names = {n for n, value in before.items() if after.get(n) != value}
@@ -223,10 +212,9 @@ class DeltaReducer(Reducer):
             return
         limit = self.options.clip_delta_norm
         if limit is not None and self.buckets:
-            norms = [
-                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self.buckets
-            ]
-            norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+            norm_of = torch.linalg.vector_norm
+            norms = [norm_of(b.flat.float()).cpu() for b in self.buckets]
+            norm = norm_of(torch.stack(norms)).item()
             for bucket in self.buckets if norm > limit else ():
                 bucket.flat.mul_(limit / norm)
         for bucket in self.buckets:
@@ -251,7 +239,7 @@ class DeltaReducer(Reducer):
         Post hooks see the reduced weights on those steps. A step that raises restores the
         weights of the window's start.
 
-        Collective on those steps: every rank of the process set; blocks.
+        Collective on those steps; blocks.
 
         Raises:
             RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
@@ -316,10 +304,7 @@ class DeltaReducer(Reducer):
         self._copies.end(self.optimizer, chain.from_iterable(changes))
 
     def _check_duplicates(self, check: ConsistencyCheck) -> None:
-        """Raise on every rank if an optimizer keeps a copy of the weights.
-
-        Collective until a rank's weights have changed.
-        """
+        """Raise on every rank if an optimizer keeps a copy of the weights. Collective at first."""
         if not self._stepped_here or self._looked_for_copies:
             return
         self._search()
@@ -345,10 +330,7 @@ class DeltaReducer(Reducer):
     # ---- resume inside a window of local steps ----
 
     def window(self) -> dict[str, Any] | None:
-        """Return the steps and the start of an unfinished window of local steps.
-
-        A single rank has none: each of its steps ends a window.
-        """
+        """Return the steps and the start of an unfinished window; a single rank has none."""
         if self._waiting or not (self._local_step and self.buckets):
             return self._waiting
         starts = [bucket.start_weights.clone() for bucket in self.buckets]

@@ -69,7 +69,7 @@ class GradientReducer(Reducer):
         self._counter = GradientReadyCounter(self.buckets, passes, name_of, self._start)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
+        """See the wrapper's."""
         if self._touched:
             raise RuntimeError(
                 "set_backward_passes_per_step(): expected no backward pass since the last step() "

@@ -31,35 +31,25 @@ class Reducer:
         names: of its parameters.
         options: those of `DistributedOptimizer`.
         allows_ddp: DistributedDataParallel may have reduced the gradients before.
-
-    Attributes:
-        reduces_gradients: gradients are reduced, not changes of weights.
-        alone: this rank is the only one, or outside the process set.
-        reducing: gradients or changes pass through buckets.
-        flat_buckets: the buckets with a flat tensor.
-        buckets: all buckets.
-        consistency: the check of the ranks, None for a single rank.
-        skip_synchronize: `step()` uses the gradients as they are.
     """
 
-    reduces_gradients: bool
-    skip_synchronize = False
+    reduces_gradients: bool  # not changes of weights
+    alone: bool  # this rank is the only one, or outside the process set
+    reducing: bool  # gradients or changes pass through buckets
+    flat_buckets: Sequence[Any] = ()  # those with a flat tensor
+    buckets: Sequence[Any] = ()  # all
+    consistency: ConsistencyCheck | None  # None for a single rank
+    skip_synchronize = False  # `step()` uses the gradients as they are
     # A reduced change was not finite: read and cleared by the scaler.
     change_overflowed = False
 
     def __init__(
-        self,
-        optimizer: Any,
-        names: Names,
-        options: Options,
-        allows_ddp: bool = False,
+        self, optimizer: Any, names: Names, options: Options, allows_ddp: bool
     ):
         self._optimizer = weakref.ref(optimizer)
         self.options = options
         self.parameters = ReducedParameters(optimizer, names, options)
-        self.flat_buckets: list[Any] = []
-        self.buckets: list[Any] = []
-        self._allows_ddp, self._looked_for_ddp = allows_ddp, False
+        self._look_for_ddp = not allows_ddp
         self._in_step = False  # a closure runs; its `zero_grad()` drops no gradient
         self._connect()
 
@@ -80,7 +70,7 @@ class Reducer:
             not self.alone or self.options.clip_delta_norm is not None
         )
         self._missed_step = MissedStepCheck()
-        self.consistency: ConsistencyCheck | None = None
+        self.consistency = None
         self.rebuild()
         # The count of Horovod's starts at the connection.
         self._met = wire.generation() if wire.ranks_meet() else 0
@@ -102,7 +92,7 @@ class Reducer:
         """
         for bucket in self.flat_buckets:
             bucket.close()
-        self.buckets = self.flat_buckets = []
+        self.buckets = self.flat_buckets = ()
         self._in_buckets: dict[int, tuple[Any, ...]] = {}  # kinds of parameters, by id
         self._fingerprint = self.parameters.fingerprint()
         if not self.reducing:
@@ -134,11 +124,7 @@ class Reducer:
         return [b for b in self.flat_buckets if b.process_set is process_set]
 
     def _follow_parameters(self) -> None:
-        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since.
-
-        Raises:
-            RuntimeError: there is nothing to reduce on several ranks.
-        """
+        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since."""
         self._check_ranks()
         if not self.reducing:
             return
@@ -183,9 +169,9 @@ class Reducer:
 
     def _check_ddp(self) -> None:
         """Raise RuntimeError if DDP has reduced the gradients before."""
-        if self.alone or self._allows_ddp or self._looked_for_ddp:
+        if self.alone or not self._look_for_ddp:
             return
-        self._looked_for_ddp = True  # once, because it searches all objects
+        self._look_for_ddp = False  # once, because it searches all objects
         if reduced_by_ddp(self.parameters.reduced()):
             raise RuntimeError(
                 "DistributedOptimizer: expected gradients of this rank alone, but "
@@ -219,7 +205,7 @@ class Reducer:
         """Wait until every `.grad` holds the reduced gradient, if gradients are reduced."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
+        """See the wrapper's."""
         check_count("backward_passes_per_step", passes)
         self.options = replace(self.options, backward_passes_per_step=passes)
 

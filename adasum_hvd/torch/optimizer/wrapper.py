@@ -76,7 +76,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         Raises:
             ValueError: no integer of at least 1.
             RuntimeError: gradient variants: a backward pass has not been followed by `step()` or
-                `zero_grad()`: its gradients may be reduced already.
+                `zero_grad()`.
         """
         self._adasum.set_backward_passes_per_step(passes)
 
