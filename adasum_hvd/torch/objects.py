@@ -17,9 +17,8 @@ class Failure:
     """An error of one rank, sent to the other ranks in place of the object that they expect."""
 
     def __init__(self, error: BaseException | str):
-        self.text = (
-            error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        )
+        is_text = isinstance(error, str)
+        self.text = error if is_text else f"{type(error).__name__}: {error}"
 
 
 class _Unpicklable(Failure):
@@ -89,10 +88,8 @@ def allgather_object(
         torch.tensor([data.numel()]), name=f"{base}.length", process_set=process_set
     )
     gathered = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
-    objects = [
-        pickle.loads(part.numpy().tobytes())
-        for part in gathered.split(lengths.tolist())
-    ]
+    parts = gathered.split(lengths.tolist())
+    objects = [pickle.loads(part.numpy().tobytes()) for part in parts]
     for rank, received in zip(ranks_of(process_set), objects, strict=True):
         if isinstance(received, _Unpicklable):
             raise _pickling_error("allgather_object", rank, received) from error
@@ -105,10 +102,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = mpi_ops.global_process_set,
 ) -> Any:
-    """Return the root's `obj`.
-
-    Horovod's function puts the type of `obj` into the tensors' names, so it hangs if the ranks
-    pass objects of different types, such as None on all ranks but the root.
+    """Return the root's `obj`; unlike Horovod's, types may differ between ranks.
 
     Args:
         obj: any picklable object, functions too; ignored on other ranks than the root.
@@ -128,15 +122,12 @@ def broadcast_object(
     base = name or "adasum.broadcast_object"
     length = torch.tensor([len(pickled)])
     mpi_ops.broadcast_(length, root_rank, f"{base}.length", process_set)
-    data = (
-        _tensor_of(pickled)
-        if is_root
-        else torch.empty(length.tolist(), dtype=torch.uint8)
-    )
+    place = torch.empty(int(length), dtype=torch.uint8)
+    data = _tensor_of(pickled) if is_root else place
     mpi_ops.broadcast_(data, root_rank, f"{base}.data", process_set)
-    received = (
-        obj if is_root and error is None else pickle.loads(data.numpy().tobytes())
-    )
+    if is_root and error is None:
+        return obj
+    received = pickle.loads(data.numpy().tobytes())
     if isinstance(received, _Unpicklable):
         raise _pickling_error("broadcast_object", root_rank, received) from error
     return received

@@ -11,22 +11,22 @@ from horovod.torch import mpi_ops
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import wire
+from adasum_hvd.torch.objects import here
 
 
 def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
     reduction = ops.parse(op)
-    rank = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
     if reduction not in (ops.Average, ops.Sum):
         error = ops.SparseAdasumError if ops.is_adasum(reduction) else ValueError
         raise error(
-            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} {rank}; "
-            "reduce to_dense() with hvd.allreduce"
+            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} "
+            f"{here()}; reduce to_dense() with hvd.allreduce"
         )
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         actual = getattr(tensor, "layout", type(tensor).__name__)
         raise ValueError(
-            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {actual} {rank}; use "
-            "hvd.allreduce, or to_sparse_coo()"
+            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {actual} {here()}; "
+            "use hvd.allreduce, or to_sparse_coo()"
         )
     return reduction
 

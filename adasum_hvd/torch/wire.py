@@ -105,17 +105,15 @@ def _with_copies(
     for tensor, output in zip(tensors, outputs, strict=True):
         if as_bits and tensor.is_contiguous() and output.is_contiguous():
             tensor, output = tensor.view(torch.float16), output.view(torch.float16)
-        elif as_bits:
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            copies.append((copy, output))
-            tensor = output = copy.view(torch.float16)
-        elif not (_needs_no_copy(tensor) and _needs_no_copy(output)):
-            dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+        elif as_bits or not (_needs_no_copy(tensor) and _needs_no_copy(output)):
+            widens = tensor.dtype == torch.bfloat16 and not as_bits
             copy = tensor.detach().to(
-                dtype, copy=True, memory_format=torch.contiguous_format
+                torch.float32 if widens else tensor.dtype,
+                copy=True,
+                memory_format=torch.contiguous_format,
             )
             copies.append((copy, output))
-            tensor = output = copy
+            tensor = output = copy.view(torch.float16) if as_bits else copy
         sent.append(tensor)
         received.append(output)
     return sent, received, copies
@@ -156,8 +154,8 @@ def enqueue(
     as_bits = _as_bits(tensors)
     name = _name_in_op(name, op, as_bits)
     sent, received, copies = tensors, outputs, []
-    in_place = outputs is tensors
-    if not all(map(_needs_no_copy, tensors if in_place else (*tensors, *outputs))):
+    both = tensors if outputs is tensors else (*tensors, *outputs)
+    if not all(map(_needs_no_copy, both)):
         sent, received, copies = _with_copies(tensors, outputs, as_bits)
     first = sent[0]
     device = "cpu" if first.is_cpu else first.device.type  # `is_cpu` is much faster
