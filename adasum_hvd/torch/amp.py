@@ -1,8 +1,7 @@
 """Mixed precision: an overflow on one rank must count on all ranks, or replicas diverge.
 
 torch's scaler checks the gradients of its own rank. That suffices for reduced gradients, because
-an infinity on one rank makes them non-finite on all. It does not suffice for the delta variant,
-whose gradients stay local.
+an infinity on one rank makes them non-finite on all, but not for the delta variant's local ones.
 """
 
 from __future__ import annotations
@@ -119,38 +118,31 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
 
     Args:
         optimizer: a distributed optimizer inside `step()`.
-        consistent: the gradients that the scaler checked are equal on all ranks.
-
-    Raises:
-        RuntimeError: torch's own scaler checked gradients that differ between ranks.
+        consistent: the gradients that the scaler checked are equal on all ranks; else torch's own
+            scaler is an error.
     """
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return False
     if not consistent and not getattr(optimizer, _AGREED, False):
         forget_scaler(optimizer)
-        variant = "gradient" if optimizer._reduces_gradients else "delta"
+        reduces = optimizer._reduces_gradients
+        synchronize = (
+            ", or call optimizer.synchronize() before scaler.step() and step inside "
+            "optimizer.skip_synchronize()"
+        )
+        helps = reduces and not optimizer._adasum.parameters.any_partial
         raise RuntimeError(
-            f"{variant} variant on several ranks: expected a scaler that decides the same on "
-            "all ranks, but got torch's GradScaler; use adasum_hvd.torch.GradScaler"
-            + (
-                ", or call optimizer.synchronize() before scaler.step() and step inside "
-                "optimizer.skip_synchronize()"
-                if optimizer._reduces_gradients
-                and not optimizer._adasum.parameters.any_partial
-                else ""
-            )
+            f"{'gradient' if reduces else 'delta'} variant on several ranks: expected a scaler "
+            "that decides the same on all ranks, but got torch's GradScaler; use "
+            f"adasum_hvd.torch.GradScaler{synchronize if helps else ''}"
         )
     if bool(found):
         return True
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        parameters = optimizer._adasum.parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_div_(gradients, scale.item())
     # Done here, so that an optimizer that supports them does not unscale again.
     optimizer.grad_scale = optimizer.found_inf = None

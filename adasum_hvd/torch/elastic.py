@@ -28,11 +28,7 @@ from adasum_hvd.torch.broadcasting import (
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
-__all__ = [
-    "ElasticSampler",
-    "TorchState",
-    "run",
-]
+__all__ = ["ElasticSampler", "TorchState", "run"]
 
 Result = TypeVar("Result")
 
@@ -40,8 +36,8 @@ Result = TypeVar("Result")
 class ElasticSampler(HorovodSampler):
     """A sampler whose state counts the samples that all ranks have processed, as Horovod's.
 
-    Every rank gets the same number of indices of the rest of the epoch, and none after its end.
-    They are repeated as often as needed, also if less than half as many samples as ranks are left.
+    Every rank gets the same number of indices of the rest of the epoch, repeated as often as
+    needed, and none after its end.
 
     Args:
         dataset: of constant length.
@@ -62,14 +58,11 @@ class _Model(horovod_state.ModelStateHandler):
 
     def sync_from(self, root: int, survived: bool) -> None:
         module = self.value
-        own = {
-            name
-            for name, tensor in (
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            )
-            if marks.is_marked(tensor)
-        }
+        named = itertools.chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        own = {name for name, tensor in named if marks.is_marked(tensor)}
         state = module.state_dict()
         shared = {
             name: value
@@ -93,10 +86,8 @@ class _Optimizer(horovod_state.OptimizerStateHandler):
         own = distributed and not self.value._reduces_gradients
         broadcast_optimizer_state(self.value, root, keep=own and survived)
         if own:
-            window = broadcast_object(
-                self.value._adasum.window(), root, "adasum.elastic.window"
-            )
-            self.value._adasum.load_window(window)
+            reducer, name = self.value._adasum, "adasum.elastic.window"
+            reducer.load_window(broadcast_object(reducer.window(), root, name))
 
 
 _HANDLERS: dict[type, Callable[[Any], Any]] = {
@@ -145,9 +136,11 @@ class TorchState(SharedState, HorovodState):
             handler.sync_from(root, self._survived)
 
     def _trained(self) -> Callable[[Any], bool]:
-        own: set[int] = set()
-        for handler in self._handlers.values():
-            own |= {id(handler.value), *map(id, _parts(handler.value))}
+        own = {
+            id(part)
+            for handler in self._handlers.values()
+            for part in (handler.value, *_parts(handler.value))
+        }
         return lambda obj: id(obj) in own or isinstance(obj, DistributedWrapper)
 
 

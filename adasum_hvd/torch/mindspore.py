@@ -22,8 +22,7 @@ from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.modes import find_modes
-from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.torch.optimizer import DistributedOptimizer, find_modes
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
@@ -41,9 +40,6 @@ class DistributedGradReducer(GradReducer):
         >>> reducer = DistributedGradReducer(model.parameters(), mean=True)  # doctest: +SKIP
         >>> gradients = reducer(tuple(p.grad for p in model.parameters()))  # doctest: +SKIP
         >>> reducer.reduce_gradients()    # or in place, on .grad       # doctest: +SKIP
-
-    References:
-        docs/mindspore.md.
     """
 
     _all_ranks = mpi_ops.global_process_set
@@ -157,24 +153,16 @@ class WrapCell(wrap_cells.WrapCell):
 
         That is the order of `AdamOffload`'s "order_params", or of the param groups.
         """
+        parameters = self.optimizer._adasum.parameters
         if isinstance(self.optimizer, AdamOffload):
             parameters = self.optimizer.update_order()[::-1]
-        else:
-            groups = self.optimizer.param_groups
-            parameters = [
-                parameter for group in groups for parameter in group["params"]
-            ]
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
     def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:
         tensor = isinstance(gradient, torch.Tensor)
         return tensor and gradient.shape == parameter.shape
 
-    def _step(
-        self,
-        parameters: tuple[torch.Tensor, ...],
-        gradients: Sequence[torch.Tensor],
-    ) -> Any:
+    def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
         # A backward pass may have left gradients in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):

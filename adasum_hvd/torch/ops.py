@@ -73,11 +73,7 @@ def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
 
 
 def agree() -> None:
-    """Check that all ranks have the same settings, and connect them. Collective; blocks.
-
-    Raises:
-        ValueError: the settings differ; on every rank.
-    """
+    """Raise ValueError unless all ranks have the same settings, and connect them. Collective."""
     by_rank = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(by_rank, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
@@ -107,13 +103,7 @@ def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
 def check_tensors(
     tensors: Sequence[torch.Tensor], name: str | None, op: ops.ReduceOp
 ) -> None:
-    """Check that all `tensors` are dense and have a dtype that the reduction supports.
-
-    Raises:
-        TypeError: an element is not a tensor.
-        SparseAdasumError: a tensor is sparse, and the reduction is AdaSum.
-        ValueError: a tensor is sparse or a DTensor, or Horovod does not support its dtype.
-    """
+    """Raise unless all `tensors` are dense and of a dtype that the reduction supports."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -185,7 +175,7 @@ def _reduction_like(
     Args:
         horovod_function: used for all other ops; it reduces several tensors if its first
             parameter is `tensors`, and else one.
-        doc: the function's docstring.
+        doc: its docstring.
         in_place: the tensors receive the results.
         waits: it returns the results; else a handle.
     """
@@ -204,10 +194,8 @@ def _reduction_like(
         if tensors and not ops.is_adasum(op):
             inputs = tensors if grouped else tensors[0]
             return horovod_function(**given | {first: inputs, "op": int(op)})
-        options = (
-            *(name, op, given["prescale_factor"], given["postscale_factor"]),
-            *(given["process_set"], grouped),
-        )
+        factors = given["prescale_factor"], given["postscale_factor"]
+        options = name, op, *factors, given["process_set"], grouped
         if waits and not in_place:
             return _reduce(tensors, *options, compression=given["compression"])
         outputs = tensors if in_place else _outputs_for(tensors)

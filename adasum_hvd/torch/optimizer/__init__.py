@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set, rank
+from horovod.torch.mpi_ops import global_process_set, rank, size
 
 from adasum_hvd import parallel
 from adasum_hvd.base import agreement, ops
@@ -35,8 +35,10 @@ from adasum_hvd.base.options import (
     optimizer_op,
 )
 from adasum_hvd.offload.optimizer import AdamOffload
+from adasum_hvd.parallel.torch_modes import detect
+from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression, compressions
-from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.objects import allgather_object, ranks_of
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
@@ -44,6 +46,27 @@ from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
 from adasum_hvd.torch.optimizer.parameters import Names, names_by_place
 from adasum_hvd.torch.optimizer.reducer import Reducer
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
+from adasum_hvd.torch.wire import ranks_meet
+
+
+def find_modes(
+    optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
+) -> list[list[parallel.ParallelModeFinding]]:
+    """Return the parallel modes in use, by rank of the job. Collective; blocks.
+
+    A rank outside of the process set, or alone in it, reduces nothing and gets an empty list.
+    """
+    if not process_set.included() or process_set.size() == 1:
+        return []
+    groups = getattr(optimizer, "param_groups", ())
+    parameters = (parameter for group in groups for parameter in group["params"])
+    reduced = [each for each in parameters if not marks.is_worker_local(each)]
+    modes = detect(reduced, optimizer, model)
+    if not ranks_meet():
+        return [modes if each == rank() else [] for each in range(size())]
+    gathered = allgather_object(modes, "adasum.parallel_modes", process_set)
+    by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
+    return [by_rank.get(each, []) for each in range(size())]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -108,11 +131,8 @@ def _drop_patched_methods(distributed: Any) -> None:
             )
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer,
-    names: Names,
-    options: Options,
-    allows_ddp: bool = False,
+def _wrapped(
+    optimizer: torch.optim.Optimizer, names: Names, options: Options, allows_ddp: bool
 ) -> Any:
     """Return a reducing instance with `optimizer`'s state. Collective; blocks."""
 
@@ -222,4 +242,4 @@ def DistributedOptimizer(
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
     names = _checked_names(optimizer, named_parameters)
-    return wrap(optimizer, names, options, allows_ddp="ddp" in allow_modes)
+    return _wrapped(optimizer, names, options, "ddp" in allow_modes)
