@@ -28,10 +28,7 @@ _REASONS = {
         "train the unwrapped module, or shard it by fully_shard and use "
         "adasum_hvd.distributed.adasum_replicate",
     ),
-    "fsdp2": (
-        _PARTS + "; fully_shard also reduces the gradients itself",
-        _SHARDED,
-    ),
+    "fsdp2": (_PARTS + "; fully_shard also reduces the gradients itself", _SHARDED),
     "dtensor": (
         _PARTS,
         _SHARDED + "; or mark_worker_local() the parameters that only this rank steps",
@@ -45,8 +42,7 @@ _REASONS = {
         "give DistributedOptimizer a plain torch optimizer over the module's parameters",
     ),
     "pipeline": (
-        "each rank holds another stage of the model, and adding different layers means "
-        "nothing",
+        "each rank holds another stage of the model, and adding different layers means nothing",
         "use one stage, or reduce each stage over its replicas with mark_replicated_over() or "
         "adasum_hvd.distributed.adasum_replicate",
     ),
@@ -68,11 +64,7 @@ FOUND_MODES = tuple(_REASONS)
 
 
 class ParallelModeFinding(NamedTuple):
-    """A parallel mode that was detected on a rank.
-
-    Fields: `mode`, one of `FOUND_MODES`; `found`, the object that shows it; `stages` of a
-    pipeline.
-    """
+    """A mode of `FOUND_MODES` on a rank, `found`, the object that shows it, and its `stages`."""
 
     mode: str
     found: str

@@ -106,16 +106,12 @@ def _in_model(model: Any) -> Iterator[Finding]:
 
 
 def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
-    """Return whether a DistributedDataParallel has reduced gradients of these parameters.
-
-    Args:
-        parameters: tensors whose gradients the last backward pass has made.
-    """
+    """Return whether a DistributedDataParallel has reduced the gradients of these parameters."""
     package = sys.modules.get("torch.nn.parallel")
     distributed = sys.modules.get("torch.distributed")
-    if package is None or distributed is None or not distributed.is_available():
+    if package is None or distributed is None:
         return False
-    if not distributed.is_initialized():
+    if not (distributed.is_available() and distributed.is_initialized()):
         return False
     kind = package.DistributedDataParallel
     ours = {id(parameter) for parameter in parameters}
