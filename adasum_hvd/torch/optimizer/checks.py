@@ -57,9 +57,7 @@ def epoch() -> int:
 class ConsistencyCheck:
     """Counts rounds of reductions, which all ranks take together, and compares the ranks.
 
-    Args:
-        name: unique per optimizer, and the same on all ranks.
-        process_set: the ranks that reduce.
+    The name is unique per optimizer, and the same on all ranks.
     """
 
     def __init__(self, name: str, process_set: ProcessSet):
@@ -209,10 +207,7 @@ def hyperparameters(param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 class MissedStepCheck:
-    """Check for dropped gradients and changed weights without a `step()`.
-
-    SAM's `first_step` and `second_step` step the optimizer inside them and drop the gradients.
-    """
+    """Check for dropped gradients and changed weights without a `step()`, as SAM's own steps do."""
 
     def __init__(self) -> None:
         self._stepped = True
@@ -225,10 +220,7 @@ class MissedStepCheck:
         self._stepped, self._changes, self._versions = True, 0, None
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check a `zero_grad()`; warn once, at the third in a row that drops gradients.
-
-        It warns only if weights were changed between them.
-        """
+        """Check a `zero_grad()`; the third in a row that drops gradients of new weights warns."""
         parameters = list(parameters)
         stepped, self._stepped = self._stepped, False
         if stepped or all(p.grad is None for p in parameters):

@@ -80,10 +80,7 @@ class DeltaReducer(Reducer):
             )
 
     def _announce_change(self, check: ConsistencyCheck) -> None:
-        """Send the other ranks' next messages with another dtype.
-
-        Horovod then reports to all ranks that the dtypes differ.
-        """
+        """Send the other ranks' next messages with another dtype, which Horovod reports to all."""
         self.check_may_change()
         if self._epoch != epoch():
             names = [check.message_name("start")]
@@ -201,8 +198,8 @@ class DeltaReducer(Reducer):
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
 
-        Under a gradient scaler a change that is not finite (float16 on the wire overflows
-        where the gradients did not) is dropped, and the scaler is notified.
+        Under a gradient scaler a change that is not finite, because float16 on the wire overflows,
+        is dropped, and the scaler is notified.
         """
         for bucket in self.buckets:
             bucket.finish()
@@ -337,11 +334,7 @@ class DeltaReducer(Reducer):
         return {"local_step": self._local_step, "starts": starts}
 
     def load_window(self, window: dict[str, Any] | None) -> None:
-        """Continue a window of local steps; None begins a new one.
-
-        Raises:
-            ValueError: the window's starts are not those of these parameters.
-        """
+        """Continue a window of local steps; None begins a new one."""
         self._local_step, self._waiting = 0, None
         if not window or not self.reducing:
             return

@@ -19,17 +19,18 @@ from adasum_hvd.torch.optimizer.reducer import Reducer
 
 
 class GradientReducer(Reducer):
-    """Reducer of gradients: starts during backward, and `step()` waits for the last bucket.
-
-    Attributes:
-        loss_scale: a GradScaler's scale, during its reduction.
-        scaler: a weak reference to our GradScaler that has unscaled last, or None.
-    """
+    """Reducer of gradients: starts during backward, and `step()` waits for the last bucket."""
 
     reduces_gradients = True
-    loss_scale: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None  # a GradScaler's, during its reduction
+    # A weak reference to our GradScaler that has unscaled last.
     scaler: Callable[[], Any] | None = None
-    _counter: GradientReadyCounter | None = None
+
+    def __init__(self, *arguments: Any):
+        self._counter = GradientReadyCounter(
+            (), 1, str, self._start
+        )  # of no bucket yet
+        super().__init__(*arguments)
 
     def _connect(self) -> None:
         self._sparse_names: set[str] = set()
@@ -57,8 +58,7 @@ class GradientReducer(Reducer):
         """As the base's."""
         self._check_unchanged(in_buckets=True)
         self._drain()
-        if self._counter:
-            self._counter.close()
+        self._counter.close()
         self._members = self._current_members()
         super().rebuild()
         self.buckets = [*self.flat_buckets, *self._sparse]
@@ -70,38 +70,29 @@ class GradientReducer(Reducer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """See the wrapper's."""
-        if self._touched:
+        if self._counter.touched:
             raise RuntimeError(
                 "set_backward_passes_per_step(): expected no backward pass since the last step() "
                 "or zero_grad(), but got one, whose gradients may be reduced already; call step() "
                 "or zero_grad() of this optimizer first"
             )
         super().set_backward_passes_per_step(passes)
-        if self._counter:
-            self._counter.close()
+        self._counter.close()
         self._count()
 
     @property
     def synchronized(self) -> bool:
         """Whether all gradients are reduced: backward has not run since."""
-        return self._was_synchronized and not self._touched
-
-    @property
-    def _touched(self) -> bool:
-        return self._counter is not None and self._counter.touched
+        return self._was_synchronized and not self._counter.touched
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
         # Gradients after synchronize().
         self._of_synchronize: list[torch.Tensor | None] = []
-        if self._counter:
-            self._counter.reset()
+        self._counter.reset()
 
     def restart(self) -> None:
-        """Restart with the job's current ranks. Collective.
-
-        Gradients are dropped if a reduction of them was interrupted.
-        """
+        """As the base's; gradients whose reduction was interrupted are dropped."""
         if any(bucket.has_begun for bucket in self.flat_buckets):
             torch.optim.Optimizer.zero_grad(self.optimizer)
         super().restart()
@@ -115,7 +106,9 @@ class GradientReducer(Reducer):
             if gradient is not None and gradient.is_sparse:
                 self._check_sparse(parameter)
         bucket.fill(gradients)
-        if bucket in self.flat_buckets and self._is_changing():
+        # Whether the next step builds other buckets.
+        changing = self.parameters.changes or self._members != self._current_members()
+        if changing and bucket in self.flat_buckets:
             bucket.flags.announce_change()
         bucket.start()
 
@@ -145,10 +138,6 @@ class GradientReducer(Reducer):
             self._reset(synchronized=False)
             raise
 
-    def _is_changing(self) -> bool:
-        """Return whether parameters have changed, so that the next step builds other buckets."""
-        return self.parameters.changes or self._members != self._current_members()
-
     def _current_members(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for p in self.parameters]
 
@@ -165,7 +154,7 @@ class GradientReducer(Reducer):
         For equal results on all ranks, every gradient that may be a view is set to it; reducing it
         again changes nothing. Zeros in place of a missing gradient are neutral.
         """
-        if self._touched:
+        if self._counter.touched:
             self._run_round()
             self._drop_round()
             self._follow_sparse()
@@ -190,7 +179,7 @@ class GradientReducer(Reducer):
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:
         """Raise RuntimeError if a gradient (in a bucket) was changed after backward."""
-        changed = self._counter.changed(in_buckets) if self._counter else None
+        changed = self._counter.changed(in_buckets)
         if changed is not None:
             raise RuntimeError(
                 f"gradient of {self.parameters.name_of(changed)}: expected as backward has left "

@@ -55,18 +55,7 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 class ReducedParameters:
-    """Names and kinds of the parameters of an optimizer, and which of them are reduced.
-
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        names: of its parameters.
-        options: those of `DistributedOptimizer`.
-
-    Attributes:
-        instance: number of this optimizer, equal on all ranks, for names in Horovod.
-        any_partial: a rank has parameters that not all ranks reduce.
-        changes: this rank's parameters differ from those in its buckets.
-    """
+    """Names and kinds of the parameters of an optimizer, and which of them are reduced."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Names, options: Options
@@ -74,9 +63,10 @@ class ReducedParameters:
         self._optimizer = weakref.ref(optimizer)
         self._names, self._options = names, options
         self._current: set[torch.Tensor] = set()  # at the last `name_new`
+        # Number of this optimizer, equal on all ranks, for names in Horovod.
         self.instance = next(_instances)
-        self.any_partial = False
-        self.changes = False
+        self.any_partial = False  # a rank has parameters that not all ranks reduce
+        self.changes = False  # this rank's parameters differ from those in its buckets
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -132,20 +122,15 @@ class ReducedParameters:
     def fingerprint(self) -> list[Any]:
         """Return a value that depends on replaced, frozen, converted and marked parameters.
 
-        It is fast, because every step compares it. A conversion to another dtype or device
-        changes a parameter's address.
+        It is fast, because every step compares it. A conversion changes a parameter's address.
         """
-        places: list[Any] = [
+        places = [
             (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
         ]
         return [*places, times_marked()]
 
     def named(self) -> list[NamedParameter]:
-        """Return the parameters to reduce, with their names.
-
-        Raises:
-            ValueError: one of them is complex.
-        """
+        """Return the parameters to reduce, with their names; ValueError if one is complex."""
         named: list[Any] = [(self.name_of(p), p) for p in self.reduced()]
         for name, parameter in named:
             if parameter.is_complex():
@@ -157,11 +142,7 @@ class ReducedParameters:
         return named
 
     def compare(self, named: Sequence[NamedParameter]) -> None:
-        """Raise on every rank unless all holders of a parameter list it alike. Collective.
-
-        Raises:
-            ValueError: the lists or the options differ.
-        """
+        """Raise ValueError on every rank if the ranks' options or parameters differ. Collective."""
         process_set = self._options.process_set
         everyone = tuple(process_set.ranks or range(size()))
         mine: dict[Ranks, list[Any]] = {everyone: []}
@@ -219,12 +200,7 @@ class ReducedParameters:
 
 
 def _compare_lists(by_rank: Mapping[int, Mapping[Ranks, Sequence[Any]]]) -> None:
-    """Raise ValueError, on every rank, unless every set of ranks has one list of parameters.
-
-    Args:
-        by_rank: by rank and by set of ranks that it reduces over, the (name, shape, dtype) of
-            the parameters, in order.
-    """
+    """Raise ValueError, on every rank, unless every set of ranks has one list of parameters."""
     for ranks in sorted({ranks for lists in by_rank.values() for ranks in lists}):
         outside = [holder for holder in ranks if holder not in by_rank]
         if outside:

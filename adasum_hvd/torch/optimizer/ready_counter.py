@@ -18,13 +18,8 @@ Seen = tuple[torch.Tensor, int, int | None]
 class GradientReadyCounter:
     """Hooks on the parameters of all buckets, which call back when a bucket is complete.
 
-    A large gradient is copied into its bucket as soon as it is complete.
-
-    Args:
-        buckets: the buckets, each parameter in one of them.
-        passes: backward passes whose gradients add up.
-        name_of: returns a parameter's name, for errors.
-        on_complete: bound method, called with a bucket; its object has this one, so it is weak.
+    A large gradient is copied into its bucket as soon as `passes` backward passes have made it.
+    The bound method `on_complete` is held weakly, because its object has this one.
     """
 
     def __init__(
@@ -112,8 +107,7 @@ class GradientReadyCounter:
     def changed(self, in_buckets: bool = False) -> torch.Tensor | None:
         """Return a parameter whose gradient was changed after backward, or None.
 
-        Args:
-            in_buckets: check only gradients that were bucket views and were not dropped.
+        With `in_buckets` only gradients count that were bucket views and were not dropped.
         """
         pairs = zip(self._places, self._seen, strict=True)
         for (parameter, index, place), seen in pairs:

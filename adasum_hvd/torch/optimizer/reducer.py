@@ -24,13 +24,9 @@ from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
 
 
 class Reducer:
-    """The base of both reducers: a distributed optimizer's reductions.
+    """The base of both reducers: the reductions of a distributed optimizer, held weakly.
 
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        names: of its parameters.
-        options: those of `DistributedOptimizer`.
-        allows_ddp: DistributedDataParallel may have reduced the gradients before.
+    With `allows_ddp` DistributedDataParallel may have reduced the gradients before.
     """
 
     reduces_gradients: bool  # not changes of weights
@@ -66,9 +62,8 @@ class Reducer:
         included = process_set.included()
         self.alone = not included or process_set.size() == 1
         # A single rank needs buckets only for options other than the reduction.
-        self.reducing = included and (
-            not self.alone or self.options.clip_delta_norm is not None
-        )
+        clips = self.options.clip_delta_norm is not None
+        self.reducing = included and (not self.alone or clips)
         self._missed_step = MissedStepCheck()
         self.consistency = None
         self.rebuild()
@@ -85,11 +80,7 @@ class Reducer:
         self._connect()
 
     def rebuild(self) -> None:
-        """Compare the parameters with the other ranks, and make the buckets. Collective; blocks.
-
-        Raises:
-            ValueError: the ranks' parameters or options differ; on every rank.
-        """
+        """Compare the parameters with the other ranks, and make the buckets. Collective; blocks."""
         for bucket in self.flat_buckets:
             bucket.close()
         self.buckets = self.flat_buckets = ()

@@ -27,10 +27,7 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 
 
 class Bucket:
-    """Parameters of one wire dtype on one device, and their flat tensor.
-
-    Attributes:
-        entry: name of the flat tensor in Horovod.
+    """Parameters of one wire dtype on one device, and their flat tensor, `entry` in Horovod.
 
     Args:
         label: makes the bucket's name in Horovod unique.
@@ -141,10 +138,9 @@ class Bucket:
         return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
-        """Copy a gradient into the bucket, so that backward can reuse its memory.
+        """Copy a gradient into the bucket, so that backward can reuse its memory, if allowed.
 
-        Returns:
-            Whether `.grad` is a bucket view now.
+        Return whether `.grad` is a bucket view now.
         """
         gradient = self.params[index].grad
         if gradient is None or self.holds(index, gradient):
@@ -187,8 +183,7 @@ class Bucket:
     def write_back(self, only_views: bool = False) -> None:
         """Set gradients to the reduced values: to bucket views, without a copy, if allowed.
 
-        Args:
-            only_views: skip parameters without a gradient, and gradients that cannot be views.
+        With `only_views` it skips parameters without a gradient, and gradients that cannot be.
         """
         gradients, views, written = [], [], []
         for index, (parameter, view) in enumerate(
