@@ -107,16 +107,11 @@ def refuse(
         return
     first = refused[0][1]
     ranks = sorted({where for where, finding in refused if finding.mode == first.mode})
+    some = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     because, remedy = _REASONS[first.mode]
     raise RuntimeError(
         f"AdaSum: expected the same whole model on every rank, but got {first.found} on "
-        f"{_ranks_text(ranks, len(findings))}: {because}; {remedy}, or pass "
+        f"{'all ranks' if len(ranks) == len(findings) else some}: {because}; {remedy}, or pass "
         f'allow_modes=("{first.mode}",) if you know that it is right (this is rank {rank} of '
         f"{len(findings)})"
     )
-
-
-def _ranks_text(ranks: Sequence[int], size: int) -> str:
-    if len(ranks) == size:
-        return "all ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

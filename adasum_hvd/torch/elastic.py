@@ -126,9 +126,14 @@ class TorchState(SharedState, HorovodState):
         for name, handler in list(self._handlers.items()):
             if isinstance(handler, horovod_state.SamplerStateHandler):
                 self._saved_state[name] = self._handlers.pop(name).value
+            elif type(handler) in _HANDLERS:
+                self._handlers[name] = _HANDLERS[type(handler)](handler.value)
             else:
-                known = _HANDLERS.get(type(handler), _foreign)
-                self._handlers[name] = known(handler.value)
+                raise NotImplementedError(
+                    "TorchState: expected modules, optimizers and objects, but got a "
+                    f"{type(handler.value)} with a handler of its own in Horovod's registry; "
+                    "keep its state_dict() in the state"
+                )
         self._commit()
 
     def _sync_trained(self, root: int) -> None:
@@ -149,14 +154,6 @@ def _parts(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
         yield from (*trained.modules(), *trained.parameters(), *trained.buffers())
     else:
         yield from (p for group in trained.param_groups for p in group["params"])
-
-
-def _foreign(value: Any) -> Any:
-    raise NotImplementedError(
-        "TorchState: expected modules, optimizers and objects, but got a "
-        f"{type(value)} with a handler of its own in Horovod's registry; "
-        "keep its state_dict() in the state"
-    )
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

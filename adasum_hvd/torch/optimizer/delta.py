@@ -105,11 +105,6 @@ class DeltaReducer(Reducer):
         self.members: list[list[torch.Tensor]] = []  # parameters by bucket
         super().rebuild()
 
-    def own_tensors(self) -> list[torch.Tensor]:
-        """As the base's."""
-        starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
-        return [*super().own_tensors(), *starts]
-
     # ---- the step ----
 
     @torch.no_grad()

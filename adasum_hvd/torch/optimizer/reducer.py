@@ -236,7 +236,3 @@ class Reducer:
 
     def load_window(self, window: Any) -> None:
         """Continue a window of local steps; None begins a new one."""
-
-    def own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are kept in addition to the optimizer's."""
-        return [bucket.flat for bucket in self.flat_buckets]

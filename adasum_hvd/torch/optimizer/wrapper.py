@@ -131,9 +131,9 @@ class DistributedWrapper(torch.optim.Optimizer):
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes this wrapper keeps in addition to the optimizer: "device" and "host"."""
         totals = {"device": 0, "host": 0}
-        for tensor in self._adasum.own_tensors():
-            key = "host" if tensor.device.type == "cpu" else "device"
-            totals[key] += tensor.nbytes
+        for bucket in self._adasum.flat_buckets:
+            for tensor in bucket.own_tensors:
+                totals["host" if tensor.is_cpu else "device"] += tensor.nbytes
         return totals
 
     def __reduce__(self) -> Any:

@@ -55,6 +55,7 @@ class Bucket:
         self._op, self._factors, self.process_set = op, options.factors, process_set
         device = self.params[0].device
         self.flat = self._make_flat(sum(sizes) + flags, wire_dtype, device)
+        self.own_tensors = {self.flat}  # those that the optimizer alone would not need
         *pieces, numbers = self.flat.split([*sizes, flags])
         self.flags = Flags(numbers, op, process_set.size())
         self.views = [

@@ -38,6 +38,7 @@ class ChangeBucket(Bucket):
     ):
         super().__init__(label, named, wire_dtype, options, process_set)
         self._make_start(options.start_copy == "host")
+        self.own_tensors.add(self.start_weights)
         self._agreed = False  # all ranks have the same start
         # Whether weights are rounded from a wider start at the end of a window.
         self._start_differs = self.start_weights.dtype != self.params[0].dtype
@@ -50,11 +51,6 @@ class ChangeBucket(Bucket):
         )
         pieces = self.start_weights.split([view.numel() for view in self.views])
         self._start_views = list(map(torch.Tensor.view_as, pieces, self.views))
-
-    @property
-    def flat_is_start(self) -> bool:
-        """Whether `flat` holds the start itself, and never a change."""
-        return self.start_weights is self.flat
 
     def snapshot(self) -> None:
         """Record the current weights."""
