@@ -35,10 +35,7 @@ class _Channel:
 
     def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
         handle = torch_ops.allreduce_async(
-            torch.from_numpy(rows),
-            name=name,
-            op=ops.Sum,
-            process_set=self._process_set,
+            torch.from_numpy(rows), name=name, op=ops.Sum, process_set=self._process_set
         )
 
         def finish(wait: bool) -> Rows | None:
@@ -130,7 +127,7 @@ class AdasumMonitor:
             monitor.request_first(self._entries)
 
     def _loss_scale(self) -> float:
-        if not self._reducer.reduces_gradients:
+        if self._reducer.options.is_delta:
             return 1.0  # changes of weights
         ours = self._reducer.scaler
         scaler = (ours and ours()) or self._scaler

@@ -167,21 +167,16 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
     return list(map(compression.decompress, reduced, contexts))
 
 
-def _reduction_like(
-    horovod_function: Reduction, doc: str, in_place: bool = False, waits: bool = False
-) -> Reduction:
-    """Return a function with Horovod's signature that also reduces by AdaSum.
+def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
+    """Return a function with Horovod's name and signature that also reduces by AdaSum.
 
-    Args:
-        horovod_function: used for all other ops; it reduces several tensors if its first
-            parameter is `tensors`, and else one.
-        doc: its docstring.
-        in_place: the tensors receive the results.
-        waits: it returns the results; else a handle.
+    The name tells the form: "grouped_" reduces several tensors, "_async" returns a handle, and a
+    last "_" writes the results into the tensors. Other reductions are left to Horovod.
     """
-    signature = inspect.signature(horovod_function)
+    signature, called = inspect.signature(horovod_function), horovod_function.__name__
     first = next(iter(signature.parameters))
-    grouped = first == "tensors"
+    grouped = called.startswith("grouped_")
+    waits, in_place = "_async" not in called, called.endswith("_")
 
     @with_signature_of(horovod_function)
     def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +201,7 @@ def _reduction_like(
         return list(reduced) if grouped else reduced
 
     reduce.__doc__, reduce.__module__ = inspect.cleandoc(doc), __name__
-    reduce.__name__ = reduce.__qualname__ = horovod_function.__name__
+    reduce.__name__ = reduce.__qualname__ = called
     return reduce  # type: ignore[return-value]
 
 
@@ -239,7 +234,6 @@ allreduce_async = _reduction_like(
 allreduce_async_ = _reduction_like(
     mpi_ops.allreduce_async_,
     """Start to reduce `tensor` in place; arguments and errors as :func:`allreduce_async`.""",
-    in_place=True,
 )
 grouped_allreduce_async = _reduction_like(
     mpi_ops.grouped_allreduce_async,
@@ -251,7 +245,6 @@ grouped_allreduce_async = _reduction_like(
 grouped_allreduce_async_ = _reduction_like(
     mpi_ops.grouped_allreduce_async_,
     """Start to reduce several tensors in place; see :func:`grouped_allreduce_async`.""",
-    in_place=True,
 )
 allreduce = _reduction_like(
     mpi_ops.allreduce,
@@ -261,22 +254,16 @@ allreduce = _reduction_like(
 
     Collective: every rank of `process_set`; blocks.
     """,
-    waits=True,
 )
 allreduce_ = _reduction_like(
     mpi_ops.allreduce_,
     """Reduce `tensor` in place and return it; arguments as :func:`allreduce_async_`.""",
-    in_place=True,
-    waits=True,
 )
 grouped_allreduce = _reduction_like(
     mpi_ops.grouped_allreduce,
     """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`.""",
-    waits=True,
 )
 grouped_allreduce_ = _reduction_like(
     mpi_ops.grouped_allreduce_,
     """Reduce several tensors in place; arguments as :func:`grouped_allreduce_async_`.""",
-    in_place=True,
-    waits=True,
 )

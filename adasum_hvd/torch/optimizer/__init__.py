@@ -27,13 +27,7 @@ from adasum_hvd import parallel
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
 from adasum_hvd.base.namespaces import with_signature_of
-from adasum_hvd.base.options import (
-    Options,
-    ProcessSet,
-    check,
-    groups_of,
-    optimizer_op,
-)
+from adasum_hvd.base.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks

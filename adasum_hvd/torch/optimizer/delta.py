@@ -39,7 +39,6 @@ _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$
 class DeltaReducer(Reducer):
     """Reducer of weight changes after a local step. Parameters hold weights at all times."""
 
-    reduces_gradients = False
     keeps_masters = False
     buckets: list[ChangeBucket]
     _local_step = 0  # steps taken since the replicas were last equal

@@ -21,7 +21,6 @@ from adasum_hvd.torch.optimizer.reducer import Reducer
 class GradientReducer(Reducer):
     """Reducer of gradients: starts during backward, and `step()` waits for the last bucket."""
 
-    reduces_gradients = True
     loss_scale: torch.Tensor | None = None  # a GradScaler's, during its reduction
     # A weak reference to our GradScaler that has unscaled last.
     scaler: Callable[[], Any] | None = None

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd.base.agreement import (
-    OPTIONS,
-    compare_parameters,
-    compare_settings,
-)
+from adasum_hvd.base.agreement import OPTIONS, compare_parameters, compare_settings
 from adasum_hvd.base.marks import times_marked
 from adasum_hvd.base.options import Options
 from adasum_hvd.base.partition import partition

@@ -29,7 +29,6 @@ class Reducer:
     With `allows_ddp` DistributedDataParallel may have reduced the gradients before.
     """
 
-    reduces_gradients: bool  # not changes of weights
     alone: bool  # this rank is the only one, or outside the process set
     reducing: bool  # gradients or changes pass through buckets
     flat_buckets: Sequence[Any] = ()  # those with a flat tensor

@@ -144,7 +144,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     @property
     def _reduces_gradients(self) -> bool:
-        return self._adasum.reduces_gradients
+        return not self._adasum.options.is_delta
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
