@@ -151,16 +151,12 @@ def detect(
     return list(first.values())
 
 
-def context_of(
-    findings: Iterable[Finding], size: int, gradients_mean: bool = True
-) -> ParallelContext:
+def context_of(findings: Sequence[Finding], size: int) -> ParallelContext:
     """Return the findings of `size` ranks as a `ParallelContext`."""
-    findings = list(findings)
-    stages = max((finding.stages for finding in findings), default=1)
     return ParallelContext(
         mode="stand_alone" if size == 1 else "data_parallel",
         device_num=size,
-        pipeline_stages=min(stages, size),
+        pipeline_stages=min(max((f.stages for f in findings), default=1), size),
         enable_parallel_optimizer=any(f.shards_optimizer for f in findings),
-        gradients_mean=gradients_mean,
+        gradients_mean=True,
     )

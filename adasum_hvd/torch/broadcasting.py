@@ -229,7 +229,7 @@ def broadcast_optimizer_state(
     is_root = mpi_ops.rank() == root_rank
     outlined, tensors = _outlined(optimizer) if is_root else (None, [])
     by_rank = _gather(caller, outlined, "adasum.optimizer_state", process_set)
-    outline, shapes = by_rank[list(ranks_of(process_set)).index(root_rank)]
+    outline, shapes = by_rank[ranks_of(process_set).index(root_rank)]
     # One tensor at a time, through the host: a pickle of the state may exceed MPI's 2 GiB.
     received = []
     for index, (shape, dtype) in enumerate(shapes):
