@@ -109,10 +109,8 @@ def switch(
         TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
             dict.
 
-    Warns (MindSpore does not) about a dictionary that level "O0" leaves without effect, flags
-    that "auto" ignores, keys that have no effect, and algorithms of a level that this project
-    lacks. Warns if `gradients_mean` is unset, and if gradients are accumulated, because
-    MindSpore averages them.
+    Warns (MindSpore does not) about a dictionary, flags or keys without effect, algorithms of a
+    level that this project lacks, unset `gradients_mean`, and accumulated gradients.
 
     Example:
         >>> manual = {"mode": "manual", "less_bn": False, "grad_freeze": False}

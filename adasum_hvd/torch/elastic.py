@@ -1,10 +1,7 @@
 """Elastic training: the job continues with the ranks that remain or join.
 
-Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` lists the differences.
-With the delta variant the optimizer state is local, and survivors keep their own.
-
-References:
-    Horovod 0.28.1's elastic API; docs/elastic.md.
+Names and calls are Horovod's; docs/elastic.md lists the differences. With the delta variant the
+optimizer state is local, and survivors keep their own.
 """
 
 from __future__ import annotations
@@ -103,8 +100,8 @@ class TorchState(SharedState, HorovodState):
         model: a module.
         optimizer: an optimizer. Every distributed optimizer of the job must be in a state.
         **kwargs: more modules and optimizers; objects with `state_dict()` and
-            `load_state_dict()`, such as samplers, learning rate schedulers and gradient scalers;
-            and objects that pickle. Each becomes an attribute of the state.
+            `load_state_dict()`, such as samplers and gradient scalers; and objects that pickle.
+            Each becomes an attribute of the state.
 
     Raises:
         TypeError: an object has no `state_dict()`, and cannot be pickled or refers to a model or

@@ -97,9 +97,8 @@ class DistributedGradReducer(GradReducer):
 class WrapCell(wrap_cells.WrapCell):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
-    Reading or setting an attribute that a cell lacks (`step`, `zero_grad`, `param_groups`,
-    `state_dict`, ...) uses `cell.optimizer`, the `DistributedOptimizer` inside, so a gradient
-    scaler accepts a cell as an optimizer. Pass `cell.optimizer` to LR schedulers.
+    Attributes that a cell lacks (`step`, `param_groups`, `state_dict`, ...) are read and set on
+    `cell.optimizer`, the `DistributedOptimizer` inside. Pass that one to LR schedulers.
 
     Args:
         optimizer: a torch optimizer.
@@ -110,7 +109,6 @@ class WrapCell(wrap_cells.WrapCell):
         model: as `DistributedOptimizer`'s.
         gradient_group: a process set, this rank's group. The cell first averages the gradients
             over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
-            The op then averages inside its groups, where all ranks have the same gradients.
 
     Raises:
         RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or not a power of

@@ -48,10 +48,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     # ---- the contract of Horovod's optimizer ----
 
     def synchronize(self) -> None:
-        """Gradient variants: wait until every `.grad` holds the reduced gradient.
-
-        See :meth:`GradientReducer.synchronize`. Collective; blocks.
-        """
+        """As :meth:`GradientReducer.synchronize`; nothing in the delta variant. Collective."""
         self._adasum.synchronize()
 
     @contextmanager
@@ -81,11 +78,10 @@ class DistributedWrapper(torch.optim.Optimizer):
         self._adasum.set_backward_passes_per_step(passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the user's class, with the caller's arguments.
+        """As the user's class; gradients that are being reduced are waited for and dropped.
 
-        Gradients that are being reduced are waited for and dropped: collective if a backward pass
-        has not been followed by `step()`. Warns if weights change and gradients are dropped
-        without `step()`.
+        Collective if a backward pass has not been followed by `step()`. Warns if weights change
+        and gradients are dropped without `step()`.
         """
         if not is_making_state():
             self._adasum.before_zero_grad()
@@ -121,10 +117,9 @@ class DistributedWrapper(torch.optim.Optimizer):
         self._adasum.load_window(window)
 
     def restart(self) -> None:
-        """Restart with the job's current ranks, as an elastic job does. Collective.
+        """Restart with an elastic job's current ranks. Collective.
 
-        Reductions that were under way are dropped. The optimizer's own state and an unfinished
-        window of local steps stay.
+        Reductions that were under way are dropped; an unfinished window of local steps stays.
         """
         self._adasum.restart()
 

@@ -38,6 +38,8 @@ class Bucket:
         with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
     """
 
+    _is_shared = True  # the host's other ranks read `flat`
+
     def __init__(
         self,
         label: str,
@@ -48,13 +50,13 @@ class Bucket:
         with_flags: bool = False,
     ):
         op = options.op
-        self.params = [parameter for _, parameter in named]
-        self.names = [name for name, _ in named]
+        self.names, self.params = map(list, zip(*named, strict=True))
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
-        self._op, self._factors, self.process_set = op, options.factors, process_set
-        device = self.params[0].device
-        self.flat = self._make_flat(sum(sizes) + flags, wire_dtype, device)
+        self._options, self.process_set = options, process_set
+        make = wire.zeros if self._is_shared and ops.is_adasum(op) else torch.zeros
+        elements, device = sum(sizes) + flags, self.params[0].device
+        self.flat = make(elements, dtype=wire_dtype, device=device)
         self.own_tensors = {self.flat}  # those that the optimizer alone would not need
         *pieces, numbers = self.flat.split([*sizes, flags])
         self.flags = Flags(numbers, op, process_set.size())
@@ -75,13 +77,6 @@ class Bucket:
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         self.entry = wire.entry(self._name, op, wire_dtype)
-
-    def _make_flat(
-        self, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        if ops.is_adasum(self._op):
-            return wire.zeros(elements, dtype, device)
-        return torch.zeros(elements, dtype=dtype, device=device)
 
     def allows_view(self, index: int) -> bool:
         """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
@@ -146,24 +141,22 @@ class Bucket:
         gradient = self.params[index].grad
         if gradient is None or self.holds(index, gradient):
             return gradient is not None
-        if (
-            gradient.layout is not torch.strided
-            or gradient.requires_grad
-            or not self.allows_view(index)
-        ):
-            return False
-        self.views[index].copy_(gradient)
-        self.set_gradient_view(index)
-        return True
+        is_plain = gradient.layout is torch.strided and not gradient.requires_grad
+        allowed = is_plain and self.allows_view(index)
+        if allowed:
+            self.views[index].copy_(gradient)
+            self.set_gradient_view(index)
+        return allowed
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""
+        before, after = self._options.factors
         self._handle = torch_ops.allreduce_async_(
             self.flat,
             name=self._name,
-            op=self._op,
-            prescale_factor=self._factors[0],
-            postscale_factor=self._factors[1],
+            op=self._options.op,
+            prescale_factor=before,
+            postscale_factor=after,
             process_set=self.process_set,
         )
 
@@ -176,9 +169,9 @@ class Bucket:
     @property
     def has_begun(self) -> bool:
         """Whether the bucket is in flight, or holds a gradient that waits for the others."""
+        gradients = enumerate(parameter.grad for parameter in self.params)
         return self.in_flight or any(
-            parameter.grad is not None and self.holds(index, parameter.grad)
-            for index, parameter in enumerate(self.params)
+            g is not None and self.holds(index, g) for index, g in gradients
         )
 
     def write_back(self, only_views: bool = False) -> None:
@@ -187,9 +180,8 @@ class Bucket:
         With `only_views` it skips parameters without a gradient, and gradients that cannot be.
         """
         gradients, views, written = [], [], []
-        for index, (parameter, view) in enumerate(
-            zip(self.params, self.views, strict=True)
-        ):
+        pairs = zip(self.params, self.views, strict=True)
+        for index, (parameter, view) in enumerate(pairs):
             gradient = parameter.grad
             if only_views and (gradient is None or not self.allows_view(index)):
                 continue
@@ -226,7 +218,7 @@ class Bucket:
         """Wait for a reduction in flight, and unregister the weights in the op."""
         if self.in_flight:
             self.finish()
-        if ops.is_adasum(self._op):
+        if ops.is_adasum(self._options.op):
             binding.forget_weights(wire.LIBRARY, self.entry)
 
 

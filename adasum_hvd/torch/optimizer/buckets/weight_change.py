@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.options import Options, ProcessSet
+from adasum_hvd.base.options import Options
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
+from adasum_hvd.torch.optimizer.buckets.bucket import Bucket
 from adasum_hvd.torch.optimizer.checks import as_integers
 
 # The op reads and writes the weights of these buckets by address. They must not be freed,
@@ -23,21 +24,13 @@ _in_flight: set[ChangeInOpBucket] = set()
 class ChangeBucket(Bucket):
     """Weights whose change since `snapshot` is in `flat`; formed and applied by torch.
 
-    Attributes:
-        start_weights: the weights at `snapshot`, concatenated; of the parameters' dtype, or
-            the wider one of it and the wire's.
+    `start_weights` holds the weights at `snapshot`, concatenated, in the wider one of the
+    parameters' dtype and the wire's.
     """
 
-    def __init__(
-        self,
-        label: str,
-        named: Sequence[NamedParameter],
-        wire_dtype: torch.dtype,
-        options: Options,
-        process_set: ProcessSet,
-    ):
-        super().__init__(label, named, wire_dtype, options, process_set)
-        self._make_start(options.start_copy == "host")
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._make_start(self._options.start_copy == "host")
         self.own_tensors.add(self.start_weights)
         self._agreed = False  # all ranks have the same start
         # Whether weights are rounded from a wider start at the end of a window.
@@ -116,14 +109,9 @@ class ChangeInOpBucket(ChangeBucket):
     compares it with that of the weights it finds, in the pass that records them.
     """
 
+    _is_shared = False
     _registered: list[tuple[int, int, torch.dtype, bool]] | None = None
     _checksum: int | None = None  # of the weights that the last window left
-
-    def _make_flat(
-        self, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        # Other ranks do not read it.
-        return torch.zeros(elements, dtype=dtype, device=device)
 
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
