@@ -263,8 +263,7 @@ class DeltaReducer(Reducer):
         step = optimizer._base.step
         unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
-            with self._evaluating():
-                result = unhooked(optimizer, *closure)
+            result = unhooked(optimizer, *closure)
         except BaseException:
             self._restore()
             raise

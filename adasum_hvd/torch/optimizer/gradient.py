@@ -289,8 +289,7 @@ class GradientReducer(Reducer):
             self._reduce()
             return self._mean_loss(losses[-1])
 
-        with self._evaluating():
-            self.optimizer._base.step(self.optimizer, reduced_closure)
+        self.optimizer._base.step(self.optimizer, reduced_closure)
         return losses[0] if losses else None
 
     def _mean_loss(self, loss: Any) -> Any:

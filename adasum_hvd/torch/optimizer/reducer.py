@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Reducer:
     buckets: Sequence[Any] = ()  # all
     consistency: ConsistencyCheck | None  # None for a single rank
     skip_synchronize = False  # `step()` uses the gradients as they are
+    in_step = False  # a closure may run; its `zero_grad()` drops no gradient
     # A reduced change was not finite: read and cleared by the scaler.
     change_overflowed = False
 
@@ -45,7 +46,6 @@ class Reducer:
         self.options = options
         self.parameters = ReducedParameters(optimizer, names, options)
         self._look_for_ddp = not allows_ddp
-        self._in_step = False  # a closure runs; its `zero_grad()` drops no gradient
         self._connect()
 
     @property
@@ -204,22 +204,13 @@ class Reducer:
 
     def note_zero_grad(self) -> None:
         """Check a `zero_grad()` of the user's script."""
-        if self.reducing and not self.alone and not self._in_step:
+        if self.reducing and not self.alone and not self.in_step:
             self._missed_step.note(self.parameters)
 
     def _note_step(self) -> None:
         if self.consistency is not None:
             self.consistency.note_step()
         self._missed_step.forget()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Run the user's step, whose closure may call `zero_grad()`."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
 
     def _abandon(self) -> None:
         """Wait for buckets in flight, so that no reduction writes after an error."""

@@ -39,7 +39,11 @@ class DistributedWrapper(torch.optim.Optimizer):
         arguments = [] if closure is None else [closure]
         if is_making_state():  # perhaps on one rank alone
             return super().step(*arguments)
-        result = self._adasum.step(*arguments)
+        self._adasum.in_step = True
+        try:
+            result = self._adasum.step(*arguments)
+        finally:
+            self._adasum.in_step = False
         plain = self._wrapped()
         if plain is not None:  # read by a scheduler that was made before the wrapping
             plain._opt_called = True
