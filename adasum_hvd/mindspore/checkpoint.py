@@ -4,9 +4,6 @@ A file is one message of protobuf. Its field 1 repeats, an entry for each tensor
 the tensor (2), which is dimensions (1), the name of the dtype (2) and the bytes in C order (3).
 Large tensors have several entries of one name, each with a part of the bytes. With `crc_check`
 the file ends in "crc_num" and the CRC-32 of all bytes before, a big-endian number of 10 bytes.
-
-References:
-    docs/mindspore.md.
 """
 
 from __future__ import annotations

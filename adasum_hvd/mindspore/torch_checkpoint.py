@@ -2,9 +2,6 @@
 
 MindSpore's `AdamOffload` and `Adam` have `moment1.NAME` and `moment2.NAME` for each parameter,
 `global_step`, and `beta1_power` and `beta2_power`, which are beta ** global_step.
-
-References:
-    docs/mindspore.md.
 """
 
 from __future__ import annotations

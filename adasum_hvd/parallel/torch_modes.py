@@ -137,10 +137,6 @@ def detect(
         optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
         model: a module, a DeepSpeed engine, a pipelining stage or pipe; the only object that
             shows DistributedDataParallel and pipelines.
-
-    Example:
-        >>> detect()
-        []
     """
     found = [*_in_optimizer(optimizer), *_in_model(model)]
     has_fsdp2 = any(each.mode == "fsdp2" for each in found)

@@ -39,19 +39,15 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start to sum or average a sparse tensor over the ranks of `process_set`.
 
-    Horovod's function treats every other reduction as Sum, even AdaSum, and does not support
-    bfloat16.
-
     Args:
-        tensor: a COO tensor, of the same shape and dtype on all ranks, with any number of
-            entries.
+        tensor: a COO tensor, of the same shape and dtype on all ranks.
         name: the tensor's name, the same on all ranks; counted up when None.
         op: Average or Sum, or the name of one.
         process_set: the ranks to reduce over.
 
     Returns:
-        A function that waits and returns the result: the entries of all ranks, in rank order
-        and not coalesced. `synchronize` calls it.
+        A function that waits and returns the entries of all ranks, in rank order and not
+        coalesced. `synchronize` calls it.
 
     Raises:
         SparseAdasumError: `op` is AdaSum; both a NotImplementedError and a ValueError.

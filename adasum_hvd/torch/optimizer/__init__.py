@@ -55,11 +55,11 @@ def find_modes(
     groups = getattr(optimizer, "param_groups", ())
     parameters = (parameter for group in groups for parameter in group["params"])
     reduced = [each for each in parameters if not marks.is_worker_local(each)]
-    modes = detect(reduced, optimizer, model)
-    if not ranks_meet():
-        return [modes if each == rank() else [] for each in range(size())]
-    gathered = allgather_object(modes, "adasum.parallel_modes", process_set)
-    by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
+    by_rank = {rank(): detect(reduced, optimizer, model)}
+    if ranks_meet():
+        mine = by_rank[rank()]
+        gathered = allgather_object(mine, "adasum.parallel_modes", process_set)
+        by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
     return [by_rank.get(each, []) for each in range(size())]
 
 
