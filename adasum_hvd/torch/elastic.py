@@ -50,46 +50,41 @@ class ElasticSampler(HorovodSampler):
         return iter(self.indices)
 
 
-class _Model(horovod_state.ModelStateHandler):
-    """A module: all ranks get the root's values, except for marked parameters and buffers."""
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        module = self.value
-        named = itertools.chain(
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
-        own = {name for name, tensor in named if marks.is_marked(tensor)}
-        state = module.state_dict()
-        shared = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name not in own
-        }
-        broadcast_parameters(shared, root)
-        rest = {name: v for name, v in state.items() if name not in shared}
-        root_rest = broadcast_object(rest, root, "adasum.elastic.model")
-        if root_rest and not survived:
-            module.load_state_dict({**state, **root_rest})
+def _sync_module(module: torch.nn.Module, root: int, survived: bool) -> None:
+    """Copy the root's values, except for marked parameters and buffers."""
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    own = {name for name, tensor in named if marks.is_marked(tensor)}
+    state = module.state_dict()
+    shared = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in own
+    }
+    broadcast_parameters(shared, root)
+    rest = {name: v for name, v in state.items() if name not in shared}
+    root_rest = broadcast_object(rest, root, "adasum.elastic.model")
+    if root_rest and not survived:
+        module.load_state_dict({**state, **root_rest})
 
 
-class _Optimizer(horovod_state.OptimizerStateHandler):
-    """An optimizer: restarts with the job's current ranks, and gets the root's state."""
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        distributed = isinstance(self.value, DistributedWrapper)
-        if distributed:
-            self.value.restart()
-        own = distributed and not self.value._reduces_gradients
-        broadcast_optimizer_state(self.value, root, keep=own and survived)
-        if own:
-            reducer, name = self.value._adasum, "adasum.elastic.window"
-            reducer.load_window(broadcast_object(reducer.window(), root, name))
+def _sync_optimizer(optimizer: Any, root: int, survived: bool) -> None:
+    """Restart an optimizer with the job's current ranks, and copy the root's state."""
+    distributed = isinstance(optimizer, DistributedWrapper)
+    if distributed:
+        optimizer.restart()
+    own = distributed and not optimizer._reduces_gradients
+    broadcast_optimizer_state(optimizer, root, keep=own and survived)
+    if own:
+        reducer, name = optimizer._adasum, "adasum.elastic.window"
+        reducer.load_window(broadcast_object(reducer.window(), root, name))
 
 
-_HANDLERS: dict[type, Callable[[Any], Any]] = {
-    horovod_state.ModelStateHandler: _Model,
-    horovod_state.OptimizerStateHandler: _Optimizer,
+_SYNC: dict[type, Callable[[Any, int, bool], None]] = {
+    horovod_state.ModelStateHandler: _sync_module,
+    horovod_state.OptimizerStateHandler: _sync_optimizer,
 }
 
 
@@ -123,9 +118,7 @@ class TorchState(SharedState, HorovodState):
         for name, handler in list(self._handlers.items()):
             if isinstance(handler, horovod_state.SamplerStateHandler):
                 self._saved_state[name] = self._handlers.pop(name).value
-            elif type(handler) in _HANDLERS:
-                self._handlers[name] = _HANDLERS[type(handler)](handler.value)
-            else:
+            elif type(handler) not in _SYNC:
                 raise NotImplementedError(
                     "TorchState: expected modules, optimizers and objects, but got a "
                     f"{type(handler.value)} with a handler of its own in Horovod's registry; "
@@ -135,7 +128,7 @@ class TorchState(SharedState, HorovodState):
 
     def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
-            handler.sync_from(root, self._survived)
+            _SYNC[type(handler)](handler.value, root, self._survived)
 
     def _trained(self) -> Callable[[Any], bool]:
         own = {
