@@ -93,11 +93,10 @@ def switch(
 
     Args:
         boost_level: "O0" nothing, "O1" less_bn and grad_freeze, "O2" those and adasum.
-        boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common":
-            {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
-            part optional. Mode "auto" (default): the level decides; "manual": the flags
-            override the level; "enable_all"; "disable_all". Level "O0" turns nothing on,
-            whatever the dictionary has.
+        boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common": {"device_number":
+            8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every part optional. Mode
+            "auto" (default): the level decides; "manual": the flags override the level;
+            "enable_all"; "disable_all". Level "O0" turns nothing on, whatever the dictionary has.
         gradients_mean: average, not sum, over the ranks of a group. Unset, it averages with a
             warning, because MindSpore's context sums by default.
         acc_level: deprecated name of `boost_level`.
@@ -145,9 +144,8 @@ def switch(
     if lacking and boost_level != "O0":
         excludes = "; dim_reduce would exclude all others"
         raise NotImplementedError(
-            "boost: expected adasum and grad_accumulation only, but got "
-            f"{', '.join(lacking)}, which this project does not have"
-            f"{excludes if 'dim_reduce' in lacking else ''}"
+            f"boost: expected adasum and grad_accumulation only, but got {', '.join(lacking)}, "
+            f"which this project does not have{excludes if 'dim_reduce' in lacking else ''}"
         )
     read = dict(_KEYS)
     if boost.get("mode") != "manual":

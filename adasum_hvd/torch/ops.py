@@ -113,8 +113,7 @@ def check_tensors(
         if is_dtensor(tensor):  # whose memory Horovod would look for in vain
             raise ValueError(
                 f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor {here()}; "
-                "reduce its to_local(), or with AdaSum call "
-                "adasum_hvd.distributed.adasum_replicate"
+                "reduce its to_local(), or with AdaSum call adasum_hvd.distributed.adasum_replicate"
             )
         adasum = ops.is_adasum(op)
         if tensor.layout is torch.strided:

@@ -188,8 +188,7 @@ def DistributedOptimizer(
         process_set: the ranks that reduce; others step locally.
         start_copy: "device" or "host": where the delta variant keeps the weights from
             before the step.
-        local_steps: delta variant: local optimizer steps before one reduction of the total
-            change.
+        local_steps: delta variant: local optimizer steps before one reduction of the total change.
         clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
         bucket_bytes: approximate size of a flat bucket, in bytes.
         model: the trained module, pipeline stage or engine. It is searched for parallel modes

@@ -152,9 +152,8 @@ class Reducer:
         """Raise RuntimeError if the ranks have changed since they were connected."""
         if self._met != wire.generation() and agreement.is_elastic():
             raise RuntimeError(
-                "DistributedOptimizer: expected an optimizer that is connected to the ranks of "
-                "the job, but got one from before they changed; in an elastic job pass it to "
-                "TorchState"
+                "DistributedOptimizer: expected an optimizer that is connected to the ranks of the "
+                "job, but got one from before they changed; in an elastic job pass it to TorchState"
             )
 
     def _check_ddp(self) -> None:
