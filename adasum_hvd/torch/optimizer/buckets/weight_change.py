@@ -109,7 +109,7 @@ class ChangeInOpBucket(ChangeBucket):
     compares it with that of the weights it finds, in the pass that records them.
     """
 
-    _is_shared = False
+    _is_shared = False  # only this rank reads `flat`
     _registered: list[tuple[int, int, torch.dtype, bool]] | None = None
     _checksum: int | None = None  # of the weights that the last window left
 
@@ -195,8 +195,8 @@ def op_takes(
 ) -> bool:
     """Return whether the op can read and write these weights itself.
 
-    They are reduced in their own memory, on the CPU or on CUDA devices over NCCL, and sent in their
-    own dtype. It cannot if `clip_delta_norm` needs the reduced change.
+    Then they are reduced in their own memory, on the CPU or on CUDA devices over NCCL, and sent in
+    their own dtype. It cannot if `clip_delta_norm` needs the reduced change.
     """
     devices = {"cpu"}
     if binding.reduces_on_devices(wire.LIBRARY):
