@@ -17,8 +17,6 @@ from adasum_hvd.torch import wire
 
 # The count of Horovod's starts when a scaler began its step.
 _BEGUN = "adasum_generation"
-# Set on an optimizer by our GradScaler while it steps: all ranks have agreed on overflow.
-_AGREED = "_adasum_scaler_agreed"
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -90,12 +88,12 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
             self.unscale_(optimizer)
-        setattr(optimizer, _AGREED, True)
+        reducer = optimizer._adasum
+        reducer.scaler_agreed = True
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            delattr(optimizer, _AGREED)
-        reducer = optimizer._adasum
+            reducer.scaler_agreed = False
         if reducer.change_overflowed:
             reducer.change_overflowed = False
             for flag in state["found_inf_per_device"].values():
@@ -124,14 +122,15 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return False
-    if not consistent and not getattr(optimizer, _AGREED, False):
+    reducer = optimizer._adasum
+    if not (consistent or reducer.scaler_agreed):
         forget_scaler(optimizer)
         reduces = optimizer._reduces_gradients
         synchronize = (
             ", or call optimizer.synchronize() before scaler.step() and step inside "
             "optimizer.skip_synchronize()"
         )
-        helps = reduces and not optimizer._adasum.parameters.any_partial
+        helps = reduces and not reducer.parameters.any_partial
         raise RuntimeError(
             f"{'gradient' if reduces else 'delta'} variant on several ranks: expected a scaler "
             "that decides the same on all ranks, but got torch's GradScaler; use "
@@ -141,8 +140,7 @@ def must_skip(optimizer: Any, consistent: bool) -> bool:
         return True
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        parameters = optimizer._adasum.parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in reducer.parameters if p.grad is not None]
         torch._foreach_div_(gradients, scale.item())
     # Done here, so that an optimizer that supports them does not unscale again.
     optimizer.grad_scale = optimizer.found_inf = None
