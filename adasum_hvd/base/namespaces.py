@@ -42,6 +42,6 @@ def public(namespace: dict[str, Any]) -> list[str]:
         name
         for name, value in namespace.items()
         if not name.startswith("_")
-        and name not in namespace["__all__"]
+        and name not in namespace.get("__all__", ())
         and (not isinstance(value, ModuleType) or name in ("elastic", "callbacks"))
     )

@@ -1,7 +1,7 @@
 """MindSpore's boost switch: the algorithms that a level and a dictionary turn on.
 
 `adasum` and `grad_accumulation` have an effect. The other algorithms are outside this project: a
-dictionary that turns one on raises, and a level that does warns. Calls keep no state.
+dictionary that turns one on raises, and a level that does warns.
 
 References:
     MindSpore 1.7, `mindspore.boost`; docs/mindspore.md.
@@ -17,15 +17,7 @@ from typing import Any
 from adasum_hvd.base import ops
 from adasum_hvd.parallel.context import check_bool, check_count
 
-__all__ = [
-    "DEVICE_NUMBER",
-    "ELSEWHERE",
-    "FLAGS",
-    "LEVELS",
-    "MODES",
-    "Boost",
-    "switch",
-]
+__all__ = ["DEVICE_NUMBER", "ELSEWHERE", "FLAGS", "LEVELS", "MODES", "Boost", "switch"]
 
 # In MindSpore's order: each excludes some of those after it.
 FLAGS = ("dim_reduce", "grad_freeze", "less_bn", "adasum", "grad_accumulation")
@@ -74,9 +66,9 @@ class Boost:
             RuntimeError: AdaSum is on, and `init` was called with other groups.
 
         Gradients of several backward passes add up; MindSpore takes their mean: divide the
-        loss by `accumulation_steps`. Every rank then takes its own step, and what it changed
-        is averaged (or summed) in the group, and combined across groups by AdaSum; MindSpore
-        reduces the group's gradients before the step, as the wrap cells' `gradient_group` do.
+        loss by `accumulation_steps`. The changes of weights are averaged (or summed) in the group
+        and combined across groups by AdaSum; MindSpore reduces the group's gradients before the
+        step, as the wrap cells' `gradient_group` do.
         """
         passes = {"backward_passes_per_step": self.accumulation_steps}
         if not self.adasum:
@@ -101,14 +93,12 @@ def switch(
 
     Args:
         boost_level: "O0" nothing, "O1" less_bn and grad_freeze, "O2" those and adasum.
-        boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common":
-            {"device_number": 8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every
-            part optional. Mode "auto" (default): the level decides; "manual": the flags
-            override the level; "enable_all"; "disable_all". Level "O0" turns nothing on,
-            whatever the dictionary has.
-        gradients_mean: average, not sum, what the ranks of a group have. Unset, they are
-            averaged with a warning, because MindSpore's context sums by default: the steps
-            differ by a factor of the ranks in a group.
+        boost_config_dict: `{"boost": {"mode": ..., FLAG: bool, ...}, "common": {"device_number":
+            8}, "grad_accumulation": {"grad_accumulation_step": 1}}`, every part optional. Mode
+            "auto" (default): the level decides; "manual": the flags override the level;
+            "enable_all"; "disable_all". Level "O0" turns nothing on, whatever the dictionary has.
+        gradients_mean: average, not sum, over the ranks of a group. Unset, it averages with a
+            warning, because MindSpore's context sums by default.
         acc_level: deprecated name of `boost_level`.
 
     Raises:
@@ -118,10 +108,8 @@ def switch(
         TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
             dict.
 
-    Warns (MindSpore does not) about a dictionary that level "O0" leaves without effect, flags
-    that "auto" ignores, keys that have no effect, and algorithms of a level that this project
-    lacks. Warns if `gradients_mean` is unset, and if gradients are accumulated, because
-    MindSpore averages them.
+    Warns (MindSpore does not) about a dictionary, flags or keys without effect, algorithms of a
+    level that this project lacks, unset `gradients_mean`, and accumulated gradients.
 
     Example:
         >>> manual = {"mode": "manual", "less_bn": False, "grad_freeze": False}
@@ -149,31 +137,23 @@ def switch(
     on = {flag for flag in FLAGS if asked.get(flag, flag in LEVELS[boost_level])}
     adasum, accumulates = (boost_level != "O0" and flag in on for flag in FLAGS[3:])
     steps = accumulation.get("grad_accumulation_step", 1) if accumulates else 1
-    result = Boost(
-        adasum,
-        check_count("boost grad_accumulation_step", steps),
-        check_count("boost device_number", common.get("device_number", DEVICE_NUMBER)),
-        gradients_mean is not False,
-    )
+    check_count("boost grad_accumulation_step", steps)
+    number = common.get("device_number", DEVICE_NUMBER)
+    check_count("boost device_number", number)
     lacking = [flag for flag in ELSEWHERE if asked.get(flag)]
     if lacking and boost_level != "O0":
+        excludes = "; dim_reduce would exclude all others"
         raise NotImplementedError(
-            "boost: expected adasum and grad_accumulation only, but got "
-            f"{', '.join(lacking)}, which this project does not have"
-            + (
-                "; dim_reduce would exclude all others"
-                if "dim_reduce" in lacking
-                else ""
-            )
+            f"boost: expected adasum and grad_accumulation only, but got {', '.join(lacking)}, "
+            f"which this project does not have{excludes if 'dim_reduce' in lacking else ''}"
         )
-    read = {
-        **_KEYS,
-        "boost": _KEYS["boost"] if boost.get("mode") == "manual" else {"mode"},
-    }
+    read = dict(_KEYS)
+    if boost.get("mode") != "manual":
+        read["boost"] = {"mode"}
     if not accumulates:
         del read["grad_accumulation"]
     _warn(boost_level, on, _unread(config, read), gradients_mean, steps)
-    return result
+    return Boost(adasum, steps, number, gradients_mean is not False)
 
 
 def _unread(config: Mapping[str, Any], read: Mapping[str, set[str]]) -> set[str]:

@@ -4,9 +4,6 @@ A file is one message of protobuf. Its field 1 repeats, an entry for each tensor
 the tensor (2), which is dimensions (1), the name of the dtype (2) and the bytes in C order (3).
 Large tensors have several entries of one name, each with a part of the bytes. With `crc_check`
 the file ends in "crc_num" and the CRC-32 of all bytes before, a big-endian number of 10 bytes.
-
-References:
-    docs/mindspore.md.
 """
 
 from __future__ import annotations
@@ -37,11 +34,8 @@ DTYPES = {
 class Entry(NamedTuple):
     """A tensor of a checkpoint, or a text (dtype "str").
 
-    Attributes:
-        name: of the parameter.
-        dtype: MindSpore's name, such as "Float32".
-        shape: () for a single number.
-        data: the bytes in C order, little-endian.
+    Fields: `name`, of the parameter; `dtype`, MindSpore's, such as "Float32"; `shape`, () for a
+    single number; `data`, the bytes in C order, little-endian.
     """
 
     name: str
@@ -63,11 +57,7 @@ class Entry(NamedTuple):
         return array
 
     def known_dtype(self) -> str:
-        """Return NumPy's name of the dtype, or uint16 for bfloat16.
-
-        Raises:
-            ValueError: another dtype.
-        """
+        """Return NumPy's name of the dtype, or uint16 for bfloat16; ValueError for others."""
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"MindSpore checkpoint: {self.name}: expected one of {', '.join(DTYPES)}, but got "
@@ -158,8 +148,7 @@ def _entry(content: memoryview) -> Entry:
 
 def _joined(path: Any, parts: list[Entry]) -> Entry:
     """Return one entry from the parts of a tensor, with all of its bytes."""
-    first = parts[0]
-    entry = first
+    entry = first = parts[0]
     if len(parts) > 1:
         entry = first._replace(data=b"".join(part.data for part in parts))
     if entry.dtype not in DTYPES:
@@ -180,12 +169,7 @@ def _joined(path: Any, parts: list[Entry]) -> Entry:
 
 
 def _message(content: memoryview) -> dict[int, list[Any]]:
-    """Return the values of a message by field: numbers, or bytes.
-
-    Raises:
-        LookupError: the content ends inside a field, or is no message.
-        TypeError: it is a number.
-    """
+    """Return the values of a message by field: numbers, or bytes. LookupError if it is none."""
     fields: dict[int, list[Any]] = {}
     at = 0
     while at < len(content):

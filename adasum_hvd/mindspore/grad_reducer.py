@@ -1,6 +1,4 @@
-"""`DistributedGradReducer`: plain sums or means of gradients, float32 on the wire.
-
-The base class of torch's and TensorFlow's, which reduce the tensors.
+"""The base of both `DistributedGradReducer`s: plain sums or means of gradients, in float32.
 
 References:
     MindSpore 1.7, `mindspore.nn.DistributedGradReducer`; docs/mindspore.md. Parameter-server
@@ -45,9 +43,6 @@ class GradReducer(ABC):
         TypeError: `parameters` are pairs, or `mean` is not a bool.
         ValueError: `degree` is not an int or not larger than 0.
         NotImplementedError: the job is elastic, so that the number of ranks can change.
-
-    References:
-        docs/mindspore.md.
     """
 
     _all_ranks: ProcessSet  # the framework's global process set
@@ -138,9 +133,7 @@ class GradReducer(ABC):
 
 
 def fusion_groups(
-    parameters: Sequence[Any],
-    fusion_type: int,
-    split_indices: Sequence[int] | None,
+    parameters: Sequence[Any], fusion_type: int, split_indices: Sequence[int] | None
 ) -> list[int]:
     """Return each parameter's fusion number; see :class:`GradReducer`."""
     own = [getattr(parameter, "comm_fusion", fusion_type) for parameter in parameters]

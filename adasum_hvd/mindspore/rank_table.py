@@ -2,9 +2,7 @@
 
 Horovod numbers ranks host by host, in the order of `-H`, so each server of a table must have
 consecutive ranks. The rest of a table (device addresses, network cards) is specific to Ascend.
-
-References:
-    MindSpore 1.7's AdaSum tutorial (`rank_table_16pcs.json`); docs/mindspore.md.
+The example is `rank_table_16pcs.json` of MindSpore 1.7's AdaSum tutorial.
 """
 
 from __future__ import annotations

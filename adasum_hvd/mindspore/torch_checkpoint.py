@@ -2,13 +2,11 @@
 
 MindSpore's `AdamOffload` and `Adam` have `moment1.NAME` and `moment2.NAME` for each parameter,
 `global_step`, and `beta1_power` and `beta2_power`, which are beta ** global_step.
-
-References:
-    docs/mindspore.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -83,8 +81,8 @@ def load(
         named[tensor] = (found or candidates)[0]
         if found:
             values[tensor] = _value(path, entries[found[0]], tensor)
-    state, optimizer = None, _inside(optimizer)
-    if optimizer is not None:
+    state = None
+    if (optimizer := _inside(optimizer)) is not None:
         state = _state_of(path, entries, named, values, optimizer)
     with torch.no_grad():
         for tensor, value in values.items():
@@ -124,8 +122,7 @@ def save(
     named = {tensor: found[-1] for found, tensor in _tensors(model, names)}
     weights = {name: tensor for tensor, name in named.items()}
     state: list[Entry] = []
-    optimizer = _inside(optimizer)
-    if optimizer is not None:
+    if (optimizer := _inside(optimizer)) is not None:
         parameters = _parameters(optimizer, named)
         # AdamOffload's masters have the precision that half-precision weights lack.
         master_of = getattr(optimizer, "master", lambda param: param)
@@ -134,8 +131,8 @@ def save(
             for param in parameters
             if "master" in optimizer.state.get(param, {})
         }
-        state = [*_adam_entries(optimizer, parameters, named)]
-    entries = [*(_entry(name, tensor) for name, tensor in weights.items()), *state]
+        state = list(_adam_entries(optimizer, parameters, named))
+    entries = [*itertools.starmap(_entry, weights.items()), *state]
     write(path, [entry for entry in entries if len(entry.data)])
 
 
@@ -159,9 +156,8 @@ def _tensors(
                 f"MindSpore checkpoint: {name}: expected a whole tensor, but got a DTensor; load "
                 "before fully_shard, or save a model that is not sharded"
             )
-        tables = (
-            table for types, table in _OF_LAYERS if isinstance(modules.get(path), types)
-        )
+        layer = modules.get(path)
+        tables = (table for types, table in _OF_LAYERS if isinstance(layer, types))
         renamed = next(tables, {}).get(own, own)
         candidates = [name, f"{path}.{renamed}" if path else renamed]
         found.setdefault(tensor, []).extend(candidates)
@@ -179,9 +175,8 @@ def _parameters(optimizer: Any, named: dict[torch.Tensor, str]) -> list[torch.Te
     """Return the optimizer's parameters in the order of its state dict."""
     groups = getattr(optimizer, "param_groups", [])
     offloaded = groups and all("torch_eps" in group for group in groups)
-    if not (offloaded or isinstance(optimizer, torch.optim.Adam)) or any(
-        group.get("amsgrad") for group in groups
-    ):
+    is_adam = offloaded or isinstance(optimizer, torch.optim.Adam)
+    if not is_adam or any(group.get("amsgrad") for group in groups):
         raise TypeError(
             "MindSpore checkpoint: expected an AdamOffload or torch.optim.Adam without amsgrad, "
             f"but got {type(optimizer).__name__}; pass one, or a wrap cell around one"
@@ -216,10 +211,8 @@ def _state_of(
         moments = {key: f"{kind}.{named[param]}" for key, kind in _MOMENTS.items()}
         lacking = [name for name in moments.values() if name not in entries]
         if not lacking:
-            state[place] = {
-                "step": torch.tensor(float(step)),
-                **{k: _value(path, entries[n], param) for k, n in moments.items()},
-            }
+            of_file = {k: _value(path, entries[n], param) for k, n in moments.items()}
+            state[place] = {"step": torch.tensor(float(step)), **of_file}
             # The master of a half-precision parameter keeps the precision of the file.
             if not isinstance(optimizer, torch.optim.Adam):
                 state[place]["master"] = values[param]

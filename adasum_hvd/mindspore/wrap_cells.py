@@ -26,22 +26,17 @@ def check_job(
     relaxed: bool = False,
     reduced_in_group: bool = False,
 ) -> None:
-    """Check that a job meets the constraints of MindSpore's cells.
+    """Raise RuntimeError unless a job meets the constraints of MindSpore's cells.
+
+    Its parallel mode and number of ranks are supported. Its groups are 8 ranks, averaged (or
+    summed if `gradients_mean=False`), or any with `relaxed`.
 
     Args:
         context: the job's parallel context.
         settings: the op's settings, as `hvd.settings()` returns them.
-        relaxed: lift the constraints that our op does not need: allow any number of ranks
-            from two and any groups.
+        relaxed: allow any number of ranks from two and any groups.
         reduced_in_group: the cell itself reduces gradients in the group (`gradient_group`).
             The op then averages equal values and must not sum them again.
-
-    Raises:
-        RuntimeError: the parallel mode or number of ranks is not supported; the groups are not
-            8 averaged ranks, unless `relaxed` (8 summed ranks if `gradients_mean=False` and the
-            op reduces the group); or, with `reduced_in_group`, the op sums its groups.
-
-    Warns that the groups are averaged, if the context leaves `gradients_mean` unset.
     """
     check(context, strict=not relaxed)
     if context.gradients_mean is None and (reduced_in_group or not relaxed):
@@ -72,11 +67,9 @@ def check_job(
 
 
 class WrapCell(ABC):
-    """A distributed optimizer that is called with one gradient per parameter.
+    """The base of the frameworks' cells, which set `optimizer`, the distributed one.
 
-    The base of the frameworks' cells, whose docstrings have the arguments. They set `optimizer`,
-    the distributed one, after these checks. Attributes that are not in `_own` are read, set and
-    deleted on it.
+    Attributes that are not in `_own` are read, set and deleted on it.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})
@@ -126,19 +119,14 @@ class WrapCell(ABC):
         )
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
-        """Step with `gradients`, one per parameter.
-
-        None is an error in every framework: MindSpore's cells get all gradients, and the other
-        ranks of a `gradient_group` would wait for a missing one.
+        """Step with `gradients`, one per parameter. Collective: every rank; blocks.
 
         Returns:
             The optimizer's result; the delta variant's cell returns the updated parameters.
 
         Raises:
             ValueError: the numbers of gradients and parameters differ, or a gradient is not a
-                tensor of its parameter's shape; before anything is sent.
-
-        Collective: every rank; blocks.
+                tensor of its parameter's shape, such as None; before anything is sent.
         """
         parameters, gradients = self.parameters, tuple(gradients)
         self._check(parameters, gradients)

@@ -11,29 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 MODES = (
-    "stand_alone",
-    "data_parallel",
-    "hybrid_parallel",
-    "semi_auto_parallel",
-    "auto_parallel",
+    *("stand_alone", "data_parallel", "hybrid_parallel"),
+    *("semi_auto_parallel", "auto_parallel"),
 )
 MINDSPORE_MIN_DEVICES = 16  # two groups of eight
 
 
-def check_count(name: str, value: Any) -> int:
-    """Return an int of at least 1, or raise TypeError or ValueError about the setting `name`."""
+def check_count(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless the setting `name` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, but got {value!r}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, but got {value}")
-    return value
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Return a bool, or raise TypeError about the setting `name`."""
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless the setting `name` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, but got {value!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,7 @@ class ParallelContext:
         pipeline_stages: number of the model's stages; 1 means no pipeline.
         enable_parallel_optimizer: optimizer states are sharded over the ranks.
         gradients_mean: gradients inside a group are averaged, not summed. Unset, they are
-            averaged, and the wrap cells warn, because MindSpore's context sums by default: the
-            steps differ by a factor of the ranks in a group.
+            averaged, and the wrap cells warn, because MindSpore's context sums by default.
 
     Raises:
         TypeError: a number is not an int, or a switch not a bool.
@@ -93,10 +87,7 @@ def check(
     power_of_two: bool = False,
     strict: bool = False,
 ) -> None:
-    """Check, in MindSpore's order, that AdaSum can run in this context.
-
-    Stand-alone; data or hybrid parallel (a warning); optimizer sharding; pipeline stages;
-    number of devices.
+    """Check, in MindSpore's order, that AdaSum can run in this context: docs/mindspore.md.
 
     Args:
         context: the job.
@@ -140,10 +131,9 @@ def check(
     found = context.stage_device_num
     is_power = found & (found - 1) == 0
     if found < min_devices or (power_of_two and not is_power):
-        rule = f"at least {min_devices} devices" + (
-            " and a power of two" if power_of_two else ""
-        )
+        rule = " and a power of two" if power_of_two else ""
+        relax = ", or pass relaxed=True to a wrap cell" if power_of_two else ""
         raise RuntimeError(
-            f"AdaSum: expected {rule}, but got {found}; start another number of ranks"
-            + (", or pass relaxed=True to a wrap cell" if power_of_two else "")
+            f"AdaSum: expected at least {min_devices} devices{rule}, but got {found}; start "
+            f"another number of ranks{relax}"
         )

@@ -28,10 +28,7 @@ _REASONS = {
         "train the unwrapped module, or shard it by fully_shard and use "
         "adasum_hvd.distributed.adasum_replicate",
     ),
-    "fsdp2": (
-        _PARTS + "; fully_shard also reduces the gradients itself",
-        _SHARDED,
-    ),
+    "fsdp2": (_PARTS + "; fully_shard also reduces the gradients itself", _SHARDED),
     "dtensor": (
         _PARTS,
         _SHARDED + "; or mark_worker_local() the parameters that only this rank steps",
@@ -45,8 +42,7 @@ _REASONS = {
         "give DistributedOptimizer a plain torch optimizer over the module's parameters",
     ),
     "pipeline": (
-        "each rank holds another stage of the model, and adding different layers means "
-        "nothing",
+        "each rank holds another stage of the model, and adding different layers means nothing",
         "use one stage, or reduce each stage over its replicas with mark_replicated_over() or "
         "adasum_hvd.distributed.adasum_replicate",
     ),
@@ -68,11 +64,7 @@ FOUND_MODES = tuple(_REASONS)
 
 
 class ParallelModeFinding(NamedTuple):
-    """A parallel mode that was detected on a rank.
-
-    Fields: `mode`, one of `FOUND_MODES`; `found`, the object that shows it; `stages` of a
-    pipeline.
-    """
+    """A mode of `FOUND_MODES` on a rank, `found`, the object that shows it, and its `stages`."""
 
     mode: str
     found: str
@@ -115,16 +107,11 @@ def refuse(
         return
     first = refused[0][1]
     ranks = sorted({where for where, finding in refused if finding.mode == first.mode})
+    some = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     because, remedy = _REASONS[first.mode]
     raise RuntimeError(
         f"AdaSum: expected the same whole model on every rank, but got {first.found} on "
-        f"{_ranks_text(ranks, len(findings))}: {because}; {remedy}, or pass "
+        f"{'all ranks' if len(ranks) == len(findings) else some}: {because}; {remedy}, or pass "
         f'allow_modes=("{first.mode}",) if you know that it is right (this is rank {rank} of '
         f"{len(findings)})"
     )
-
-
-def _ranks_text(ranks: Sequence[int], size: int) -> str:
-    if len(ranks) == size:
-        return "all ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

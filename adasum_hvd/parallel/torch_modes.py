@@ -106,16 +106,12 @@ def _in_model(model: Any) -> Iterator[Finding]:
 
 
 def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
-    """Return whether a DistributedDataParallel has reduced gradients of these parameters.
-
-    Args:
-        parameters: tensors whose gradients the last backward pass has made.
-    """
+    """Return whether a DistributedDataParallel has reduced the gradients of these parameters."""
     package = sys.modules.get("torch.nn.parallel")
     distributed = sys.modules.get("torch.distributed")
-    if package is None or distributed is None or not distributed.is_available():
+    if package is None or distributed is None:
         return False
-    if not distributed.is_initialized():
+    if not (distributed.is_available() and distributed.is_initialized()):
         return False
     kind = package.DistributedDataParallel
     ours = {id(parameter) for parameter in parameters}
@@ -141,10 +137,6 @@ def detect(
         optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
         model: a module, a DeepSpeed engine, a pipelining stage or pipe; the only object that
             shows DistributedDataParallel and pipelines.
-
-    Example:
-        >>> detect()
-        []
     """
     found = [*_in_optimizer(optimizer), *_in_model(model)]
     has_fsdp2 = any(each.mode == "fsdp2" for each in found)
@@ -155,16 +147,12 @@ def detect(
     return list(first.values())
 
 
-def context_of(
-    findings: Iterable[Finding], size: int, gradients_mean: bool = True
-) -> ParallelContext:
+def context_of(findings: Sequence[Finding], size: int) -> ParallelContext:
     """Return the findings of `size` ranks as a `ParallelContext`."""
-    findings = list(findings)
-    stages = max((finding.stages for finding in findings), default=1)
     return ParallelContext(
         mode="stand_alone" if size == 1 else "data_parallel",
         device_num=size,
-        pipeline_stages=min(stages, size),
+        pipeline_stages=min(max((f.stages for f in findings), default=1), size),
         enable_parallel_optimizer=any(f.shards_optimizer for f in findings),
-        gradients_mean=gradients_mean,
+        gradients_mean=True,
     )

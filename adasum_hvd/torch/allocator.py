@@ -2,8 +2,7 @@
 
 Every backward pass allocates and frees gradients. glibc gives large freed blocks back to the
 kernel, which clears their pages when the next pass asks for them: up to a fifth of a step of 25 M
-parameters (docs/performance.md). With these settings the process keeps freed memory for the next
-pass.
+parameters (docs/performance.md).
 """
 
 from __future__ import annotations

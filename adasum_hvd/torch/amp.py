@@ -1,8 +1,7 @@
 """Mixed precision: an overflow on one rank must count on all ranks, or replicas diverge.
 
 torch's scaler checks the gradients of its own rank. That suffices for reduced gradients, because
-an infinity on one rank makes them non-finite on all. It does not suffice for the delta variant,
-whose gradients stay local.
+an infinity on one rank makes them non-finite on all, but not for the delta variant's local ones.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from horovod.torch.mpi_ops import Max, size
 
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer import scaling
 
 # The count of Horovod's starts when a scaler began its step.
 _BEGUN = "adasum_generation"
@@ -24,11 +22,10 @@ _BEGUN = "adasum_generation"
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose decisions are the same on all ranks.
 
-    A drop-in replacement: `scale`, `unscale_`, `step`, `update` and the state dict are
-    torch's. When any rank's gradients overflow, every rank skips the step and shrinks its scale.
-    The scale also shrinks when the delta variant's reduced change is not finite. The weights are
-    then those from before the step (or the window of local steps), but the optimizer's state
-    includes the step.
+    When any rank's gradients overflow, every rank skips the step and shrinks its scale. The scale
+    also shrinks when the delta variant's reduced change is not finite. The weights are then those
+    from before the step (or the window of local steps), but the optimizer's state includes the
+    step.
 
     With the gradient variant the ranks compare their scales with their hyperparameters, because
     gradients of different scales must not be added. In an elastic job pass it to `TorchState`.
@@ -47,17 +44,18 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             return
         self._state_of(optimizer)
+        reducer = optimizer._adasum
         if reduces_gradients:
-            optimizer._adasum.scaler = weakref.ref(self)
-        if reduces_gradients and not optimizer._adasum.synchronized:
-            optimizer._adasum.loss_scale = self._scale
+            reducer.scaler = weakref.ref(self)
+        if reduces_gradients and not reducer.synchronized:
+            reducer.loss_scale = self._scale
             try:
                 optimizer.synchronize()
             finally:
-                optimizer._adasum.loss_scale = None
+                reducer.loss_scale = None
         super().unscale_(optimizer)
         # Gradients reduced by all ranks are equal on all ranks; others are not.
-        if not reduces_gradients or optimizer._adasum.parameters.any_partial:
+        if not reduces_gradients or reducer.parameters.any_partial:
             self._agree(optimizer)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
@@ -65,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state.setdefault(_BEGUN, wire.generation()) != wire.generation():
             del self._per_optimizer_states[id(optimizer)]
-            scaling.forget_scaler(optimizer)
+            forget_scaler(optimizer)
             return self._state_of(optimizer)
         return state
 
@@ -74,13 +72,12 @@ class GradScaler(torch.amp.GradScaler):
         process_set = optimizer._adasum.options.process_set
         if size() == 1 or not process_set.included():
             return
-        local = torch.stack([flag.cpu().reshape(()) for flag in found.values()] or
-                            [torch.zeros(())]).max()  # fmt: skip
-        agreed = torch_ops.allreduce(
-            local.reshape(1), name="adasum.found_inf", op=Max, process_set=process_set
-        )
         if not found:
-            found[torch.device("cpu")] = agreed.reshape(())
+            found[torch.device("cpu")] = torch.zeros(())
+        local = torch.stack([flag.cpu().reshape(1) for flag in found.values()]).amax(0)
+        agreed = torch_ops.allreduce(
+            local, name="adasum.found_inf", op=Max, process_set=process_set
+        )
         for flag in found.values():
             flag.fill_(agreed.item())
 
@@ -91,13 +88,60 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
             self.unscale_(optimizer)
-        setattr(optimizer, scaling.AGREED, True)
+        reducer = optimizer._adasum
+        reducer.scaler_agreed = True
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            delattr(optimizer, scaling.AGREED)
-        if getattr(optimizer._adasum, "change_overflowed", False):
-            optimizer._adasum.change_overflowed = False
+            reducer.scaler_agreed = False
+        if reducer.change_overflowed:
+            reducer.change_overflowed = False
             for flag in state["found_inf_per_device"].values():
                 flag.fill_(1)
         return result
+
+
+# torch's scaler sets `found_inf` and `grad_scale` on optimizers that support it, and calls their
+# `step()` in any case.
+
+
+def forget_scaler(optimizer: Any) -> None:
+    """Remove a scaler's attributes from the optimizer, as torch's scaler does after a `step()`."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
+
+
+def must_skip(optimizer: Any, consistent: bool) -> bool:
+    """Return whether this `step()` must be skipped because a scaler found an overflow.
+
+    Args:
+        optimizer: a distributed optimizer inside `step()`.
+        consistent: the gradients that the scaler checked are equal on all ranks; else torch's own
+            scaler is an error.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return False
+    reducer = optimizer._adasum
+    if not (consistent or reducer.scaler_agreed):
+        forget_scaler(optimizer)
+        reduces = optimizer._reduces_gradients
+        synchronize = (
+            ", or call optimizer.synchronize() before scaler.step() and step inside "
+            "optimizer.skip_synchronize()"
+        )
+        helps = reduces and not reducer.parameters.any_partial
+        raise RuntimeError(
+            f"{'gradient' if reduces else 'delta'} variant on several ranks: expected a scaler "
+            "that decides the same on all ranks, but got torch's GradScaler; use "
+            f"adasum_hvd.torch.GradScaler{synchronize if helps else ''}"
+        )
+    if bool(found):
+        return True
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        gradients = [p.grad for p in reducer.parameters if p.grad is not None]
+        torch._foreach_div_(gradients, scale.item())
+    # Done here, so that an optimizer that supports them does not unscale again.
+    optimizer.grad_scale = optimizer.found_inf = None
+    return False

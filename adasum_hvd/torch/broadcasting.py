@@ -23,15 +23,13 @@ from adasum_hvd.torch.objects import Failure, allgather_object, check_root, rank
 from adasum_hvd.torch.wire import write_back
 
 _SUPPORTED = {
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
 }
+_REMEDY = (
+    "build the same model on every rank, or pass the tensors that all ranks have, and "
+    "process_set= with the ranks of the others"
+)
 Named = tuple[Any, torch.Tensor]
 
 
@@ -56,11 +54,7 @@ def _start(
 
 
 def _named(params: Any) -> list[Named]:
-    """Return (name, tensor) pairs, in the same order on all ranks.
-
-    Raises:
-        TypeError: `params` cannot be iterated.
-    """
+    """Return (name, tensor) pairs, in the same order on all ranks."""
     if isinstance(params, Mapping):
         return sorted(params.items(), key=lambda item: str(item[0]))
     if isinstance(params, torch.Tensor | str) or not isinstance(params, Iterable):
@@ -68,10 +62,7 @@ def _named(params: Any) -> list[Named]:
             "expected a state dict, or an iterable of tensors or (name, tensor) pairs, but got "
             f"{type(params).__name__}"
         )
-    return [
-        param if _is_pair(param) else (index, param)
-        for index, param in enumerate(params)
-    ]
+    return [p if _is_pair(p) else (index, p) for index, p in enumerate(params)]
 
 
 def _is_pair(param: Any) -> bool:
@@ -82,9 +73,8 @@ def _is_pair(param: Any) -> bool:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is fully described by its values in memory."""
     strided = tensor.layout is torch.strided and not tensor.is_meta
-    return strided and not (
-        tensor.is_quantized or is_traceable_wrapper_subclass(tensor)
-    )
+    wrapped = tensor.is_quantized or is_traceable_wrapper_subclass(tensor)
+    return strided and not wrapped
 
 
 def _problem_with(tensor: Any) -> str:
@@ -140,17 +130,11 @@ def broadcast_parameters(
 
     Collective: every rank of `process_set`; blocks.
     """
-    check_root("broadcast_parameters", root_rank, process_set)
+    caller = "broadcast_parameters"
+    check_root(caller, root_rank, process_set)
     named, description = _described(params)
-    by_rank = allgather_object(description, "adasum.parameters", process_set)
-    _raise_failure("broadcast_parameters", by_rank, process_set)
-    compare_parameters(
-        "broadcast_parameters",
-        by_rank,
-        mpi_ops.rank(),
-        remedy="build the same model on every rank, or pass the tensors that all ranks have, and "
-        "process_set= with the ranks of the others",
-    )
+    by_rank = _gather(caller, description, "adasum.parameters", process_set)
+    compare_parameters(caller, by_rank, mpi_ops.rank(), remedy=_REMEDY)
     finishes = [
         _start(tensor, root_rank, f"adasum.parameters.{index}.{name}", process_set)
         for index, (name, tensor) in enumerate(named)
@@ -159,16 +143,16 @@ def broadcast_parameters(
         finish()
 
 
-def _raise_failure(
-    caller: str, by_rank: Iterable[Any], process_set: ProcessSet
-) -> None:
-    """Raise ValueError if a rank has failed, with the first such rank."""
-    for rank, result in zip(ranks_of(process_set), by_rank, strict=True):
-        if isinstance(result, Failure):
+def _gather(caller: str, result: Any, name: str, process_set: ProcessSet) -> list[Any]:
+    """Return every rank's result; ValueError with the first rank that has failed."""
+    by_rank = allgather_object(result, name, process_set)
+    for rank, each in zip(ranks_of(process_set), by_rank, strict=True):
+        if isinstance(each, Failure):
             raise ValueError(
-                f"{caller}: {result.text} (on rank {rank}, seen by rank {mpi_ops.rank()} of "
+                f"{caller}: {each.text} (on rank {rank}, seen by rank {mpi_ops.rank()} of "
                 f"{mpi_ops.size()})"
             )
+    return by_rank
 
 
 class _Outline(cloudpickle.Pickler):
@@ -223,11 +207,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the root's optimizer state and hyperparameters to every rank.
 
-    If an optimizer has no state yet, Horovod's function takes a step with zero gradients, which
-    decays weights and, for a distributed optimizer, hangs if only some ranks have loaded a
-    checkpoint. This function only copies. It supports every dtype and any nesting of the state,
-    and leaves the state of marked parameters (worker-local, or replicated over some ranks) as it
-    is on each rank.
+    Unlike Horovod's function it takes no step, so weights do not decay and no rank hangs. It
+    supports every dtype and any nesting of the state, and leaves the state of marked parameters
+    (worker-local, or replicated over some ranks) as it is on each rank.
 
     Args:
         optimizer: any torch optimizer, distributed or not.
@@ -246,19 +228,16 @@ def broadcast_optimizer_state(
     check_root(caller, root_rank, process_set)
     is_root = mpi_ops.rank() == root_rank
     outlined, tensors = _outlined(optimizer) if is_root else (None, [])
-    by_rank = allgather_object(outlined, "adasum.optimizer_state", process_set)
-    _raise_failure(caller, by_rank, process_set)
-    outline, shapes = by_rank[list(ranks_of(process_set)).index(root_rank)]
+    by_rank = _gather(caller, outlined, "adasum.optimizer_state", process_set)
+    outline, shapes = by_rank[ranks_of(process_set).index(root_rank)]
     # One tensor at a time, through the host: a pickle of the state may exceed MPI's 2 GiB.
     received = []
     for index, (shape, dtype) in enumerate(shapes):
         copy = tensors[index].cpu() if is_root else torch.empty(shape, dtype=dtype)
-        name = f"adasum.optimizer_state.{index}"
-        _start(copy, root_rank, name, process_set)()
+        _start(copy, root_rank, f"adasum.optimizer_state.{index}", process_set)()
         received.append(copy)
     failure = None if is_root or keep else _load(optimizer, outline, received)
-    failures = allgather_object(failure, "adasum.optimizer_state.loaded", process_set)
-    _raise_failure(caller, failures, process_set)
+    _gather(caller, failure, "adasum.optimizer_state.loaded", process_set)
 
 
 def _load(

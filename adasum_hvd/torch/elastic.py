@@ -1,10 +1,7 @@
 """Elastic training: the job continues with the ranks that remain or join.
 
-Names and calls are Horovod's; :mod:`adasum_hvd.horovod.elastic.state` lists the differences.
-With the delta variant the optimizer state is local, and survivors keep their own.
-
-References:
-    Horovod 0.28.1's elastic API; docs/elastic.md.
+Names and calls are Horovod's; docs/elastic.md lists the differences. With the delta variant the
+optimizer state is local, and survivors keep their own.
 """
 
 from __future__ import annotations
@@ -28,11 +25,7 @@ from adasum_hvd.torch.broadcasting import (
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
-__all__ = [
-    "ElasticSampler",
-    "TorchState",
-    "run",
-]
+__all__ = ["ElasticSampler", "TorchState", "run"]
 
 Result = TypeVar("Result")
 
@@ -40,8 +33,8 @@ Result = TypeVar("Result")
 class ElasticSampler(HorovodSampler):
     """A sampler whose state counts the samples that all ranks have processed, as Horovod's.
 
-    Every rank gets the same number of indices of the rest of the epoch, and none after its end.
-    They are repeated as often as needed, also if less than half as many samples as ranks are left.
+    Every rank gets the same number of indices of the rest of the epoch, repeated as often as
+    needed, and none after its end.
 
     Args:
         dataset: of constant length.
@@ -57,51 +50,41 @@ class ElasticSampler(HorovodSampler):
         return iter(self.indices)
 
 
-class _Model(horovod_state.ModelStateHandler):
-    """A module: all ranks get the root's values, except for marked parameters and buffers."""
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        module = self.value
-        own = {
-            name
-            for name, tensor in (
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            )
-            if marks.is_marked(tensor)
-        }
-        state = module.state_dict()
-        shared = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name not in own
-        }
-        broadcast_parameters(shared, root)
-        rest = {name: v for name, v in state.items() if name not in shared}
-        root_rest = broadcast_object(rest, root, "adasum.elastic.model")
-        if root_rest and not survived:
-            module.load_state_dict({**state, **root_rest})
+def _sync_module(module: torch.nn.Module, root: int, survived: bool) -> None:
+    """Copy the root's values, except for marked parameters and buffers."""
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    own = {name for name, tensor in named if marks.is_marked(tensor)}
+    state = module.state_dict()
+    shared = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in own
+    }
+    broadcast_parameters(shared, root)
+    rest = {name: v for name, v in state.items() if name not in shared}
+    root_rest = broadcast_object(rest, root, "adasum.elastic.model")
+    if root_rest and not survived:
+        module.load_state_dict({**state, **root_rest})
 
 
-class _Optimizer(horovod_state.OptimizerStateHandler):
-    """An optimizer: restarts with the job's current ranks, and gets the root's state."""
-
-    def sync_from(self, root: int, survived: bool) -> None:
-        distributed = isinstance(self.value, DistributedWrapper)
-        if distributed:
-            self.value.restart()
-        own = distributed and not self.value._reduces_gradients
-        broadcast_optimizer_state(self.value, root, keep=own and survived)
-        if own:
-            window = broadcast_object(
-                self.value._adasum.window(), root, "adasum.elastic.window"
-            )
-            self.value._adasum.load_window(window)
+def _sync_optimizer(optimizer: Any, root: int, survived: bool) -> None:
+    """Restart an optimizer with the job's current ranks, and copy the root's state."""
+    distributed = isinstance(optimizer, DistributedWrapper)
+    if distributed:
+        optimizer.restart()
+    own = distributed and not optimizer._reduces_gradients
+    broadcast_optimizer_state(optimizer, root, keep=own and survived)
+    if own:
+        reducer, name = optimizer._adasum, "adasum.elastic.window"
+        reducer.load_window(broadcast_object(reducer.window(), root, name))
 
 
-_HANDLERS: dict[type, Callable[[Any], Any]] = {
-    horovod_state.ModelStateHandler: _Model,
-    horovod_state.OptimizerStateHandler: _Optimizer,
+_SYNC: dict[type, Callable[[Any, int, bool], None]] = {
+    horovod_state.ModelStateHandler: _sync_module,
+    horovod_state.OptimizerStateHandler: _sync_optimizer,
 }
 
 
@@ -112,8 +95,8 @@ class TorchState(SharedState, HorovodState):
         model: a module.
         optimizer: an optimizer. Every distributed optimizer of the job must be in a state.
         **kwargs: more modules and optimizers; objects with `state_dict()` and
-            `load_state_dict()`, such as samplers, learning rate schedulers and gradient scalers;
-            and objects that pickle. Each becomes an attribute of the state.
+            `load_state_dict()`, such as samplers and gradient scalers; and objects that pickle.
+            Each becomes an attribute of the state.
 
     Raises:
         TypeError: an object has no `state_dict()`, and cannot be pickled or refers to a model or
@@ -135,19 +118,24 @@ class TorchState(SharedState, HorovodState):
         for name, handler in list(self._handlers.items()):
             if isinstance(handler, horovod_state.SamplerStateHandler):
                 self._saved_state[name] = self._handlers.pop(name).value
-            else:
-                known = _HANDLERS.get(type(handler), _foreign)
-                self._handlers[name] = known(handler.value)
+            elif type(handler) not in _SYNC:
+                raise NotImplementedError(
+                    "TorchState: expected modules, optimizers and objects, but got a "
+                    f"{type(handler.value)} with a handler of its own in Horovod's registry; "
+                    "keep its state_dict() in the state"
+                )
         self._commit()
 
     def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
-            handler.sync_from(root, self._survived)
+            _SYNC[type(handler)](handler.value, root, self._survived)
 
     def _trained(self) -> Callable[[Any], bool]:
-        own: set[int] = set()
-        for handler in self._handlers.values():
-            own |= {id(handler.value), *map(id, _parts(handler.value))}
+        own = {
+            id(part)
+            for handler in self._handlers.values()
+            for part in (handler.value, *_parts(handler.value))
+        }
         return lambda obj: id(obj) in own or isinstance(obj, DistributedWrapper)
 
 
@@ -156,14 +144,6 @@ def _parts(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
         yield from (*trained.modules(), *trained.parameters(), *trained.buffers())
     else:
         yield from (p for group in trained.param_groups for p in group["params"])
-
-
-def _foreign(value: Any) -> Any:
-    raise NotImplementedError(
-        "TorchState: expected modules, optimizers and objects, but got a "
-        f"{type(value)} with a handler of its own in Horovod's registry; "
-        "keep its state_dict() in the state"
-    )
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

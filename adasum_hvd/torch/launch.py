@@ -18,24 +18,13 @@ from adasum_hvd.horovod.launch.variables import Expected
 
 
 def before_init(mpi: str) -> Expected | None:
-    """Set Horovod's variables, if another launcher has started this process.
+    """As :func:`adasum_hvd.horovod.launch.variables.before_init`; knows torch's process group.
 
     A process group of several ranks gives their numbers; without one, the environment does.
-
-    Args:
-        mpi: the family of Horovod's MPI, "" without MPI.
-
-    Returns:
-        The number of ranks that Horovod must find, None if it is not known.
-
-    Raises:
-        LaunchError: see :func:`adasum_hvd.horovod.launch.variables.before_init`.
-
     Collective: every rank; blocks until all respond.
     """
-    if not (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    ):
+    in_group = dist.is_available() and dist.is_initialized()
+    if not in_group or dist.get_world_size() == 1:
         return variables.before_init(mpi, _over_torchs_store)
     of_group = Expected("the size of torch's process group", dist.get_world_size())
     if variables.starts_by_itself(os.environ, mpi):

@@ -1,19 +1,15 @@
-"""Marks for parameters that only some ranks hold: updated locally, or reduced over those ranks.
-
-References:
-    docs/mindspore.md: parameters that only one rank holds are updated locally, and parameters with
-    fewer replicas than the group are never mixed with others.
-"""
+"""Marks for parameters that only some ranks hold: updated locally, or reduced over those ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, global_process_set, rank, size
+from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from adasum_hvd.base.agreement import refuse_process_set
 from adasum_hvd.base.marks import check_tensors, is_marked_local, mark
+from adasum_hvd.torch.objects import here
 
 _HOLDERS = "_adasum_holders"
 
@@ -50,7 +46,7 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
     if not process_set.included():
         raise ValueError(
             "mark_replicated_over: expected a process set with this rank in it, but got "
-            f"{process_set} (rank {rank()} of {size()}); mark parameters on its ranks only"
+            f"{process_set} {here()}; mark parameters on its ranks only"
         )
     mark(tensors, _HOLDERS, process_set)
 

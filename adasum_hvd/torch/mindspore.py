@@ -22,8 +22,7 @@ from adasum_hvd.parallel import ParallelContext
 from adasum_hvd.parallel.torch_modes import context_of
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch.modes import find_modes
-from adasum_hvd.torch.optimizer import DistributedOptimizer
+from adasum_hvd.torch.optimizer import DistributedOptimizer, find_modes
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
@@ -41,9 +40,6 @@ class DistributedGradReducer(GradReducer):
         >>> reducer = DistributedGradReducer(model.parameters(), mean=True)  # doctest: +SKIP
         >>> gradients = reducer(tuple(p.grad for p in model.parameters()))  # doctest: +SKIP
         >>> reducer.reduce_gradients()    # or in place, on .grad       # doctest: +SKIP
-
-    References:
-        docs/mindspore.md.
     """
 
     _all_ranks = mpi_ops.global_process_set
@@ -101,9 +97,8 @@ class DistributedGradReducer(GradReducer):
 class WrapCell(wrap_cells.WrapCell):
     """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
 
-    Reading or setting an attribute that a cell lacks (`step`, `zero_grad`, `param_groups`,
-    `state_dict`, ...) uses `cell.optimizer`, the `DistributedOptimizer` inside, so a gradient
-    scaler accepts a cell as an optimizer. Pass `cell.optimizer` to LR schedulers.
+    Attributes that a cell lacks (`step`, `param_groups`, `state_dict`, ...) are read and set on
+    `cell.optimizer`, the `DistributedOptimizer` inside. Pass that one to LR schedulers.
 
     Args:
         optimizer: a torch optimizer.
@@ -114,7 +109,6 @@ class WrapCell(wrap_cells.WrapCell):
         model: as `DistributedOptimizer`'s.
         gradient_group: a process set, this rank's group. The cell first averages the gradients
             over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
-            The op then averages inside its groups, where all ranks have the same gradients.
 
     Raises:
         RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or not a power of
@@ -157,24 +151,16 @@ class WrapCell(wrap_cells.WrapCell):
 
         That is the order of `AdamOffload`'s "order_params", or of the param groups.
         """
+        parameters = self.optimizer._adasum.parameters
         if isinstance(self.optimizer, AdamOffload):
             parameters = self.optimizer.update_order()[::-1]
-        else:
-            groups = self.optimizer.param_groups
-            parameters = [
-                parameter for group in groups for parameter in group["params"]
-            ]
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
     def _fits(self, gradient: Any, parameter: torch.Tensor) -> bool:
         tensor = isinstance(gradient, torch.Tensor)
         return tensor and gradient.shape == parameter.shape
 
-    def _step(
-        self,
-        parameters: tuple[torch.Tensor, ...],
-        gradients: Sequence[torch.Tensor],
-    ) -> Any:
+    def _step(self, parameters: tuple[Any, ...], gradients: Sequence[Any]) -> Any:
         # A backward pass may have left gradients in .grad.
         self.optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -35,10 +35,7 @@ class _Channel:
 
     def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
         handle = torch_ops.allreduce_async(
-            torch.from_numpy(rows),
-            name=name,
-            op=ops.Sum,
-            process_set=self._process_set,
+            torch.from_numpy(rows), name=name, op=ops.Sum, process_set=self._process_set
         )
 
         def finish(wait: bool) -> Rows | None:
@@ -55,10 +52,8 @@ class AdasumMonitor:
     A record is a dict: `step` (steps since the monitor was created), `time` (seconds since 1970),
     `ranks`, `joined` (number of AdaSum's inputs: ranks, or groups that average or sum), `inputs`
     ("gradients" or "changes"), `noise_scale`, `adascale_gain` and `lengthening` over all tensors,
-    and `tensors`. `tensors` has, by parameter name, the values of
+    and `tensors`, which has, by parameter name, the values of
     :func:`adasum_hvd.monitor.statistics.statistics`, each None if it is not finite.
-    Parameters without a gradient on any rank are left out, and so are those marked with
-    `mark_replicated_over` or `mark_worker_local`.
 
     Recording does not change a bit of the results. A record is written a few steps after its step.
 
@@ -112,43 +107,34 @@ class AdasumMonitor:
         scaler: Any = None,
     ):
         check_job(torch_ops.settings())
-        self._source, self._scaler = source, scaler
-        self._monitor: Monitor | None = None
-        process_set, inputs = self._reduced()
-        if process_set.included() and process_set.size() > 1:
-            channel = _Channel(process_set)
-            self._monitor = Monitor(every, to, channel, inputs, self._loss_scale)
-            self._attach(self._monitor)
-
-    def _reduced(self) -> tuple[ProcessSet, str]:
-        source = self._source
         if not isinstance(source, DistributedWrapper):
             raise TypeError(
                 "AdasumMonitor: expected an optimizer from DistributedOptimizer or an "
                 f"AdasumState, but got {type(source).__name__}"
             )
+        self._reducer: Any = source._adasum
+        self._scaler = scaler
+        self._monitor: Monitor | None = None
         options = source._adasum.options
-        return options.process_set, inputs_of(options.op)
+        inputs, process_set = inputs_of(options.op), options.process_set
+        if process_set.included() and process_set.size() > 1:
+            channel = _Channel(process_set)
+            monitor = Monitor(every, to, channel, inputs, self._loss_scale)
+            hook = source.register_step_post_hook(
+                lambda *_: monitor.after_step(self._entries)
+            )
+            self._monitor, self._detach = monitor, hook.remove
+            monitor.request_first(self._entries)
 
     def _loss_scale(self) -> float:
-        reducer = self._source._adasum
-        if not reducer.reduces_gradients:
+        if self._reducer.options.is_delta:
             return 1.0  # changes of weights
-        ours = getattr(reducer, "scaler", None)
+        ours = self._reducer.scaler
         scaler = (ours and ours()) or self._scaler
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
-    def _attach(self, monitor: Monitor) -> None:
-        hook = self._source.register_step_post_hook(
-            lambda *_: monitor.after_step(self._entries)
-        )
-        self._detach = hook.remove
-        monitor.request_first(self._entries)
-
     def _entries(self) -> Entries:
-        return {
-            bucket.entry: bucket.names for bucket in self._source._adasum.common_buckets
-        }
+        return {b.entry: b.names for b in self._reducer.common_buckets}
 
     def close(self) -> None:
         """Write the last record and stop. Collective; blocks."""

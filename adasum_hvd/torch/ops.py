@@ -14,19 +14,10 @@ from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.distributed.sharding import is_dtensor
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod import start as horovod_start
-from adasum_hvd.torch import launch
+from adasum_hvd.torch import launch, wire
 from adasum_hvd.torch.allocator import keep_freed_memory
-from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.wire import (
-    LIBRARY,
-    begun,
-    enqueue,
-    forget,
-    note_agreement,
-    note_start,
-    ranks_meet,
-    synchronize,
-)
+from adasum_hvd.torch.objects import allgather_object, here
+from adasum_hvd.torch.wire import LIBRARY, enqueue, synchronize
 
 _DTYPES = frozenset(
     (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -34,6 +25,7 @@ _DTYPES = frozenset(
 # Integers pass here, because the op itself refuses them for all frameworks.
 _ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
 Reduction = TypeVar("Reduction", bound=Callable[..., Any])
+_complete = False  # whether the last `init` has run to its end
 
 
 def init(
@@ -62,35 +54,32 @@ def init(
     Collective: every rank calls it; blocks until all have. A second call has no effect.
     """
     horovod_start.configure(mpi_ops, LIBRARY, group_op, group_size)
-    if not (mpi_ops.is_initialized() and begun()):
+    if not (mpi_ops.is_initialized() and _complete):
         start(*args, **kwargs)
 
 
 def start(*args: Any, again: bool = False, **kwargs: Any) -> None:
     """Start Horovod as :func:`adasum_hvd.horovod.start.start`. Collective; blocks."""
-    note_start(complete=False)
+    global _complete
+    _complete = False
     horovod_start.start(mpi_ops, LIBRARY, launch.before_init, again, *args, **kwargs)
     keep_freed_memory()
-    forget()
-    if ranks_meet():
+    wire.forget()
+    if wire.ranks_meet():
         agree()
-    note_start(complete=True)
+    _complete = True
     path = binding.transport_description(LIBRARY)
     horovod_start.log_startup(mpi_ops, LIBRARY, path)
 
 
 def agree() -> None:
-    """Check that all ranks have the same settings, and connect them. Collective; blocks.
-
-    Raises:
-        ValueError: the settings differ; on every rank.
-    """
+    """Raise ValueError unless all ranks have the same settings, and connect them. Collective."""
     by_rank = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(by_rank, mpi_ops.rank())
     if mpi_ops.size() > 1 and settings()["op"] == "on":
         # Connection errors are easier to understand here than in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
-    note_agreement()
+    wire.note_agreement()
 
 
 def settings() -> dict[str, object]:
@@ -114,24 +103,17 @@ def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
 def check_tensors(
     tensors: Sequence[torch.Tensor], name: str | None, op: ops.ReduceOp
 ) -> None:
-    """Check that all `tensors` are dense and have a dtype that the reduction supports.
-
-    Raises:
-        TypeError: an element is not a tensor.
-        SparseAdasumError: a tensor is sparse, and the reduction is AdaSum.
-        ValueError: a tensor is sparse or a DTensor, or Horovod does not support its dtype.
-    """
+    """Raise unless all `tensors` are dense and of a dtype that the reduction supports."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"allreduce {_label(name)}: expected a tensor, but got {type(tensor).__name__} "
-                f"(rank {mpi_ops.rank()} of {mpi_ops.size()}); make it one with torch.tensor"
+                f"{here()}; make it one with torch.tensor"
             )
         if is_dtensor(tensor):  # whose memory Horovod would look for in vain
             raise ValueError(
-                f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor (rank "
-                f"{mpi_ops.rank()} of {mpi_ops.size()}); reduce its to_local(), or with AdaSum "
-                "call adasum_hvd.distributed.adasum_replicate"
+                f"allreduce {_label(name)}: expected a plain tensor, but got a DTensor {here()}; "
+                "reduce its to_local(), or with AdaSum call adasum_hvd.distributed.adasum_replicate"
             )
         adasum = ops.is_adasum(op)
         if tensor.layout is torch.strided:
@@ -139,15 +121,13 @@ def check_tensors(
                 continue
             raise ValueError(
                 f"allreduce {_label(name)}: {op.name} expected a dtype that Horovod reduces, but "
-                f"got {tensor.dtype} (rank {mpi_ops.rank()} of {mpi_ops.size()}); cast it "
-                "before the reduction"
+                f"got {tensor.dtype} {here()}; cast it before the reduction"
             )
         error = ops.SparseAdasumError if adasum else ValueError
         gather = "" if adasum else ", or use hvd.sparse_allreduce_async"
         raise error(
             f"allreduce {_label(name)}: {op.name} expected a dense tensor, but got one of layout "
-            f"{tensor.layout} (rank {mpi_ops.rank()} of {mpi_ops.size()}); reduce its "
-            f"to_dense(){gather}"
+            f"{tensor.layout} {here()}; reduce its to_dense(){gather}"
         )
 
 
@@ -181,28 +161,21 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
         return []
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     reduced = _Allreduce.apply(options, *compressed)
-    *_, grouped = options
-    if not grouped:
+    if not options[-1]:  # grouped
         return compression.decompress(reduced, *contexts)
-    pairs = zip(reduced, contexts, strict=True)
-    return [compression.decompress(tensor, context) for tensor, context in pairs]
+    return list(map(compression.decompress, reduced, contexts))
 
 
-def _reduction_like(
-    horovod_function: Reduction, doc: str, in_place: bool = False, waits: bool = False
-) -> Reduction:
-    """Return a function with Horovod's signature that also reduces by AdaSum.
+def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
+    """Return a function with Horovod's name and signature that also reduces by AdaSum.
 
-    Args:
-        horovod_function: used for all other ops; it reduces several tensors if its first
-            parameter is `tensors`, and else one.
-        doc: the function's docstring.
-        in_place: the tensors receive the results.
-        waits: it returns the results; else a handle.
+    The name tells the form: "grouped_" reduces several tensors, "_async" returns a handle, and a
+    last "_" writes the results into the tensors. Other reductions are left to Horovod.
     """
-    signature = inspect.signature(horovod_function)
+    signature, called = inspect.signature(horovod_function), horovod_function.__name__
     first = next(iter(signature.parameters))
-    grouped = first == "tensors"
+    grouped = called.startswith("grouped_")
+    waits, in_place = "_async" not in called, called.endswith("_")
 
     @with_signature_of(horovod_function)
     def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -215,10 +188,8 @@ def _reduction_like(
         if tensors and not ops.is_adasum(op):
             inputs = tensors if grouped else tensors[0]
             return horovod_function(**given | {first: inputs, "op": int(op)})
-        options = (
-            *(name, op, given["prescale_factor"], given["postscale_factor"]),
-            *(given["process_set"], grouped),
-        )
+        factors = given["prescale_factor"], given["postscale_factor"]
+        options = name, op, *factors, given["process_set"], grouped
         if waits and not in_place:
             return _reduce(tensors, *options, compression=given["compression"])
         outputs = tensors if in_place else _outputs_for(tensors)
@@ -229,7 +200,7 @@ def _reduction_like(
         return list(reduced) if grouped else reduced
 
     reduce.__doc__, reduce.__module__ = inspect.cleandoc(doc), __name__
-    reduce.__name__ = reduce.__qualname__ = horovod_function.__name__
+    reduce.__name__ = reduce.__qualname__ = called
     return reduce  # type: ignore[return-value]
 
 
@@ -262,7 +233,6 @@ allreduce_async = _reduction_like(
 allreduce_async_ = _reduction_like(
     mpi_ops.allreduce_async_,
     """Start to reduce `tensor` in place; arguments and errors as :func:`allreduce_async`.""",
-    in_place=True,
 )
 grouped_allreduce_async = _reduction_like(
     mpi_ops.grouped_allreduce_async,
@@ -274,7 +244,6 @@ grouped_allreduce_async = _reduction_like(
 grouped_allreduce_async_ = _reduction_like(
     mpi_ops.grouped_allreduce_async_,
     """Start to reduce several tensors in place; see :func:`grouped_allreduce_async`.""",
-    in_place=True,
 )
 allreduce = _reduction_like(
     mpi_ops.allreduce,
@@ -284,22 +253,16 @@ allreduce = _reduction_like(
 
     Collective: every rank of `process_set`; blocks.
     """,
-    waits=True,
 )
 allreduce_ = _reduction_like(
     mpi_ops.allreduce_,
     """Reduce `tensor` in place and return it; arguments as :func:`allreduce_async_`.""",
-    in_place=True,
-    waits=True,
 )
 grouped_allreduce = _reduction_like(
     mpi_ops.grouped_allreduce,
     """Return the tensors reduced over the ranks; differentiable; see :func:`allreduce`.""",
-    waits=True,
 )
 grouped_allreduce_ = _reduction_like(
     mpi_ops.grouped_allreduce_,
     """Reduce several tensors in place; arguments as :func:`grouped_allreduce_async_`.""",
-    in_place=True,
-    waits=True,
 )

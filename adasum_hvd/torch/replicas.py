@@ -17,8 +17,9 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.torch import marks
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.parameter_lists import Ranks
 from adasum_hvd.torch.wire import LIBRARY
+
+Ranks = tuple[int, ...]
 
 
 def _digests(
@@ -82,24 +83,18 @@ def banner(optimizer: Any) -> str:
         >>> if hvd.rank() == 0:                       # doctest: +SKIP
         ...     print(hvd.banner(optimizer))
     """
-    wire = {
-        str(b.flat.dtype).removeprefix("torch.") for b in optimizer._adasum.flat_buckets
-    }
-    path = binding.transport_description(
-        LIBRARY, optimizer._adasum.options.process_set.process_set_id
-    )
-    if (
-        any(b.flat.is_cuda for b in optimizer._adasum.flat_buckets)
-        and "devices" not in path
-    ):
+    options = optimizer._adasum.options
+    flats = [bucket.flat for bucket in optimizer._adasum.flat_buckets]
+    path = binding.transport_description(LIBRARY, options.process_set.process_set_id)
+    if any(flat.is_cuda for flat in flats) and "devices" not in path:
         on_devices = binding.reduces_on_devices(LIBRARY)
         path += "; devices: " + ("NCCL" if on_devices else "through the host")
     return banner_of(
-        optimizer._adasum.options,
+        options,
         torch_ops.settings(),
         "MPI" if mpi_ops.mpi_enabled() else "Gloo",
         path,
-        sorted(wire),
+        sorted({str(flat.dtype).removeprefix("torch.") for flat in flats}),
         optimizer.extra_bytes(),
         learning_rate.find_study(optimizer),
     )

@@ -11,22 +11,22 @@ from horovod.torch import mpi_ops
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.torch import wire
+from adasum_hvd.torch.objects import here
 
 
 def _checked(tensor: Any, name: str, op: Any) -> ops.ReduceOp:
     reduction = ops.parse(op)
-    rank = f"(rank {mpi_ops.rank()} of {mpi_ops.size()})"
     if reduction not in (ops.Average, ops.Sum):
         error = ops.SparseAdasumError if ops.is_adasum(reduction) else ValueError
         raise error(
-            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} {rank}; "
-            "reduce to_dense() with hvd.allreduce"
+            f"sparse_allreduce {name}: expected Average or Sum, but got {reduction.name} "
+            f"{here()}; reduce to_dense() with hvd.allreduce"
         )
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         actual = getattr(tensor, "layout", type(tensor).__name__)
         raise ValueError(
-            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {actual} {rank}; use "
-            "hvd.allreduce, or to_sparse_coo()"
+            f"sparse_allreduce {name}: expected a sparse COO tensor, but got {actual} {here()}; "
+            "use hvd.allreduce, or to_sparse_coo()"
         )
     return reduction
 
@@ -39,19 +39,15 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start to sum or average a sparse tensor over the ranks of `process_set`.
 
-    Horovod's function treats every other reduction as Sum, even AdaSum, and does not support
-    bfloat16.
-
     Args:
-        tensor: a COO tensor, of the same shape and dtype on all ranks, with any number of
-            entries.
+        tensor: a COO tensor, of the same shape and dtype on all ranks.
         name: the tensor's name, the same on all ranks; counted up when None.
         op: Average or Sum, or the name of one.
         process_set: the ranks to reduce over.
 
     Returns:
-        A function that waits and returns the result: the entries of all ranks, in rank order
-        and not coalesced. `synchronize` calls it.
+        A function that waits and returns the entries of all ranks, in rank order and not
+        coalesced. `synchronize` calls it.
 
     Raises:
         SparseAdasumError: `op` is AdaSum; both a NotImplementedError and a ValueError.

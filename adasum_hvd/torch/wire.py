@@ -30,7 +30,6 @@ _copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 # a process set excludes one; these counts are per process set.
 _unnamed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _generation = 0  # how often Horovod has started
-_begun = False  # whether the last `init` has run to its end
 _agreed = 0  # the generation in which all ranks have compared their settings
 
 
@@ -41,17 +40,6 @@ def forget() -> None:
     _copies.clear()
     _unnamed.clear()
     _op_is_on.cache_clear()
-
-
-def begun() -> bool:
-    """Return whether `adasum_hvd.torch.init` has started Horovod and run to its end."""
-    return _begun
-
-
-def note_start(complete: bool) -> None:
-    """Note the begin or the end of `init`."""
-    global _begun
-    _begun = complete
 
 
 def generation() -> int:
@@ -112,22 +100,20 @@ def _needs_no_copy(tensor: torch.Tensor) -> bool:
 def _with_copies(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], as_bits: bool
 ) -> Any:
-    """Return the tensors to send, the tensors to receive, and (copy, output) pairs."""
+    """Return the tensors to send and to receive, and (copy, output) pairs."""
     sent, received, copies = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
         if as_bits and tensor.is_contiguous() and output.is_contiguous():
             tensor, output = tensor.view(torch.float16), output.view(torch.float16)
-        elif as_bits:
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            copies.append((copy, output))
-            tensor = output = copy.view(torch.float16)
-        elif not (_needs_no_copy(tensor) and _needs_no_copy(output)):
-            dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+        elif as_bits or not (_needs_no_copy(tensor) and _needs_no_copy(output)):
+            widens = tensor.dtype == torch.bfloat16 and not as_bits
             copy = tensor.detach().to(
-                dtype, copy=True, memory_format=torch.contiguous_format
+                torch.float32 if widens else tensor.dtype,
+                copy=True,
+                memory_format=torch.contiguous_format,
             )
             copies.append((copy, output))
-            tensor = output = copy
+            tensor = output = copy.view(torch.float16) if as_bits else copy
         sent.append(tensor)
         received.append(output)
     return sent, received, copies
@@ -168,8 +154,8 @@ def enqueue(
     as_bits = _as_bits(tensors)
     name = _name_in_op(name, op, as_bits)
     sent, received, copies = tensors, outputs, []
-    in_place = outputs is tensors
-    if not all(map(_needs_no_copy, tensors if in_place else (*tensors, *outputs))):
+    both = tensors if outputs is tensors else (*tensors, *outputs)
+    if not all(map(_needs_no_copy, both)):
         sent, received, copies = _with_copies(tensors, outputs, as_bits)
     first = sent[0]
     device = "cpu" if first.is_cpu else first.device.type  # `is_cpu` is much faster

@@ -21,29 +21,46 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set, rank
+from horovod.torch.mpi_ops import global_process_set, rank, size
 
 from adasum_hvd import parallel
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
 from adasum_hvd.base.namespaces import with_signature_of
-from adasum_hvd.base.options import (
-    Options,
-    ProcessSet,
-    check,
-    groups_of,
-    optimizer_op,
-)
+from adasum_hvd.base.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.offload.optimizer import AdamOffload
+from adasum_hvd.parallel.torch_modes import detect
+from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression, compressions
-from adasum_hvd.torch.modes import find_modes
+from adasum_hvd.torch.objects import allgather_object, ranks_of
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
 from adasum_hvd.torch.optimizer.offload_delta import OffloadDeltaReducer
-from adasum_hvd.torch.optimizer.parameters import Names
+from adasum_hvd.torch.optimizer.parameters import Names, names_by_place
 from adasum_hvd.torch.optimizer.reducer import Reducer
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
+from adasum_hvd.torch.wire import ranks_meet
+
+
+def find_modes(
+    optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
+) -> list[list[parallel.ParallelModeFinding]]:
+    """Return the parallel modes in use, by rank of the job. Collective; blocks.
+
+    A rank outside of the process set, or alone in it, reduces nothing and gets an empty list.
+    """
+    if not process_set.included() or process_set.size() == 1:
+        return []
+    groups = getattr(optimizer, "param_groups", ())
+    parameters = (parameter for group in groups for parameter in group["params"])
+    reduced = [each for each in parameters if not marks.is_worker_local(each)]
+    by_rank = {rank(): detect(reduced, optimizer, model)}
+    if ranks_meet():
+        mine = by_rank[rank()]
+        gathered = allgather_object(mine, "adasum.parallel_modes", process_set)
+        by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
+    return [by_rank.get(each, []) for each in range(size())]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -53,26 +70,21 @@ def _check_optimizer(optimizer: Any) -> None:
             f"{type(optimizer).__name__}; create one from the model's parameters, or pass the one "
             "that this object wraps"
         )
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if torch.nn.parameter.is_lazy(parameter):
-                raise ValueError(
-                    f"parameter group{index}.param{position}: expected one with a shape, but got "
-                    "one of a lazy layer; run one forward pass first, on every rank"
-                )
+    for parameter, place in names_by_place(optimizer.param_groups).items():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameter {place}: expected one with a shape, but got one of a lazy layer; run "
+                "one forward pass first, on every rank"
+            )
 
 
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[NamedParameter] | None
 ) -> Names:
     """Return the name of every parameter of the optimizer."""
-    in_groups = [
-        (f"group{i}.param{j}", parameter)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-    ]
+    by_place = names_by_place(optimizer.param_groups)
     if named_parameters is None:
-        return Names(in_groups)
+        return by_place
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ValueError(
@@ -85,8 +97,8 @@ def _checked_names(
         raise ValueError(
             f"named_parameters: expected unique names, but got twice: {duplicates}"
         )
-    names = Names(named)
-    unnamed = [position for position, parameter in in_groups if parameter not in names]
+    names = {parameter: name for name, parameter in named}
+    unnamed = [place for parameter, place in by_place.items() if parameter not in names]
     if unnamed:
         raise ValueError(
             f"named_parameters: expected a name for every parameter of the optimizer, but got none "
@@ -113,11 +125,8 @@ def _drop_patched_methods(distributed: Any) -> None:
             )
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer,
-    names: Names,
-    options: Options,
-    allows_ddp: bool = False,
+def _wrapped(
+    optimizer: torch.optim.Optimizer, names: Names, options: Options, allows_ddp: bool
 ) -> Any:
     """Return a reducing instance with `optimizer`'s state. Collective; blocks."""
 
@@ -179,8 +188,7 @@ def DistributedOptimizer(
         process_set: the ranks that reduce; others step locally.
         start_copy: "device" or "host": where the delta variant keeps the weights from
             before the step.
-        local_steps: delta variant: local optimizer steps before one reduction of the total
-            change.
+        local_steps: delta variant: local optimizer steps before one reduction of the total change.
         clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
         bucket_bytes: approximate size of a flat bucket, in bytes.
         model: the trained module, pipeline stage or engine. It is searched for parallel modes
@@ -227,4 +235,4 @@ def DistributedOptimizer(
     parallel.refuse(find_modes(optimizer, model, process_set), allow_modes, rank())
     _check_optimizer(optimizer)
     names = _checked_names(optimizer, named_parameters)
-    return wrap(optimizer, names, options, allows_ddp="ddp" in allow_modes)
+    return _wrapped(optimizer, names, options, "ddp" in allow_modes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,16 +17,15 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import first_difference
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.distributed.duplicate_weights import Search
+from adasum_hvd.torch import amp, wire
 from adasum_hvd.torch import ops as torch_ops
-from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer import scaling
 from adasum_hvd.torch.optimizer.buckets import (
     ChangeBucket,
     NamedParameter,
     weight_change,
 )
-from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
-from adasum_hvd.torch.optimizer.checks.consistency import (
+from adasum_hvd.torch.optimizer.checks import (
+    ConsistencyCheck,
     checksum_of,
     epoch,
     hyperparameters,
@@ -37,13 +37,8 @@ _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$
 
 
 class DeltaReducer(Reducer):
-    """Reducer of weight changes after a local step. Parameters hold weights at all times.
+    """Reducer of weight changes after a local step. Parameters hold weights at all times."""
 
-    Attributes:
-        change_overflowed: a reduced change was not finite; read and cleared by the scaler.
-    """
-
-    reduces_gradients = False
     keeps_masters = False
     buckets: list[ChangeBucket]
     _local_step = 0  # steps taken since the replicas were last equal
@@ -84,10 +79,7 @@ class DeltaReducer(Reducer):
             )
 
     def _announce_change(self, check: ConsistencyCheck) -> None:
-        """Send the other ranks' next messages with another dtype.
-
-        Horovod then reports to all ranks that the dtypes differ.
-        """
+        """Send the other ranks' next messages with another dtype, which Horovod reports to all."""
         self.check_may_change()
         if self._epoch != epoch():
             names = [check.message_name("start")]
@@ -96,33 +88,21 @@ class DeltaReducer(Reducer):
         elif check.is_due:
             names = [check.message_name("next")]
         else:
-            names = [
-                bucket.entry.removeprefix("allreduce.")
-                for bucket in self.common_buckets
-            ]
+            entries = (bucket.entry for bucket in self.common_buckets)
+            names = [entry.removeprefix("allreduce.") for entry in entries]
         none = torch.zeros(1, dtype=torch.int64)
-        process_set = self.options.process_set
-        handles = [
-            torch_ops.allreduce_async(
-                none, name=name, op=ops.Sum, process_set=process_set
-            )
-            for name in names
-        ]
-        for handle in handles:
+        options = {"op": ops.Sum, "process_set": self.options.process_set}
+        send = functools.partial(torch_ops.allreduce_async, none, **options)
+        for handle in [send(name=name) for name in names]:
             # The comparison in rebuild() names the difference.
             with suppress(HorovodInternalError):
                 wire.synchronize(handle)
 
     def rebuild(self) -> None:
-        """Build the buckets again. Collective; blocks."""
+        """As the base's."""
         self.check_may_change()
         self.members: list[list[torch.Tensor]] = []  # parameters by bucket
         super().rebuild()
-
-    def own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are kept in addition to the optimizer's."""
-        starts = [b.start_weights for b in self.buckets if not b.flat_is_start]
-        return [*super().own_tensors(), *starts]
 
     # ---- the step ----
 
@@ -130,8 +110,8 @@ class DeltaReducer(Reducer):
     def _begin_window(self) -> None:
         """Record the start of the window."""
         first = self._epoch != epoch()  # since the job's start or the last join()
-        for index in range(len(self.buckets)):
-            self._replaced |= self._begin_bucket(index)
+        for bucket in self.buckets:
+            self._replaced |= bucket.begin_window()
         if first and self.consistency is not None:
             self._agree_on_start(self.consistency)
             self._replaced = False
@@ -156,10 +136,6 @@ class DeltaReducer(Reducer):
     def _common_starts(self) -> list[torch.Tensor]:
         return [bucket.start_weights for bucket in self.common_buckets]
 
-    def _begin_bucket(self, index: int) -> bool:
-        """Record a bucket's start; return whether its weights differ from the agreed ones."""
-        return self.buckets[index].begin_window()
-
     def _settings(self, first: bool) -> dict[str, Any]:
         """Return the settings that must be equal in the first step; schedules may differ later."""
         before = self._settings_before if first else {}
@@ -175,8 +151,7 @@ class DeltaReducer(Reducer):
     def _state_names(self) -> set[str]:
         """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
 
-        The optimizer's own step has changed them; or, before this step, an earlier one or a
-        checkpoint: they are not the defaults.
+        This step has changed them, or an earlier one or a checkpoint: they are not the defaults.
         """
         before, after = self._settings_before, self._shared_settings()
         names = {n for n, value in before.items() if after.get(n) != value}
@@ -217,8 +192,8 @@ class DeltaReducer(Reducer):
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
 
-        Under a gradient scaler a change that is not finite (float16 on the wire overflows
-        where the gradients did not) is dropped, and the scaler is notified.
+        Under a gradient scaler a change that is not finite, because float16 on the wire overflows,
+        is dropped, and the scaler is notified.
         """
         for bucket in self.buckets:
             bucket.finish()
@@ -228,10 +203,9 @@ class DeltaReducer(Reducer):
             return
         limit = self.options.clip_delta_norm
         if limit is not None and self.buckets:
-            norms = [
-                torch.linalg.vector_norm(b.flat.float()).cpu() for b in self.buckets
-            ]
-            norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+            norm_of = torch.linalg.vector_norm
+            norms = [norm_of(b.flat.float()).cpu() for b in self.buckets]
+            norm = norm_of(torch.stack(norms)).item()
             for bucket in self.buckets if norm > limit else ():
                 bucket.flat.mul_(limit / norm)
         for bucket in self.buckets:
@@ -256,7 +230,7 @@ class DeltaReducer(Reducer):
         Post hooks see the reduced weights on those steps. A step that raises restores the
         weights of the window's start.
 
-        Collective on those steps: every rank of the process set; blocks.
+        Collective on those steps; blocks.
 
         Raises:
             RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
@@ -268,7 +242,7 @@ class DeltaReducer(Reducer):
         self._drop_frozen_gradients()
         self._record_settings()
         self._scaled = getattr(self.optimizer, "found_inf", None) is not None
-        skip = scaling.must_skip(self.optimizer, consistent=self.alone)
+        skip = amp.must_skip(self.optimizer, consistent=self.alone)
         try:
             if self._local_step == 0:
                 self._begin_window()
@@ -289,8 +263,7 @@ class DeltaReducer(Reducer):
         step = optimizer._base.step
         unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step
         try:
-            with self._evaluating():
-                result = unhooked(optimizer, *closure)
+            result = unhooked(optimizer, *closure)
         except BaseException:
             self._restore()
             raise
@@ -321,10 +294,7 @@ class DeltaReducer(Reducer):
         self._copies.end(self.optimizer, chain.from_iterable(changes))
 
     def _check_duplicates(self, check: ConsistencyCheck) -> None:
-        """Raise on every rank if an optimizer keeps a copy of the weights.
-
-        Collective until a rank's weights have changed.
-        """
+        """Raise on every rank if an optimizer keeps a copy of the weights. Collective at first."""
         if not self._stepped_here or self._looked_for_copies:
             return
         self._search()
@@ -350,21 +320,14 @@ class DeltaReducer(Reducer):
     # ---- resume inside a window of local steps ----
 
     def window(self) -> dict[str, Any] | None:
-        """Return the steps and the start of an unfinished window of local steps.
-
-        A single rank has none: each of its steps ends a window.
-        """
+        """Return the steps and the start of an unfinished window; a single rank has none."""
         if self._waiting or not (self._local_step and self.buckets):
             return self._waiting
         starts = [bucket.start_weights.clone() for bucket in self.buckets]
         return {"local_step": self._local_step, "starts": starts}
 
     def load_window(self, window: dict[str, Any] | None) -> None:
-        """Continue a window of local steps; None begins a new one.
-
-        Raises:
-            ValueError: the window's starts are not those of these parameters.
-        """
+        """Continue a window of local steps; None begins a new one."""
         self._local_step, self._waiting = 0, None
         if not window or not self.reducing:
             return

@@ -9,9 +9,9 @@ import torch
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
-from adasum_hvd.torch.optimizer import scaling
 from adasum_hvd.torch.optimizer.buckets import Bucket, NamedParameter, SparseBucket
 from adasum_hvd.torch.optimizer.checks import ConsistencyCheck
 from adasum_hvd.torch.optimizer.ready_counter import GradientReadyCounter
@@ -19,20 +19,17 @@ from adasum_hvd.torch.optimizer.reducer import Reducer
 
 
 class GradientReducer(Reducer):
-    """Reducer of gradients: starts during backward, and `step()` waits for the last bucket.
+    """Reducer of gradients: starts during backward, and `step()` waits for the last bucket."""
 
-    Attributes:
-        loss_scale: a GradScaler's scale, during its reduction.
-        scaler: a weak reference to our GradScaler that has unscaled last, or None.
-    """
-
-    reduces_gradients = True
-    loss_scale: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None  # a GradScaler's, during its reduction
+    # A weak reference to our GradScaler that has unscaled last.
     scaler: Callable[[], Any] | None = None
-    _counter: GradientReadyCounter | None = None
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        return self.parameters.name_of(parameter)
+    def __init__(self, *arguments: Any):
+        self._counter = GradientReadyCounter(
+            (), 1, str, self._start
+        )  # of no bucket yet
+        super().__init__(*arguments)
 
     def _connect(self) -> None:
         self._sparse_names: set[str] = set()
@@ -44,79 +41,57 @@ class GradientReducer(Reducer):
     def _make_bucket(
         self, label: str, members: Sequence[NamedParameter], process_set: ProcessSet
     ) -> Bucket:
+        dtype = self.parameters.wire_dtype(members[0][1])
         return Bucket(
-            f"grad.{label}",
-            members,
-            self.parameters.wire_dtype(members[0][1]),
-            self.options.op,
-            self.options.factors,
-            process_set,
-            with_flags=True,
+            f"grad.{label}", members, dtype, self.options, process_set, with_flags=True
         )
 
     def _flat(self, named: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
         """Return the parameters whose gradients have been dense so far."""
         rows = [(name, p) for name, p in named if name in self._sparse_names]
-        self._sparse = []
-        if rows:
-            label = f"sparse.{self.parameters.instance}"
-            op, process_set = self.options.op, self.options.process_set
-            self._sparse = [SparseBucket(label, rows, op, process_set)]
+        label = f"sparse.{self.parameters.instance}"
+        self._sparse = [SparseBucket(label, rows, self.options)] if rows else []
         return [(name, p) for name, p in named if name not in self._sparse_names]
 
     def rebuild(self) -> None:
-        """Build the buckets again. Collective; blocks."""
+        """As the base's."""
         self._check_unchanged(in_buckets=True)
         self._drain()
-        if self._counter:
-            self._counter.close()
+        self._counter.close()
         self._members = self._current_members()
         super().rebuild()
         self.buckets = [*self.flat_buckets, *self._sparse]
         self._count()
 
     def _count(self) -> None:
-        self._counter = GradientReadyCounter(
-            self.buckets,
-            self.options.backward_passes_per_step,
-            self.parameters.name_of,
-            self._start,
-        )
+        passes, name_of = self.options.backward_passes_per_step, self.parameters.name_of
+        self._counter = GradientReadyCounter(self.buckets, passes, name_of, self._start)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
-        if self._touched:
+        """See the wrapper's."""
+        if self._counter.touched:
             raise RuntimeError(
                 "set_backward_passes_per_step(): expected no backward pass since the last step() "
                 "or zero_grad(), but got one, whose gradients may be reduced already; call step() "
                 "or zero_grad() of this optimizer first"
             )
         super().set_backward_passes_per_step(passes)
-        if self._counter:
-            self._counter.close()
+        self._counter.close()
         self._count()
 
     @property
     def synchronized(self) -> bool:
         """Whether all gradients are reduced: backward has not run since."""
-        return self._was_synchronized and not self._touched
-
-    @property
-    def _touched(self) -> bool:
-        return self._counter is not None and self._counter.touched
+        return self._was_synchronized and not self._counter.touched
 
     def _reset(self, synchronized: bool) -> None:
         self._was_synchronized = synchronized
         # Gradients after synchronize().
         self._of_synchronize: list[torch.Tensor | None] = []
-        if self._counter:
-            self._counter.reset()
+        self._counter.reset()
 
     def restart(self) -> None:
-        """Restart with the job's current ranks. Collective.
-
-        Gradients are dropped if a reduction of them was interrupted.
-        """
+        """As the base's; gradients whose reduction was interrupted are dropped."""
         if any(bucket.has_begun for bucket in self.flat_buckets):
             torch.optim.Optimizer.zero_grad(self.optimizer)
         super().restart()
@@ -130,7 +105,9 @@ class GradientReducer(Reducer):
             if gradient is not None and gradient.is_sparse:
                 self._check_sparse(parameter)
         bucket.fill(gradients)
-        if bucket in self.flat_buckets and self._is_changing():
+        # Whether the next step builds other buckets.
+        changing = self.parameters.changes or self._members != self._current_members()
+        if changing and bucket in self.flat_buckets:
             bucket.flags.announce_change()
         bucket.start()
 
@@ -138,9 +115,9 @@ class GradientReducer(Reducer):
         gathers = self.options.op in (ops.Average, ops.Sum)
         if not gathers and not self.options.sparse_as_dense:
             raise ValueError(
-                f"gradient of {self._name_of(parameter)}: expected a dense gradient with op="
-                f"{self.options.op.name}, but got a sparse one; pass sparse_as_dense=True, or "
-                "make the layer with sparse=False"
+                f"gradient of {self.parameters.name_of(parameter)}: expected a dense gradient "
+                f"with op={self.options.op.name}, but got a sparse one; pass sparse_as_dense=True, "
+                "or make the layer with sparse=False"
             )
 
     def _run_round(self) -> None:
@@ -160,10 +137,6 @@ class GradientReducer(Reducer):
             self._reset(synchronized=False)
             raise
 
-    def _is_changing(self) -> bool:
-        """Return whether parameters have changed, so that the next step builds other buckets."""
-        return self.parameters.changes or self._members != self._current_members()
-
     def _current_members(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for p in self.parameters]
 
@@ -175,13 +148,12 @@ class GradientReducer(Reducer):
     def _drain(self) -> None:
         """Finish the reductions that backward started, and drop them. Collective after backward.
 
-        Ranks that used different parameters have started different buckets. Every rank starts
-        its remaining buckets, so that no rank waits for ever.
-        A gradient that is a bucket view is overwritten by its reduced value. For equal results on
-        all ranks, every gradient that may be a view is set to its reduced value; reducing it again
-        changes nothing. Zeros in place of a missing gradient are neutral.
+        Ranks that used different parameters have started different buckets, so every rank starts
+        its remaining ones. A gradient that is a bucket view is overwritten by its reduced value.
+        For equal results on all ranks, every gradient that may be a view is set to it; reducing it
+        again changes nothing. Zeros in place of a missing gradient are neutral.
         """
-        if self._touched:
+        if self._counter.touched:
             self._run_round()
             self._drop_round()
             self._follow_sparse()
@@ -196,7 +168,7 @@ class GradientReducer(Reducer):
         self._drop_frozen_gradients()
         self._check_unchanged()
         self._run_round()
-        if any(bucket.flags.announces_change for bucket in self.common_buckets):
+        if any(b.flags.announces_change for b in self.common_buckets):
             self._drop_round()
             self.rebuild()  # raises an error that names the difference
         for bucket in self.buckets:
@@ -206,13 +178,13 @@ class GradientReducer(Reducer):
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:
         """Raise RuntimeError if a gradient (in a bucket) was changed after backward."""
-        changed = self._counter.changed(in_buckets) if self._counter else None
+        changed = self._counter.changed(in_buckets)
         if changed is not None:
             raise RuntimeError(
-                f"gradient of {self._name_of(changed)}: expected as backward has left it, but got "
-                "one changed between backward and step(), which would be lost, or be reduced "
-                "in one bucket and not in another; call optimizer.synchronize(), change it, "
-                "and step inside optimizer.skip_synchronize()"
+                f"gradient of {self.parameters.name_of(changed)}: expected as backward has left "
+                "it, but got one changed between backward and step(), which would be lost, or be "
+                "reduced in one bucket and not in another; call optimizer.synchronize(), change "
+                "it, and step inside optimizer.skip_synchronize()"
             )
 
     def _new_sparse_names(self) -> list[str]:
@@ -236,21 +208,16 @@ class GradientReducer(Reducer):
             self.rebuild()
 
     def synchronize(self) -> None:
-        """Wait until every `.grad` holds the reduced gradient.
+        """Wait until every `.grad` holds the reduced gradient. Collective; blocks.
 
-        If this rank has no gradient and another rank has one, `.grad` becomes the reduced
-        gradient. If no rank has one, it stays None: all ranks leave an unused parameter alone.
-
-        Collective: every rank of the process set; blocks.
+        It stays None if no rank has a gradient: all ranks leave an unused parameter alone.
 
         Raises:
             RuntimeError: gradients were changed or replaced since backward; or the ranks have
                 taken different steps, or have other hyperparameters (on every rank).
         """
         self._reduce()
-        self._of_synchronize = [
-            p.grad for bucket in self.buckets for p in bucket.params
-        ]
+        self._of_synchronize = [p.grad for b in self.buckets for p in b.params]
 
     def _settings(self, first: bool) -> dict[str, Any]:
         passes = self.options.backward_passes_per_step
@@ -266,7 +233,7 @@ class GradientReducer(Reducer):
         if self.alone:
             return
         if self.skip_synchronize and not self.synchronized:
-            scaling.forget_scaler(self.optimizer)
+            amp.forget_scaler(self.optimizer)
             raise RuntimeError(
                 "skip_synchronize(): expected synchronize() since the last backward pass, but got "
                 "none; every rank would step with gradients of its own, so call "
@@ -278,9 +245,10 @@ class GradientReducer(Reducer):
             for p, gradient in zip(parameters, self._of_synchronize, strict=False):
                 if p.grad is not gradient:
                     raise RuntimeError(
-                        f"gradient of {self._name_of(p)}: expected the one of synchronize(), but "
-                        "got another one, which has not been reduced; call synchronize() again, or "
-                        "step inside skip_synchronize() if it is the same on all ranks"
+                        f"gradient of {self.parameters.name_of(p)}: expected the one of "
+                        "synchronize(), but got another one, which has not been reduced; call "
+                        "synchronize() again, or step inside skip_synchronize() if it is the same "
+                        "on all ranks"
                     )
 
     def step(self, *closure: Any) -> Any:
@@ -305,7 +273,7 @@ class GradientReducer(Reducer):
         self._check_synchronized()
         partial = self.parameters.any_partial
         consistent = self.alone or (self.synchronized and not partial)
-        if scaling.must_skip(self.optimizer, consistent):
+        if amp.must_skip(self.optimizer, consistent):
             self._drain()
             return None
         if not self.synchronized:
@@ -321,8 +289,7 @@ class GradientReducer(Reducer):
             self._reduce()
             return self._mean_loss(losses[-1])
 
-        with self._evaluating():
-            self.optimizer._base.step(self.optimizer, reduced_closure)
+        self.optimizer._base.step(self.optimizer, reduced_closure)
         return losses[0] if losses else None
 
     def _mean_loss(self, loss: Any) -> Any:
@@ -330,12 +297,13 @@ class GradientReducer(Reducer):
         if self.alone or loss is None:
             return loss
         local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
-        return torch_ops.allreduce(
+        mean = torch_ops.allreduce(
             local,
             name=f"adasum.loss.{self.parameters.instance}",
             op=ops.Average,
             process_set=self.options.process_set,
-        ).reshape(())
+        )
+        return mean.reshape(())
 
     def before_zero_grad(self) -> None:
         """Wait for gradients that are being reduced, and drop them."""

@@ -1,8 +1,7 @@
 """The delta variant over `AdamOffload`: changes of the float32 masters on the host.
 
-A step updates the masters. Their change is reduced as that of any weights, by the op if it can read
-and write them in place (`buckets.weight_change.op_takes`). Parameters are written last. Nothing of
-this is on the device.
+A step updates the masters. Their change is reduced as that of any weights. Parameters are written
+last. Nothing of this is on the device.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ class OffloadDeltaReducer(DeltaReducer):
         """Return the parameter's master."""
         return self.optimizer.master(parameter)
 
-    def _begin_bucket(self, index: int) -> bool:
+    def _begin_window(self) -> None:
         # The user may have changed parameters; their masters follow, as new tensors maybe.
-        self.buckets[index].params = [
-            self.optimizer.master(p) for p in self.members[index]
-        ]
-        return super()._begin_bucket(index)
+        for bucket, members in zip(self.buckets, self.members, strict=True):
+            bucket.params = list(map(self.optimizer.master, members))
+        super()._begin_window()
 
     def _publish(self) -> None:
         self.optimizer.publish(p for members in self.members for p in members)

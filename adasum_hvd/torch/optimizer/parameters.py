@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd.base.agreement import OPTIONS, compare_settings
+from adasum_hvd.base.agreement import OPTIONS, compare_parameters, compare_settings
 from adasum_hvd.base.marks import times_marked
 from adasum_hvd.base.options import Options
 from adasum_hvd.base.partition import partition
@@ -18,37 +18,25 @@ from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression
 from adasum_hvd.torch.objects import allgather_object
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.parameter_lists import compare_parameter_lists
 
 _instances = itertools.count()
+Ranks = tuple[int, ...]
+Names = dict[torch.Tensor, str]
+
+_REMEDY = (
+    "build the same model on every rank, and freeze and unfreeze on all ranks in the same step, "
+    "because pipeline stages and shards cannot be reduced. Mark parameters that differ with "
+    "mark_worker_local(), or with mark_replicated_over() the ranks that hold them"
+)
 
 
-class Names:
-    """Names by parameter. It keeps the parameters, because an id may be used again."""
-
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
-        self._named = {id(parameter): (name, parameter) for name, parameter in named}
-        self._current: set[int] = set()
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._named
-
-    def __getitem__(self, parameter: torch.Tensor) -> str:
-        return self._named[id(parameter)][0]
-
-    def follow(self, current: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Name the optimizer's parameters that have no name, and forget those that it had before.
-
-        Args:
-            current: the optimizer's parameters, with the names of those that have none.
-        """
-        current = list(current)
-        ids = {id(parameter) for _, parameter in current}
-        for gone in self._current - ids:
-            self._named.pop(gone, None)
-        self._current = ids
-        for name, parameter in current:
-            self._named.setdefault(id(parameter), (name, parameter))
+def names_by_place(param_groups: Iterable[Mapping[str, Any]]) -> Names:
+    """Return a name for each parameter, by its place in the groups."""
+    return {
+        parameter: f"group{index}.param{place}"
+        for index, group in enumerate(param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
 
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -63,31 +51,18 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 class ReducedParameters:
-    """Names and kinds of the parameters of an optimizer, and which of them are reduced.
-
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        names: of its parameters.
-        options: those of `DistributedOptimizer`.
-
-    Attributes:
-        instance: number of this optimizer, equal on all ranks, for names in Horovod.
-        any_partial: a rank has parameters that not all ranks reduce.
-        changes: this rank's parameters differ from those in its buckets.
-    """
+    """Names and kinds of the parameters of an optimizer, and which of them are reduced."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Names,
-        options: Options,
+        self, optimizer: torch.optim.Optimizer, names: Names, options: Options
     ):
         self._optimizer = weakref.ref(optimizer)
-        self._names = names
-        self._options = options
+        self._names, self._options = names, options
+        self._current: set[torch.Tensor] = set()  # at the last `name_new`
+        # Number of this optimizer, equal on all ranks, for names in Horovod.
         self.instance = next(_instances)
-        self.any_partial = False
-        self.changes = False
+        self.any_partial = False  # a rank has parameters that not all ranks reduce
+        self.changes = False  # this rank's parameters differ from those in its buckets
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -121,12 +96,12 @@ class ReducedParameters:
         return self._names[parameter]
 
     def name_new(self) -> None:
-        """Name parameters that were added, by their place in the param groups."""
-        self._names.follow(
-            (f"group{index}.param{j}", parameter)
-            for index, group in enumerate(self.groups)
-            for j, parameter in enumerate(group["params"])
-        )
+        """Name parameters that were added, by their place, and forget those that are gone."""
+        current = names_by_place(self.groups)
+        for gone in self._current - current.keys():
+            self._names.pop(gone, None)
+        self._current = set(current)
+        self._names = current | self._names
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is sent."""
@@ -143,20 +118,15 @@ class ReducedParameters:
     def fingerprint(self) -> list[Any]:
         """Return a value that depends on replaced, frozen, converted and marked parameters.
 
-        It is fast, because every step compares it. A conversion to another dtype or device
-        changes a parameter's address.
+        It is fast, because every step compares it. A conversion changes a parameter's address.
         """
-        places: list[Any] = [
+        places = [
             (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
         ]
         return [*places, times_marked()]
 
     def named(self) -> list[NamedParameter]:
-        """Return the parameters to reduce, with their names.
-
-        Raises:
-            ValueError: one of them is complex.
-        """
+        """Return the parameters to reduce, with their names; ValueError if one is complex."""
         named: list[Any] = [(self.name_of(p), p) for p in self.reduced()]
         for name, parameter in named:
             if parameter.is_complex():
@@ -168,14 +138,10 @@ class ReducedParameters:
         return named
 
     def compare(self, named: Sequence[NamedParameter]) -> None:
-        """Raise on every rank unless all holders of a parameter list it alike. Collective.
-
-        Raises:
-            ValueError: the lists or the options differ.
-        """
+        """Raise ValueError on every rank if the ranks' options or parameters differ. Collective."""
         process_set = self._options.process_set
         everyone = tuple(process_set.ranks or range(size()))
-        mine: dict[tuple[int, ...], list[Any]] = {everyone: []}
+        mine: dict[Ranks, list[Any]] = {everyone: []}
         for name, parameter in named:
             holders = marks.holders(parameter)
             ranks = tuple(holders.ranks) if holders else everyone
@@ -191,11 +157,9 @@ class ReducedParameters:
         compare_settings(shared, rank(), *OPTIONS, ranks=everyone)
         # The number in the buckets' names separates the optimizers of one job.
         self.instance = max(instances)
-        compare_parameter_lists(dict(zip(everyone, by_rank, strict=True)), rank())
+        _compare_lists(dict(zip(everyone, by_rank, strict=True)))
         if any(changes) and not all(changes):
-            changing = [
-                r for r, changed in zip(everyone, changes, strict=True) if changed
-            ]
+            changing = list(itertools.compress(everyone, changes))
             raise ValueError(
                 "DistributedOptimizer: expected parameters that are replaced or converted on all "
                 f"ranks in the same step, but got others on ranks {changing} only (seen by rank "
@@ -229,3 +193,19 @@ class ReducedParameters:
             lists = partition(members, describe, options.bucket_bytes, options.groups)
             for index, bucket in enumerate(lists):
                 yield f"{self.instance}.{key}.{index}", bucket, process_set
+
+
+def _compare_lists(by_rank: Mapping[int, Mapping[Ranks, Sequence[Any]]]) -> None:
+    """Raise ValueError, on every rank, unless every set of ranks has one list of parameters."""
+    for ranks in sorted({ranks for lists in by_rank.values() for ranks in lists}):
+        outside = [holder for holder in ranks if holder not in by_rank]
+        if outside:
+            raise ValueError(
+                "DistributedOptimizer: expected marked process sets inside the optimizer's own, "
+                f"but got {list(ranks)} with rank {outside[0]} outside of {list(by_rank)} (seen "
+                f"by rank {rank()}); pass the optimizer a process set that contains them"
+            )
+        lists = [by_rank[holder].get(ranks, ()) for holder in ranks]
+        compare_parameters(
+            "DistributedOptimizer", lists, rank(), ranks=ranks, remedy=_REMEDY
+        )

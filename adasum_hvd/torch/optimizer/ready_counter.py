@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,13 +18,8 @@ Seen = tuple[torch.Tensor, int, int | None]
 class GradientReadyCounter:
     """Hooks on the parameters of all buckets, which call back when a bucket is complete.
 
-    Args:
-        buckets: the buckets, each parameter in one of them. A large gradient is copied into its
-            bucket as soon as it is complete.
-        passes: backward passes whose gradients add up.
-        name_of: returns a parameter's name, for errors.
-        on_complete: bound method, called with a bucket; held weakly, because its object has
-            this one.
+    A large gradient is copied into its bucket as soon as `passes` backward passes have made it.
+    The bound method `on_complete` is held weakly, because its object has this one.
     """
 
     def __init__(
@@ -33,27 +29,23 @@ class GradientReadyCounter:
         name_of: Callable[[torch.Tensor], str],
         on_complete: Callable[[Any], None],
     ):
-        self._passes = passes
-        self._name_of = name_of
+        self._buckets, self._passes, self._name_of = buckets, passes, name_of
         self._on_complete = weakref.WeakMethod(on_complete)
-        self._buckets = buckets
         self._sizes = [len(bucket.params) for bucket in buckets]
-        self._left = [passes] * sum(self._sizes)
-        self._missing = list(self._sizes)
-        self.touched = False  # backward has made a gradient since the last reset
-        places = [
+        self._places = [
             (parameter, index, place)
             for index, bucket in enumerate(buckets)
             for place, parameter in enumerate(bucket.params)
         ]
-        # Gradients after backward.
-        self._seen: list[Seen | None] = [None] * len(places)
-        self._places = places
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(slot, index, place))
-            for slot, (parameter, index, place) in enumerate(places)
-        ]
-        self.close = weakref.finalize(self, _remove, handles)
+        self._left = [passes] * len(self._places)
+        self._missing = list(self._sizes)
+        self._seen: list[Seen | None] = [None] * len(self._places)
+        self.touched = False  # backward has made a gradient since the last reset
+        hooks = ExitStack()
+        for slot, (parameter, *at) in enumerate(self._places):
+            hook = self._hook(slot, *at)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        self.close = weakref.finalize(self, hooks.close)
 
     def _hook(
         self, slot: int, index: int, place: int
@@ -115,12 +107,10 @@ class GradientReadyCounter:
     def changed(self, in_buckets: bool = False) -> torch.Tensor | None:
         """Return a parameter whose gradient was changed after backward, or None.
 
-        Args:
-            in_buckets: check only gradients that were bucket views and were not dropped.
+        With `in_buckets` only gradients count that were bucket views and were not dropped.
         """
-        for (parameter, index, place), seen in zip(
-            self._places, self._seen, strict=True
-        ):
+        pairs = zip(self._places, self._seen, strict=True)
+        for (parameter, index, place), seen in pairs:
             if seen is None:
                 continue
             gradient, version, address = seen
@@ -148,8 +138,3 @@ class GradientReadyCounter:
             and other.untyped_storage().data_ptr() == memory
             for other, version, _ in filter(None, self._seen)
         )
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,47 +15,38 @@ from adasum_hvd.base.options import Options, ProcessSet, check_count
 from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.optimizer.checks import ConsistencyCheck, MissedStepCheck
-from adasum_hvd.torch.optimizer.checks.consistency import hyperparameters
+from adasum_hvd.torch.optimizer.checks import (
+    ConsistencyCheck,
+    MissedStepCheck,
+    hyperparameters,
+)
 from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
 
 
 class Reducer:
-    """The base of both reducers: a distributed optimizer's reductions.
+    """The base of both reducers: the reductions of a distributed optimizer, held weakly.
 
-    Args:
-        optimizer: the distributed optimizer; held weakly.
-        names: of its parameters.
-        options: those of `DistributedOptimizer`.
-        allows_ddp: DistributedDataParallel may have reduced the gradients before.
-
-    Attributes:
-        reduces_gradients: gradients are reduced, not changes of weights.
-        alone: this rank is the only one, or outside the process set.
-        reducing: gradients or changes pass through buckets.
-        flat_buckets: the buckets with a flat tensor.
-        buckets: all buckets.
-        consistency: the check of the ranks, None for a single rank.
-        skip_synchronize: `step()` uses the gradients as they are.
+    With `allows_ddp` DistributedDataParallel may have reduced the gradients before.
     """
 
-    reduces_gradients: bool
-    skip_synchronize = False
+    alone: bool  # this rank is the only one, or outside the process set
+    reducing: bool  # gradients or changes pass through buckets
+    flat_buckets: Sequence[Any] = ()  # those with a flat tensor
+    buckets: Sequence[Any] = ()  # all
+    consistency: ConsistencyCheck | None  # None for a single rank
+    skip_synchronize = False  # `step()` uses the gradients as they are
+    in_step = False  # a closure may run; its `zero_grad()` drops no gradient
+    scaler_agreed = False  # our GradScaler steps: all ranks have agreed on overflow
+    # A reduced change was not finite: read and cleared by the scaler.
+    change_overflowed = False
 
     def __init__(
-        self,
-        optimizer: Any,
-        names: Names,
-        options: Options,
-        allows_ddp: bool = False,
+        self, optimizer: Any, names: Names, options: Options, allows_ddp: bool
     ):
         self._optimizer = weakref.ref(optimizer)
         self.options = options
         self.parameters = ReducedParameters(optimizer, names, options)
-        self.flat_buckets: list[Any] = []
-        self.buckets: list[Any] = []
-        self._allows_ddp, self._looked_for_ddp = allows_ddp, False
-        self._in_step = False  # a closure runs; its `zero_grad()` drops no gradient
+        self._look_for_ddp = not allows_ddp
         self._connect()
 
     @property
@@ -71,11 +62,10 @@ class Reducer:
         included = process_set.included()
         self.alone = not included or process_set.size() == 1
         # A single rank needs buckets only for options other than the reduction.
-        self.reducing = included and (
-            not self.alone or self.options.clip_delta_norm is not None
-        )
+        clips = self.options.clip_delta_norm is not None
+        self.reducing = included and (not self.alone or clips)
         self._missed_step = MissedStepCheck()
-        self.consistency: ConsistencyCheck | None = None
+        self.consistency = None
         self.rebuild()
         # The count of Horovod's starts at the connection.
         self._met = wire.generation() if wire.ranks_meet() else 0
@@ -90,14 +80,10 @@ class Reducer:
         self._connect()
 
     def rebuild(self) -> None:
-        """Compare the parameters with the other ranks, and make the buckets. Collective; blocks.
-
-        Raises:
-            ValueError: the ranks' parameters or options differ; on every rank.
-        """
+        """Compare the parameters with the other ranks, and make the buckets. Collective; blocks."""
         for bucket in self.flat_buckets:
             bucket.close()
-        self.buckets = self.flat_buckets = []
+        self.buckets = self.flat_buckets = ()
         self._in_buckets: dict[int, tuple[Any, ...]] = {}  # kinds of parameters, by id
         self._fingerprint = self.parameters.fingerprint()
         if not self.reducing:
@@ -129,11 +115,7 @@ class Reducer:
         return [b for b in self.flat_buckets if b.process_set is process_set]
 
     def _follow_parameters(self) -> None:
-        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since.
-
-        Raises:
-            RuntimeError: there is nothing to reduce on several ranks.
-        """
+        """Rebuild the buckets when parameters were (un)frozen, replaced or converted since."""
         self._check_ranks()
         if not self.reducing:
             return
@@ -171,16 +153,15 @@ class Reducer:
         """Raise RuntimeError if the ranks have changed since they were connected."""
         if self._met != wire.generation() and agreement.is_elastic():
             raise RuntimeError(
-                "DistributedOptimizer: expected an optimizer that is connected to the ranks of "
-                "the job, but got one from before they changed; in an elastic job pass it to "
-                "TorchState"
+                "DistributedOptimizer: expected an optimizer that is connected to the ranks of the "
+                "job, but got one from before they changed; in an elastic job pass it to TorchState"
             )
 
     def _check_ddp(self) -> None:
         """Raise RuntimeError if DDP has reduced the gradients before."""
-        if self.alone or self._allows_ddp or self._looked_for_ddp:
+        if self.alone or not self._look_for_ddp:
             return
-        self._looked_for_ddp = True  # once, because it searches all objects
+        self._look_for_ddp = False  # once, because it searches all objects
         if reduced_by_ddp(self.parameters.reduced()):
             raise RuntimeError(
                 "DistributedOptimizer: expected gradients of this rank alone, but "
@@ -214,7 +195,7 @@ class Reducer:
         """Wait until every `.grad` holds the reduced gradient, if gradients are reduced."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """See :meth:`DistributedWrapper.set_backward_passes_per_step`."""
+        """See the wrapper's."""
         check_count("backward_passes_per_step", passes)
         self.options = replace(self.options, backward_passes_per_step=passes)
 
@@ -223,22 +204,13 @@ class Reducer:
 
     def note_zero_grad(self) -> None:
         """Check a `zero_grad()` of the user's script."""
-        if self.reducing and not self.alone and not self._in_step:
+        if self.reducing and not self.alone and not self.in_step:
             self._missed_step.note(self.parameters)
 
     def _note_step(self) -> None:
         if self.consistency is not None:
             self.consistency.note_step()
         self._missed_step.forget()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Run the user's step, whose closure may call `zero_grad()`."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
 
     def _abandon(self) -> None:
         """Wait for buckets in flight, so that no reduction writes after an error."""
@@ -254,7 +226,3 @@ class Reducer:
 
     def load_window(self, window: Any) -> None:
         """Continue a window of local steps; None begins a new one."""
-
-    def own_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are kept in addition to the optimizer's."""
-        return [bucket.flat for bucket in self.flat_buckets]

@@ -25,7 +25,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     _wrapped: weakref.ref[torch.optim.Optimizer]  # the original object
     param_groups: list[dict[str, Any]]
     # GradScaler then calls step() instead of skipping it on one rank alone, and leaves
-    # `found_inf` and `grad_scale` here: see scaling.py.
+    # `found_inf` and `grad_scale` here: see amp.py.
     _step_supports_amp_scaling = True
 
     # ---- the step ----
@@ -39,7 +39,11 @@ class DistributedWrapper(torch.optim.Optimizer):
         arguments = [] if closure is None else [closure]
         if is_making_state():  # perhaps on one rank alone
             return super().step(*arguments)
-        result = self._adasum.step(*arguments)
+        self._adasum.in_step = True
+        try:
+            result = self._adasum.step(*arguments)
+        finally:
+            self._adasum.in_step = False
         plain = self._wrapped()
         if plain is not None:  # read by a scheduler that was made before the wrapping
             plain._opt_called = True
@@ -48,10 +52,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     # ---- the contract of Horovod's optimizer ----
 
     def synchronize(self) -> None:
-        """Gradient variants: wait until every `.grad` holds the reduced gradient.
-
-        See :meth:`GradientReducer.synchronize`. Collective; blocks.
-        """
+        """As :meth:`GradientReducer.synchronize`; nothing in the delta variant. Collective."""
         self._adasum.synchronize()
 
     @contextmanager
@@ -76,16 +77,15 @@ class DistributedWrapper(torch.optim.Optimizer):
         Raises:
             ValueError: no integer of at least 1.
             RuntimeError: gradient variants: a backward pass has not been followed by `step()` or
-                `zero_grad()`: its gradients may be reduced already.
+                `zero_grad()`.
         """
         self._adasum.set_backward_passes_per_step(passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the user's class, with the caller's arguments.
+        """As the user's class; gradients that are being reduced are waited for and dropped.
 
-        Gradients that are being reduced are waited for and dropped: collective if a backward pass
-        has not been followed by `step()`. Warns if weights change and gradients are dropped
-        without `step()`.
+        Collective if a backward pass has not been followed by `step()`. Warns if weights change
+        and gradients are dropped without `step()`.
         """
         if not is_making_state():
             self._adasum.before_zero_grad()
@@ -121,19 +121,18 @@ class DistributedWrapper(torch.optim.Optimizer):
         self._adasum.load_window(window)
 
     def restart(self) -> None:
-        """Restart with the job's current ranks, as an elastic job does. Collective.
+        """Restart with an elastic job's current ranks. Collective.
 
-        Reductions that were under way are dropped. The optimizer's own state and an unfinished
-        window of local steps stay.
+        Reductions that were under way are dropped; an unfinished window of local steps stays.
         """
         self._adasum.restart()
 
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes this wrapper keeps in addition to the optimizer: "device" and "host"."""
         totals = {"device": 0, "host": 0}
-        for tensor in self._adasum.own_tensors():
-            key = "host" if tensor.device.type == "cpu" else "device"
-            totals[key] += tensor.nbytes
+        for bucket in self._adasum.flat_buckets:
+            for tensor in bucket.own_tensors:
+                totals["host" if tensor.is_cpu else "device"] += tensor.nbytes
         return totals
 
     def __reduce__(self) -> Any:
@@ -144,7 +143,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     @property
     def _reduces_gradients(self) -> bool:
-        return self._adasum.reduces_gradients
+        return not self._adasum.options.is_delta
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.flags import Flags
-from adasum_hvd.torch.optimizer.buckets.without_graph import without_graph
 
 # `fill` copies smaller gradients together: one call per gradient would cost more than its copy.
 LARGE_BYTES = 64 << 10
@@ -27,71 +27,62 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 
 
 class Bucket:
-    """Parameters of one wire dtype on one device, and their flat tensor.
-
-    Attributes:
-        names: of the parameters.
-        entry: name of the flat tensor in Horovod.
-        flags: what the ranks had to reduce, if the bucket was made with flags.
+    """Parameters of one wire dtype on one device, and their flat tensor, `entry` in Horovod.
 
     Args:
         label: makes the bucket's name in Horovod unique.
         named: the parameters; the same names and shapes in the same order on all ranks.
         wire_dtype: dtype of the flat tensor.
-        op: the reduction.
-        factors: prescale and postscale factor.
+        options: the optimizer's.
         process_set: the ranks that reduce.
         with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
     """
+
+    _is_shared = True  # the host's other ranks read `flat`
 
     def __init__(
         self,
         label: str,
         named: Sequence[NamedParameter],
         wire_dtype: torch.dtype,
-        op: ops.ReduceOp,
-        factors: tuple[float, float],
+        options: Options,
         process_set: ProcessSet,
         with_flags: bool = False,
     ):
-        self.params = [parameter for _, parameter in named]
-        self.names = [name for name, _ in named]
+        op = options.op
+        self.names, self.params = map(list, zip(*named, strict=True))
         sizes = [parameter.numel() for parameter in self.params]
         flags = len(sizes) if with_flags else 0
-        self._op = op
-        self.flat = self._make_flat(
-            sum(sizes) + flags, wire_dtype, self.params[0].device
-        )
+        self._options, self.process_set = options, process_set
+        make = wire.zeros if self._is_shared and ops.is_adasum(op) else torch.zeros
+        elements, device = sum(sizes) + flags, self.params[0].device
+        self.flat = make(elements, dtype=wire_dtype, device=device)
+        self.own_tensors = {self.flat}  # those that the optimizer alone would not need
         *pieces, numbers = self.flat.split([*sizes, flags])
         self.flags = Flags(numbers, op, process_set.size())
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self.params, strict=True)
         ]
-        self._is_idempotent = _is_idempotent(op, factors)
-        self._addresses = [view.data_ptr() for view in self.views]
-        self._factors, self.process_set = factors, process_set
-        self._handle: int | None = None
-        shape_hash = hashlib.sha256(
-            repr([(name, tuple(p.shape)) for name, p in named]).encode()
+        # Reducing a result again leaves it unchanged.
+        self._is_idempotent = (
+            ops.is_adasum(op)
+            and options.factors == (1.0, 1.0)
+            and torch_ops.settings()["group_op"] == "adasum"
         )
-        self._name = f"{label}/{shape_hash.hexdigest()[:12]}"
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._handle: int | None = None
+        shapes = repr([(name, tuple(p.shape)) for name, p in named])
+        self._name = f"{label}/{hashlib.sha256(shapes.encode()).hexdigest()[:12]}"
         if ops.is_adasum(op):
             self._name = binding.segmented(self._name, [*sizes, *[1] * flags])
         self.entry = wire.entry(self._name, op, wire_dtype)
 
-    def _make_flat(
-        self, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        if ops.is_adasum(self._op):
-            return wire.zeros(elements, dtype, device)
-        return torch.zeros(elements, dtype=dtype, device=device)
-
     def allows_view(self, index: int) -> bool:
         """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
 
-        False if dtype or layout differ, or if a second reduction would change the result:
-        after a dropped reduction the rank's own gradient must still be there.
+        Not if a second reduction would change the result: after a dropped reduction the rank's
+        own gradient must still be there.
         """
         parameter, view = self.params[index], self.views[index]
         return (
@@ -143,34 +134,29 @@ class Bucket:
         return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
-        """Copy a gradient into the bucket and make `.grad` its view there.
+        """Copy a gradient into the bucket, so that backward can reuse its memory, if allowed.
 
-        Backward can then reuse the gradient's memory.
-
-        Returns:
-            Whether `.grad` is a bucket view now.
+        Return whether `.grad` is a bucket view now.
         """
         gradient = self.params[index].grad
         if gradient is None or self.holds(index, gradient):
             return gradient is not None
-        if (
-            gradient.layout is not torch.strided
-            or gradient.requires_grad
-            or not self.allows_view(index)
-        ):
-            return False
-        self.views[index].copy_(gradient)
-        self.set_gradient_view(index)
-        return True
+        is_plain = gradient.layout is torch.strided and not gradient.requires_grad
+        allowed = is_plain and self.allows_view(index)
+        if allowed:
+            self.views[index].copy_(gradient)
+            self.set_gradient_view(index)
+        return allowed
 
     def start(self) -> None:
         """Begin the reduction. Collective over the process set; does not block."""
+        before, after = self._options.factors
         self._handle = torch_ops.allreduce_async_(
             self.flat,
             name=self._name,
-            op=self._op,
-            prescale_factor=self._factors[0],
-            postscale_factor=self._factors[1],
+            op=self._options.op,
+            prescale_factor=before,
+            postscale_factor=after,
             process_set=self.process_set,
         )
 
@@ -183,21 +169,19 @@ class Bucket:
     @property
     def has_begun(self) -> bool:
         """Whether the bucket is in flight, or holds a gradient that waits for the others."""
+        gradients = enumerate(parameter.grad for parameter in self.params)
         return self.in_flight or any(
-            parameter.grad is not None and self.holds(index, parameter.grad)
-            for index, parameter in enumerate(self.params)
+            g is not None and self.holds(index, g) for index, g in gradients
         )
 
     def write_back(self, only_views: bool = False) -> None:
         """Set gradients to the reduced values: to bucket views, without a copy, if allowed.
 
-        Args:
-            only_views: skip parameters without a gradient, and gradients that cannot be views.
+        With `only_views` it skips parameters without a gradient, and gradients that cannot be.
         """
         gradients, views, written = [], [], []
-        for index, (parameter, view) in enumerate(
-            zip(self.params, self.views, strict=True)
-        ):
+        pairs = zip(self.params, self.views, strict=True)
+        for index, (parameter, view) in enumerate(pairs):
             gradient = parameter.grad
             if only_views and (gradient is None or not self.allows_view(index)):
                 continue
@@ -218,8 +202,10 @@ class Bucket:
                 gradients.append(gradient)
                 views.append(view)
             if has_graph and parameter.grad is not None:
-                name = self.names[index]
-                parameter.grad = without_graph(parameter, parameter.grad, name)
+                with torch.enable_grad():
+                    parameter.grad = _WithoutGraph.apply(
+                        parameter, parameter.grad, self.names[index]
+                    )
         if gradients:
             torch._foreach_copy_(gradients, views)
         show_writes(written)
@@ -232,14 +218,29 @@ class Bucket:
         """Wait for a reduction in flight, and unregister the weights in the op."""
         if self.in_flight:
             self.finish()
-        if ops.is_adasum(self._op):
+        if ops.is_adasum(self._options.op):
             binding.forget_weights(wire.LIBRARY, self.entry)
 
 
-def _is_idempotent(op: ops.ReduceOp, factors: tuple[float, float]) -> bool:
-    """Return whether reducing a result again leaves it unchanged."""
-    return (
-        ops.is_adasum(op)
-        and factors == (1.0, 1.0)
-        and torch_ops.settings()["group_op"] == "adasum"
-    )
+class _WithoutGraph(torch.autograd.Function):
+    """A reduced gradient of `backward(create_graph=True)`, which cannot be differentiated.
+
+    Its graph would reach through every rank's loss. A rank that differentiates its own part
+    instead, as AdaHessian does, takes another step than the others. It requires a gradient, as the
+    local one did, because some optimizers skip other gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, reduced: torch.Tensor, name: str
+    ) -> torch.Tensor:
+        ctx.name = name
+        return reduced.data
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"gradient of {ctx.name}: expected an optimizer that does not differentiate the "
+            "reduced gradient, which has no graph, but got one that does, such as AdaHessian; "
+            "pass op=AdasumDelta, whose local steps have this rank's own gradients"
+        )

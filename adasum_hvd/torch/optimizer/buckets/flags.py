@@ -26,13 +26,7 @@ NONE, DENSE, CHANGE = 0.0, 1.0, math.inf
 
 
 class Flags:
-    """The numbers of one bucket.
-
-    Args:
-        numbers: one per parameter, a part of the bucket's flat tensor; or none.
-        op: the bucket's reduction.
-        ranks: how many ranks reduce.
-    """
+    """The numbers of one bucket: a part of its flat tensor, one per parameter, or empty."""
 
     def __init__(self, numbers: torch.Tensor, op: ops.ReduceOp, ranks: int):
         self._numbers = numbers

@@ -2,7 +2,7 @@
 
 A parameter's first gradient shows whether it is sparse, perhaps on one rank only. The first
 reduction therefore uses a dense bucket, which is correct but slow. Then the ranks exchange the
-parameters' names (checks/consistency.py), and later reductions use the bucket in this file.
+parameters' names (checks.py), and later reductions use the bucket in this file.
 """
 
 from __future__ import annotations
@@ -11,32 +11,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adasum_hvd.base import ops
-from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.base.options import Options
 from adasum_hvd.torch.optimizer.buckets.bucket import NamedParameter
 from adasum_hvd.torch.sparse import sparse_allreduce_async
 
 
 class SparseBucket:
-    """Parameters with sparse gradients: a bucket without a flat tensor.
+    """Parameters with sparse gradients: a bucket without a flat tensor; as :class:`Bucket`."""
 
-    Args:
-        label: makes the names in Horovod unique.
-        named: the parameters; the same names and shapes in the same order on all ranks.
-        op: Average or Sum.
-        process_set: the ranks that reduce.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        named: Sequence[NamedParameter],
-        op: ops.ReduceOp,
-        process_set: ProcessSet,
-    ):
+    def __init__(self, label: str, named: Sequence[NamedParameter], options: Options):
         self.params = [parameter for _, parameter in named]
         self._names = [f"{label}/{name}" for name, _ in named]
-        self._op, self._process_set = op, process_set
+        self._options = options
         self._sources: list[torch.Tensor] = []
         self._finishers: list[Callable[[], torch.Tensor]] = []
 
@@ -60,8 +46,9 @@ class SparseBucket:
 
     def start(self) -> None:
         """Begin to gather. Collective over the process set; does not block."""
+        options = self._options
         self._finishers = [
-            sparse_allreduce_async(rows, name, self._op, self._process_set)
+            sparse_allreduce_async(rows, name, options.op, options.process_set)
             for name, rows in zip(self._names, self._sources, strict=True)
         ]
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from adasum_hvd.base import ops
-from adasum_hvd.base.options import Options, ProcessSet
+from adasum_hvd.base.options import Options
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
-from adasum_hvd.torch.optimizer.buckets.bucket import Bucket, NamedParameter
-from adasum_hvd.torch.optimizer.checks.consistency import as_integers
+from adasum_hvd.torch.optimizer.buckets.bucket import Bucket
+from adasum_hvd.torch.optimizer.checks import as_integers
 
 # The op reads and writes the weights of these buckets by address. They must not be freed,
 # even if the model and the optimizer are.
@@ -23,21 +24,14 @@ _in_flight: set[ChangeInOpBucket] = set()
 class ChangeBucket(Bucket):
     """Weights whose change since `snapshot` is in `flat`; formed and applied by torch.
 
-    Attributes:
-        start_weights: the weights at `snapshot`, concatenated; of the parameters' dtype, or
-            the wider one of it and the wire's.
+    `start_weights` holds the weights at `snapshot`, concatenated, in the wider one of the
+    parameters' dtype and the wire's.
     """
 
-    def __init__(
-        self,
-        label: str,
-        named: Sequence[NamedParameter],
-        wire_dtype: torch.dtype,
-        options: Options,
-        process_set: ProcessSet,
-    ):
-        super().__init__(label, named, wire_dtype, options.op, (1.0, 1.0), process_set)
-        self._make_start(options.start_copy == "host")
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._make_start(self._options.start_copy == "host")
+        self.own_tensors.add(self.start_weights)
         self._agreed = False  # all ranks have the same start
         # Whether weights are rounded from a wider start at the end of a window.
         self._start_differs = self.start_weights.dtype != self.params[0].dtype
@@ -49,15 +43,7 @@ class ChangeBucket(Bucket):
             device="cpu" if on_host else self.flat.device,
         )
         pieces = self.start_weights.split([view.numel() for view in self.views])
-        self._start_views = [
-            piece.view(view.shape)
-            for piece, view in zip(pieces, self.views, strict=True)
-        ]
-
-    @property
-    def flat_is_start(self) -> bool:
-        """Whether `flat` holds the start itself, and never a change."""
-        return self.start_weights is self.flat
+        self._start_views = list(map(torch.Tensor.view_as, pieces, self.views))
 
     def snapshot(self) -> None:
         """Record the current weights."""
@@ -68,13 +54,10 @@ class ChangeBucket(Bucket):
         return zip(self._start_views, self.params, strict=True)
 
     def begin_window(self) -> bool:
-        """Begin a window. Weights that differ from the last agreed ones are a new start.
+        """Record the start; return whether it differs from the weights that the ranks agreed on.
 
         Loading, clamping or pruning changes weights between windows. The ranks compare the new
         start in the next consistency check.
-
-        Returns:
-            Whether the start is a new one.
         """
         if self._agreed and all(map(_equal, self._weights(), self._start_views)):
             return False
@@ -94,9 +77,7 @@ class ChangeBucket(Bucket):
             torch._foreach_copy_(self.views, self.params)
             self.flat.sub_(start)
         else:
-            for view, param, old in zip(
-                self.views, self.params, self._start_views, strict=True
-            ):
+            for view, (old, param) in zip(self.views, self.changes(), strict=True):
                 view.copy_(param.to(start.dtype) - old.to(param.device))
         super().start()
 
@@ -128,25 +109,15 @@ class ChangeInOpBucket(ChangeBucket):
     compares it with that of the weights it finds, in the pass that records them.
     """
 
+    _is_shared = False  # only this rank reads `flat`
     _registered: list[tuple[int, int, torch.dtype, bool]] | None = None
     _checksum: int | None = None  # of the weights that the last window left
-
-    def _make_flat(
-        self, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.zeros(
-            elements, dtype=dtype, device=device
-        )  # not read by other ranks
 
     def _make_start(self, on_host: bool) -> None:
         self.start_weights, self._start_views = self.flat, self.views
 
     def begin_window(self) -> bool:
-        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there.
-
-        Raises:
-            RuntimeError: parameters were converted since the last window.
-        """
+        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there."""
         expected, self._checksum = self._checksum, None
         if expected is None:
             return super().begin_window()
@@ -157,17 +128,17 @@ class ChangeInOpBucket(ChangeBucket):
         return found != expected
 
     def start(self) -> None:
-        """As the base's; the parameters' memory must stay where it is until `finish`.
-
-        Raises:
-            RuntimeError: parameters were converted since `snapshot`.
-        """
+        """As the base's; the parameters' memory must stay where it is until `finish`."""
         self._register()
         Bucket.start(self)
         _in_flight.add(self)
 
     def _register(self) -> None:
-        """Give the op the addresses of the weights, if they have moved."""
+        """Give the op the addresses of the weights, if they have moved.
+
+        Raises:
+            RuntimeError: parameters were converted since the window began.
+        """
         places = [
             (param.data_ptr(), param.numel(), param.dtype, param.is_contiguous())
             for param in self.params
@@ -175,13 +146,9 @@ class ChangeInOpBucket(ChangeBucket):
         if places == self._registered:
             return
         self._check_converted()
-        binding.register_weights(
-            wire.LIBRARY,
-            self.entry,
-            self.flat.data_ptr(),
-            [param.numel() for param in self.params],
-            [param.data_ptr() for param in self.params],
-        )
+        addresses, sizes, *_ = map(list, zip(*places, strict=True))
+        start = self.flat.data_ptr()
+        binding.register_weights(wire.LIBRARY, self.entry, start, sizes, addresses)
         self._registered = places
 
     def _check_converted(self) -> None:
@@ -228,8 +195,8 @@ def op_takes(
 ) -> bool:
     """Return whether the op can read and write these weights itself.
 
-    It can if they are contiguous, reduced in their own memory (on the CPU, or on CUDA devices over
-    NCCL) and sent in their own dtype. It cannot if `clip_delta_norm` needs the reduced change.
+    Then they are reduced in their own memory, on the CPU or on CUDA devices over NCCL, and sent in
+    their own dtype. It cannot if `clip_delta_norm` needs the reduced change.
     """
     devices = {"cpu"}
     if binding.reduces_on_devices(wire.LIBRARY):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch.optimizer.checks import consistency
+from adasum_hvd.torch.optimizer import checks
 from tests.parallel.harness import process_sets
 from tests.parallel.harness.models import (
     loss_of,
@@ -104,7 +104,7 @@ def case_a_step_left_out_by_one_rank(op: str) -> None:
     with pytest.raises(
         RuntimeError, match=r"same number of steps .*another on ranks \[1\]"
     ):
-        for step in range(2 * consistency.EVERY):
+        for step in range(2 * checks.EVERY):
             optimizer.zero_grad()
             backward(model, step)
             if not (step == 1 and hvd.rank() == 1):
@@ -116,7 +116,7 @@ def case_steps_left_out_by_all_ranks(op: str) -> None:
     """Which is nobody's business."""
     model = model_of()
     optimizer = distributed(model, op)
-    for step in range(2 * consistency.EVERY):
+    for step in range(2 * checks.EVERY):
         optimizer.zero_grad()
         backward(model, step)
         if step % 4 == 0:
@@ -131,10 +131,10 @@ def case_hyperparameters_that_differ() -> None:
         train(model, optimizer, 0, 1)
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + hvd.rank())
         with pytest.raises(RuntimeError, match=r"same hyperparameters.*lr=0\.[12]"):
-            train(model, optimizer, *range(consistency.EVERY))
+            train(model, optimizer, *range(checks.EVERY))
     model = model_of()  # each rank's own business in the delta variant
     optimizer = distributed(model, "adasum-delta", lr=0.1 * (1 + hvd.rank()))
-    train(model, optimizer, *range(consistency.EVERY + 1))
+    train(model, optimizer, *range(checks.EVERY + 1))
     hvd.check_replicas(model)
 
 
@@ -144,12 +144,12 @@ def case_training_goes_on_after_join(op: str) -> None:
     model = model_of()
     optimizer = distributed(model, op)
     for _ in range(2):
-        train(model, optimizer, *range(consistency.EVERY - 2 * hvd.rank()))
+        train(model, optimizer, *range(checks.EVERY - 2 * hvd.rank()))
         optimizer.zero_grad()
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-        train(model, optimizer, *range(consistency.EVERY + 2))
+        train(model, optimizer, *range(checks.EVERY + 2))
     hvd.check_replicas(model)
 
 
@@ -300,13 +300,13 @@ def case_optimizers_that_differ(op: str) -> None:
 @pytest.mark.parametrize("op", VARIANTS)
 def case_parameters_frozen_by_one_rank(op: str) -> None:
     """An error on every rank at once, which names the parameter: before the first step or later."""
-    for step_of_change in (0, 1, consistency.EVERY):
+    for step_of_change in (0, 1, checks.EVERY):
         for unfreezes in (False, True):
             model = model_of()
             model[2].requires_grad_(not unfreezes)
             optimizer = distributed(model, op)
             with pytest.raises(ValueError, match=r"same parameters .*'2\.weight'"):
-                for step in range(consistency.EVERY + 2):
+                for step in range(checks.EVERY + 2):
                     if step == step_of_change and hvd.rank() == 1:
                         model[2].requires_grad_(unfreezes)
                     train(model, optimizer, step)

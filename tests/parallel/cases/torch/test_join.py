@@ -9,6 +9,7 @@ import torch
 
 import adasum_hvd.torch as hvd
 from adasum_hvd import reference
+from adasum_hvd.base.options import Options
 from adasum_hvd.torch.optimizer.buckets import Bucket
 from tests.parallel.cases.torch.test_ops import HOSTS
 from tests.parallel.cases.torch.test_ops import start as start
@@ -48,10 +49,9 @@ def case_join_before_a_bucket_was_made() -> None:
             (str(k), torch.nn.Parameter(tensor_of(hvd.rank(), n, torch.float32, 60)))
             for k, n in enumerate(sizes)
         ]
-        one = (1.0, 1.0)
-        bucket = Bucket(
-            "new", named, torch.float32, hvd.Adasum, one, hvd.global_process_set
-        )
+        everyone = hvd.global_process_set
+        options = Options(hvd.AdasumGrad, everyone, hvd.Compression.none)
+        bucket = Bucket("new", named, torch.float32, options, everyone)
         bucket.fill([parameter.detach() for _, parameter in named])
         bucket.start()
         bucket.finish()

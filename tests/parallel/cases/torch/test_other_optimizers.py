@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch.optimizer.checks import consistency
+from adasum_hvd.torch.optimizer import checks
 from tests.parallel.harness.models import loss_of, model_of, sgd, weights
 from tests.parallel.harness.torch_training import (
     VARIANTS,
@@ -250,7 +250,7 @@ def case_state_in_the_groups() -> None:
         )
 
     optimizer = distributed_of(momentum=0.9)
-    train(model, optimizer, *range(consistency.EVERY + 1))
+    train(model, optimizer, *range(checks.EVERY + 1))
     rates = hvd.allgather_object(optimizer.param_groups[0]["rate"])
     assert len(set(rates)) == hvd.size()
     saved = optimizer.state_dict()
@@ -319,5 +319,5 @@ def case_a_state_that_one_rank_has_read(op: str, momentum: float) -> None:
             train(model, optimizer, 0)
         optimizer.zero_grad()
         hvd.broadcast_optimizer_state(optimizer)
-    train(model, optimizer, *range(consistency.EVERY + 1))
+    train(model, optimizer, *range(checks.EVERY + 1))
     check_same_everywhere(model)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
-from adasum_hvd.torch.optimizer.checks import consistency
+from adasum_hvd.torch.optimizer import checks
 from tests.parallel.harness import optimizers
 from tests.parallel.harness.models import (
     batch_of,
@@ -331,14 +331,14 @@ def case_weights_changed_between_steps() -> None:
             p.clamp_(-0.05, 0.05)
             q.copy_(p)
     for net, each in ((model, optimizer), (expected_model, expected)):
-        train(net, each, *range(consistency.EVERY))
+        train(net, each, *range(checks.EVERY))
     assert torch.equal(weights(model), weights(expected_model))
     with torch.no_grad():
         model[0].weight.mul_(1 + 0.5 * hvd.rank())
     with pytest.raises(
         RuntimeError, match=r"start of a step, but got another .*weight"
     ):
-        train(model, optimizer, *range(consistency.EVERY + 1))
+        train(model, optimizer, *range(checks.EVERY + 1))
 
 
 def case_models_that_were_never_equal() -> None:

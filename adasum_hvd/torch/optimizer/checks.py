@@ -1,15 +1,16 @@
-"""Comparison of the ranks in the first reduction and in every tenth after it.
+"""Checks that find replicas that would diverge silently.
 
 Reductions pair tensors by name. If one rank skips a `step()`, has another learning rate or changes
-weights, reductions still succeed, and the replicas diverge silently. Therefore the ranks compare
-their steps and hyperparameters in one small message.
+weights, reductions still succeed. Therefore the ranks compare their steps and hyperparameters in
+one small message, in the first reduction and in every tenth after it.
 """
 
 from __future__ import annotations
 
 import numbers
+import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +57,7 @@ def epoch() -> int:
 class ConsistencyCheck:
     """Counts rounds of reductions, which all ranks take together, and compares the ranks.
 
-    Args:
-        name: unique per optimizer, and the same on all ranks.
-        process_set: the ranks that reduce.
+    The name is unique per optimizer, and the same on all ranks.
     """
 
     def __init__(self, name: str, process_set: ProcessSet):
@@ -81,7 +80,7 @@ class ConsistencyCheck:
         has_report: Callable[[], bool],
         own_names: Callable[[], Collection[str]] = tuple,
     ) -> bool:
-        """Begin a round; the first one and every tenth after it compare. Collective; blocks there.
+        """Begin a round; return whether any rank has a report. Collective; blocks if it is due.
 
         Args:
             settings_of: returns, by name, the settings that must be the same on all ranks; called
@@ -89,9 +88,6 @@ class ConsistencyCheck:
             has_report: returns whether this rank has found something that all must look at.
             own_names: returns the names of settings that need not be equal if this rank or
                 another one returns them.
-
-        Returns:
-            Whether any rank has a report; the same on all ranks.
 
         Raises:
             RuntimeError: the ranks differ; on every rank.
@@ -139,18 +135,13 @@ class ConsistencyCheck:
 
     def ask(self, what: str, value: float) -> dict[int, float]:
         """Return the value of every rank, as :meth:`gather`."""
-        return {
-            rank: of_rank for rank, (of_rank,) in self.gather(what, [value]).items()
-        }
+        gathered = self.gather(what, [value])
+        return {rank: of_rank for rank, (of_rank,) in gathered.items()}
 
     def gather(self, what: str, values: Sequence[float]) -> dict[int, list[float]]:
-        """Return the values of every rank, by rank; ranks that have joined are left out.
+        """Return the values of every rank, by rank, without ranks that have joined. Collective.
 
-        Args:
-            what: part of the message's name.
-            values: integers below 2**53, as many on each rank.
-
-        Collective; blocks.
+        Values are integers below 2**53, as many on each rank.
         """
         ranks = list(self._process_set.ranks)
         # One row a rank, zeros from all others: an exact sum, to which ranks that have joined
@@ -158,11 +149,9 @@ class ConsistencyCheck:
         rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
         mine = torch.tensor(values, dtype=torch.float64)
         rows[ranks.index(mpi_ops.rank())] = 1 + mine
+        name, process_set = self.message_name(what), self._process_set
         everyone = torch_ops.allreduce(
-            rows,
-            name=self.message_name(what),
-            op=ops.Sum,
-            process_set=self._process_set,
+            rows, name=name, op=ops.Sum, process_set=process_set
         )
         pairs = zip(ranks, everyone.tolist(), strict=True)
         return {rank: [v - 1 for v in row] for rank, row in pairs if any(row)}
@@ -215,3 +204,35 @@ def hyperparameters(param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         for key, value in sorted(group.items())
         if key not in ("params", "param_names")
     }
+
+
+class MissedStepCheck:
+    """Check for dropped gradients and changed weights without a `step()`, as SAM's own steps do."""
+
+    def __init__(self) -> None:
+        self._stepped = True
+        self._warned = False
+        self._changes = 0
+        self._versions: list[int] | None = None
+
+    def forget(self) -> None:
+        """Reset, because a step was taken."""
+        self._stepped, self._changes, self._versions = True, 0, None
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Check a `zero_grad()`; the third in a row that drops gradients of new weights warns."""
+        parameters = list(parameters)
+        stepped, self._stepped = self._stepped, False
+        if stepped or all(p.grad is None for p in parameters):
+            return
+        before, self._versions = self._versions, [p._version for p in parameters]
+        self._changes += before is not None and before != self._versions
+        if self._changes == 2 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "DistributedOptimizer: expected step() between backward and zero_grad(), but got "
+                "weights that change without it: nothing is reduced then, and replicas diverge. "
+                "An optimizer with calls of its own (SAM's first_step and second_step) must get "
+                "the distributed one as its base optimizer, or be called as step(closure)",
+                stacklevel=5,
+            )
