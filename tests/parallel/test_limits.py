@@ -34,9 +34,9 @@ WAITING: dict[str, Callable[..., End]] = {}
 def ends(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[End]]]:
-    """Start the waiting jobs of the selected tests, three at a time; by the tests' names."""
+    """Start the waiting jobs of the selected tests, five at a time; by the tests' names."""
     tests = [item for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(5) as pool:
         yield {
             test.name: pool.submit(
                 WAITING[test.originalname],

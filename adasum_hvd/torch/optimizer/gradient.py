@@ -26,9 +26,8 @@ class GradientReducer(Reducer):
     scaler: Callable[[], Any] | None = None
 
     def __init__(self, *arguments: Any):
-        self._counter = GradientReadyCounter(
-            (), 1, str, self._start
-        )  # of no bucket yet
+        # Of no bucket yet.
+        self._counter = GradientReadyCounter((), 1, str, self._start)
         super().__init__(*arguments)
 
     def _connect(self) -> None:
