@@ -36,7 +36,7 @@ class _Quorum(Communicator):
     torch.distributed does not know torchft's process groups, so that messages are collectives.
     """
 
-    may_use_core = False  # a quorum is made for each reduction
+    may_use_core, apart = False, True  # a quorum is made for each reduction
 
     def __init__(self, process_group: Any):
         self._group = lambda: process_group

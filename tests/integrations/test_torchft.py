@@ -28,6 +28,7 @@ class Replica:
 
     def __init__(self, words: list[str]):
         self.lines: list[str] = []
+        self._is_over = False
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._printed = threading.Condition()
         self.process = subprocess.Popen(
@@ -42,13 +43,18 @@ class Replica:
             with self._printed:
                 self.lines.append(line.strip())
                 self._printed.notify_all()
+        with self._printed:
+            self._is_over = True
+            self._printed.notify_all()
 
     def wait_for(self, words: str) -> None:
         with self._printed:
-            found = self._printed.wait_for(
-                lambda: any(words in line for line in self.lines), SECONDS
+            self._printed.wait_for(
+                lambda: self._is_over or words in "\n".join(self.lines), SECONDS
             )
-        assert found, (words, self.lines)
+        self._errors.seek(0)
+        found = words in "\n".join(self.lines)
+        assert found, (words, self.lines, self._errors.read()[-3000:])
 
     def end(self) -> str:
         """Wait for a good end, and return the last line."""
