@@ -23,7 +23,10 @@ from adasum_hvd.distributed import (
     exchange,
     mark_worker_local,
     reduce_changes,
+    torchft,
 )
+from adasum_hvd.distributed.reduction import reduce_tensors
+from adasum_hvd.distributed.rules import Rule
 from tests.parallel.harness import conformance
 from tests.parallel.harness.conformance import (
     CHECKS,
@@ -253,6 +256,31 @@ def case_a_marked_parameter_keeps_its_own_change() -> None:
     for name, parameter in model.named_parameters():
         digests = set(gather(conformance.digest_of([parameter])))
         assert len(digests) == (len(HOSTS) if name == "0.bias" else 1), name
+
+
+class Wrapped:
+    """What torchft's process groups have, around the ranks' own."""
+
+    def __init__(self) -> None:
+        self._inside = dist.group.WORLD._get_backend(torch.device("cpu"))
+        self.size, self.alltoall_base = self._inside.size, self._inside.alltoall_base
+
+    def getBackendName(self) -> str:
+        return "torchft-gloo"
+
+
+def case_replicas_of_a_quorum() -> None:
+    """They find their numbers, and reduce as ranks of hosts of their own."""
+    quorum = torchft._Quorum(Wrapped())
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, quorum.rank)
+    assert sorted(everyone) == list(range(quorum.size))
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(quorum.size, 5000, generator=generator)
+    mine = rows[quorum.rank].clone()
+    reduce_tensors([mine], quorum, Rule("adasum"))
+    expected = reference.adasum(list(rows.double().numpy()))
+    torch.testing.assert_close(mine.double(), torch.from_numpy(expected))
 
 
 def case_negative_views() -> None:
