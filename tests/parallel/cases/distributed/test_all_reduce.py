@@ -259,7 +259,7 @@ def case_a_marked_parameter_keeps_its_own_change() -> None:
 
 
 class Wrapped:
-    """What torchft's process groups have, around the ranks' own."""
+    """The ranks' process group, with the methods of torchft's."""
 
     def __init__(self) -> None:
         self._inside = dist.group.WORLD._get_backend(torch.device("cpu"))
