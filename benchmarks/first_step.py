@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jobs
-
-from adasum_hvd.tools.jobs import OF_RANKS, result_of
 
 AVERAGE, CORE, OPERATIONS = "average", "hook, core", "hook, torch's operations"
 SETTINGS = {AVERAGE: "auto", CORE: "auto", OPERATIONS: "off"}  # of ADASUM_HVD_CORE
@@ -68,10 +65,8 @@ def rank_main(contender: str, output: str) -> None:
 
 def measure(ranks: int, contender: str) -> list[float]:
     """Return the seconds of every part, of a job of its own."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words += ["--nproc-per-node", str(ranks), __file__, "--rank", contender]
-    environment = os.environ | OF_RANKS | {"ADASUM_HVD_CORE": SETTINGS[contender]}
-    return result_of(words, environment | {"OMP_NUM_THREADS": "1"}, jobs.LIMIT_SECONDS)
+    core = {"ADASUM_HVD_CORE": SETTINGS[contender]}
+    return jobs.run("torchrun", ranks, __file__, contender, **core)
 
 
 def show(rounds: Sequence[dict[str, list[float]]]) -> None:

@@ -45,28 +45,23 @@ def check_root(caller: str, root_rank: int, process_set: ProcessSet) -> None:
         )
 
 
-def _gathered(
-    caller: str, obj: Any, name: str | None, process_set: ProcessSet
-) -> list[Any]:
-    """Return every rank's `obj`; PicklingError on all ranks if one cannot be pickled."""
-    error = None
+def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
+    """Return the pickled `obj` and None, or a pickled `_Unpicklable` and the error."""
     try:
-        pickled = cloudpickle.dumps(obj)
-    except Exception as raised:  # a class's own __reduce__ may raise any
-        pickled, error = pickle.dumps(_Unpicklable(raised)), raised
-    data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-    length, base = torch.tensor([data.numel()]), name or f"adasum.{caller}"
-    lengths = mpi_ops.allgather(length, f"{base}.length", process_set)
-    gathered = mpi_ops.allgather(data, f"{base}.data", process_set)
-    parts = gathered.split(lengths.tolist())
-    objects = [pickle.loads(part.numpy().tobytes()) for part in parts]
-    for rank, received in zip(ranks_of(process_set), objects, strict=True):
-        if isinstance(received, _Unpicklable):
-            raise pickle.PicklingError(
-                f"{caller}: expected a picklable object, but got {received.text} on rank {rank} "
-                f"(seen by rank {mpi_ops.rank()} of {mpi_ops.size()})"
-            ) from error
-    return objects
+        return cloudpickle.dumps(obj), None
+    except Exception as error:  # a class's own __reduce__ may raise any
+        return pickle.dumps(_Unpicklable(error)), error
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _pickling_error(caller: str, rank: int, failure: Failure) -> pickle.PicklingError:
+    return pickle.PicklingError(
+        f"{caller}: expected a picklable object, but got {failure.text} on rank {rank} (seen by "
+        f"rank {mpi_ops.rank()} of {mpi_ops.size()})"
+    )
 
 
 def allgather_object(
@@ -86,7 +81,21 @@ def allgather_object(
 
     Collective: every rank of `process_set`; blocks.
     """
-    return _gathered("allgather_object", obj, name, process_set)
+    pickled, error = _pickled(obj)
+    data = _tensor_of(pickled)
+    base = name or "adasum.allgather_object"
+    lengths = mpi_ops.allgather(
+        torch.tensor([data.numel()]), name=f"{base}.length", process_set=process_set
+    )
+    gathered = mpi_ops.allgather(data, name=f"{base}.data", process_set=process_set)
+    objects = [
+        pickle.loads(part.numpy().tobytes())
+        for part in gathered.split(lengths.tolist())
+    ]
+    for rank, received in zip(ranks_of(process_set), objects, strict=True):
+        if isinstance(received, _Unpicklable):
+            raise _pickling_error("allgather_object", rank, received) from error
+    return objects
 
 
 def broadcast_object(
@@ -109,9 +118,21 @@ def broadcast_object(
 
     Collective: every rank of `process_set`; blocks.
     """
-    caller = "broadcast_object"
-    check_root(caller, root_rank, process_set)
+    check_root("broadcast_object", root_rank, process_set)
     is_root = mpi_ops.rank() == root_rank
-    # All others send a few bytes.
-    gathered = _gathered(caller, obj if is_root else None, name, process_set)
-    return obj if is_root else gathered[ranks_of(process_set).index(root_rank)]
+    pickled, error = _pickled(obj) if is_root else (b"", None)
+    base = name or "adasum.broadcast_object"
+    length = torch.tensor([len(pickled)])
+    mpi_ops.broadcast_(length, root_rank, f"{base}.length", process_set)
+    data = (
+        _tensor_of(pickled)
+        if is_root
+        else torch.empty(length.tolist(), dtype=torch.uint8)
+    )
+    mpi_ops.broadcast_(data, root_rank, f"{base}.data", process_set)
+    received = (
+        obj if is_root and error is None else pickle.loads(data.numpy().tobytes())
+    )
+    if isinstance(received, _Unpicklable):
+        raise _pickling_error("broadcast_object", root_rank, received) from error
+    return received
