@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import hosts as benchmark
@@ -17,6 +17,7 @@ import jobs
 import pytest
 from namespaces import Hosts, missing
 
+from tests.parallel.harness.background import started
 from tests.parallel.harness.cases import Case, cases_in
 from tests.parallel.harness.configurations import Configuration
 from tests.parallel.harness.imported import python
@@ -217,18 +218,19 @@ def cut_a_link(folder: Path) -> Cut:
 @pytest.fixture(scope="module", autouse=True)
 def link_is_cut(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Future[Cut] | None]:
+) -> Iterator[dict[str, Future[Cut]]]:
     """Cut a link next to the other tests, because that job mostly waits."""
+    cut = functools.partial(cut_a_link, tmp_path_factory.mktemp("link"))
     test = test_a_link_that_goes_down_ends_every_rank.__name__
-    selected = any(item.name == test for item in request.session.items)
-    folder = tmp_path_factory.mktemp("link")
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(cut_a_link, folder) if selected else None
+    yield from started(request, {test: cut}, 1)
 
 
-def test_a_link_that_goes_down_ends_every_rank(link_is_cut: Future[Cut]) -> None:
+def test_a_link_that_goes_down_ends_every_rank(
+    link_is_cut: dict[str, Future[Cut]],
+) -> None:
     """Nobody waits for ever for a host that is no longer there."""
-    status, output, seconds = link_is_cut.result()
+    (cut,) = link_is_cut.values()
+    status, output, seconds = cut.result()
     assert status != 0
     assert output.count("ENDED rank") == 4, output[-3000:]
     assert seconds < 40

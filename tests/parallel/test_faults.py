@@ -6,10 +6,11 @@ The whole table is in tests/soak/test_faults.py; here is a row of each kind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 
+from tests.parallel.harness.background import started
 from tests.parallel.harness.faults import FIRST, Consequence, Fault, check, run
 
 CHOSEN = [
@@ -42,16 +43,15 @@ CHOSEN = [
 @pytest.fixture(scope="module")
 def consequences(
     request: pytest.FixtureRequest,
-) -> Iterator[dict[Fault, Future[Consequence]]]:
-    """Start the faults of the selected tests, in their order."""
-    tests = [item for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(3) as pool:  # most of the time they wait
-        faults = (test.callspec.params["fault"] for test in tests)
-        yield {fault: pool.submit(run, fault) for fault in faults}
+) -> Iterator[dict[str, Future[Consequence]]]:
+    """Start the faults of the selected tests, by the tests' names."""
+    yield from started(request, {test_the_others_know.__name__: run}, 3)
 
 
 @pytest.mark.parametrize("fault", CHOSEN, ids=str)
 def test_the_others_know(
-    consequences: dict[Fault, Future[Consequence]], fault: Fault
+    consequences: dict[str, Future[Consequence]],
+    request: pytest.FixtureRequest,
+    fault: Fault,
 ) -> None:
-    check(fault, consequences[fault].result())
+    check(fault, consequences[request.node.name].result())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from tests.parallel.harness.background import started
 from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import command, environment, run_launcher
 
@@ -16,36 +18,20 @@ End = tuple[int, str]  # exit status, output
 
 
 def start(
-    folder: Path, backend: str, ranks: int, script: str, framework: str = "torch",
-    **variables: str,
-) -> End:  # fmt: skip
+    backend: str, ranks: int, script: str, framework: str = "torch", **variables: str
+) -> End:
     """Run `script` on real ranks and return how it ended."""
-    program = folder / "script.py"
-    program.write_text(script)
-    words = [*command(backend, ranks), *python(framework), str(program)]
-    return run_launcher(words, environment(tuple(variables.items())), 120)
-
-
-# Jobs that wait most of the time: a test's name, and its job from a folder and its parameters.
-WAITING: dict[str, Callable[..., End]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "script.py")
+        program.write_text(script)
+        words = [*command(backend, ranks), *python(framework), str(program)]
+        return run_launcher(words, environment(tuple(variables.items())), 120)
 
 
 @pytest.fixture(scope="module")
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[End]]]:
-    """Start the waiting jobs of the selected tests, five at a time; by the tests' names."""
-    tests = [item for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(5) as pool:
-        yield {
-            test.name: pool.submit(
-                WAITING[test.originalname],
-                tmp_path_factory.mktemp("waiting"),
-                **getattr(getattr(test, "callspec", None), "params", {}),
-            )
-            for test in tests
-            if test.originalname in WAITING
-        }
+def ends(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[End]]]:
+    """Start the selected tests' jobs that wait most of the time, by the tests' names."""
+    yield from started(request, WAITING, 5)
 
 
 @pytest.fixture
@@ -120,10 +106,9 @@ report("path", wire.binding.path(wire.LIBRARY))
 
 
 @pytest.fixture(scope="module")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> str:
+def limited() -> str:
     """Return the output of three ranks that live with limits."""
-    folder = tmp_path_factory.mktemp("limited")
-    return start(folder, "gloo", 3, LIMITED)[1]
+    return start("gloo", 3, LIMITED)[1]
 
 
 def reports(output: str, name: str) -> list[str]:
@@ -180,8 +165,8 @@ SHORT_LIMITS = {
 }
 
 
-def test_one_long_operation_ends_no_process(tmp_path: Path) -> None:
-    status, output = start(tmp_path, "gloo", 3, LONG, **SHORT_LIMITS)
+def test_one_long_operation_ends_no_process() -> None:
+    status, output = start("gloo", 3, LONG, **SHORT_LIMITS)
     assert status == 0, output[-3000:]
     assert "cannot go on" not in output
     assert output.count("DONE") == 3
@@ -201,11 +186,11 @@ except HorovodInternalError as error:
 """
 
 
-def missing(folder: Path, warnings_after: str | None) -> End:
+def missing(warnings_after: str | None) -> End:
     variables = {"ADASUM_HVD_STALL_SECONDS": "6"}
     if warnings_after:
         variables["HOROVOD_STALL_CHECK_TIME_SECONDS"] = warnings_after
-    return start(folder, "gloo", 2, MISSING, **variables)
+    return start("gloo", 2, MISSING, **variables)
 
 
 @pytest.mark.parametrize("warnings_after", ["1", None])
@@ -252,9 +237,9 @@ print("SAVED a checkpoint", flush=True)
 """
 
 
-def after_a_failure(folder: Path) -> End:
+def after_a_failure() -> End:
     return start(
-        folder, "mpi", 2, AFTER_A_FAILURE, ADASUM_HVD_LOCAL="off",
+        "mpi", 2, AFTER_A_FAILURE, ADASUM_HVD_LOCAL="off",
         ADASUM_HVD_TIMEOUT_SECONDS="3", ADASUM_HVD_CHECKPOINT_SECONDS="12",
     )  # fmt: skip
 
@@ -297,10 +282,10 @@ except Error as error:
 """
 
 
-def ends_after_a_failure(folder: Path, backend: str, framework: str, end: str) -> End:
+def ends_after_a_failure(backend: str, framework: str, end: str) -> End:
     script = ENDS_AFTER_A_FAILURE.replace("FRAMEWORK", framework).replace("END", end)
     return start(
-        folder, backend, 3, script, framework, ADASUM_HVD_TIMEOUT_SECONDS="5",
+        backend, 3, script, framework, ADASUM_HVD_TIMEOUT_SECONDS="5",
         ADASUM_HVD_CHECKPOINT_SECONDS="300", HOROVOD_GLOO_TIMEOUT_SECONDS="300",
     )  # fmt: skip
 
@@ -325,7 +310,8 @@ def test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank(
     assert ("SAVED" in output) == ("SAVED" in end), output[-3000:]
 
 
-WAITING |= {
+# By the tests' names.
+WAITING = {
     test_the_limit_of_a_missing_tensor_does_not_depend_on_warnings.__name__: missing,
     test_after_a_failure_over_mpi.__name__: after_a_failure,
     test_the_end_of_a_script_ends_the_wait_for_a_stopped_rank.__name__: ends_after_a_failure,
