@@ -1,6 +1,6 @@
-"""AdaSum over several hosts against Horovod's own reductions: time, and bytes on the wire.
+"""AdaSum over several hosts against average and Horovod's AdaSum: time, and bytes on the wire.
 
-    python benchmarks/hosts.py                            # as root; 2 and 4 hosts, both backends
+    python benchmarks/hosts.py                            # as root; 2 and 4 hosts, all backends
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --gigabits 1 --delay 1
 
 The hosts are network namespaces of this machine (`namespaces.py`; needs root and iproute2):
@@ -15,7 +15,9 @@ counted in jobs without them, and printed divided by the reduced bytes:
     limit     2 (1 - 1/H), what two levels send; a ring over H hosts of R ranks each
               sends 2 (1 - 1/(H R))
 
-"flat" is the same AdaSum in one level (`ADASUM_HVD_RADICES=flat`).
+"flat" is the same AdaSum in one level (`ADASUM_HVD_RADICES=flat`). The backend "torch" is the engine
+on torch.distributed, over Gloo, next to torch's average; "operations" is its AdaSum by torch's
+operations (`ADASUM_HVD_CORE=off`).
 """
 
 from __future__ import annotations
@@ -27,32 +29,39 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jobs
-from namespaces import Hosts, missing, sent
+import torch
+from namespaces import ADDRESS, INTERFACE, Hosts, missing, sent
 
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
 SEGMENT_BYTES = 1500 - 20 - 32  # of a full packet
+OURS = "AdaSum", "flat", "operations"
 
 
 # ---- one rank of one job ----
 
 
-def rank_main(elements: int, repetitions: int, output: Path) -> None:
-    """Measure; rank 0 writes seconds and what `sent` counts per operation and repetition."""
+class Engine(NamedTuple):
+    """What a job measures."""
+
+    operations: dict[str, Callable[[], object]]
+    barrier: Callable[[], object]
+    gather: Callable[[object], list]
+    path: Callable[[], str]
+
+
+def horovod(tensor: torch.Tensor) -> Engine:
+    """Return the operations of Horovod and of the op, which replace a tensor."""
     import horovod.torch as horovod_torch
-    import torch
 
     import adasum_hvd.torch as hvd
     from adasum_hvd.horovod import binding
     from adasum_hvd.torch import ops
 
-    hvd.init()
-    torch.set_num_threads(1)
-    fresh = torch.randn(elements, generator=torch.Generator().manual_seed(hvd.rank()))
-    tensor = fresh.clone()
     off = os.environ["ADASUM_HVD_OP"] == "off"
     module, name = (horovod_torch, "Horovod AdaSum") if off else (hvd, "AdaSum")
     operations = {
@@ -61,26 +70,71 @@ def rank_main(elements: int, repetitions: int, output: Path) -> None:
         ),
         name: lambda: module.allreduce_(tensor, op=module.Adasum, name="adasum"),
     }
+    hvd.init()
+    return Engine(
+        operations,
+        horovod_torch.barrier,
+        hvd.allgather_object,
+        lambda: binding.transport_description(ops.LIBRARY),
+    )
+
+
+def distributed(tensor: torch.Tensor) -> Engine:
+    """Return the same of torch.distributed, whose ranks horovodrun has started."""
+    import torch.distributed as dist
+
+    from adasum_hvd.distributed import adasum_all_reduce, native
+    from adasum_hvd.distributed.communicator import Communicator
+    from adasum_hvd.distributed.rules import Rule
+
+    rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{ADDRESS}:29577", rank=rank, world_size=size
+    )
+
+    def average() -> None:
+        dist.all_reduce(tensor)
+        tensor.div_(size)
+
+    def gather(thing: object) -> list:
+        things = [None] * size
+        dist.all_gather_object(things, thing)
+        return things
+
+    return Engine(
+        {"Average": average, "AdaSum": lambda: adasum_all_reduce(tensor)},
+        dist.barrier,
+        gather,
+        lambda: native.described(Communicator(), Rule("adasum")),
+    )
+
+
+def rank_main(backend: str, elements: int, repetitions: int, output: Path) -> None:
+    """Measure; rank 0 writes seconds and what `sent` counts per operation and repetition."""
+    torch.set_num_threads(1)
+    tensor = torch.empty(elements)
+    engine = (distributed if backend == "torch" else horovod)(tensor)
+    seed = int(os.environ.get("HOROVOD_RANK", os.environ.get("PMIX_RANK", "0")))
+    fresh = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
     mine = []
     for repetition in range(-2, repetitions):
-        for name, operation in operations.items():
+        for name, operation in engine.operations.items():
             tensor.copy_(fresh)
-            horovod_torch.barrier()
+            engine.barrier()
             before, started = sent(), time.perf_counter()
             operation()
             seconds = time.perf_counter() - started
-            horovod_torch.barrier()
+            engine.barrier()
             wire = [after - b for after, b in zip(sent(), before, strict=True)]
             if repetition >= 0:
                 mine.append((name, seconds, *wire))
-    everyone = hvd.allgather_object(mine)
-    path = binding.transport_description(ops.LIBRARY)
-    if hvd.rank() == 0:
-        rows = [
-            (same[0][0], max(seconds for _, seconds, *_ in same), *busiest(same))
-            for same in zip(*everyone, strict=True)
-        ]
-        output.write_text(json.dumps({"rows": rows, "path": path}))
+    rows = [
+        (same[0][0], max(seconds for _, seconds, *_ in same), *busiest(same))
+        for same in zip(*engine.gather(mine), strict=True)
+    ]
+    if seed == 0:
+        output.write_text(json.dumps({"rows": rows, "path": engine.path()}))
 
 
 def busiest(same: Sequence[Sequence]) -> Sequence[int]:
@@ -101,6 +155,8 @@ def run_case(
 ) -> dict[str, dict]:
     """Return per operation its seconds, and the bytes of the busiest host, all and payload."""
     forms = {"AdaSum": {}, "flat": {"ADASUM_HVD_RADICES": "flat"}}
+    if backend == "torch":
+        forms = {"AdaSum": {}, "operations": {"ADASUM_HVD_CORE": "off"}}
     if backend == "mpi" and ranks & (ranks - 1) == 0:
         forms["Horovod AdaSum"] = {"ADASUM_HVD_OP": "off"}
     found: dict[str, dict] = {}
@@ -109,9 +165,10 @@ def run_case(
         hosts.offload(not count)
         for form, variables in forms.items():
             result = jobs.run(
-                backend,
+                "gloo" if backend == "torch" else backend,
                 ranks,
                 __file__,
+                backend,
                 elements,
                 3 if count else repetitions,
                 hosts=hosts,
@@ -147,7 +204,7 @@ def show(row: dict) -> None:
             f"{name:15s}{total:11d} |{min(operation['seconds']) * 1e3:9.1f}{middle * 1e3:9.1f}"
             f"{max(operation['seconds']) * 1e3:9.1f} |{counter:8.3f}{data:8.3f}{limit:7.2f}"
             f" | {ratio:9s} "
-            f"{operation['path'] if name in ('AdaSum', 'flat') else ''}",
+            f"{operation['path'] if name in OURS else ''}",
             flush=True,
         )
 
@@ -155,12 +212,12 @@ def show(row: dict) -> None:
 def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        rank_main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--backends", nargs="+", default=["gloo", "mpi"])
+    parser.add_argument("--backends", nargs="+", default=["gloo", "mpi", "torch"])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[25])
     parser.add_argument("--gigabits", type=float, default=1.0, help="of a link")
     parser.add_argument("--delay", type=float, default=1.0, help="milliseconds")

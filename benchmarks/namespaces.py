@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 INTERFACE = "eth0"
+ADDRESS = "10.77.0.1"  # of the first host
 # ssh's words without sshd: the options are skipped, the rest runs inside the host's namespaces.
 REMOTE_SHELL = """#!/bin/sh
 options() {

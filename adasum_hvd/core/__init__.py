@@ -1,4 +1,4 @@
-"""The core: AdaSum among ranks of one host, by the C interface of `adasum.h`.
+"""The core: AdaSum in memory that ranks share and over a network, by the C interface of `adasum.h`.
 
 It needs Linux and NumPy, and neither Horovod nor a framework. The wheel has the library; a
 checkout has it after `pip install --editable .`, if there is a C++ compiler.
@@ -12,14 +12,22 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ABI", "CoreError", "Group", "Unresponsive", "share", "why_missing"]
+__all__ = [
+    "ABI",
+    "CoreError",
+    "Group",
+    "Network",
+    "Unresponsive",
+    "share",
+    "why_missing",
+]
 
-ABI = 4
+ABI = 5
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
@@ -28,6 +36,8 @@ _UNRESPONSIVE = -2
 TENSOR = np.dtype(
     [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
 )
+# `adasum_message`: addresses, and bytes.
+MESSAGE = np.dtype([(way, "i8") for way in ("send", "sent", "receive", "received")])
 # From Gram matrices, float64 [tensors, N (N + 1) / 2], to coefficients, float64 [tensors, N].
 Rule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
@@ -40,17 +50,42 @@ class Unresponsive(CoreError):
     """A rank has ended, or did not respond within the timeout."""
 
 
+class Network(Protocol):
+    """Messages to ranks that share no memory with this one, over any network.
+
+    Methods are called in a thread that waits for a group, and raise what its call then raises.
+    """
+
+    def start(self, messages: NDArray[Any]) -> None:
+        """Start one exchange; messages, of :data:`MESSAGE`, by rank."""
+
+    def wait(self) -> None:
+        """Wait for the oldest exchange."""
+
+    def abort(self) -> None:
+        """Leave the buffers of all exchanges alone."""
+
+
+_Start, _Wait = (ctypes.CFUNCTYPE(ctypes.c_int, *one) for one in ([ctypes.c_void_p], []))
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [("start", _Start), ("wait", _Wait), ("problem", ctypes.c_char * 256)]
+
+
 class _Config(ctypes.Structure):
     _fields_ = [
         ("abi", ctypes.c_int),
         ("rank", ctypes.c_int),
         ("size", ctypes.c_int),
         ("hosts", ctypes.POINTER(ctypes.c_int)),
+        ("places", ctypes.POINTER(ctypes.c_int)),
         ("job_ranks", ctypes.POINTER(ctypes.c_int)),
         ("group_op", ctypes.c_int),
         ("group_size", ctypes.c_int),
         ("timeout_s", ctypes.c_double),
         ("limit", ctypes.c_char_p),
+        ("network", ctypes.POINTER(_Network)),
     ]
 
 
@@ -121,8 +156,52 @@ def _check(code: int) -> None:
         raise kind(_library().adasum_error().decode(errors="replace"))
 
 
+class _Calls:
+    """The library's calls of Python, whose errors are raised when the library returns."""
+
+    def __init__(self, size: int, network: Network | None):
+        self._size, self._network, self._failed = size, network, list[BaseException]()
+        self.functions = _Network(_Start(self._start), _Wait(self._wait))
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> int:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            self._failed.append(error)
+            self.functions.problem = str(error).encode()[:255]
+        return len(self._failed)
+
+    def _start(self, at: int) -> int:
+        table = (ctypes.c_char * (self._size * MESSAGE.itemsize)).from_address(at)
+        return self._call(self._network.start, np.frombuffer(table, MESSAGE))  # type: ignore[union-attr]
+
+    def _wait(self) -> int:
+        return self._call(self._network.wait)  # type: ignore[union-attr]
+
+    def of_rule(self, rule: Rule, tensors: int) -> Any:
+        """Return a rule as the library calls it."""
+        pairs = self._size * (self._size + 1) // 2
+        shapes = (tensors, pairs), (tensors, self._size)
+
+        def apply(*pointers: Any) -> None:
+            grams, coefficients = map(np.ctypeslib.as_array, pointers, shapes)
+            coefficients[...] = rule(grams)
+
+        return _Rule(functools.partial(self._call, apply))
+
+    def check(self, code: int, others: Sequence[Group] = ()) -> None:
+        """Raise what a call has raised, or the library's error; `others` are of no use then."""
+        for calls in (self, *(one._calls for one in others)) if code else ():
+            if calls._network:
+                calls._network.abort()
+        failed, self._failed = self._failed, []
+        if failed:
+            raise failed[0]
+        _check(code)
+
+
 class Group:
-    """Ranks of one host that reduce together; for one thread at a time.
+    """Ranks that reduce together; for one thread at a time.
 
     Every rank makes one, gathers `name` and `nonce` of all, calls :meth:`connect`, and gathers
     whether that returned on all: else none may use its group. Its end closes the connections.
@@ -130,11 +209,13 @@ class Group:
     Args:
         rank: of this process in the group.
         hosts: by rank, any number of its host; the tree joins ranks of a host first.
+        places: by rank, any number of the place in which ranks can share memory.
         job_ranks: by rank, its number in the job, for messages.
         group_op: "adasum", "average" or "sum".
         group_size: ranks in a group; 0: a host is a group.
         timeout_seconds: of a wait in which nothing moves.
         limit: what sets this timeout, for messages.
+        network: between places; the group does not keep what keeps the group.
 
     Attributes:
         name: where this rank listens.
@@ -148,17 +229,20 @@ class Group:
         self,
         rank: int,
         hosts: Sequence[int],
+        places: Sequence[int],
         job_ranks: Sequence[int],
         group_op: str,
         group_size: int,
         timeout_seconds: float,
         limit: str,
+        network: Network | None = None,
     ):
         self._handle, name, nonce = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-        self._size = len(hosts)
+        self._calls = _Calls(len(hosts), network)
         config = _Config(
-            ABI, rank, len(hosts), _integers(hosts), _integers(job_ranks),
+            ABI, rank, len(hosts), _integers(hosts), _integers(places), _integers(job_ranks),
             GROUP_OPS[group_op], group_size, timeout_seconds, limit.encode(),
+            ctypes.pointer(self._calls.functions) if network else None,
         )  # fmt: skip
         _check(_library().adasum_listen(config, self._handle, name, nonce))
         self.name, self.nonce = name.value, nonce.value
@@ -197,34 +281,23 @@ class Group:
         Raises:
             Unresponsive: a rank has ended, or did not respond within the timeout.
             CoreError: this or another rank failed; the groups are of no use afterwards.
-            Exception: of the rule; on ranks where it has not failed CoreError. No output has
-                changed, and the group can go on.
+                Exception: of the network, or of the rule. On ranks where the rule has not failed it is
+                CoreError; then no output has changed, and the group can go on.
 
         Collective: all ranks, and those of the shards' groups; blocks.
         """
-        failed: list[BaseException] = []
-
-        def call(grams: Any, coefficients: Any) -> int:
-            pairs = self._size * (self._size + 1) // 2
-            shape = (len(tensors), pairs), (len(tensors), self._size)
-            given, to = map(np.ctypeslib.as_array, (grams, coefficients), shape)
-            try:
-                to[...] = rule(given)  # type: ignore[misc]
-            except BaseException as error:  # raised below, not in the library
-                failed.append(error)
-            return len(failed)
-
         extra = None
         if shards or rule:
             table = [(one._handle, _integers(own), len(own)) for one, own in shards]
             parts = (_Shards * len(table))(*itertools.starmap(_Shards, table))
-            extra = _Extra(parts, len(table), _Rule(call) if rule else _Rule())
-        code = _library().adasum_reduce(
-            self._handle, tensors.ctypes.data, len(tensors), DTYPES[dtype], extra
+            call = self._calls.of_rule(rule, len(tensors)) if rule else _Rule()
+            extra = _Extra(parts, len(table), call)
+        self._calls.check(
+            _library().adasum_reduce(
+                self._handle, tensors.ctypes.data, len(tensors), DTYPES[dtype], extra
+            ),
+            [one for one, _ in shards],
         )
-        if failed:
-            raise failed[0]
-        _check(code)
 
     def gather(self, mine: int, everyone: int, size_bytes: int) -> None:
         """Gather small rows, without the GIL; errors as :meth:`reduce`. Collective; blocks.
@@ -234,7 +307,9 @@ class Group:
             everyone: the address of all ranks', by rank.
             size_bytes: of one, the same on all ranks.
         """
-        _check(_library().adasum_gather(self._handle, mine, everyone, size_bytes))
+        self._calls.check(
+            _library().adasum_gather(self._handle, mine, everyone, size_bytes)
+        )
 
     @property
     def levels(self) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-/* AdaSum among the ranks of one host, without Horovod and without a framework.
+/* AdaSum without Horovod and without a framework: in the shared memory of ranks of one host, and over a
+ * network of the caller's between hosts.
  *
  * A group is made by one bootstrap, which the caller splits at its two gathers, over any network that it has:
  *
@@ -20,7 +21,7 @@
 extern "C" {
 #endif
 
-#define ADASUM_ABI 4 /* changes with any struct or function below */
+#define ADASUM_ABI 5 /* changes with any struct or function below */
 
 enum {
   ADASUM_OK = 0,
@@ -32,15 +33,33 @@ enum { ADASUM_GROUP_ADASUM = 0, ADASUM_GROUP_AVERAGE = 1, ADASUM_GROUP_SUM = 2 }
 
 typedef struct adasum_group adasum_group;
 
-/* The same on all ranks, except for `rank`. */
+typedef struct {
+  const void* send;
+  int64_t send_bytes;
+  void* receive;
+  int64_t receive_bytes;
+} adasum_message;
+
+/* Messages to ranks on other hosts, which must arrive in order. The functions return 0, or another number if
+ * they fail; they are called by the thread that calls this interface. The buffers belong to an exchange until
+ * `wait` has returned for it, or any call for the group has returned an error. */
+typedef struct {
+  int (*start)(const adasum_message* messages); /* of one exchange, by rank */
+  int (*wait)(void);                            /* for the oldest exchange */
+  char problem[256];                            /* of the function that failed */
+} adasum_network;
+
+/* The same on all ranks, except for `rank` and `network`. */
 typedef struct {
   int abi; /* ADASUM_ABI */
   int rank, size;
   const int* hosts;     /* by rank, any number of its host: the tree joins ranks of a host first */
+  const int* places;    /* by rank, any number of the place in which ranks can share memory */
   const int* job_ranks; /* by rank, its number in the job, for messages */
   int group_op, group_size;
-  double timeout_s;  /* of a wait in which nothing moves */
-  const char* limit; /* what sets this timeout, for messages */
+  double timeout_s;              /* of a wait in which nothing moves */
+  const char* limit;             /* what sets this timeout, for messages */
+  const adasum_network* network; /* between places, as long as the group exists; NULL: there is one place */
 } adasum_config;
 
 /* `input` and `output` may be equal, or must not overlap. */

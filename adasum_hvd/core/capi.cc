@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -14,7 +16,7 @@
 
 #include "host/abort_notice.h"
 #include "host/handshake.h"
-#include "host/local_transport.h"
+#include "host/hybrid.h"
 #include "kernels/kernels.h"
 #include "reduce/observation.h"
 #include "reduce/plan.h"
@@ -27,6 +29,10 @@ using namespace adasum_hvd;
 namespace {
 
 constexpr int kMostThreads = 8;
+// The network's functions may have to wait for their caller, so that their messages are long.
+constexpr int64_t kNetworkMessageBytes = 4 << 20;
+// Of ranks of a place more than of the network, whose error then reaches them as a notice.
+constexpr int kSecondsAfterNetwork = 5;
 thread_local std::string last_error;
 
 int Failed(const std::string& text, int code = ADASUM_FAILED) {
@@ -34,16 +40,58 @@ int Failed(const std::string& text, int code = ADASUM_FAILED) {
   return code;
 }
 
+// The network of the caller.
+class CallersNetwork : public Network {
+public:
+  explicit CallersNetwork(const adasum_config& config)
+      : rank_(config.rank), size_(config.size), functions_(config.network) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void Start(const std::vector<Message>& messages) override {
+    std::vector<adasum_message> table(size_);
+    for (int peer = 0; peer < size_; ++peer) {
+      const Message& one = messages[peer];
+      if (peer != rank_) {
+        table[peer] = {one.send, one.send_bytes, one.receive, one.receive_bytes};
+      }
+    }
+    Check(functions_->start(table.data()));
+  }
+  void Wait() override { Check(functions_->wait()); }
+  void Abort(const AbortNotice&) override {} // the caller does so after the error
+
+private:
+  void Check(int failed) const {
+    if (failed != 0) {
+      throw std::runtime_error(functions_->problem);
+    }
+  }
+
+  const int rank_, size_;
+  const adasum_network* const functions_;
+};
+
 } // namespace
 
 struct adasum_group {
+  explicit adasum_group(const adasum_config& config)
+      : hosts(config.hosts, config.hosts + config.size), group_op(static_cast<GroupOp>(config.group_op)),
+        group_size(config.group_size), has_network(config.network != nullptr), network(config) {}
+
   const pid_t owner = getpid();
   std::unique_ptr<LocalGroup> joining; // until connected
   Descriptor listening;
-  std::vector<int> hosts; // by rank
-  GroupOp group_op = GroupOp::kAdasum;
-  int group_size = 0;
+  const std::vector<int> hosts; // by rank
+  const GroupOp group_op;
+  const int group_size;
+  const bool has_network;
+  std::vector<int> neighbours; // the ranks of this place
   std::unique_ptr<LocalTransport> local;
+  CallersNetwork network;
+  std::unique_ptr<HybridTransport> hybrid;
+  std::unique_ptr<Transport> everyone;
   std::vector<GroupPlan> plan;
   std::vector<std::unique_ptr<Transport>> transports; // by level
   std::vector<ReduceLevel> levels;
@@ -100,28 +148,52 @@ int Guarded(adasum_group* group, const Work& work, const std::vector<adasum_grou
   }
 }
 
-std::unique_ptr<LocalGroup> Joining(const adasum_config& config) {
+// Ranks of this place, and what they share.
+void Join(adasum_group& group, const adasum_config& config) {
+  std::vector<int> job_ranks;
+  for (int rank = 0; rank < config.size; ++rank) {
+    if (config.places[rank] == config.places[config.rank]) {
+      group.neighbours.push_back(rank);
+      job_ranks.push_back(config.job_ranks[rank]);
+    }
+  }
+  if (group.neighbours.size() < group.hosts.size() && !group.has_network) {
+    throw std::invalid_argument("expected a network between places, but got none");
+  }
+  const auto mine = std::find(group.neighbours.begin(), group.neighbours.end(), config.rank);
   LocalSettings settings;
-  settings.timeout_seconds = static_cast<int>(std::clamp(std::ceil(config.timeout_s), 1.0, 1e9));
+  settings.timeout_seconds = static_cast<int>(std::clamp(std::ceil(config.timeout_s), 1.0, 1e9)) +
+                             (group.has_network ? kSecondsAfterNetwork : 0);
   settings.limit = config.limit;
   settings.moves_threads = false; // a thread of the program
-  return MakeLocalGroup(config.rank, {config.job_ranks, config.job_ranks + config.size}, settings);
+  group.joining = MakeLocalGroup(static_cast<int>(mine - group.neighbours.begin()), job_ranks, settings);
 }
 
-LocalTransport& Connected(const adasum_group* group) {
+void CheckConnected(const adasum_group* group) {
   if (group->local == nullptr) {
     throw std::invalid_argument("expected a connected group");
   }
-  return *group->local;
 }
 
 void Plan(adasum_group& group) {
-  group.plan = PlanLevels(group.hosts, group.group_op, group.group_size, group.local->rank(), {});
+  group.hybrid = std::make_unique<HybridTransport>(*group.local, group.network, group.neighbours);
+  group.plan = PlanLevels(group.hosts, group.group_op, group.group_size, group.network.rank(), {});
   for (const GroupPlan& level : group.plan) {
-    group.transports.push_back(std::make_unique<GroupTransport>(*group.local, level.group));
+    group.transports.push_back(group.hybrid->Among(level.group));
     group.levels.push_back({group.transports.back().get(), &level.tree});
   }
   group.tree = BuildTree(group.hosts, group.group_op, group.group_size);
+  std::vector<int> everyone(group.hosts.size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  group.everyone = group.hybrid->Among(everyone);
+}
+
+// By rank of this place, of those by rank.
+std::vector<int> OfNeighbours(const adasum_group& group, const int* numbers) {
+  std::vector<int> some;
+  std::transform(group.neighbours.begin(), group.neighbours.end(), std::back_inserter(some),
+                 [numbers](int rank) { return numbers[rank]; });
+  return some;
 }
 
 } // namespace
@@ -141,11 +213,8 @@ EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int
       throw std::invalid_argument("expected ABI " + std::to_string(ADASUM_ABI) + ", but got " +
                                   std::to_string(config->abi));
     }
-    auto group = std::make_unique<adasum_group>();
-    group->hosts.assign(config->hosts, config->hosts + config->size);
-    group->group_op = static_cast<GroupOp>(config->group_op);
-    group->group_size = config->group_size;
-    group->joining = Joining(*config);
+    auto group = std::make_unique<adasum_group>(*config);
+    Join(*group, *config);
     group->listening = Listen(config->size, *name);
     *result = group.release();
   });
@@ -153,9 +222,9 @@ EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int
 
 EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonces) {
   return Guarded(group, [&] {
-    const size_t size = group->hosts.size();
-    const std::vector<int> all_names(names, names + size), all_nonces(nonces, nonces + size);
-    Handshake(*group->joining, group->listening.value(), all_names, all_nonces).Run();
+    Handshake(*group->joining, group->listening.value(), OfNeighbours(*group, names),
+              OfNeighbours(*group, nonces))
+        .Run();
     group->joining->crowded = group->joining->Crowded();
     group->listening = Descriptor();
     group->local = std::make_unique<LocalTransport>(std::move(group->joining));
@@ -164,6 +233,10 @@ EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonc
     group->workers = std::make_unique<Workers>(std::clamp(share, 1, kMostThreads));
     group->description = "levels " + Describe(group->plan) + ", " + ChooseKernels("")->name + ", threads " +
                          std::to_string(group->workers->threads());
+    if (group->has_network) {
+      group->description += ", " + std::to_string(group->neighbours.size()) + " of " +
+                            std::to_string(group->hosts.size()) + " ranks on this host";
+    }
   });
 }
 
@@ -177,8 +250,8 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
     if (dtype < 0 || dtype >= kElementTypes) {
       throw std::invalid_argument("expected a known dtype");
     }
-    std::for_each(others.begin(), others.end(), Connected);
-    LocalTransport& local = Connected(group);
+    CheckConnected(group);
+    std::for_each(others.begin(), others.end(), CheckConnected);
     std::vector<TensorView> views(count);
     std::transform(tensors, tensors + count, views.begin(), [](const adasum_tensor& tensor) {
       TensorView view = {tensor.input, tensor.output, tensor.elements};
@@ -186,14 +259,17 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
       return view;
     });
     ReduceSettings settings;
+    if (group->has_network) {
+      settings.chunk_bytes = kNetworkMessageBytes;
+    }
     std::vector<ReduceLevel> levels = group->levels;
-    local.BeginOperation();
+    group->local->BeginOperation();
     if (extra != nullptr) {
-      levels = {{&local, &group->tree}};
+      levels = {{group->everyone.get(), &group->tree}};
       for (size_t k = 0; k < others.size(); ++k) {
         const adasum_shards& shards = extra->shards[k];
         others[k]->local->BeginOperation();
-        settings.shards.push_back({others[k]->local.get(), {shards.tensors, shards.tensors + shards.count}});
+        settings.shards.push_back({others[k]->everyone.get(), {shards.tensors, shards.tensors + shards.count}});
       }
       if (extra->rule != nullptr) {
         settings.rule = [extra](const double* grams, double* c) { return extra->rule(grams, c) == 0; };
@@ -212,10 +288,10 @@ EXPORT int adasum_gather(adasum_group* group, const void* mine, void* all, int64
     for (size_t rank = 0; rank < messages.size(); ++rank) {
       messages[rank] = {mine, bytes, rows + rank * bytes, bytes};
     }
-    LocalTransport& local = Connected(group);
-    local.BeginOperation();
-    local.Exchange(messages);
-    std::memcpy(rows + local.rank() * bytes, mine, bytes);
+    CheckConnected(group);
+    group->local->BeginOperation();
+    group->everyone->Exchange(messages);
+    std::memcpy(rows + group->everyone->rank() * bytes, mine, bytes);
   });
 }
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ from adasum_hvd.distributed.rules import Rule
 # Far from the tags that programs count up, and from 0, torch's default.
 _FIRST_TAG = 1 << 20
 _tags: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-# By rank the number of its host, by process group.
-_hosts: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_sites: weakref.WeakKeyDictionary[Any, _Sites] = weakref.WeakKeyDictionary()
 # What gathers tables of CPU tensors, by owner.
 _cores: weakref.WeakKeyDictionary[Any, core.Group] = weakref.WeakKeyDictionary()
 
@@ -144,7 +143,7 @@ class Communicator:
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def _on_gloo(self, device: torch.device) -> bool:
+    def on_gloo(self, device: torch.device) -> bool:
         """Return whether tensors of a device travel over Gloo; ValueError if they cannot travel."""
         if device.type not in self._backends:
             raise ValueError(
@@ -210,7 +209,7 @@ class Communicator:
     def _spread(self, parts: list[torch.Tensor]) -> None:
         """Fill the other ranks' parts, as this rank's is on all ranks."""
         mine = parts[self.rank]
-        if self._on_gloo(mine.device) or not all(part.numel() for part in parts):
+        if self.on_gloo(mine.device) or not all(part.numel() for part in parts):
             self._exchange([mine] * self.size, parts)
         else:
             dist.all_gather(parts, mine, group=self.group)
@@ -219,7 +218,13 @@ class Communicator:
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
     ) -> None:
         """Send `out[r]` to rank r and receive `into[r]` from it, for all others at once."""
-        self._on_gloo(out[0].device)
+        self.wait(self.start(out, into))
+
+    def start(
+        self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        """Start to send `out[r]` to rank r and to receive `into[r]`, for all others at once."""
+        self.on_gloo(out[0].device)
         message = partial(dist.P2POp, group=self.group, tag=self._tag)
         operations = []
         for distance in range(1, self.size):
@@ -228,9 +233,23 @@ class Communicator:
                 operations.append(message(dist.isend, out[to], self.ranks[to]))
             if into[of].numel():
                 operations.append(message(dist.irecv, into[of], self.ranks[of]))
+        with self._hearing_all():
+            return dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Wait for started messages; an error drops the others, and with them their buffers."""
         try:
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+            with self._hearing_all():
+                for work in works:
+                    work.wait()
+        finally:
+            works.clear()
+
+    @contextmanager
+    def _hearing_all(self) -> Iterator[None]:
+        """Raise `Unresponsive` where torch has no message of a rank."""
+        try:
+            yield
         except RuntimeError as error:
             raise Unresponsive(
                 f"AdaSum: expected messages from all {self.size} ranks of the group, but one did "
@@ -238,17 +257,40 @@ class Communicator:
             ) from error
 
 
+class _Sites(NamedTuple):
+    """By rank numbers of hosts, and of the places in which ranks can share memory."""
+
+    hosts: tuple[int, ...]
+    places: tuple[int, ...]
+
+
 def hosts_of(communicator: Communicator) -> tuple[int, ...]:
     """Return for each rank the number of its host. Collective on a group's first call; blocks."""
-    known = communicator.hosts or _hosts.get(communicator.group)
+    return communicator.hosts or _sites_of(communicator).hosts
+
+
+def places_of(communicator: Communicator) -> tuple[int, ...]:
+    """Return for each rank the number of the place whose ranks can share memory; as `hosts_of`."""
+    return _sites_of(communicator).places
+
+
+def _sites_of(communicator: Communicator) -> _Sites:
+    known = _sites.get(communicator.group)
     if known is None:
         name = os.environ.get("ADASUM_HVD_HOSTNAME")
+        network = Path("/proc/self/ns/net")  # in which abstract sockets can connect
+        place = name, boot_id(), network.exists() and os.readlink(network)
         # Names of hosts repeat where nobody set them, boots do not.
         host = (name, "") if name else (socket.gethostname(), boot_id())
-        names = communicator.all_gather_object(host)
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        known = _hosts[communicator.group] = tuple(numbers[name] for name in names)
+        sites = zip(*communicator.all_gather_object((host, place)), strict=True)
+        known = _sites[communicator.group] = _Sites(*map(_numbered, sites))
     return known
+
+
+def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
+    """Return for each name the number of its first occurrence among different ones."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def boot_id() -> str:

@@ -1,4 +1,4 @@
-"""Reductions by the core, for CPU tensors of ranks that share a host.
+"""Reductions by the core, for CPU tensors: in memory that ranks share, and over Gloo between hosts.
 
 The ranks agree once per communicator: all of them use the core, or none. Then this engine's
 results have the bits of Horovod's op on such ranks. Elsewhere torch's operations reduce
@@ -7,13 +7,15 @@ results have the bits of Horovod's op on such ranks. Elsewhere torch's operation
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
-from adasum_hvd.distributed.communicator import Communicator, boot_id, hosts_of
+from adasum_hvd.distributed.communicator import Communicator, hosts_of, places_of
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import TensorRecord, width
@@ -109,23 +111,25 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
     group, why = None, core.why_missing()
     if os.environ.get(SETTING) == "off":
         why = f"{SETTING}=off"
-    hosts = hosts_of(communicator)
+    hosts, places = hosts_of(communicator), places_of(communicator)
+    network = _Messages(communicator) if len(set(places)) > 1 else None
+    if network and not communicator.on_gloo(torch.device("cpu")):
+        why = why or "the ranks are on several hosts, and not on Gloo"
     if not why:
         try:
             group = core.Group(
-                communicator.rank, hosts, communicator.ranks, *_joining(communicator, rule),
-                _timeout_seconds(communicator.group), LIMIT,
+                communicator.rank, hosts, places, communicator.ranks,
+                *_joining(communicator, rule), _timeout_seconds(communicator.group), LIMIT, network,
             )  # fmt: skip
         except core.CoreError as error:
             why = str(error)
-    network = Path("/proc/self/ns/net")  # in which abstract sockets can connect
-    place = boot_id(), network.exists() and os.readlink(network), core.ABI, __version__
+    version = core.ABI, __version__
     name = group and (group.name, group.nonce)
-    everyone = communicator.all_gather_object((why, place, name))
-    whys, places, names = zip(*everyone, strict=True)
+    everyone = communicator.all_gather_object((why, version, name))
+    whys, versions, names = zip(*everyone, strict=True)
     problem = _first(whys, communicator)
-    if not problem and len(set(places)) > 1:
-        problem = "the ranks are on several machines, or have other versions"
+    if not problem and len(set(versions)) > 1:
+        problem = "the ranks have different versions"
     if group is None or problem:
         return Choice(None, problem)
     try:
@@ -134,8 +138,37 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
         why = str(error)
     if problem := _first(communicator.all_gather_object(why), communicator):
         return Choice(None, problem)
-    communicator.gather_by(group)
+    if not network:
+        communicator.gather_by(group)
     return Choice(group, "")
+
+
+class _Messages:
+    """Messages of the core to ranks on other hosts."""
+
+    def __init__(self, communicator: Communicator):
+        # A copy, because what owns the group's connections must not be kept by them.
+        self._communicator = copy(communicator)
+        self._started: deque[list[dist.Work]] = deque()
+
+    def start(self, messages: NDArray[Any]) -> None:
+        send, sent, receive, received = (messages[way].tolist() for way in messages.dtype.names)
+        out, into = map(_bytes_at, send, sent), map(_bytes_at, receive, received)
+        self._started.append(self._communicator.start([*out], [*into]))
+
+    def wait(self) -> None:
+        self._communicator.wait(self._started.popleft())
+
+    def abort(self) -> None:
+        self._started.clear()
+
+
+def _bytes_at(address: int, count: int) -> torch.Tensor:
+    """Return uint8 [count], a view of memory that someone else keeps."""
+    if not count:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _first(problems: Sequence[str], communicator: Communicator) -> str:

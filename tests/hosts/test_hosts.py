@@ -124,6 +124,7 @@ def test_bytes_that_leave_a_host(two_hosts: Hosts, radices: str, times: int) -> 
         "gloo",
         4,
         benchmark.__file__,
+        "gloo",
         elements,
         3,
         hosts=two_hosts,

@@ -44,12 +44,13 @@ class Rank:
         return self._connection.recv()
 
     def group(
-        self, timeout_seconds: float = 60, hosts: list[int] | None = None
+        self, timeout_seconds: float = 60, hosts: list[int] | None = None, places: list[int] | None = None
     ) -> core.Group:
         ranks = range(JOB_RANKS, JOB_RANKS + self.size)
         group = core.Group(
             self.rank,
             hosts or [0] * self.size,
+            places or [0] * self.size,
             ranks,
             "adasum",
             0,
@@ -415,7 +416,7 @@ def test_a_rank_that_is_missing_is_an_error_in_half_of_the_timeout() -> None:
 
 
 def connect_without_the_first(rank: Rank) -> bool:
-    group = core.Group(rank.rank, [0, 0], [0, 1], "adasum", 0, 2.0, "of the test")
+    group = core.Group(rank.rank, [0, 0], [0, 0], [0, 1], "adasum", 0, 2.0, "of the test")
     names, nonces = zip(*rank.gather((group.name, group.nonce)), strict=True)
     if rank.rank:
         with pytest.raises(core.CoreError, match="answer of a rank of this host"):
@@ -425,7 +426,7 @@ def connect_without_the_first(rank: Rank) -> bool:
 
 
 def test_wrong_calls_are_errors() -> None:
-    group = core.Group(0, [0], [0], "adasum", 0, 10.0, "of the test")
+    group = core.Group(0, [0], [0], [0], "adasum", 0, 10.0, "of the test")
     one = np.ones(1, "float32")
     with pytest.raises(core.CoreError, match="expected a connected group"):
         group.reduce(table(one, (1,)), "float32")

@@ -8,9 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "host/abort_notice.h"
+#include "host/hybrid.h"
 #include "host/idle_clock.h"
-#include "host/transport.h"
 
 namespace adasum_hvd {
 
@@ -23,7 +22,7 @@ struct NetworkSettings {
 // One per process set, as long as it exists. A wait without progress times out. The rank then sends an abort
 // notice to all others, which abort at once; each follows the notices to the root cause. After that nothing
 // may be sent.
-class NetworkTransport : public Transport {
+class NetworkTransport : public Network {
 public:
   explicit NetworkTransport(NetworkSettings settings) : settings_(std::move(settings)) {}
 
@@ -34,9 +33,6 @@ public:
   // connections are known to be closed.
   virtual std::vector<int> Notify(const AbortNotice& notice) = 0;
 
-  // Sends a notice, and releases the caller's buffers. Blocks for a second at most.
-  virtual void Abort(const AbortNotice& notice) = 0;
-
   // At the end of Horovod's loop, if the ranks have not agreed on it: ends the waits of other ranks for this
   // one. Blocks for a second at most.
   virtual void Close() {}
@@ -46,9 +42,6 @@ public:
 
   // The notices received so far.
   virtual const AbortNotices& Notices() = 0;
-
-  // Advances pending messages. Does not block.
-  virtual void Progress() {}
 
   // Ends a wait that has timed out or failed. Called on another thread, several times a second.
   virtual void Poll() {}

@@ -302,7 +302,8 @@ int64_t AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state, co
   std::vector<std::unique_ptr<Transport>> groups;
   std::vector<ReduceLevel> levels;
   for (const GroupPlan& level : state.levels) {
-    groups.push_back(TransportOf(level, state));
+    groups.push_back(state.hybrid != nullptr ? state.hybrid->Among(level.group)
+                                             : std::make_unique<GroupTransport>(*state.network, level.group));
     levels.push_back({groups.back().get(), &level.tree});
   }
   ObservationScope observations(fused, levels);
@@ -310,23 +311,6 @@ int64_t AdasumOp::ReduceInLevels(FusedTensors& fused, ProcessSetState& state, co
                                           *settings_.kernels, *workers_, scratch_, observer);
   observations.Publish(nullptr);
   return explicit_tensors;
-}
-
-std::unique_ptr<Transport> AdasumOp::TransportOf(const GroupPlan& level, ProcessSetState& state) {
-  std::vector<int> places; // on this host, of the group's ranks that are there
-  for (int rank : level.group) {
-    const auto found = std::find(state.host.begin(), state.host.end(), rank);
-    if (found != state.host.end()) {
-      places.push_back(static_cast<int>(found - state.host.begin()));
-    }
-  }
-  if (state.local != nullptr && places.size() == level.group.size()) {
-    return std::make_unique<GroupTransport>(*state.local, std::move(places));
-  }
-  if (state.local != nullptr && places.size() > 1) {
-    return std::make_unique<GroupTransport>(*state.hybrid, level.group);
-  }
-  return std::make_unique<GroupTransport>(*state.network, level.group);
 }
 
 void AdasumOp::Release() {

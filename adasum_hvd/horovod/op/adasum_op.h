@@ -8,8 +8,7 @@
 
 #include "failure/heartbeat_monitor.h"
 #include "horovod/common/ops/collective_operations.h"
-#include "host/local_transport.h"
-#include "network/hybrid.h"
+#include "host/hybrid.h"
 #include "op/agreement.h"
 #include "op/fused_tensors.h"
 #include "op/settings.h"
@@ -63,7 +62,6 @@ private:
   void Warn(const std::string& text) const;
   static std::string PathText(const ProcessSetState& state, const std::string& path);
   int64_t ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);
-  static std::unique_ptr<Transport> TransportOf(const GroupPlan& level, ProcessSetState& state);
 
   Settings settings_;
   Scratch scratch_;
