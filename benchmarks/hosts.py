@@ -15,9 +15,9 @@ counted in jobs without them, and printed divided by the reduced bytes:
     limit     2 (1 - 1/H), what two levels send; a ring over H hosts of R ranks each
               sends 2 (1 - 1/(H R))
 
-"flat" is the same AdaSum in one level (`ADASUM_HVD_RADICES=flat`). The backend "torch" is the engine
-on torch.distributed, over Gloo, next to torch's average; "operations" is its AdaSum by torch's
-operations (`ADASUM_HVD_CORE=off`).
+"flat" is the same AdaSum in one level (`ADASUM_HVD_RADICES=flat`). The backend "torch" is the
+engine on torch.distributed, over Gloo, next to torch's average; "operations" is its AdaSum by
+torch's operations (`ADASUM_HVD_CORE=off`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS = "AdaSum", "flat", "operations"
 
 
 class Engine(NamedTuple):
-    """What a job measures."""
+    """Operations to measure, and what their job has for it."""
 
     operations: dict[str, Callable[[], object]]
     barrier: Callable[[], object]

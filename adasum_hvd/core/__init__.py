@@ -66,7 +66,9 @@ class Network(Protocol):
         """Leave the buffers of all exchanges alone."""
 
 
-_Start, _Wait = (ctypes.CFUNCTYPE(ctypes.c_int, *one) for one in ([ctypes.c_void_p], []))
+_Start, _Wait = (
+    ctypes.CFUNCTYPE(ctypes.c_int, *one) for one in ([ctypes.c_void_p], [])
+)
 
 
 class _Network(ctypes.Structure):
@@ -169,7 +171,8 @@ class _Calls:
         except BaseException as error:
             self._failed.append(error)
             self.functions.problem = str(error).encode()[:255]
-        return len(self._failed)
+            return 1
+        return 0
 
     def _start(self, at: int) -> int:
         table = (ctypes.c_char * (self._size * MESSAGE.itemsize)).from_address(at)
@@ -281,7 +284,7 @@ class Group:
         Raises:
             Unresponsive: a rank has ended, or did not respond within the timeout.
             CoreError: this or another rank failed; the groups are of no use afterwards.
-                Exception: of the network, or of the rule. On ranks where the rule has not failed it is
+            Exception: of the network, or of the rule. Where the rule has not failed it is
                 CoreError; then no output has changed, and the group can go on.
 
         Collective: all ranks, and those of the shards' groups; blocks.

@@ -32,7 +32,7 @@ constexpr int kMostThreads = 8;
 // The network's functions may have to wait for their caller, so that their messages are long.
 constexpr int64_t kNetworkMessageBytes = 4 << 20;
 // Of ranks of a place more than of the network, whose error then reaches them as a notice.
-constexpr int kSecondsAfterNetwork = 5;
+constexpr int kSecondsAfterNetwork = 1;
 thread_local std::string last_error;
 
 int Failed(const std::string& text, int code = ADASUM_FAILED) {
@@ -234,8 +234,7 @@ EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonc
     group->description = "levels " + Describe(group->plan) + ", " + ChooseKernels("")->name + ", threads " +
                          std::to_string(group->workers->threads());
     if (group->has_network) {
-      group->description += ", " + std::to_string(group->neighbours.size()) + " of " +
-                            std::to_string(group->hosts.size()) + " ranks on this host";
+      group->description += ", host of " + std::to_string(group->neighbours.size());
     }
   });
 }

@@ -152,7 +152,9 @@ class _Messages:
         self._started: deque[list[dist.Work]] = deque()
 
     def start(self, messages: NDArray[Any]) -> None:
-        send, sent, receive, received = (messages[way].tolist() for way in messages.dtype.names)
+        send, sent, receive, received = (
+            messages[way].tolist() for way in messages.dtype.names
+        )
         out, into = map(_bytes_at, send, sent), map(_bytes_at, receive, received)
         self._started.append(self._communicator.start([*out], [*into]))
 

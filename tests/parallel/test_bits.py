@@ -15,15 +15,17 @@ EVERY_DTYPE = "case_every_dtype_and_size"
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        (on.TWO_HOSTS, on.THEIR_HOSTS_4),
         (on.GLOO_2, on.MPI_2),
         (on.GLOO_3, on.MPI_3),
         (on.GLOO_4, on.MPI_4),
         (on.GLOO_3, on.TINY_MPI),
         (on.GLOO_4, on.PORTABLE_MPI),
         (on.GLOO_3, on.STAGED_MPI),
-        (on.GLOO_2, on.DISTRIBUTED_2),
-        (on.GLOO_3, on.ONE_HOST_3),
-        (on.MPI_5, on.ONE_HOST_5),
+        (on.GLOO_2, on.IN_TURN_2),
+        (on.GLOO_3, on.ON_HOST_3),
+        (on.MPI_5, on.ON_HOST_5),
+        (on.UNEQUAL_HOSTS, on.THEIR_HOSTS_3),
     ],
     ids=str,
 )

@@ -21,25 +21,28 @@ from tests.parallel.harness.launch import (
     torchrun,
 )
 
-RANKS, TIMEOUT_SECONDS = 3, 6
+TIMEOUT_SECONDS = 6
 # Else restarted ranks read addresses of those before them: github.com/pytorch/pytorch/issues/135712
 NEW_STORE = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 PROGRAM = "tests.parallel.programs.distributed_fault_job"
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
-def test_the_others_end_within_the_groups_timeout(tmp_path: Path, fault: str) -> None:
-    words = [str(RANKS), str(tmp_path / "store"), fault, str(TIMEOUT_SECONDS)]
+@pytest.mark.parametrize("hosts", ["0011", "000"])  # by rank
+def test_the_others_end_within_the_groups_timeout(
+    tmp_path: Path, hosts: str, fault: str
+) -> None:
+    words = [str(len(hosts)), str(tmp_path / "store"), fault, str(TIMEOUT_SECONDS)]
     ranks = [
         subprocess.Popen(
             [*python(), "-m", PROGRAM, str(rank), *words],
-            env=environment(),
+            env=environment((("ADASUM_HVD_HOSTNAME", host),)),
             cwd=REPOSITORY,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for rank in range(RANKS)
+        for rank, host in enumerate(hosts)
     ]
     try:
         began = time.monotonic()

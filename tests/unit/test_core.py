@@ -44,7 +44,11 @@ class Rank:
         return self._connection.recv()
 
     def group(
-        self, timeout_seconds: float = 60, hosts: list[int] | None = None, places: list[int] | None = None
+        self,
+        timeout_seconds: float = 60,
+        hosts: list[int] | None = None,
+        places: list[int] | None = None,
+        network: core.Network | None = None,
     ) -> core.Group:
         ranks = range(JOB_RANKS, JOB_RANKS + self.size)
         group = core.Group(
@@ -56,6 +60,7 @@ class Rank:
             0,
             timeout_seconds,
             "of the test",
+            network,
         )
         names, nonces = zip(*self.gather((group.name, group.nonce)), strict=True)
         group.connect(names, nonces)
@@ -416,13 +421,57 @@ def test_a_rank_that_is_missing_is_an_error_in_half_of_the_timeout() -> None:
 
 
 def connect_without_the_first(rank: Rank) -> bool:
-    group = core.Group(rank.rank, [0, 0], [0, 0], [0, 1], "adasum", 0, 2.0, "of the test")
+    group = core.Group(
+        rank.rank, [0, 0], [0, 0], [0, 1], "adasum", 0, 2.0, "of the test"
+    )
     names, nonces = zip(*rank.gather((group.name, group.nonce)), strict=True)
     if rank.rank:
         with pytest.raises(core.CoreError, match="answer of a rank of this host"):
             group.connect(names, nonces)
     rank.gather(None)
     return bool(rank.rank)
+
+
+class NoRoute:
+    """A network without a route, in which nothing has started."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def start(self, messages: np.ndarray) -> None:
+        raise OSError(f"no route for {messages['sent'].tolist()} bytes")
+
+    def wait(self) -> None:
+        raise AssertionError("expected a start before")
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def without_a_route(rank: Rank) -> list[str]:
+    """Every second rank is on the other host."""
+    network = NoRoute()
+    hosts = [0, 1, 0, 1] if rank.size == 4 else [0, 1, 0]
+    group = rank.group(20, hosts, places=hosts, network=network)
+    found = [str(group)]
+    for _ in range(2):
+        try:
+            group.reduce(table(np.ones(40_000, np.float32), (40_000,)), "float32")
+        except (OSError, core.CoreError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return [*found, f"{network.aborted} times"]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_an_error_of_the_network_is_raised_and_final(size: int) -> None:
+    for number, found in enumerate(run(without_a_route, size)):
+        on_host = 1 if (number, size) == (1, 3) else 2
+        assert found[0].endswith(f", host of {on_host}"), found
+        assert re.match(r"OSError: no route for \[.*\] bytes", found[1]) or re.match(
+            r"Unresponsive: rank 10\d .*no route for", found[1]
+        ), found
+        assert re.match(r"(CoreError|Unresponsive): .*no route for", found[2]), found
+        assert found[3] == "2 times"
 
 
 def test_wrong_calls_are_errors() -> None:

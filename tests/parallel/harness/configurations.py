@@ -179,20 +179,19 @@ ALL_SIMULATED = [
 
 # The engine that needs no Horovod, by the core and by torch's operations; 4 ranks in make soak.
 DISTRIBUTED = _files("distributed", "all_reduce hook hook_details rules")
-DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5 = (
-    Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)
-)
 WITHOUT_CORE = (("ADASUM_HVD_CORE", "off"),)
-# The tree of Horovod's op on one host; else the cases act two hosts.
-ONE_HOST_3, ONE_HOST_5 = (
-    Configuration(
-        _files("distributed", "all_reduce"),
-        "torchrun",
-        n,
-        (("ADASUM_TEST_ONE_HOST", "1"),),
-    )
-    for n in (3, 5)
-)
+
+
+def on_hosts(hosts: str, files: tuple[str, ...] = DISTRIBUTED) -> Configuration:
+    """Return a configuration of torchrun's ranks, each on a host that it acts."""
+    return Configuration(files, "torchrun", len(hosts), (("ADASUM_TEST_HOSTS", hosts),))
+
+
+ALL_REDUCE = _files("distributed", "all_reduce")
+ON_HOST_3, IN_TURN_2, IN_TURN_5 = map(on_hosts, ("000", "01", "01010"))
+# As jobs of Horovod's op, for their bits.
+ON_HOST_5, THEIR_HOSTS_3 = (on_hosts(h, ALL_REDUCE) for h in ("00000", "011"))
+THEIR_HOSTS_4 = on_hosts("0011")
 
 # The cases of tests/gpu on the CPU, so that one that cannot pass is seen without a device.
 TENSORFLOW_DEVICE = _files("device", "tensorflow")
@@ -220,9 +219,12 @@ CONFIGURATIONS = [
     Configuration(_files("keras", "strict_cells"), "gloo", 2),
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (3, 2)),
-    DISTRIBUTED_3, DISTRIBUTED_2, DISTRIBUTED_5,
-    Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE), ONE_HOST_3, ONE_HOST_5,
+    ON_HOST_3, THEIR_HOSTS_4, IN_TURN_2, IN_TURN_5, ON_HOST_5, THEIR_HOSTS_3,
+    Configuration(
+        DISTRIBUTED, "torchrun", 3, (("ADASUM_TEST_HOSTS", "010"), *WITHOUT_CORE)
+    ),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
+    on_hosts("0011", _files("distributed", "replicate cancelled_shards local_sgd")),
     Configuration(CANCELLED, "torchrun", 6),
     Configuration(
         _files("distributed", "replicate cancelled_shards"), "torchrun", 4, WITHOUT_CORE
