@@ -83,6 +83,13 @@ class Layout:
         return tuple(found)
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the elements of each tensor in its slice."""
+        found = [{run.tensor: run.elements for run in runs} for runs in self.runs]
+        every = range(len(self.sizes))
+        return tuple(tuple(own.get(k, 0) for k in every) for own in found)
+
+    @cached_property
     def split(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the tensors of which it holds a part only: at most two."""
         return tuple(

@@ -179,6 +179,7 @@ ALL_SIMULATED = [
 
 # The engine that needs no Horovod, by the core and by torch's operations; 4 ranks in make soak.
 DISTRIBUTED = _files("distributed", "all_reduce hook hook_details rules")
+LEVELS = _files("distributed", "levels")  # of two hosts with two ranks each
 DISTRIBUTED_2, DISTRIBUTED_3, DISTRIBUTED_5 = (
     Configuration(DISTRIBUTED, "torchrun", n) for n in (2, 3, 5)
 )
@@ -222,6 +223,7 @@ CONFIGURATIONS = [
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (3, 2)),
     DISTRIBUTED_3, DISTRIBUTED_2, DISTRIBUTED_5,
     Configuration(DISTRIBUTED, "torchrun", 3, WITHOUT_CORE), ONE_HOST_3, ONE_HOST_5,
+    Configuration((*LEVELS, *DISTRIBUTED), "torchrun", 4, WITHOUT_CORE),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     Configuration(CANCELLED, "torchrun", 6),
     Configuration(

@@ -1,0 +1,88 @@
+"""Records for a monitor, as of core/reduce/observation.h, from the Gram matrices of a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from adasum_hvd.distributed.levels import Level
+from adasum_hvd.distributed.slices import Layout
+from adasum_hvd.monitor.statistics import TensorRecord
+
+
+class Solution(NamedTuple):
+    """The coefficients of a level, and the numbers that they follow from."""
+
+    layout: Layout
+    coefficients: torch.Tensor  # float64 [tensors, ranks]
+    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
+    scale: torch.Tensor | None = None  # float64 [tensors], powers of two
+
+
+def record_of(levels: Sequence[Level], solutions: Sequence[Solution]) -> TensorRecord:
+    """Return a record, not numbered; the rank with a tensor's first element fills its rows."""
+    own = set(range(len(solutions[0].layout.sizes)))  # that begin in this rank's slice
+    tables = []
+    for (communicator, tree, inputs), solution in zip(levels, solutions, strict=True):
+        held, rank = solution.layout.held, communicator.rank
+        own &= set(held[rank]).difference(*held[:rank])
+        tables.append(_table(solution, tree.weights, inputs, own) if inputs else None)
+    groups, group = 1, 0  # of a level, and this rank's among them
+    sizes: list[int] = []
+    columns: list[torch.Tensor] = []
+    for (communicator, _, inputs), table in zip(
+        levels[::-1], tables[::-1], strict=True
+    ):
+        if table is not None:
+            before, after = group, groups - 1 - group
+            width = table.shape[1]
+            columns.insert(0, functional.pad(table, (before * width, after * width)))
+            sizes.insert(0, len(inputs))
+        group = group * communicator.size + communicator.rank
+        groups *= communicator.size
+    rows = torch.cat(columns, 1).cpu().numpy().ravel() if columns else np.zeros(0)
+    return TensorRecord(0, tuple(sizes), rows)
+
+
+def _table(
+    solution: Solution,
+    weights: Sequence[float],
+    inputs: Sequence[Sequence[int]],
+    own: Collection[int],
+) -> torch.Tensor:
+    """Return float64 [tensors, 5 + inputs], zero but for this rank's own tensors.
+
+    The ranks' vectors are multiplied by their weights.
+    """
+    gram = solution.gram
+    assert gram is not None
+    tensors, ranks = gram.shape[:2]
+    by_rank = gram.new_tensor(weights)
+    by_input = gram.new_zeros((len(inputs), ranks))
+    for number, members in enumerate(inputs):
+        by_input[number, members] = by_rank[members]
+    first = [members[0] for members in inputs]
+    coefficients = solution.coefficients[:, first] / by_rank[first]
+    products = by_input @ gram @ by_input.T
+    squares = products.diagonal(dim1=1, dim2=2)
+    norms = squares.clamp_min(0).sqrt()
+    i, j = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device)
+    scales = norms[:, i] * norms[:, j]
+    cosines = torch.where(scales > 0, products[:, i, j] / scales, 0.0)
+    result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
+    inverse = 1.0 if solution.scale is None else 1.0 / solution.scale
+    columns = [
+        cosines.sum(1),
+        (scales > 0).sum(1).double(),
+        squares.sum(1).clamp_min(0).sqrt() * inverse,
+        products.sum((1, 2)).clamp_min(0).sqrt() / len(inputs) * inverse,
+        result.clamp_min(0).sqrt() * inverse,
+    ]
+    rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
+    mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
+    mine[[*own]] = True
+    return torch.where(mine, rows, 0.0)
