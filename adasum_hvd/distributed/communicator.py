@@ -226,8 +226,8 @@ class Communicator:
     def _spread(self, parts: list[torch.Tensor]) -> None:
         """Fill the other ranks' parts, as this rank's is on all ranks."""
         mine = parts[self.rank]
-        is_even = self._is_whole and all(part.numel() for part in parts)
-        if self._on_gloo(mine.device) or not is_even:
+        is_collective = self._is_whole and all(part.numel() for part in parts)
+        if self._on_gloo(mine.device) or not is_collective:
             self._exchange([mine] * self.size, parts)
         else:
             dist.all_gather(parts, mine, group=self.group)

@@ -80,7 +80,7 @@ class Exchange:
         self.layout, self.tensors = layout, len(layout.sizes)
         self._communicator = communicator
         self._shards = [one for one in shards if one.tensors]
-        needed = {*chain(*(layout.held if everything else layout.split))}
+        needed = {*range(self.tensors)} if everything else {*layout.split}
         needed.update(*(one.tensors for one in shards))
         parts = [[*filter(needed.__contains__, held)] for held in layout.held]
         # Rows that fill a table, and those that another rank knows, go to one tensor more.

@@ -21,9 +21,6 @@ class Level(NamedTuple):
 
     communicator: Communicator
     tree: Tree
-    inputs: list[
-        list[int]
-    ]  # ranks of each vector that AdaSum joins; none if all are added up
 
 
 def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
@@ -35,22 +32,15 @@ def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
     hosts, op, size = hosts_of(communicator), rule.group_op, rule.group_size
     order, radices = plan(hosts, size)
     if rule.kind != "adasum" or len(radices) == 1:
-        return [_level(communicator, hosts, op, size)]
+        return [Level(communicator, tree_of(hosts, op, size))]
     levels, place, stride = [], order.index(communicator.rank), 1
     for radix in radices:
         first = place - place // stride % radix * stride
         members = order[first : first + radix * stride : stride]
-        levels.append(_level(communicator.among(members), (0,) * radix, op, 0))
+        tree = tree_of((0,) * radix, op, 0)
+        levels.append(Level(communicator.among(members), tree))
         op, stride = "adasum", radix * stride
     return levels
-
-
-def _level(
-    communicator: Communicator, hosts: tuple[int, ...], op: str, size: int
-) -> Level:
-    groups = groups_of(hosts, size if op != "adasum" else 1)
-    inputs = groups if len(groups) > 1 else []
-    return Level(communicator, tree_of(hosts, op, size), inputs)
 
 
 @lru_cache(maxsize=256)
@@ -59,9 +49,10 @@ def plan(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks in the order of the tree, and the number of ranks in each level.
 
-    There is one level on one host, and if groups have one rank, different sizes or ranks of
-    several hosts. Else the groups are the first one. The second one are the groups of a host if
-    neighbours in the tree are, and the last one are the hosts.
+    That is one level if there is one host, or if groups have one rank, different sizes or ranks of
+    several hosts. Else the first level joins the ranks of a group, and the last one hosts. If
+    groups are smaller than hosts, a level between them joins a host's groups, as far as the tree
+    does.
     """
     groups = groups_of(hosts, group_size)
     order, size = tuple(chain(*groups)), len(groups[0])

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from adasum_hvd.distributed.coefficients import Tree
 from adasum_hvd.distributed.levels import Level
 from adasum_hvd.distributed.slices import Layout
-from adasum_hvd.monitor.statistics import TensorRecord
+from adasum_hvd.monitor.statistics import SUMS, TensorRecord
 
 
 class Solution(NamedTuple):
@@ -24,43 +25,47 @@ class Solution(NamedTuple):
 
 
 def record_of(levels: Sequence[Level], solutions: Sequence[Solution]) -> TensorRecord:
-    """Return a record, not numbered; the rank with a tensor's first element fills its rows."""
-    own = set(range(len(solutions[0].layout.sizes)))  # that begin in this rank's slice
+    """Return a record, not numbered; the rank with a tensor's first element fills its row.
+
+    A level that only adds up has no columns. The others have those of each of their groups.
+    """
+    own = set(range(len(solutions[0].layout.sizes)))  # tensors that begin in the slice
     tables = []
-    for (communicator, tree, inputs), solution in zip(levels, solutions, strict=True):
+    for (communicator, tree), solution in zip(levels, solutions, strict=True):
         held, rank = solution.layout.held, communicator.rank
         own &= set(held[rank]).difference(*held[:rank])
-        tables.append(_table(solution, tree.weights, inputs, own) if inputs else None)
+        tables.append(_table(solution, tree, own))
     groups, group = 1, 0  # of a level, and this rank's among them
     sizes: list[int] = []
     columns: list[torch.Tensor] = []
-    for (communicator, _, inputs), table in zip(
-        levels[::-1], tables[::-1], strict=True
-    ):
-        if table is not None:
-            before, after = group, groups - 1 - group
-            width = table.shape[1]
-            columns.insert(0, functional.pad(table, (before * width, after * width)))
-            sizes.insert(0, len(inputs))
+    for (communicator, _), table in zip(levels[::-1], tables[::-1], strict=True):
+        if width := table.shape[1]:
+            places = group * width, (groups - 1 - group) * width
+            columns.insert(0, functional.pad(table, places))
+            sizes.insert(0, width - SUMS)
         group = group * communicator.size + communicator.rank
         groups *= communicator.size
     rows = torch.cat(columns, 1).cpu().numpy().ravel() if columns else np.zeros(0)
     return TensorRecord(0, tuple(sizes), rows)
 
 
-def _table(
-    solution: Solution,
-    weights: Sequence[float],
-    inputs: Sequence[Sequence[int]],
-    own: Collection[int],
-) -> torch.Tensor:
-    """Return float64 [tensors, 5 + inputs], zero but for this rank's own tensors.
+def _inputs_of(tree: Tree) -> list[list[int]]:
+    """Return the ranks of each vector that AdaSum joins."""
+    inputs = {rank: [rank] for rank in range(len(tree.weights))}
+    for tier in tree.tiers:
+        for left, right, by_adasum in zip(*tier, strict=True):
+            if not by_adasum:
+                inputs[left] += inputs.pop(right)
+    return list(inputs.values())
 
-    The ranks' vectors are multiplied by their weights.
-    """
-    gram = solution.gram
+
+def _table(solution: Solution, tree: Tree, own: Collection[int]) -> torch.Tensor:
+    """Return float64 [tensors, 5 + inputs], zero but for the tensors `own`; or no columns."""
+    gram, inputs, weights = solution.gram, _inputs_of(tree), tree.weights
     assert gram is not None
     tensors, ranks = gram.shape[:2]
+    if len(inputs) == 1:
+        return gram.new_zeros((tensors, 0))
     by_rank = gram.new_tensor(weights)
     by_input = gram.new_zeros((len(inputs), ranks))
     for number, members in enumerate(inputs):

@@ -81,7 +81,7 @@ def _reduce(
     shards: Sequence[Shards],
 ) -> list[Solution]:
     """Reduce a buffer in place: in the first level, and then its slice in those above."""
-    (communicator, tree, _), *above = levels
+    (communicator, tree), *above = levels
     layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
     mine = rows[communicator.rank]
@@ -92,7 +92,8 @@ def _reduce(
     part.combine(tree, solutions[0].coefficients, solutions[0].scale, mine)
     if above:
         del rows, part  # memory of the other ranks' slices
-        # These hold the rest of each tensor that crosses a border.
+        # These ranks hold the rest of a tensor. They come first, because ranks with another shard
+        # may have no part of it, and need the whole sum from each rank.
         parts = (Shards(communicator, exchange.exchanged), *shards)
         own = layout.parts[communicator.rank]
         solutions += _reduce(mine, own, above, rule, parts)

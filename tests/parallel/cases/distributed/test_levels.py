@@ -88,6 +88,16 @@ def case_bytes_that_leave_a_host() -> None:
     assert flat >= limit * len(HOSTS) // hosts
 
 
+def case_parts_of_a_group_need_no_collective() -> None:
+    """Such as NCCL's, which would be one of all its ranks."""
+    tensors = [tensor_of(r, ELEMENTS, torch.float32) for r in range(len(HOSTS))]
+    with mock.patch.object(Communicator, "_on_gloo", lambda *_: False):
+        adasum_all_reduce(tensors[rank()])
+    again = tensor_of(rank(), ELEMENTS, torch.float32)
+    adasum_all_reduce(again)
+    assert torch.equal(tensors[rank()], again)
+
+
 def case_local_steps() -> None:
     model, simulated = model_of(), [model_of() for _ in HOSTS]
     optimizer = sgd(model.parameters())
