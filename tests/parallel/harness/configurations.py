@@ -207,7 +207,7 @@ ON_CPU = [
     ),
     Configuration(TENSORFLOW_DEVICE, "gloo", 2, (("ADASUM_TEST_DEVICE", "CPU"),)),
     Configuration(
-        _files("device", "distributed"), "torchrun", 2, (("ADASUM_TEST_DEVICE", "cpu"),)
+        _files("device", "distributed"), "torchrun", 4, (("ADASUM_TEST_DEVICE", "cpu"),)
     ),
 ]
 
