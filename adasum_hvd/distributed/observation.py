@@ -12,7 +12,7 @@ from torch.nn import functional
 from adasum_hvd.distributed.coefficients import Tree
 from adasum_hvd.distributed.levels import Level
 from adasum_hvd.distributed.slices import Layout
-from adasum_hvd.monitor.statistics import SUMS, TensorRecord
+from adasum_hvd.monitor.statistics import TensorRecord
 
 
 class Solution(NamedTuple):
@@ -30,27 +30,25 @@ def record_of(levels: Sequence[Level], solutions: Sequence[Solution]) -> TensorR
     A level that only adds up has no columns. The others have those of each of their groups.
     """
     own = set(range(len(solutions[0].layout.sizes)))  # tensors that begin in the slice
-    tables = []
-    for (communicator, tree), solution in zip(levels, solutions, strict=True):
-        held, rank = solution.layout.held, communicator.rank
-        own &= set(held[rank]).difference(*held[:rank])
-        tables.append(_table(solution, tree, own))
-    groups, group = 1, 0  # of a level, and this rank's among them
     sizes: list[int] = []
-    columns: list[torch.Tensor] = []
-    for (communicator, _), table in zip(levels[::-1], tables[::-1], strict=True):
-        if width := table.shape[1]:
-            places = group * width, (groups - 1 - group) * width
-            columns.insert(0, functional.pad(table, places))
-            sizes.insert(0, width - SUMS)
-        group = group * communicator.size + communicator.rank
-        groups *= communicator.size
-    rows = torch.cat(columns, 1).cpu().numpy().ravel() if columns else np.zeros(0)
+    tables: list[torch.Tensor] = []
+    for (communicator, tree), solution in zip(levels, solutions, strict=True):
+        rank, held = communicator.rank, solution.layout.held
+        # Columns of the other groups, of which the level's other ranks know one each.
+        before, after = rank, communicator.size - 1 - rank
+        widths = [(before * t.shape[1], after * t.shape[1]) for t in tables]
+        tables = [*map(functional.pad, tables, widths)]
+        own &= set(held[rank]).difference(*held[:rank])
+        inputs = _inputs_of(tree)
+        if len(inputs) > 1:
+            tables.append(_table(solution, inputs, tree.weights, own))
+            sizes.append(len(inputs))
+    rows = torch.cat(tables, 1).cpu().numpy().ravel() if tables else np.zeros(0)
     return TensorRecord(0, tuple(sizes), rows)
 
 
 def _inputs_of(tree: Tree) -> list[list[int]]:
-    """Return the ranks of each vector that AdaSum joins."""
+    """Return the ranks of each vector that AdaSum joins; one if it joins none."""
     inputs = {rank: [rank] for rank in range(len(tree.weights))}
     for tier in tree.tiers:
         for left, right, by_adasum in zip(*tier, strict=True):
@@ -59,13 +57,16 @@ def _inputs_of(tree: Tree) -> list[list[int]]:
     return list(inputs.values())
 
 
-def _table(solution: Solution, tree: Tree, own: Collection[int]) -> torch.Tensor:
-    """Return float64 [tensors, 5 + inputs], zero but for the tensors `own`; or no columns."""
-    gram, inputs, weights = solution.gram, _inputs_of(tree), tree.weights
+def _table(
+    solution: Solution,
+    inputs: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    own: Collection[int],
+) -> torch.Tensor:
+    """Return float64 [tensors, 5 + inputs], zero but for the tensors `own`."""
+    gram = solution.gram
     assert gram is not None
     tensors, ranks = gram.shape[:2]
-    if len(inputs) == 1:
-        return gram.new_zeros((tensors, 0))
     by_rank = gram.new_tensor(weights)
     by_input = gram.new_zeros((len(inputs), ranks))
     for number, members in enumerate(inputs):

@@ -17,7 +17,7 @@ NAMES = (
 )
 # The factor k of all vectors is a factor k^degree of these, and of no others.
 DEGREES = {"variance": 2, "squared_mean": 2, "length": 1}
-SUMS = 5  # per group, before its coefficients: core/reduce/observation.h
+_SUMS = 5  # per group, before its coefficients: core/reduce/observation.h
 
 Rows: TypeAlias = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ def width(sizes: Sequence[int]) -> int:
     """Return the number of doubles in a segment's record; `TensorRecord` explains sizes."""
     count, groups = 0, 1
     for size in reversed(sizes):
-        count += groups * (SUMS + size)
+        count += groups * (_SUMS + size)
         groups *= size
     return count
 
@@ -85,8 +85,8 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for level in reversed(range(len(sizes))):
             groups, size = math.prod(sizes[level + 1 :]), sizes[level]
-            begin = end - groups * (SUMS + size)
-            part = rows[:, begin:end].reshape(count, groups, SUMS + size)
+            begin = end - groups * (_SUMS + size)
+            part = rows[:, begin:end].reshape(count, groups, _SUMS + size)
             end = begin
             cosines += part[:, :, 0].sum(1)
             pairs += part[:, :, 1].sum(1)
@@ -95,7 +95,7 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
             gain *= result / mean
             length = result if level == len(sizes) - 1 else length
             moments = _moments(part, size) if size > 1 else moments
-            below = coefficients[:, :, None] * part[:, :, SUMS:]
+            below = coefficients[:, :, None] * part[:, :, _SUMS:]
             coefficients = below.reshape(count, groups * size)
         extremes = coefficients.min(1), coefficients.max(1)
         values = (cosines / pairs, energy, gain, *extremes, *moments, length)
@@ -105,7 +105,7 @@ def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
 def _moments(part: Rows, size: int) -> tuple[Rows, Rows]:
     """Return `variance` and `squared_mean` by tensor: means over a level's groups.
 
-    The level's records are (tensors, groups, SUMS + size); a group combines `size` > 1 vectors.
+    The level's records are (tensors, groups, _SUMS + size); a group combines `size` > 1 vectors.
     """
     squares, squared_mean = part[:, :, 2] ** 2, part[:, :, 3] ** 2
     variance = (squares - size * squared_mean) / (size - 1)

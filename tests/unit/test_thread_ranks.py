@@ -332,20 +332,29 @@ def test_levels_of_shards(device: str, cancelling: tuple[int, ...]) -> None:
         check_rounded(result, conformance.by_levels(inputs, (2, 3)))
 
 
-@pytest.mark.parametrize("group_op", ["adasum", "average"])
-def test_records_of_levels(device, group_op, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("group_op", "group_size", "hosts", "levels"),
+    [
+        ("adasum", 0, (0, 0, 1, 1, 2, 2), (2, 3)),
+        ("average", 0, (0, 0, 1, 1, 2, 2), (3,)),
+        ("adasum", 2, (0, 0, 0, 0, 1, 1, 1, 1), (2, 2, 2)),
+    ],
+)
+def test_records_of_levels(
+    device, group_op, group_size, hosts, levels, monkeypatch
+) -> None:
     """They have the form of the core's, and the figures of each level."""
     monkeypatch.setenv("ADASUM_HVD_GROUP_OP", group_op)
-    sizes, hosts = (30_001, 0, 50, 9000), (0, 0, 1, 1, 2, 2)
-    inputs = [[tensor_of(r, size, torch.float64) for size in sizes] for r in range(6)]
+    monkeypatch.setenv("ADASUM_HVD_GROUP_SIZE", str(group_size))
+    sizes, rule = (30_001, 0, 50, 9000), Rule("adasum", group_op, group_size)
+    ranks = range(len(hosts))
+    inputs = [[tensor_of(r, size, torch.float64) for size in sizes] for r in ranks]
 
     def rank_main(rank: int) -> TensorRecord:
         flat = torch.cat(inputs[rank]).to(device)
-        rule = rule_of("adasum", None, None)
         return reduce_buffer(flat, sizes, on_hosts(hosts), rule, observe=True)
 
-    records = threads.run(6, device, rank_main)
-    levels = (2, 3) if group_op == "adasum" else (3,)
+    records = threads.run(len(ranks), device, rank_main)
     assert {record.sizes for record in records} == {levels}
     rows = sum(record.rows for record in records).reshape(len(sizes), width(levels))
     found = statistics(rows, levels)
