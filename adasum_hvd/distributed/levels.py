@@ -27,11 +27,11 @@ def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
     """Return the levels of a reduction, innermost first; collective as `hosts_of`.
 
     Results are rounded between levels, so that levels depend on hosts and rule only: buckets must
-    not change a bit.
+    not change a bit. A function of Gram matrices needs those of all ranks, and so has one level.
     """
     hosts, op, size = hosts_of(communicator), rule.group_op, rule.group_size
     order, radices = plan(hosts, size)
-    if rule.kind != "adasum" or len(radices) == 1:
+    if rule.function is not None or len(radices) == 1:
         return [Level(communicator, tree_of(hosts, op, size))]
     levels, place, stride = [], order.index(communicator.rank), 1
     for radix in radices:

@@ -81,11 +81,18 @@ def case_bytes_that_leave_a_host() -> None:
     """At most 2 n (1 - 1/H) for all its ranks together."""
     hosts, size = len(set(HOSTS)), 4 * ELEMENTS
     limit = 2 * size * (hosts - 1) // hosts
-    for words in ({}, {"group_op": "average"}):
+    for words in ({}, {"group_op": "average"}, {"rule": "mean"}):
         found = bytes_to_other_hosts(lambda t, w=words: adasum_all_reduce(t, **w))
         assert limit <= found <= limit + TABLES_BYTES
-    flat = bytes_to_other_hosts(lambda t: adasum_all_reduce(t, rule="mean"))
+    flat = bytes_to_other_hosts(lambda t: adasum_all_reduce(t, rule="rda"))
     assert flat >= limit * len(HOSTS) // hosts
+
+
+def case_the_mean_is_that_of_all_ranks() -> None:
+    several = [tensor_of(r, 9000, torch.float64) for r in range(len(HOSTS))]
+    mine = several[rank()].clone()
+    adasum_all_reduce(mine, rule="mean")
+    torch.testing.assert_close(mine, torch.stack(several).mean(0))
 
 
 def case_parts_of_a_group_need_no_collective() -> None:
