@@ -111,8 +111,8 @@ class Communicator:
     def among(self, ranks: Sequence[int]) -> Communicator:
         """Return a communicator of some of these ranks, by their numbers here, this one included.
 
-        They make it with the same order. Its messages have the tag of this one's, so that two ranks
-        that are in several of them must use them in the same order.
+        All of them make it, in the same order. Its messages have the tag of this one's, so that two
+        ranks that are in several of these must use them in the same order.
         """
         some = copy.copy(self)
         some.rank, some.size = ranks.index(self.rank), len(ranks)
