@@ -234,7 +234,7 @@ EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonc
     group->description = "levels " + Describe(group->plan) + ", " + ChooseKernels("")->name + ", threads " +
                          std::to_string(group->workers->threads());
     if (group->has_network) {
-      group->description += ", host of " + std::to_string(group->neighbours.size());
+      group->description.append(", host of ").append(std::to_string(group->neighbours.size()));
     }
   });
 }

@@ -13,10 +13,12 @@ that some ranks make by the number of groups that a process knows, which may dif
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import os
 import pickle
+import reprlib
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +86,7 @@ class Communicator:
     job_size: int
     hosts: tuple[int, ...] | None = None  # of each rank, if that need not be asked
     may_use_core = True  # the ranks stay, so that connections of their own pay
+    _is_whole = True  # all ranks of the process group
 
     def __init__(self, group: Any = None, apart: bool = False):
         group = group_of(group)
@@ -103,6 +106,19 @@ class Communicator:
         self.apart = apart
         tags = _tags.setdefault(group, itertools.count(_FIRST_TAG + 1))
         self._tag = next(tags) if apart else _FIRST_TAG
+
+    def among(self, ranks: Sequence[int]) -> Communicator:
+        """Return a communicator of some of these ranks, by their numbers here, this one included.
+
+        All of them make it, in the same order. Its messages have the tag of this one's, so that two
+        ranks that are in several of these must use them in the same order.
+        """
+        some = copy.copy(self)
+        some.rank, some.size = ranks.index(self.rank), len(ranks)
+        some.ranks = [self.ranks[rank] for rank in ranks]
+        some.hosts = tuple(hosts_of(self)[rank] for rank in ranks)
+        some.apart, some._is_whole = True, False
+        return some
 
     @property
     def group(self) -> Any:
@@ -209,7 +225,8 @@ class Communicator:
     def _spread(self, parts: list[torch.Tensor]) -> None:
         """Fill the other ranks' parts, as this rank's is on all ranks."""
         mine = parts[self.rank]
-        if self.on_gloo(mine.device) or not all(part.numel() for part in parts):
+        is_collective = self._is_whole and all(part.numel() for part in parts)
+        if self.on_gloo(mine.device) or not is_collective:
             self._exchange([mine] * self.size, parts)
         else:
             dist.all_gather(parts, mine, group=self.group)
@@ -252,8 +269,8 @@ class Communicator:
             yield
         except RuntimeError as error:
             raise Unresponsive(
-                f"AdaSum: expected messages from all {self.size} ranks of the group, but one did "
-                f"not respond (seen by rank {self.ranks[self.rank]} of {self.job_size}): {error}"
+                f"AdaSum: expected messages from ranks {reprlib.repr(self.ranks)}, but one did not "
+                f"respond (seen by rank {self.ranks[self.rank]} of {self.job_size}): {error}"
             ) from error
 
 

@@ -8,6 +8,7 @@ tier forms it again, block by block, and takes its dot products.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class Exchange:
     """Tables with a row per tensor, of which each rank knows its slice's part.
 
     A tensor inside one slice needs no exchange. The rows of tensors that cross a border, at most
-    two of a rank, go to all ranks, which add them up in the same order. With `everything`, or with
-    shards, over which tensors are sharded once more, all ranks get the rows of all tensors.
+    two of a rank, go to all ranks, which add them up in the same order. So do those of tensors that
+    are sharded once more, or with `everything` all rows.
     """
 
     def __init__(
@@ -76,18 +77,21 @@ class Exchange:
         everything: bool = False,
         shards: Sequence[Shards] = (),
     ):
-        parts = layout.held if everything or shards else layout.split
-        self._communicator, self._shards = communicator, shards
-        self.tensors = len(layout.sizes)
+        self.layout, self.tensors = layout, len(layout.sizes)
+        self._communicator = communicator
+        self._shards = [one for one in shards if one.tensors]
+        needed = {*range(self.tensors)} if everything else {*layout.split}
+        needed.update(*(one.tensors for one in shards))
+        parts = [[*filter(needed.__contains__, held)] for held in layout.held]
         # Rows that fill a table, and those that another rank knows, go to one tensor more.
         nobody, width = self.tensors, max(map(len, parts))
         padded = [(*part, *[nobody] * (width - len(part))) for part in parts]
         sent = set(parts[communicator.rank])
         own = [nobody if tensor in sent else tensor for tensor in range(nobody)]
-        owners = (*(tensor for part in padded for tensor in part), *own)
+        owners = (*chain(*padded), *own)
         self._sent = constant(padded[communicator.rank], torch.int64, device)
         self._owners = constant(owners, torch.int64, device)
-        self.exchanged = sorted({tensor for part in parts for tensor in part})
+        self.exchanged = tuple(sorted({*chain(*parts)}))
 
     def _rows(self, table: torch.Tensor) -> torch.Tensor:
         """Return [rows, columns]: all ranks' rows that were sent, and this rank's."""

@@ -6,19 +6,21 @@
 3. The tree's coefficients follow from the Gram matrices.
 4. It combines its slice, in place, and sends it to all ranks (an all-gather).
 
+Over several hosts these are the ranks of a group. Before they send their slices to each other, each
+one reduces its slice by the same steps with the ranks that have this slice in the other groups.
+
 Each slice is computed by one rank, so that all ranks end with the same bits.
 
-A tensor that is itself sharded over other ranks needs one sum more, because a dot product is the
-sum of the shards' dot products. Only `Exchange` knows who holds a part of a tensor.
+A tensor that is sharded over other ranks, such as those of the level before, needs one sum more,
+because a dot product is the sum of the shards' dot products. Only `Exchange` knows who holds a part
+of a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from adasum_hvd.distributed import native
@@ -27,24 +29,16 @@ from adasum_hvd.distributed.coefficients import (
     constant,
     leaf_coefficients,
     symmetric,
-    tree_of,
     walk,
 )
-from adasum_hvd.distributed.communicator import Communicator, hosts_of
+from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
+from adasum_hvd.distributed.levels import Level, levels_of
+from adasum_hvd.distributed.observation import Solution, record_of
 from adasum_hvd.distributed.rules import Rule, checked
-from adasum_hvd.distributed.slices import Layout, layout_of
+from adasum_hvd.distributed.slices import layout_of
 from adasum_hvd.monitor.statistics import TensorRecord
-from adasum_hvd.reference import groups_of
-
-
-class Solution(NamedTuple):
-    """The coefficients of a reduction, and the numbers that they follow from."""
-
-    coefficients: torch.Tensor  # float64 [tensors, ranks]
-    gram: torch.Tensor | None = None  # float64 [tensors, N, N], of the scaled vectors
-    scale: torch.Tensor | None = None  # float64 [tensors], powers of two
 
 
 def reduce_buffer(
@@ -74,17 +68,37 @@ def reduce_buffer(
         return None
     if core := _core(flat, communicator, rule, shards):
         return core.reduce_flat(flat, sizes, at, observe)
+    levels = levels_of(communicator, rule)
+    solutions = _reduce(flat, sizes, levels, rule, shards)
+    return record_of(levels, solutions) if observe else None
+
+
+def _reduce(
+    flat: torch.Tensor,
+    sizes: Sequence[int],
+    levels: Sequence[Level],
+    rule: Rule,
+    shards: Sequence[Shards],
+) -> list[Solution]:
+    """Reduce a buffer in place: in the first level, and then its slice in those above."""
+    (communicator, tree), *above = levels
     layout = layout_of(tuple(sizes), communicator.size)
     rows = communicator.scatter(flat, layout.bounds)
+    mine = rows[communicator.rank]
     part = slice_of(rows, layout.runs[communicator.rank])
-    hosts, rank = hosts_of(communicator), communicator.rank
-    tree = tree_of(hosts, rule.group_op, rule.group_size)
-    solution = _solve(part, layout, communicator, rule, tree, shards)
-    part.combine(tree, solution.coefficients, solution.scale, rows[rank])
+    everything = rule.function is not None
+    exchange = Exchange(layout, communicator, flat.device, everything, shards)
+    solutions = [_solve(part, exchange, rule, tree)]
+    part.combine(tree, solutions[0].coefficients, solutions[0].scale, mine)
+    if above:
+        del rows, part  # memory of the other ranks' slices
+        # These ranks hold the rest of a tensor. They come first, because ranks with another shard
+        # may have no part of it, and need the whole sum from each rank.
+        parts = (Shards(communicator, exchange.exchanged), *shards)
+        own = layout.parts[communicator.rank]
+        solutions += _reduce(mine, own, above, rule, parts)
     communicator.gather(flat, layout.bounds)
-    if not observe:
-        return None
-    return _record_of(solution, layout, rank, tree.weights, _inputs_of(hosts, rule))
+    return solutions
 
 
 def reduce_tensors(
@@ -129,21 +143,13 @@ def _core(
     return native.Reducer(choice.group, communicator, rule.function, [*sharded])
 
 
-def _solve(
-    part: AnySlice,
-    layout: Layout,
-    communicator: Communicator,
-    rule: Rule,
-    tree: Tree,
-    shards: Sequence[Shards],
-) -> Solution:
+def _solve(part: AnySlice, exchange: Exchange, rule: Rule, tree: Tree) -> Solution:
     """Return the coefficients of all tensors in this rank's slice. Collective."""
-    device, tensors = part.owners.device, len(layout.sizes)
-    weights = constant(tree.weights, torch.float64, device).expand(tensors, -1)
+    layout, tensors = exchange.layout, exchange.tensors
+    weights = constant(tree.weights, torch.float64, part.owners.device)
+    weights = weights.expand(tensors, -1)
     if rule.kind == "mean":
-        return Solution(torch.full_like(weights, 1 / communicator.size))
-    everything = rule.function is not None
-    exchange = Exchange(layout, communicator, device, everything, shards)
+        return Solution(layout, torch.full_like(weights, 1 / layout.ranks))
     scale = None
     if part.dtype == torch.float64:  # whose squares overflow where it does not
         scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))
@@ -154,11 +160,11 @@ def _solve(
         seen = gram
         if rule.kind == "adascale" and scale is not None:  # it adds tensors up
             seen = gram / scale[:, None, None].square()
-        return Solution(checked(rule.function(seen), gram), gram, scale)
+        return Solution(layout, checked(rule.function(seen), gram), gram, scale)
     if set(tree.weights) != {1.0}:
         factors = weights if factors is None else weights * factors
     sides = walk(gram, tree, partial(form_nodes, part, exchange, tree, factors))
-    return Solution(leaf_coefficients(sides, tree, tensors), gram, scale)
+    return Solution(layout, leaf_coefficients(sides, tree, tensors), gram, scale)
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
@@ -170,56 +176,3 @@ def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
     # 2**-exponent by its bits: no function gives it exactly on every device.
     powers = (1023 - exponents << 52).view(torch.float64)
     return torch.where((largest > 0) & largest.isfinite(), powers, 1.0)
-
-
-def _inputs_of(hosts: Sequence[int], rule: Rule) -> list[list[int]]:
-    """Return the ranks of each vector that AdaSum joins; none if there is one group only."""
-    if rule.group_op == "adasum":
-        return [[rank] for rank in range(len(hosts))]
-    groups = groups_of(hosts, rule.group_size)
-    return groups if len(groups) > 1 else []
-
-
-def _record_of(
-    solution: Solution,
-    layout: Layout,
-    rank: int,
-    weights: Sequence[float],
-    inputs: Sequence[Sequence[int]],
-) -> TensorRecord:
-    """Return a record of 5 + inputs numbers; none without inputs, of one group that is added up.
-
-    Rows of tensors whose first element is in another rank's slice are zero. The ranks' vectors are
-    multiplied by their weights.
-    """
-    gram = solution.gram
-    assert gram is not None
-    tensors, ranks = gram.shape[:2]
-    if not inputs:
-        return TensorRecord(0, (), np.zeros(0))
-    by_rank = gram.new_tensor(weights)
-    by_input = gram.new_zeros((len(inputs), ranks))
-    for number, members in enumerate(inputs):
-        by_input[number, members] = by_rank[members]
-    first = [members[0] for members in inputs]
-    coefficients = solution.coefficients[:, first] / by_rank[first]
-    products = by_input @ gram @ by_input.T
-    squares = products.diagonal(dim1=1, dim2=2)
-    norms = squares.clamp_min(0).sqrt()
-    i, j = torch.triu_indices(len(inputs), len(inputs), 1, device=gram.device)
-    scales = norms[:, i] * norms[:, j]
-    cosines = torch.where(scales > 0, products[:, i, j] / scales, 0.0)
-    result = (coefficients[:, None] @ products @ coefficients[..., None]).flatten()
-    inverse = 1.0 if solution.scale is None else 1.0 / solution.scale
-    columns = [
-        cosines.sum(1),
-        (scales > 0).sum(1).double(),
-        squares.sum(1).clamp_min(0).sqrt() * inverse,
-        products.sum((1, 2)).clamp_min(0).sqrt() / len(inputs) * inverse,
-        result.clamp_min(0).sqrt() * inverse,
-    ]
-    rows = torch.cat([torch.stack(columns, 1), coefficients], 1)
-    mine = torch.zeros(tensors, 1, dtype=torch.bool, device=gram.device)
-    mine[[*set(layout.held[rank]).difference(*layout.held[:rank])]] = True
-    found = torch.where(mine, rows, 0.0).cpu().numpy()
-    return TensorRecord(0, (len(inputs),), found.ravel())

@@ -83,11 +83,17 @@ class Layout:
         return tuple(found)
 
     @cached_property
-    def split(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the tensors of which it holds a part only: at most two."""
-        return tuple(
-            tuple(run.tensor for run in runs if not run.whole) for runs in self.runs
-        )
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the elements of each tensor in its slice."""
+        found = [{run.tensor: run.elements for run in runs} for runs in self.runs]
+        every = range(len(self.sizes))
+        return tuple(tuple(own.get(k, 0) for k in every) for own in found)
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The tensors that cross a border: at most two of a slice."""
+        every = (run for runs in self.runs for run in runs)
+        return frozenset(run.tensor for run in every if not run.whole)
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,7 @@ from adasum_hvd.distributed.coefficients import (
     walk,
 )
 from adasum_hvd.distributed.exchange import sums_by_tensor
+from adasum_hvd.distributed.levels import plan
 from adasum_hvd.distributed.reduction import power_of_two_scale
 from adasum_hvd.distributed.slices import (
     BLOCK_ELEMENTS,
@@ -51,7 +52,7 @@ def test_every_element_is_in_one_slice_and_one_block(sizes, ranks, blocks) -> No
             assert first % BLOCK_ELEMENTS == 0
             assert run.whole == (run.elements == sizes[run.tensor])
             seen += [(run.tensor, first + k) for k in range(run.elements)]
-        assert len(layout.split[rank]) <= 2
+        assert len(layout.split.intersection(layout.held[rank])) <= 2
     assert seen == [(t, k) for t, size in enumerate(sizes) for k in range(size)]
 
 
@@ -131,6 +132,49 @@ def test_coefficients_are_those_of_the_reference(hosts, group_op, group_size, se
     found = coefficients(gram, tree)[0].numpy() @ vectors
     correct = reference.adasum(vectors, hosts, group_op, group_size)
     np.testing.assert_allclose(found, correct, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), GROUPS, st.integers(0, 4))
+def test_levels_cut_the_tree_at_whole_subtrees(hosts, group_op, group_size) -> None:
+    order, radices = plan(tuple(hosts), group_size)
+    assert sorted(order) == list(range(len(hosts)))
+    assert np.prod(radices) == len(hosts)
+    if len(radices) == 1:
+        return
+    vectors = np.random.default_rng(len(hosts)).standard_normal((len(hosts), 40))
+    current, op = [vectors[rank] for rank in order], group_op
+    for radix in radices:
+        groups = [current[k : k + radix] for k in range(0, len(current), radix)]
+        current = [reference.adasum(group, None, op) for group in groups]
+        op = "adasum"
+    correct = reference.adasum(vectors, hosts, group_op, group_size)
+    np.testing.assert_allclose(*current, correct, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "group_size", "radices"),
+    [
+        ((0, 0, 1, 1), 0, (2, 2)),
+        ((0, 1, 0, 1), 0, (2, 2)),
+        ((0, 1, 2, 0, 1, 2), 0, (2, 3)),
+        ((0,) * 8 + (1,) * 8, 0, (8, 2)),
+        ((0,) * 8 + (1,) * 8, 2, (2, 4, 2)),  # the groups of a host, then hosts
+        ((0,) * 8 + (1,) * 8, 8, (8, 2)),
+        ((0,) * 6 + (1,) * 6, 2, (2, 6)),  # neighbours are on two hosts
+        ((0,) * 4 + (1,) * 8, 4, (4, 3)),
+        ((0, 0, 0, 0), 0, (4,)),
+        ((0, 0, 0, 0), 2, (4,)),  # one host
+        ((0, 1, 2, 3), 0, (4,)),  # one rank on each
+        ((0, 0, 1, 1), 1, (4,)),
+        ((0, 0, 1), 0, (3,)),
+        ((0, 1, 0, 1), 2, (4,)),  # groups over hosts
+        ((0, 0, 0, 1, 1, 1), 2, (6,)),
+        ((0,), 0, (1,)),
+    ],
+)
+def test_levels_of_hosts(hosts, group_size, radices) -> None:
+    assert plan(hosts, group_size)[1] == radices
 
 
 def test_a_vanishing_vector_is_neutral() -> None:

@@ -24,9 +24,10 @@ from adasum_hvd.distributed import (
 )
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.exchange import Shards
-from adasum_hvd.distributed.reduction import reduce_tensors
-from adasum_hvd.distributed.rules import rule_of
-from tests.parallel.harness import conformance, threads
+from adasum_hvd.distributed.reduction import reduce_buffer, reduce_tensors
+from adasum_hvd.distributed.rules import Rule, rule_of
+from adasum_hvd.monitor.statistics import TensorRecord, statistics, width
+from tests.parallel.harness import conformance, expected_records, threads
 from tests.parallel.harness.conformance import CHECKS, Engine, tensor_of
 
 RANKS = [2, 3, 4, 8]
@@ -189,6 +190,178 @@ def test_shards(device: str, shards: int) -> None:
         for replica in (found[:shards], found[shards:]):
             result = torch.cat([own[number] for own in replica]).double().numpy()
             assert np.abs(result - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+def on_hosts(hosts: tuple[int, ...], group: object = None) -> Communicator:
+    communicator = Communicator(group)
+    communicator.hosts = hosts
+    return communicator
+
+
+FOUR_PAIRS = (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+@pytest.mark.parametrize("group_op", ["adasum", "average"])
+@pytest.mark.parametrize(
+    ("hosts", "group_size", "order", "radices"),
+    [
+        ((0, 1, 1, 0), 0, (0, 3, 1, 2), (2, 2)),
+        ((0, 0, 0, 1, 1, 1), 0, range(6), (3, 2)),
+        (FOUR_PAIRS, 0, range(8), (2, 4)),
+        ((0,) * 4 + (1,) * 4, 2, range(8), (2, 2, 2)),
+        ((0, 0, 1, 1, 1), 0, None, None),  # uneven hosts
+    ],
+    ids=str,
+)
+def test_levels(device, hosts, group_size, order, radices, group_op) -> None:
+    """Results are rounded once in each level, in any buffer."""
+    rule = Rule("adasum", group_op, group_size)
+    sizes = (1, 0, 7, 4097, 300, 30_003, 8)
+    for dtype in conformance.TOLERANCE:
+
+        def rank_main(rank: int, dtype=dtype) -> list[torch.Tensor]:
+            own = [tensor_of(rank, size, dtype).to(device) for size in sizes]
+            alone = [tensor.clone() for tensor in own]
+            for tensors in (own, *([tensor] for tensor in alone)):
+                reduce_tensors(tensors, on_hosts(hosts), rule)
+            assert all(map(torch.equal, own, alone))
+            return [tensor.cpu() for tensor in own]
+
+        found = threads.run(len(hosts), device, rank_main)
+        for own in found:
+            assert all(map(torch.equal, own, found[0]))
+        inputs = [
+            torch.cat([tensor_of(r, size, dtype) for size in sizes])
+            for r in range(len(hosts))
+        ]
+        for number, several in enumerate(
+            zip(*(t.split(sizes) for t in inputs), strict=True)
+        ):
+            if radices:
+                expected = conformance.by_levels(
+                    [several[r] for r in order], radices, group_op
+                )
+            else:
+                wide = [tensor.double().numpy() for tensor in several]
+                once = reference.adasum(wide, hosts, group_op, group_size)
+                expected = torch.from_numpy(once).to(dtype)
+            check_rounded(found[0][number], expected)
+
+
+def check_rounded(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that they are equal, but for errors of float64, which may round the other way."""
+    if found.dtype == torch.float64:
+        largest = expected.abs().max() if len(expected) else 0.0
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * largest)
+    else:
+        torch.testing.assert_close(found, expected)
+        assert (found != expected).sum() <= 1 + len(found) // 1000
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e300, 1e-300])
+def test_hosts_that_nearly_cancel(device: str, scale: float) -> None:
+    """In tensors that lie on slices of several ranks of both levels, and in others."""
+    sizes = (60_000, 0, 100, 9000)
+
+    def vectors(rank: int) -> list[torch.Tensor]:
+        host = FOUR_PAIRS[rank]
+        base = [tensor_of(host // 2, size, torch.float64, 5, scale) for size in sizes]
+        noise = [
+            tensor_of(host, size, torch.float64, 6, 1e-4 * scale) for size in sizes
+        ]
+        cancels = [True, True, host < 2, False]
+        return [
+            -b + n if host % 2 and c else b + n
+            for b, n, c in zip(base, noise, cancels, strict=True)
+        ]
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        own = [tensor.to(device) for tensor in vectors(rank)]
+        reduce_tensors(own, on_hosts(FOUR_PAIRS), Rule("adasum"))
+        return [tensor.cpu() for tensor in own]
+
+    found = threads.run(8, device, rank_main)
+    for own in found:
+        assert all(map(torch.equal, own, found[0]))
+    inputs = [vectors(rank) for rank in range(8)]
+    for number, size in enumerate(sizes):
+        expected = reference.adasum([own[number].numpy() for own in inputs], FOUR_PAIRS)
+        error = np.abs(found[0][number].numpy() - expected)
+        assert not size or error.max() <= 1e-9 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("cancelling", [(0, 1, 2), (1,)])
+def test_levels_of_shards(device: str, cancelling: tuple[int, ...]) -> None:
+    """Two shards of six replicas, and a tensor that each shard has for itself.
+
+    Some tensors nearly cancel between hosts, and one has no element in the second shard.
+    """
+    sizes, hosts, shards = (30_001, 1, 9000), (0, 0, 1, 1, 2, 2), 2
+    ranks = range(shards * len(hosts))
+
+    def whole(replica: int) -> list[torch.Tensor]:
+        base = [tensor_of(0, size, torch.float32) for size in sizes]
+        noise = [tensor_of(replica, size, torch.float32, 1, 1e-4) for size in sizes]
+        for number in cancelling if hosts[replica] == 1 else ():
+            base[number].neg_()
+        return [b + n for b, n in zip(base, noise, strict=True)]
+
+    def alone(replica: int, shard: int) -> torch.Tensor:
+        return tensor_of(replica, 5000, torch.float32, 10 + shard)
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        replica, shard = divmod(rank, shards)
+        across = [dist.new_group([*ranks[k::shards]]) for k in range(shards)][shard]
+        within = [dist.new_group([*ranks[k : k + shards]]) for k in ranks[::shards]]
+        own = [t.tensor_split(shards)[shard].to(device) for t in whole(replica)]
+        own.insert(1, alone(replica, shard).to(device))
+        parts = Shards(Communicator(within[replica], apart=True), (0, 2, 3))
+        reduce_tensors(own, on_hosts(hosts, across), Rule("adasum"), [parts])
+        return [tensor.cpu() for tensor in own]
+
+    found = threads.run(len(ranks), device, rank_main)
+    for shard in range(shards):
+        for own in found[shard::shards]:
+            assert all(map(torch.equal, own, found[shard]))
+        inputs = [alone(replica, shard) for replica in range(len(hosts))]
+        check_rounded(found[shard].pop(1), conformance.by_levels(inputs, (2, 3)))
+    for number in range(len(sizes)):
+        result = torch.cat([own[number] for own in found[:shards]])
+        inputs = [whole(replica)[number] for replica in range(len(hosts))]
+        check_rounded(result, conformance.by_levels(inputs, (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("group_op", "group_size", "hosts", "levels"),
+    [
+        ("adasum", 0, (0, 0, 1, 1, 2, 2), (2, 3)),
+        ("average", 0, (0, 0, 1, 1, 2, 2), (3,)),
+        ("adasum", 2, (0, 0, 0, 0, 1, 1, 1, 1), (2, 2, 2)),
+    ],
+)
+def test_records_of_levels(
+    device, group_op, group_size, hosts, levels, monkeypatch
+) -> None:
+    """They have the form of the core's, and the figures of each level."""
+    monkeypatch.setenv("ADASUM_HVD_GROUP_OP", group_op)
+    monkeypatch.setenv("ADASUM_HVD_GROUP_SIZE", str(group_size))
+    sizes, rule = (30_001, 0, 50, 9000), Rule("adasum", group_op, group_size)
+    ranks = range(len(hosts))
+    inputs = [[tensor_of(r, size, torch.float64) for size in sizes] for r in ranks]
+
+    def rank_main(rank: int) -> TensorRecord:
+        flat = torch.cat(inputs[rank]).to(device)
+        return reduce_buffer(flat, sizes, on_hosts(hosts), rule, observe=True)
+
+    records = threads.run(len(ranks), device, rank_main)
+    assert {record.sizes for record in records} == {levels}
+    rows = sum(record.rows for record in records).reshape(len(sizes), width(levels))
+    found = statistics(rows, levels)
+    for number in (0, 2, 3):
+        vectors = [own[number].numpy() for own in inputs]
+        expected = expected_records.expected_statistics(vectors, hosts, levels)
+        for name, value in expected.items():
+            assert found[name][number] == pytest.approx(value, 1e-9), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -179,6 +179,7 @@ ALL_SIMULATED = [
 
 # The engine that needs no Horovod, by the core and by torch's operations; 4 ranks in make soak.
 DISTRIBUTED = _files("distributed", "all_reduce hook hook_details rules")
+LEVELS = _files("distributed", "levels")  # of two hosts with two ranks each
 WITHOUT_CORE = (("ADASUM_HVD_CORE", "off"),)
 
 
@@ -205,7 +206,7 @@ ON_CPU = [
     ),
     Configuration(TENSORFLOW_DEVICE, "gloo", 2, (("ADASUM_TEST_DEVICE", "CPU"),)),
     Configuration(
-        _files("device", "distributed"), "torchrun", 2, (("ADASUM_TEST_DEVICE", "cpu"),)
+        _files("device", "distributed"), "torchrun", 4, (("ADASUM_TEST_DEVICE", "cpu"),)
     ),
 ]
 
@@ -222,6 +223,9 @@ CONFIGURATIONS = [
     ON_HOST_3, THEIR_HOSTS_4, IN_TURN_2, IN_TURN_5, ON_HOST_5, THEIR_HOSTS_3,
     Configuration(
         DISTRIBUTED, "torchrun", 3, (("ADASUM_TEST_HOSTS", "010"), *WITHOUT_CORE)
+    ),
+    Configuration(
+        (*LEVELS, *DISTRIBUTED), "torchrun", 4, (("ADASUM_TEST_HOSTS", "0101"), *WITHOUT_CORE)
     ),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     on_hosts("0011", _files("distributed", "replicate cancelled_shards local_sgd")),

@@ -64,6 +64,19 @@ def reduced(inputs: Iterable[torch.Tensor], hosts: Sequence[Any]) -> np.ndarray:
     )
 
 
+def by_levels(
+    inputs: Sequence[torch.Tensor], radices: Sequence[int], group_op: str = "adasum"
+) -> torch.Tensor:
+    """Return the AdaSum of tensors in the tree's order, rounded to their dtype in each level."""
+    current, dtype = [tensor.double().numpy() for tensor in inputs], inputs[0].dtype
+    for radix in radices:
+        groups = (current[k : k + radix] for k in range(0, len(current), radix))
+        found = [reference.adasum(group, None, group_op) for group in groups]
+        current = [torch.from_numpy(v).to(dtype).double().numpy() for v in found]
+        group_op = "adasum"
+    return torch.from_numpy(*current).to(dtype)
+
+
 def expected(
     engine: Engine, size: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0
 ) -> np.ndarray:

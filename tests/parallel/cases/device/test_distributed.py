@@ -6,6 +6,7 @@ ADASUM_TEST_DEVICE=cpu runs the same on the host, to try the cases themselves.
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tests.parallel.cases.distributed.test_all_reduce import gather
 from tests.parallel.cases.distributed.test_all_reduce import rank as rank
 from tests.parallel.cases.distributed.test_all_reduce import shutdown as shutdown
 from tests.parallel.harness import conformance
-from tests.parallel.harness.conformance import CHECKS, Engine
+from tests.parallel.harness.conformance import CHECKS, Engine, by_levels, tensor_of
 from tests.parallel.harness.models import batch_of, model_of, sgd, weights
 
 SHARDED = 1e-5  # of the largest element: float32 sums in other orders
@@ -72,6 +73,24 @@ def case_every_dtype_and_size() -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def case_conformance(check: str) -> None:
     getattr(conformance, check)(engine())
+
+
+def case_levels_of_two_hosts() -> None:
+    """Messages of some of a group's ranks, also as the first ones of the group."""
+    if dist.get_world_size() != 4:
+        pytest.skip("needs two hosts of two ranks")
+    sizes = (70_001, 300, 0, 9000)
+    for group_op in ("adasum", "average"):
+        group = dist.new_group()
+        several = [
+            [tensor_of(r, size, torch.bfloat16) for size in sizes] for r in range(4)
+        ]
+        mine = [tensor.to(DEVICE, copy=True) for tensor in several[rank()]]
+        with mock.patch.dict(os.environ, ADASUM_HVD_HOSTNAME=f"host{rank() // 2}"):
+            adasum_all_reduce(mine, group, group_op=group_op)
+        for number, found in enumerate(mine):
+            expected = by_levels([own[number] for own in several], (2, 2), group_op)
+            assert (found.cpu() != expected).sum() <= 1 + sizes[number] // 1000
 
 
 def step(model: torch.nn.Module, optimizer, number: int) -> None:
