@@ -114,23 +114,35 @@ def test_uneven_hosts_share_memory(three_and_one: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("radices", "times"), [("auto", 1), ("flat", 2)], ids=["levels", "flat"]
+    ("engine", "form", "times"),
+    [
+        ("torch", "ADASUM_HVD_CORE=on", 1),
+        ("torch", "ADASUM_HVD_CORE=off", 1),
+        ("gloo", "ADASUM_HVD_RADICES=auto", 1),
+        ("gloo", "ADASUM_HVD_RADICES=flat", 2),
+    ],
 )
-def test_bytes_that_leave_a_host(two_hosts: Hosts, radices: str, times: int) -> None:
+def test_bytes_that_leave_a_host(
+    two_hosts: Hosts, engine: str, form: str, times: int
+) -> None:
     """Two hosts exchange the whole once each way; the flat form twice that, a rank at a time."""
     elements = 1_000_000
     two_hosts.offload(False)
+    name, value = form.split("=")
     result = jobs.run(
         "gloo",
         4,
         benchmark.__file__,
-        "gloo",
+        engine,
         elements,
         3,
         hosts=two_hosts,
         ADASUM_HVD_OP="on",
-        ADASUM_HVD_RADICES=radices,
+        **{name: value},
     )
+    if name == "ADASUM_HVD_CORE":
+        by = "the core (levels 2 x 2" if value == "on" else "torch's operations ("
+        assert result["path"].startswith(f"reduced by {by}")
     wire = [row[2:] for row in result["rows"] if row[0] == "AdaSum"]
     assert len(wire) == 3
     for counter, packets, again in wire:
