@@ -28,7 +28,7 @@ from tests.parallel.cases.distributed.test_all_reduce import shutdown as shutdow
 from tests.parallel.cases.distributed.test_hook import ENGINE, check_record, gradients
 from tests.parallel.harness import ddp
 from tests.parallel.harness.models import loss_of, model_of, sgd
-from tests.parallel.harness.processes import shared_mappings, until
+from tests.parallel.harness.processes import settled, shared_mappings, until
 
 
 def with_state(**arguments) -> None:
@@ -171,9 +171,10 @@ def case_versions_show_reductions(views: bool) -> None:
 
 def case_memory_of_buckets_goes_with_the_model() -> None:
     has_core = os.environ.get("ADASUM_HVD_CORE") != "off"
+    gc.collect()
     for _ in range(2):
+        before = settled(shared_mappings)  # without those of earlier cases' lanes
         state = AdasumState()
-        before = shared_mappings()
         wrapped = ENGINE.wrapped(nn.Linear(200, 200), state)
         for _ in range(3):
             wrapped(torch.ones(1, 200)).sum().backward()
