@@ -31,7 +31,7 @@ ABI = 5
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
-_UNRESPONSIVE = -2
+_UNRESPONSIVE, _RULE_FAILED = -2, -3
 # `adasum_tensor`; addresses as integers, so that NumPy computes those of a flat buffer.
 TENSOR = np.dtype(
     [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
@@ -63,7 +63,7 @@ class Network(Protocol):
         """Wait for the oldest exchange."""
 
     def abort(self) -> None:
-        """Leave the buffers of all exchanges alone."""
+        """Leave the buffers of all exchanges alone, and let no rank wait for this one."""
 
 
 _Start, _Wait = (
@@ -194,7 +194,8 @@ class _Calls:
 
     def check(self, code: int, others: Sequence[Group] = ()) -> None:
         """Raise what a call has raised, or the library's error; `others` are of no use then."""
-        for calls in (self, *(one._calls for one in others)) if code else ():
+        final = code not in (0, _RULE_FAILED)
+        for calls in (self, *(one._calls for one in others)) if final else ():
             if calls._network:
                 calls._network.abort()
         failed, self._failed = self._failed, []

@@ -26,8 +26,9 @@ extern "C" {
 enum {
   ADASUM_OK = 0,
   ADASUM_FAILED = -1,
-  ADASUM_UNRESPONSIVE = -2
-}; /* UNRESPONSIVE: a rank has ended, or is late */
+  ADASUM_UNRESPONSIVE = -2, /* a rank has ended, or is late */
+  ADASUM_RULE_FAILED = -3
+};
 enum { ADASUM_FLOAT16 = 0, ADASUM_FLOAT32 = 1, ADASUM_FLOAT64 = 2, ADASUM_BFLOAT16 = 3 };
 enum { ADASUM_GROUP_ADASUM = 0, ADASUM_GROUP_AVERAGE = 1, ADASUM_GROUP_SUM = 2 };
 
@@ -42,7 +43,7 @@ typedef struct {
 
 /* Messages to ranks on other hosts, which must arrive in order. The functions return 0, or another number if
  * they fail; they are called by the thread that calls this interface. The buffers belong to an exchange until
- * `wait` has returned for it, or any call for the group has returned an error. */
+ * `wait` has returned for it, or a call for the group has returned an error other than ADASUM_RULE_FAILED. */
 typedef struct {
   int (*start)(const adasum_message* messages); /* of one exchange, by rank */
   int (*wait)(void);                            /* for the oldest exchange */
@@ -101,8 +102,8 @@ int adasum_connect(adasum_group* group, const int* names, const int* nonces);
 
 /* Replaces each tensor's output by AdaSum over the ranks of its input. Collective: the same sizes and dtype
  * on all ranks, and all ranks of the shards' groups, too. Blocks. After an error these groups are of no use,
- * and every later call returns the same error. If only a rule has failed, all ranks return ADASUM_FAILED, no
- * output has changed, and the group can go on. `extra` may be NULL. */
+ * and every later call returns the same error. If only a rule has failed, all ranks return
+ * ADASUM_RULE_FAILED, no output has changed, and the group can go on. `extra` may be NULL. */
 int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int count, int dtype,
                   const adasum_extra* extra);
 

@@ -136,7 +136,7 @@ int Guarded(adasum_group* group, const Work& work, const std::vector<adasum_grou
     work();
     return ADASUM_OK;
   } catch (const RuleFailed& error) {
-    return Failed(error.what());
+    return Failed(error.what(), ADASUM_RULE_FAILED);
   } catch (const UnresponsiveRank& error) {
     return fail(error, ADASUM_UNRESPONSIVE, &error.cause);
   } catch (const std::exception& error) {

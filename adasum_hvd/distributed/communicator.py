@@ -22,7 +22,8 @@ import reprlib
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +67,13 @@ def group_of(group: Any) -> Any:
         f"{type(group).__name__} (rank {dist.get_rank()} of {dist.get_world_size()}); reductions "
         "take no ReduceOp, and other arguments by their names"
     )
+
+
+class Started(NamedTuple):
+    """A message, or several, and the ranks that it is from or for."""
+
+    ranks: list[int]
+    work: dist.Work
 
 
 class Communicator:
@@ -239,7 +247,7 @@ class Communicator:
 
     def start(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
-    ) -> list[dist.Work]:
+    ) -> list[Started]:
         """Start to send `out[r]` to rank r and to receive `into[r]`, for all others at once."""
         self.on_gloo(out[0].device)
         message = partial(dist.P2POp, group=self.group, tag=self._tag)
@@ -250,28 +258,45 @@ class Communicator:
                 operations.append(message(dist.isend, out[to], self.ranks[to]))
             if into[of].numel():
                 operations.append(message(dist.irecv, into[of], self.ranks[of]))
-        with self._hearing_all():
-            return dist.batch_isend_irecv(operations) if operations else []
+        with self._awaiting(self.ranks):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        one_each = len(works) == len(operations)  # NCCL has one for all of them
+        peers = [[one.peer] for one in operations] if one_each else [self.ranks]
+        return [*map(Started, peers, works)]
 
-    def wait(self, works: list[dist.Work]) -> None:
+    def wait(self, messages: list[Started]) -> None:
         """Wait for started messages; an error drops the others, and with them their buffers."""
         try:
-            with self._hearing_all():
-                for work in works:
+            for ranks, work in messages:
+                with self._awaiting(ranks):
                     work.wait()
         finally:
-            works.clear()
+            messages.clear()
 
     @contextmanager
-    def _hearing_all(self) -> Iterator[None]:
-        """Raise `Unresponsive` where torch has no message of a rank."""
+    def _awaiting(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Raise `Unresponsive` where torch has no message of one of these ranks."""
         try:
             yield
         except RuntimeError as error:
+            who = f"rank {ranks[0]}"
+            if len(ranks) > 1:
+                who = f"one of ranks {reprlib.repr(ranks)}"
             raise Unresponsive(
-                f"AdaSum: expected messages from ranks {reprlib.repr(self.ranks)}, but one did not "
-                f"respond (seen by rank {self.ranks[self.rank]} of {self.job_size}): {error}"
+                f"AdaSum: expected messages from all ranks, but {who} did not respond (seen by "
+                f"rank {self.ranks[self.rank]} of {self.job_size}): {error}"
             ) from error
+
+    def close(self) -> None:
+        """Close the connections of the process group, on Gloo, so that no rank waits for this one.
+
+        Gloo does so when a wait has timed out: here that for a message that nobody sends.
+        """
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, device="cpu")
+            other = self.ranks[self.rank - 1]
+            work = dist.irecv(nothing, other, self.group, _FIRST_TAG - 1)
+            work.wait(timedelta(milliseconds=1))
 
 
 class _Sites(NamedTuple):

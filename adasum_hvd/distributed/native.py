@@ -25,7 +25,12 @@ from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
 from adasum_hvd.distributed.coefficients import symmetric
-from adasum_hvd.distributed.communicator import Communicator, hosts_of, places_of
+from adasum_hvd.distributed.communicator import (
+    Communicator,
+    Started,
+    hosts_of,
+    places_of,
+)
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import TensorRecord, width
@@ -149,7 +154,7 @@ class _Messages:
     def __init__(self, communicator: Communicator):
         # A copy, because what owns the group's connections must not be kept by them.
         self._communicator = copy(communicator)
-        self._started: deque[list[dist.Work]] = deque()
+        self._started: deque[list[Started]] = deque()
 
     def start(self, messages: NDArray[Any]) -> None:
         send, sent, receive, received = (
@@ -163,6 +168,7 @@ class _Messages:
 
     def abort(self) -> None:
         self._started.clear()
+        self._communicator.close()
 
 
 def _bytes_at(address: int, count: int) -> torch.Tensor:

@@ -51,7 +51,9 @@ def test_the_others_end_within_the_groups_timeout(
             assert rank.returncode == 1, (rank.returncode, output)
             assert "step 3 after" in output, output
             waited = float(output.split("step 3 after ")[1].split(" s")[0])
-            assert waited <= TIMEOUT_SECONDS + 3, output
+            # A stopped rank is late; one that has ended has closed its connections.
+            most = TIMEOUT_SECONDS + 3 if fault == "SIGSTOP" else TIMEOUT_SECONDS / 2
+            assert waited <= most, output
         print(f"{fault}: all ended after {time.monotonic() - began:.1f} s")
     finally:
         for rank in ranks:

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 import warnings
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -22,9 +24,11 @@ from adasum_hvd.distributed import (
     adasum_all_reduce,
     exchange,
     mark_worker_local,
+    native,
     reduce_changes,
     torchft,
 )
+from adasum_hvd.distributed.communicator import Unresponsive
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
 from tests.parallel.harness import conformance
@@ -313,6 +317,21 @@ def case_errors_of_a_rule_are_its_own_calls() -> None:
     good = torch.ones(3)
     adasum_all_reduce(good, async_op=True).wait()
     assert torch.equal(good, torch.ones(3))
+
+
+def case_a_failure_of_one_rank_ends_the_others() -> None:
+    if os.environ.get("ADASUM_HVD_CORE") == "off" or len(set(HOSTS)) == 1:
+        pytest.skip("needs the core over several hosts")
+    group = dist.new_group(timeout=timedelta(seconds=100))
+    adasum_all_reduce(torch.ones(3), group)
+    none_left = mock.patch.object(native._Messages, "start", side_effect=MemoryError)
+    began = time.monotonic()
+    kind = Unresponsive if rank() else MemoryError
+    with nullcontext() if rank() else none_left, pytest.raises(kind):
+        adasum_all_reduce(torch.ones(100_000), group)
+    assert time.monotonic() - began < 30
+    with pytest.raises(RuntimeError):  # of no use any more
+        adasum_all_reduce(torch.ones(3), group)
 
 
 def case_a_destroyed_group_leaves_no_thread() -> None:
