@@ -3,6 +3,7 @@
     python benchmarks/ddp.py            # 2 and 4 ranks, every model
     python benchmarks/ddp.py --ranks 2 --models small --launcher mpi
     python benchmarks/ddp.py --alone    # a job for each contender
+    python benchmarks/ddp.py --ranks 4 --hosts 2 --gigabits 10    # namespaces, as root: hosts.py
     python benchmarks/ddp.py plot build/ddp.json docs/pictures/step.png
 
 Contenders: plain DDP over Gloo, DDP with either engine's `adasum_hook`, Horovod's own averaging
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+from namespaces import INTERFACE, Hosts
 
 AVERAGE = "DDP, Gloo's average"
 DISTRIBUTED = "DDP, hook without Horovod"
@@ -244,6 +246,28 @@ def plot(source: Path, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
+def measure(arguments: argparse.Namespace, hosts: Hosts | None = None) -> list[dict]:
+    """Measure every model with every number of ranks, and print it."""
+    rows = []
+    launcher = "gloo" if hosts else arguments.launcher
+    variables = {"GLOO_SOCKET_IFNAME": INTERFACE} if hosts else {}
+    print(f"{'model':6s} ranks {'step of':24s} {'ms':>8s}  / {AVERAGE}")
+    for model_name in arguments.models:
+        for ranks in arguments.ranks:
+            row = {"model": model_name, "ranks": ranks, "times": {}, "parts": {}}
+            groups = [[n] for n in CONTENDERS] if arguments.alone else [CONTENDERS]
+            for names in groups:
+                found = jobs.run(
+                    launcher, ranks, __file__, json.dumps(names), model_name,
+                    arguments.repetitions, hosts=hosts, **variables,
+                )  # fmt: skip
+                row["times"] |= found["times"]
+                row["parts"] |= found["parts"]
+            rows.append(row)
+            show(row)
+    return rows
+
+
 def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["--rank"]:
@@ -259,25 +283,17 @@ def main() -> None:
         "--models", nargs="+", default=list(MODELS), choices=list(MODELS)
     )
     parser.add_argument("--launcher", default="exec", choices=["exec", "gloo", "mpi"])
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--gigabits", type=float, default=1.0, help="of a host's link")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("build/ddp.json"))
     arguments = parser.parse_args()
-    rows = []
-    print(f"{'model':6s} ranks {'step of':24s} {'ms':>8s}  / {AVERAGE}")
-    for model_name in arguments.models:
-        for ranks in arguments.ranks:
-            row = {"model": model_name, "ranks": ranks, "times": {}, "parts": {}}
-            groups = [[n] for n in CONTENDERS] if arguments.alone else [CONTENDERS]
-            for names in groups:
-                found = jobs.run(
-                    arguments.launcher, ranks, __file__, json.dumps(names), model_name,
-                    arguments.repetitions,
-                )  # fmt: skip
-                row["times"] |= found["times"]
-                row["parts"] |= found["parts"]
-            rows.append(row)
-            show(row)
+    if arguments.hosts == 1:
+        rows = measure(arguments)
+    else:
+        with Hosts(arguments.hosts, arguments.gigabits) as hosts:
+            rows = measure(arguments, hosts)
     jobs.save(rows, arguments.output)
 
 
