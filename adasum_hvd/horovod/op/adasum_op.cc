@@ -17,13 +17,10 @@
 #include "op/host_hooks.h"
 #include "op/network.h"
 #include "op/observations.h"
-#include "op/release.h"
 #include "op/statistics.h"
 
 namespace adasum_hvd {
 namespace {
-
-namespace hvd = horovod::common;
 
 constexpr char kStagedPath[]{"shared memory, staged"};
 constexpr int kMostThreads = 8; // of a rank by default; more threads are limited by memory

@@ -7,9 +7,11 @@
 
 namespace adasum_hvd {
 
-std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumDeviceOp(horovod::common::NCCLContext* nccl_context,
-                                                                 horovod::common::GPUContext* gpu_context,
-                                                                 horovod::common::HorovodGlobalState* state);
+namespace hvd = horovod::common;
+
+std::shared_ptr<hvd::AllreduceOp> MakeAdasumDeviceOp(hvd::NCCLContext* nccl_context,
+                                                     hvd::GPUContext* gpu_context,
+                                                     hvd::HorovodGlobalState* state);
 
 // To be called on the background thread, before its communicators are destroyed or aborted.
 void NoteCommunicatorsEnd();
@@ -18,7 +20,7 @@ void NoteCommunicatorsEnd();
 // memory, for which CUDA waits for the kernels of the others.
 // We need: a notification before, and all aborts in one group. operations.cc constructs this class in place
 // of Horovod's (op/horovod_internals.h).
-struct NcclContextWithAbort : horovod::common::NCCLContext {
+struct NcclContextWithAbort : hvd::NCCLContext {
   void ShutDown() {
     NoteCommunicatorsEnd();
     if (elastic) {

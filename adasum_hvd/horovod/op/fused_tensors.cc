@@ -11,8 +11,6 @@
 namespace adasum_hvd {
 namespace {
 
-namespace hvd = horovod::common;
-
 constexpr int64_t kMostSegments = 1 << 24; // of one length
 constexpr char kDeltaPrefix[] = "adasum.delta/";
 constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";

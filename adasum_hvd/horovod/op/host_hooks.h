@@ -10,7 +10,9 @@
 
 namespace adasum_hvd {
 
-std::shared_ptr<horovod::common::AllreduceOp> MakeAdasumOp(horovod::common::HorovodGlobalState* state);
+namespace hvd = horovod::common;
+
+std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state);
 bool IsLeftToHorovod(); // ADASUM_HVD_OP=off, at init
 void NoteOperation();   // counts an operation of any kind that Horovod begins
 
@@ -19,6 +21,21 @@ void PollRegularly(std::weak_ptr<NetworkTransport> network);
 
 // The same: notifies all ranks of a failure, because some may have completed this reduction, or be in another
 // process set. Returns the error.
-horovod::common::Status Report(const UnresponsiveRank& error);
+hvd::Status Report(const UnresponsiveRank& error);
+
+// Calls op->Release() when the calling thread ends: Horovod makes its ops on the background thread, which
+// ends at shutdown(), and keeps them until the next init, with all memory, threads and descriptors.
+template <class Op> void ReleaseWithThisThread(const std::shared_ptr<Op>& op) {
+  struct Held {
+    std::weak_ptr<Op> op;
+    ~Held() {
+      if (const std::shared_ptr<Op> living = op.lock()) {
+        living->Release();
+      }
+    }
+  };
+  static thread_local Held held;
+  held.op = op;
+}
 
 } // namespace adasum_hvd

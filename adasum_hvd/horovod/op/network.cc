@@ -16,8 +16,6 @@
 namespace adasum_hvd {
 namespace {
 
-namespace hvd = horovod::common;
-
 std::shared_ptr<NetworkTransport> MakeNetwork(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
                                               const Settings& settings) {
   NetworkSettings network = {settings.max_message_bytes, std::chrono::seconds(settings.local.timeout_seconds),

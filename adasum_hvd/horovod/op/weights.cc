@@ -46,7 +46,7 @@ std::vector<Part> PartsOf(const Weights& weights) {
 
 } // namespace
 
-Weights WeightsOf(const horovod::common::TensorTableEntry& entry) {
+Weights WeightsOf(const hvd::TensorTableEntry& entry) {
   Weights found = Find(entry.tensor_name);
   return found.start == entry.tensor->data() ? found : Weights();
 }
