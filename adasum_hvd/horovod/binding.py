@@ -11,7 +11,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ from adasum_hvd.monitor.statistics import TensorRecord
 
 _BUILD_COMMAND = "adasum-hvd build"
 _SEGMENTS = "adasum.segments="  # the same as in op/fused_tensors.cc
+# What the functions of op/exports.cc return, without "horovod_adasum_"; the others nothing.
+_RESULTS = {
+    **dict.fromkeys(("version", "settings", "settings_error", "path"), ctypes.c_char_p),
+    **dict.fromkeys(("record_weights", "weights_checksum"), ctypes.c_uint64),
+    "on_devices": ctypes.c_bool,
+    "observed": ctypes.c_int64,
+    "allocate": ctypes.c_void_p,
+}
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    function = getattr(library, f"horovod_adasum_{name}")
+    function.restype = _RESULTS.get(name)
+    return function(*arguments)
 
 
 class Counters(NamedTuple):
@@ -83,25 +97,19 @@ def require_op(library: ctypes.CDLL) -> None:
         raise ValueError(f"AdaSum: {error}")
 
 
-def _text(library: ctypes.CDLL, function: str) -> str:
-    call = getattr(library, function)
-    call.restype = ctypes.c_char_p
-    return call().decode(errors="backslashreplace")
-
-
 def version(library: ctypes.CDLL) -> str:
     """Return the version of the op in this library."""
-    return _text(library, "horovod_adasum_version")
+    return _call(library, "version").decode()
 
 
 def settings(library: ctypes.CDLL) -> dict[str, object]:
     """Return the settings that the op read at the last `init`; before it, the environment's."""
-    return json.loads(_text(library, "horovod_adasum_settings"))
+    return json.loads(_call(library, "settings"))
 
 
 def settings_error(library: ctypes.CDLL) -> str:
     """Return the error about an invalid `ADASUM_HVD_*` variable, or "" if all are valid."""
-    return _text(library, "horovod_adasum_settings_error")
+    return _call(library, "settings_error").decode(errors="backslashreplace")
 
 
 def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
@@ -110,22 +118,18 @@ def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     Empty before the first AdaSum in that process set. The part about devices is added with the
     first tensor on a device.
     """
-    call = library.horovod_adasum_path
-    call.restype = ctypes.c_char_p
-    return call(process_set_id).decode()
+    return _call(library, "path", process_set_id).decode()
 
 
 def reduces_on_devices(library: ctypes.CDLL) -> bool:
     """Return whether CUDA tensors are reduced on their device, over NCCL."""
-    call = library.horovod_adasum_on_devices
-    call.restype = ctypes.c_bool
-    return call()
+    return _call(library, "on_devices")
 
 
 def counters(library: ctypes.CDLL) -> Counters:
     """Return how much the op has reduced in this process."""
     values = (ctypes.c_int64 * len(Counters._fields))()
-    library.horovod_adasum_counters(values)
+    _call(library, "counters", values)
     return Counters(*values)
 
 
@@ -142,15 +146,11 @@ def shared_memory(
     Returns:
         A buffer of `size` bytes, freed with its last reference; None if the allocation fails.
     """
-    allocate = library.horovod_adasum_allocate
-    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_int64,)
-    address = allocate(size)
+    address = _call(library, "allocate", ctypes.c_int64(size))
     if not address:
         return None
     memory = (ctypes.c_char * size).from_address(address)
-    free = weakref.finalize(
-        memory, library.horovod_adasum_free, ctypes.c_void_p(address)
-    )
+    free = weakref.finalize(memory, _call, library, "free", ctypes.c_void_p(address))
     free.atexit = False  # the op may use the memory until the process ends
     return memory
 
@@ -161,7 +161,7 @@ def request_record(library: ctypes.CDLL, entry: str) -> None:
     Args:
         entry: the tensor's full name in Horovod ("allreduce." included).
     """
-    library.horovod_adasum_observe(entry.encode())
+    _call(library, "observe", entry.encode())
 
 
 def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
@@ -171,10 +171,8 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
     """
     sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
     levels, doubles = ctypes.c_int64(), ctypes.c_int64()
-    call = library.horovod_adasum_observed
-    call.restype = ctypes.c_int64
-    outputs = (sizes, levels, rows, doubles)
-    number = call(entry.encode(), *map(ctypes.byref, outputs))
+    outputs = map(ctypes.byref, (sizes, levels, rows, doubles))
+    number = _call(library, "observed", entry.encode(), *outputs)
     if not number:
         return None
     count = doubles.value
@@ -224,9 +222,8 @@ def register_weights(
     """
     array = (ctypes.c_int64 * len(elements))(*elements)
     addresses = (ctypes.c_void_p * len(elements))(*weights)
-    library.horovod_adasum_register_weights(
-        entry.encode(), array, len(elements), ctypes.c_void_p(start), addresses
-    )
+    given = array, len(elements), ctypes.c_void_p(start), addresses
+    _call(library, "register_weights", entry.encode(), *given)
 
 
 def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -> int:
@@ -240,19 +237,16 @@ def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -
         dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
         threads: at most so many copy.
     """
-    call = library.horovod_adasum_record_weights
-    call.restype = ctypes.c_uint64
     types = ("float16", "float32", "float64", "bfloat16")  # the order of kernels.h
-    return int(call(entry.encode(), types.index(dtype), threads))
+    given = entry.encode(), types.index(dtype), threads
+    return _call(library, "record_weights", *given)
 
 
 def weights_checksum(library: ctypes.CDLL, entry: str) -> int:
     """Return the checksum of registered weights as the latest reduction on the host wrote them."""
-    call = library.horovod_adasum_weights_checksum
-    call.restype = ctypes.c_uint64
-    return int(call(entry.encode()))
+    return _call(library, "weights_checksum", entry.encode())
 
 
 def forget_weights(library: ctypes.CDLL, entry: str) -> None:
     """Undo :func:`register_weights`."""
-    library.horovod_adasum_register_weights(entry.encode(), None, 0, None, None)
+    _call(library, "register_weights", entry.encode(), None, 0, None, None)

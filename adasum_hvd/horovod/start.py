@@ -57,10 +57,7 @@ def start(
     variables.check_size(mpi_ops.size(), expected, *args, **kwargs)
     log_on_first_rank(mpi_ops.rank())
     report_uncaught(library)
-    _warn_of_one_group(mpi_ops, binding.settings(library))
-
-
-def _warn_of_one_group(mpi_ops: Any, settings: dict[str, Any]) -> None:
+    settings: Any = binding.settings(library)
     ranks = mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     warn_of_one_group(settings["group_op"], settings["group_size"], *ranks)
 

@@ -27,6 +27,29 @@ void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
                  [](const DoubleDouble& a, const DoubleDouble& b) { return a.high < b.high ? b : a; });
 }
 
+// A rank whose shard of a tensor is empty contributes zeros.
+void FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only, size_t entries,
+                    FoldOp op) {
+  std::vector<int> tensors;
+  std::copy_if(shards.tensors.begin(), shards.tensors.end(), std::back_inserter(tensors),
+               [only](int tensor) { return only == nullptr || only->count(tensor) != 0; });
+  Sums mine;
+  for (int tensor : tensors) {
+    Sums& own = sums[tensor];
+    own.resize(entries);
+    mine.insert(mine.end(), own.begin(), own.end());
+    own.assign(entries, DoubleDouble());
+  }
+  const Sums all = Gathered(*shards.transport, mine);
+  const DoubleDouble* values = all.data();
+  for (int rank = 0; rank < shards.transport->size(); ++rank) {
+    for (int tensor : tensors) {
+      FoldInto(sums[tensor], values, op);
+      values += entries;
+    }
+  }
+}
+
 } // namespace
 
 // From the group of this level, whose slices are adjacent, to the group of the first level.
@@ -36,33 +59,6 @@ void SumsOverRanks::Fold(SumsByTensor& sums, const std::set<int>* only, size_t e
   }
   for (const Shards& shards : shards_) {
     FoldOverShards(shards, sums, only, entries, op);
-  }
-}
-
-// A rank whose shard of a tensor is empty contributes zeros.
-void SumsOverRanks::FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only,
-                                   size_t entries, FoldOp op) {
-  std::vector<int> tensors;
-  std::copy_if(shards.tensors.begin(), shards.tensors.end(), std::back_inserter(tensors),
-               [only](int tensor) { return only == nullptr || only->count(tensor) != 0; });
-  std::vector<Sums> all(shards.transport->size(), Sums(tensors.size() * entries));
-  Sums& mine = all[shards.transport->rank()];
-  for (size_t k = 0; k < tensors.size(); ++k) {
-    Sums& own = sums[tensors[k]];
-    own.resize(entries);
-    std::copy(own.begin(), own.end(), mine.begin() + k * entries);
-    own.assign(entries, DoubleDouble());
-  }
-  std::vector<Message> messages;
-  for (Sums& of_rank : all) {
-    const auto bytes = static_cast<int64_t>(mine.size() * sizeof mine[0]);
-    messages.push_back({mine.data(), bytes, of_rank.data(), bytes});
-  }
-  shards.transport->Exchange(messages);
-  for (const Sums& of_rank : all) {
-    for (size_t k = 0; k < tensors.size(); ++k) {
-      FoldInto(sums[tensors[k]], &of_rank[k * entries], op);
-    }
   }
 }
 

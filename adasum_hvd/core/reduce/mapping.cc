@@ -16,16 +16,6 @@ struct Location {
   uint64_t offset = 0; // bytes, in the region
 };
 
-// Sends `bytes` bytes to every other rank, and receives as many of each.
-void GatherBytes(Transport& transport, const void* send, std::vector<void*> receive, int64_t bytes) {
-  std::vector<Message> messages;
-  for (void* from : receive) {
-    messages.push_back({send, bytes, from, bytes});
-  }
-  messages[transport.rank()] = {};
-  transport.Exchange(messages);
-}
-
 using Regions = std::vector<std::shared_ptr<const SharedRegion>>;
 
 // The region of each piece; null for an empty one, and for one that is not shared.
@@ -68,7 +58,7 @@ void OfferAll(Transport& transport, const Regions& regions) {
 }
 
 // Maps the pieces of one other rank.
-std::vector<char*> Map(Transport& transport, int rank, const std::vector<Location>& locations,
+std::vector<char*> Map(Transport& transport, int rank, const Location* locations,
                        const std::vector<MemoryPiece>& mine) {
   std::vector<char*> pieces;
   MemorySpan span = {};
@@ -95,17 +85,12 @@ std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vecto
   const Regions regions = RegionsOf(mine, why_not);
   const std::vector<Location> locations = LocationsOf(regions, mine);
   OfferAll(transport, regions); // before the locations are sent, so that the others unmap freed regions first
-  std::vector<std::vector<Location>> all(transport.size(), std::vector<Location>(mine.size()));
-  std::vector<void*> receive;
-  for (std::vector<Location>& of_rank : all) {
-    receive.push_back(of_rank.data());
-  }
-  GatherBytes(transport, locations.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Location)));
+  const std::vector<Location> all = Gathered(transport, locations);
   std::vector<std::vector<char*>> pieces(transport.size());
   try {
     for (int rank = 0; rank < transport.size() && why_not.empty(); ++rank) {
       if (rank != transport.rank()) {
-        pieces[rank] = Map(transport, rank, all[rank], mine);
+        pieces[rank] = Map(transport, rank, all.data() + rank * mine.size(), mine);
       } else {
         std::transform(mine.begin(), mine.end(), std::back_inserter(pieces[rank]),
                        [](const MemoryPiece& piece) { return piece.bytes == 0 ? nullptr : piece.at; });
@@ -122,14 +107,8 @@ std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vecto
 void Barrier(Transport& transport) { AnyRank(transport, false); }
 
 bool AnyRank(Transport& transport, bool mine) {
-  const char here = mine;
-  std::vector<char> there(transport.size());
-  std::vector<void*> receive;
-  for (char& of_rank : there) {
-    receive.push_back(&of_rank);
-  }
-  GatherBytes(transport, &here, receive, 1);
-  return mine || std::any_of(there.begin(), there.end(), [](char flag) { return flag != 0; });
+  const std::vector<char> all = Gathered(transport, std::vector<char>{mine});
+  return std::find(all.begin(), all.end(), true) != all.end();
 }
 
 } // namespace adasum_hvd

@@ -113,56 +113,41 @@ def _serve(ports: Sequence[int], scope: str) -> int:
     ) from in_use
 
 
-def _pack(info: RankInfo) -> str:
-    return json.dumps(asdict(info))
+def through(
+    store: Store, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
+) -> Reply:
+    """Send this rank's info through a store; return rank 0's reply.
+
+    Args:
+        store: shared by all ranks; it may outlive them, as torchrun's does.
+        mine: this rank's info.
+        reply_to: rank 0's function from all infos to a reply, which has an error if a rank is
+            missing.
+    """
+    context = mine.context
+    prefix = f"adasum.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store.set(f"{prefix}.{context.rank}", json.dumps(asdict(mine)))
+        if context.rank:
+            return json.loads(store.get(f"{prefix}.reply"))
+    except _LATE as error:
+        raise LaunchError(_missing(context, 0, error)) from error
+    infos: list[RankInfo] = []
+    try:
+        while len(infos) < context.size:
+            infos.append(_unpack(store.get(f"{prefix}.{len(infos)}")))
+    except _LATE as error:
+        reply: Reply = {"error": _missing(context, len(infos), error)}
+    else:
+        reply = reply_to(infos)
+    store.set(f"{prefix}.reply", json.dumps(reply))
+    return reply
 
 
 def _unpack(data: bytes) -> RankInfo:
     fields = json.loads(data)
     context, route = LaunchContext(**fields["context"]), Route(**fields["route"])
     return RankInfo(context, fields["hostname"], route)
-
-
-class StoreRendezvous:
-    """A rendezvous through a store.
-
-    Args:
-        store: shared by all ranks; it may outlive them, as torchrun's does.
-    """
-
-    def __init__(self, store: Store):
-        self._store = store
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"adasum.{attempt}"
-
-    def __call__(
-        self, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
-    ) -> Reply:
-        """Send this rank's info; return rank 0's reply, an error if a rank is missing."""
-        context = mine.context
-        try:
-            self._store.set(f"{self._prefix}.{context.rank}", _pack(mine))
-        except _LATE as error:
-            raise LaunchError(_missing(context, 0, error)) from error
-        if context.rank == 0:
-            reply = self._reply(context, reply_to)
-            self._store.set(f"{self._prefix}.reply", json.dumps(reply))
-            return reply
-        try:
-            return json.loads(self._store.get(f"{self._prefix}.reply"))
-        except _LATE as error:
-            raise LaunchError(_missing(context, 0, error)) from error
-
-    def _reply(
-        self, context: LaunchContext, reply_to: Callable[[Sequence[RankInfo]], Reply]
-    ) -> Reply:
-        infos = []
-        for rank in range(context.size):
-            try:
-                infos.append(_unpack(self._store.get(f"{self._prefix}.{rank}")))
-            except _LATE as error:
-                return {"error": _missing(context, rank, error)}
-        return reply_to(infos)
 
 
 def _missing(context: LaunchContext, rank: int, error: Exception) -> str:

@@ -14,12 +14,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from adasum_hvd.horovod.launch import launchers, route
 from adasum_hvd.horovod.launch.assignment import RankInfo, assign, server_address
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
-from adasum_hvd.horovod.launch.rendezvous import (
-    HttpStore,
-    Rendezvous,
-    Reply,
-    StoreRendezvous,
-)
+from adasum_hvd.horovod.launch.rendezvous import HttpStore, Rendezvous, Reply, through
 
 START_TIMEOUT_SECONDS = 300.0
 
@@ -143,7 +138,8 @@ def over_http_store(context: LaunchContext) -> Rendezvous:
     """Return a rendezvous through an HTTP store that lives as long as rank 0's process."""
     if context.size == 1:
         return lambda mine, reply_to: reply_to([mine])
-    return StoreRendezvous(HttpStore(context, timeout_seconds(os.environ)))
+    store = HttpStore(context, timeout_seconds(os.environ))
+    return functools.partial(through, store)
 
 
 def before_init(

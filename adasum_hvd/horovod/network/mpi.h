@@ -42,7 +42,7 @@ private:
     std::vector<int> Pending() const; // peers
   };
 
-  void WaitPatiently(Exchange& exchange);
+  void SendToOthers(const void* bytes, int count, int tag);
   [[noreturn]] void Fail();
   void Cancel();
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <numeric>
+#include <optional>
 
 #include "op/observations.h"
 #include "op/statistics.h"
@@ -42,20 +43,17 @@ std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
 
 bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
 
-bool ElementTypeOf(const hvd::TensorTableEntry& entry, ElementType& type) {
+std::optional<ElementType> ElementTypeOf(const hvd::TensorTableEntry& entry) {
   switch (entry.tensor->dtype()) {
-  case hvd::HOROVOD_FLOAT16:
-    type = Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
-    return true;
-  case hvd::HOROVOD_FLOAT32: type = kFloat32; return true;
-  case hvd::HOROVOD_FLOAT64: type = kFloat64; return true;
-  default: return false;
+  case hvd::HOROVOD_FLOAT16: return Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
+  case hvd::HOROVOD_FLOAT32: return kFloat32;
+  case hvd::HOROVOD_FLOAT64: return kFloat64;
+  default: return std::nullopt;
   }
 }
 
 FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<FusedTensors>& by_type) {
-  ElementType type = kFloat32;
-  ElementTypeOf(entry, type);
+  const ElementType type = *ElementTypeOf(entry); // CheckType has accepted the dtype
   for (FusedTensors& fused : by_type) {
     if (fused.type == type) {
       return fused;
@@ -79,8 +77,7 @@ std::string FusedTensors::PhaseName(Phase phase, int level) const {
 }
 
 hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
-  ElementType type;
-  if (ElementTypeOf(entry, type)) {
+  if (ElementTypeOf(entry)) {
     return hvd::Status::OK();
   }
   return hvd::Status::InvalidArgument(

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "horovod/common/controller.h"
+#include "reduce/mapping.h"
 
 #if HAVE_GLOO
 #include "network/gloo.h"
@@ -71,18 +72,7 @@ std::shared_ptr<NetworkTransport> NetworkOf(hvd::HorovodGlobalState& state, hvd:
 }
 
 AllgatherTwo GatherOver(Transport& network) {
-  return [&network](int first, int second) {
-    const int mine[2] = {first, second};
-    std::vector<int> all(2 * network.size());
-    std::vector<Message> messages(network.size());
-    for (int rank = 0; rank < network.size(); ++rank) {
-      messages[rank] = {mine, sizeof mine, &all[2 * rank], sizeof mine};
-    }
-    network.Exchange(messages);
-    all[2 * network.rank()] = first;
-    all[2 * network.rank() + 1] = second;
-    return all;
-  };
+  return [&network](int first, int second) { return Gathered(network, std::vector<int>{first, second}); };
 }
 
 } // namespace adasum_hvd
