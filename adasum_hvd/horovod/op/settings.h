@@ -47,7 +47,5 @@ struct Settings {
 };
 
 std::string RadicesText(const std::vector<int>& radices); // as in the variable
-const char* GroupOpName(GroupOp group_op);
-const char* LocalModeName(LocalMode mode);
 
 } // namespace adasum_hvd
