@@ -1,4 +1,7 @@
-"""The check that the installed Horovod has the op, before a framework's module imports it."""
+"""The check that the installed Horovod has the op, before a framework's module imports it.
+
+`python -m adasum_hvd.horovod.preflight` checks in a process of its own that the op loads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 from adasum_hvd.horovod import binding
@@ -107,3 +111,22 @@ def require_horovod(framework: str) -> None:
         raise _no_op_error(framework, f"one that does not load ({error})") from error
     if not binding.has_op(library):
         raise _no_op_error(framework, f"{library._name} without the op")
+
+
+def _load_all() -> list[str]:
+    """Load the op for every framework that Horovod was built for; return the errors."""
+    found = []
+    for framework in filter(importlib.util.find_spec, _LIBRARIES):
+        if path := library_path(framework):
+            try:
+                importlib.import_module(framework)
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            except (ImportError, OSError) as error:
+                found.append(f"{framework}: {error}")
+    return found
+
+
+if __name__ == "__main__":
+    errors = _load_all()
+    print(*errors, sep="\n")
+    sys.exit(bool(errors))

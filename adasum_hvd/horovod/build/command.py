@@ -258,7 +258,7 @@ def install(wheel: Path) -> None:
     )
     # This process may have loaded a framework or the former library already.
     loaded = subprocess.run(
-        [sys.executable, "-m", "adasum_hvd.horovod.build.load_check"],
+        [sys.executable, "-m", "adasum_hvd.horovod.preflight"],
         capture_output=True,
         text=True,
         check=False,

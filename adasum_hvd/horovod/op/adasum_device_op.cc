@@ -33,7 +33,10 @@ namespace {
 class AdasumDeviceOp : public hvd::AllreduceOp, public std::enable_shared_from_this<AdasumDeviceOp> {
 public:
   AdasumDeviceOp(hvd::NCCLContext* nccl_context, hvd::GPUContext* gpu_context,
-                 hvd::HorovodGlobalState* global_state);
+                 hvd::HorovodGlobalState* global_state)
+      : AllreduceOp(global_state), settings_(Settings::Begin()), gpu_context_(gpu_context),
+        gpu_op_context_(gpu_context, global_state),
+        nccl_op_context_(nccl_context, global_state, hvd::Communicator::GLOBAL) {}
 
   bool Enabled(const hvd::ParameterManager& parameter_manager,
                const std::vector<hvd::TensorTableEntry>& entries,
@@ -58,10 +61,16 @@ private:
   using Entries = std::vector<hvd::TensorTableEntry>;
 
   Agreement& Connect(int process_set_id) const;
-  DeviceScratch& ScratchOf(int device);
+  DeviceScratch& ScratchOf(int device) {
+    std::lock_guard<std::mutex> guard(scratch_mutex_); // ExplicitTensors reads the map on other threads
+    return scratch_[{device, global_state_->current_nccl_stream}];
+  }
   void AbortElastic(const Entries& entries, DeviceScratch& scratch, const std::string& why);
   bool IsDrained();
-  [[noreturn]] void EndThisProcess(const std::string& why) const;
+  [[noreturn]] void EndThisProcess(const std::string& why) const {
+    LogEnd(global_state_->global_controller->GetRank(), why);
+    EndProcess();
+  }
   void CheckCommunicator(ncclComm_t communicator);
   void Enqueue(FusedTensors& fused, const Agreement& agreement, hvd::Controller& controller,
                DeviceScratch& scratch);
@@ -77,12 +86,6 @@ private:
   std::mutex communicator_mutex_; // finalizer threads check communicators that Horovod ends
   bool communicators_end_ = false;
 };
-
-AdasumDeviceOp::AdasumDeviceOp(hvd::NCCLContext* nccl_context, hvd::GPUContext* gpu_context,
-                               hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::Begin()), gpu_context_(gpu_context),
-      gpu_op_context_(gpu_context, global_state),
-      nccl_op_context_(nccl_context, global_state, hvd::Communicator::GLOBAL) {}
 
 bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entries,
                              const hvd::Response&) const {
@@ -142,17 +145,6 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   return gpu_op_context_.FinalizeGPUQueue(
       entries, true, [self = shared_from_this(), communicator] { self->CheckCommunicator(communicator); });
-}
-
-// ExplicitTensors reads the map on other threads.
-DeviceScratch& AdasumDeviceOp::ScratchOf(int device) {
-  std::lock_guard<std::mutex> guard(scratch_mutex_);
-  return scratch_[{device, global_state_->current_nccl_stream}];
-}
-
-void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
-  LogEnd(global_state_->global_controller->GetRank(), why);
-  EndProcess();
 }
 
 // The other ranks wait for exchanges that this rank has not enqueued. NCCL aborts them after all ranks of a

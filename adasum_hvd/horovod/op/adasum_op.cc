@@ -134,8 +134,8 @@ void AdasumOp::PrepareForFailure() {
       monitor_ = std::make_unique<HeartbeatMonitor>(LoopOf(*global_state_, settings_.checkpoint_seconds),
                                                     std::chrono::seconds(settings_.local.timeout_seconds),
                                                     std::chrono::seconds(settings_.stall_seconds),
-                                                    std::chrono::seconds(settings_.checkpoint_seconds));
-      monitor_->MonitorAllRanks(NetworkOf(*global_state_, everyone, settings_));
+                                                    std::chrono::seconds(settings_.checkpoint_seconds),
+                                                    NetworkOf(*global_state_, everyone, settings_));
       monitor_of_this_thread = monitor_.get();
     } catch (const std::system_error& error) {
       Warn(std::string("expected a thread that monitors the other ranks, but got: ") + error.what() +

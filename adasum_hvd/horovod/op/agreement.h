@@ -12,6 +12,7 @@
 #include "op/network.h"
 #include "op/settings.h"
 #include "op/statistics.h"
+#include "reduce/mapping.h"
 #include "reduce/plan.h"
 #include "reduce/reduce.h"
 
@@ -59,7 +60,10 @@ public:
         const auto network = NetworkOf(global_state, process_set, settings);
         PollRegularly(network);
         network->BeginOperation();
-        const AllgatherTwo allgather = GatherOver(*network);
+        // Unlike Controller::Allgather2Ints, it has a timeout over MPI, too.
+        const AllgatherTwo allgather = [&](int first, int second) {
+          return Gathered(*network, std::vector<int>{first, second});
+        };
         static_cast<Agreement&>(state) = Agree(process_set.controller, settings, allgather);
         state.network = network;
         if (state.disagreement.empty()) {

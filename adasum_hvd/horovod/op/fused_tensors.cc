@@ -52,7 +52,8 @@ std::optional<ElementType> ElementTypeOf(const hvd::TensorTableEntry& entry) {
   }
 }
 
-FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<FusedTensors>& by_type) {
+FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, const hvd::Response& response,
+                              std::vector<FusedTensors>& by_type) {
   const ElementType type = *ElementTypeOf(entry); // CheckType has accepted the dtype
   for (FusedTensors& fused : by_type) {
     if (fused.type == type) {
@@ -61,6 +62,8 @@ FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<Fu
   }
   by_type.emplace_back();
   by_type.back().type = type;
+  // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
+  by_type.back().scale = response.prescale_factor() * response.postscale_factor();
   by_type.back().delta = Has(entry.tensor_name, kDeltaPrefix);
   return by_type.back();
 }
@@ -92,18 +95,16 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
     // others.
     const std::vector<int64_t> sizes = SegmentsOf(entry);
     const Weights weights = WeightsOf(entry);
-    const auto sum = [](const std::vector<int64_t>& elements) {
-      return std::accumulate(elements.begin(), elements.end(), int64_t{0});
-    };
     const bool fits = weights.newer.empty() || weights.elements == sizes;
-    const int64_t total = sum(fits ? sizes : weights.elements);
+    const std::vector<int64_t>& actual = fits ? sizes : weights.elements;
+    const int64_t total = std::accumulate(actual.begin(), actual.end(), int64_t{0});
     if (!fits || total != entry.tensor->shape().num_elements()) {
       return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
                                           "\": expected segments of " +
                                           std::to_string(entry.tensor->shape().num_elements()) +
                                           " elements in total, but got " + std::to_string(total));
     }
-    FusedTensors& fused = FusedTensorsFor(entry, by_type);
+    FusedTensors& fused = FusedTensorsFor(entry, response, by_type);
     if (ObservationRequested(entry.tensor_name)) {
       fused.observations.push_back({entry.tensor_name, fused.tensors.size(), sizes.size()});
     }
@@ -128,10 +129,6 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
     Count(kBytes, static_cast<int64_t>(entry.tensor->size()));
     Count(kTensors, static_cast<int64_t>(sizes.size()));
     Count(kDeltaTensors, Has(entry.tensor_name, kDeltaPrefix) ? static_cast<int64_t>(sizes.size()) : 0);
-  }
-  for (FusedTensors& fused :
-       by_type) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
-    fused.scale = response.prescale_factor() * response.postscale_factor();
   }
   Count(kCalls, 1);
   return hvd::Status::OK();

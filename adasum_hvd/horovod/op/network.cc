@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "horovod/common/controller.h"
-#include "reduce/mapping.h"
 
 #if HAVE_GLOO
 #include "network/gloo.h"
@@ -69,10 +68,6 @@ std::shared_ptr<NetworkTransport> NetworkOf(hvd::HorovodGlobalState& state, hvd:
     known = {process_set.controller, MakeNetwork(state, process_set, settings)};
   }
   return known.network;
-}
-
-AllgatherTwo GatherOver(Transport& network) {
-  return [&network](int first, int second) { return Gathered(network, std::vector<int>{first, second}); };
 }
 
 } // namespace adasum_hvd

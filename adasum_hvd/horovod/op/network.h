@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "horovod/common/global_state.h"
-#include "host/bootstrap.h"
 #include "network/network.h"
 #include "op/settings.h"
 
@@ -25,8 +24,5 @@ std::map<hvd::Controller*, std::shared_ptr<NetworkTransport>> KnownNetworks();
 // The global ranks of a process set, in Horovod's order. (Horovod's Gloo controller fills memory that its
 // vector has only reserved, so that a copy of the vector is empty.)
 std::vector<int> GlobalRanks(const hvd::Controller& controller);
-
-// Gathers two integers of every rank. Unlike Controller::Allgather2Ints, it has a timeout over MPI, too.
-AllgatherTwo GatherOver(Transport& network);
 
 } // namespace adasum_hvd
