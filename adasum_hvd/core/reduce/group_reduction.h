@@ -55,13 +55,11 @@ public:
   // float64 only: after all elements have arrived, and before GramUpTo. Collective.
   void FindScales();
 
-  // Finds the coefficients of tensors that lie on several slices, after GramUpTo for all elements.
-  // Collective.
+  // After GramUpTo for all elements: finds the coefficients of tensors on several slices. Collective.
   void Solve();
 
-  // Writes elements [begin, end) of this rank's slice of the result. If the ranks share memory and this is
-  // the last level, it writes to the memory of all ranks, except for whole tensors, which are already
-  // written.
+  // Writes elements [begin, end) of this rank's slice of the result; in the last level of ranks that share
+  // memory, to the memory of all, except for whole tensors, which are already written.
   void Combine(int64_t begin, int64_t end);
 
   // Copies this rank's slice of the result to the memory of the others of a group that shares memory.

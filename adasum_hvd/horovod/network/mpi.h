@@ -9,8 +9,7 @@
 
 namespace adasum_hvd {
 
-// Point-to-point messages over an MPI communicator. MPI itself waits for an unresponsive rank without a
-// timeout.
+// Point-to-point messages over an MPI communicator. MPI's own waits have no timeout.
 class MpiTransport : public NetworkTransport {
 public:
   MpiTransport(MPI_Comm communicator, NetworkSettings settings);

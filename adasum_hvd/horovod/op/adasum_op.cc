@@ -161,8 +161,7 @@ AdasumOp::ProcessSetState& AdasumOp::Connect(int process_set_id) const {
         if (state.have_neighbours) {
           path = ConnectLocally(state, controller, allgather);
         }
-        // Only the ranks of process set 0 monitor each other: it has all ranks, and exists while Horovod
-        // runs.
+        // Only in process set 0, which has all ranks, and exists while Horovod runs.
         if (process_set_id == 0 && state.local != nullptr && monitor_ != nullptr) {
           monitor_->MonitorHost(state.local->group());
         }

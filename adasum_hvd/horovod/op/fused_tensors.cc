@@ -17,8 +17,7 @@ constexpr char kDeltaPrefix[] = "adasum.delta/";
 constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
 constexpr char kSegments[] = "adasum.segments=";
 
-// The segments that end a name: 768, 768 and 64 elements for "adasum.segments=768*2,64". Else the whole
-// tensor.
+// The segments that end a name: 768, 768 and 64 elements for "adasum.segments=768*2,64". Else one.
 std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
   const std::string& name = entry.tensor_name;
   const size_t found = name.find(kSegments);
@@ -91,8 +90,7 @@ hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
 hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
                              std::vector<FusedTensors>& by_type) {
   for (const hvd::TensorTableEntry& entry : entries) {
-    // The name is the same on all ranks, so a rank that has joined, or has no such bucket, cuts it as the
-    // others.
+    // All ranks have the same name, so one that has joined, or has no such bucket, cuts it as the others.
     const std::vector<int64_t> sizes = SegmentsOf(entry);
     const Weights weights = WeightsOf(entry);
     const bool fits = weights.newer.empty() || weights.elements == sizes;

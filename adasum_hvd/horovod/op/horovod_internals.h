@@ -192,9 +192,8 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextWithAbort;
   set_reduce_op((op) == ::horovod::common::ReduceOp::ADASUM ? ::horovod::common::ReduceOp::SUM : (op))
 
 // Horovod: divides the postscale factor of AdaSum on devices by the number of ranks of the host, because its
-// own op sums these first. On hosts with different numbers of ranks the factors then differ, which is
-// refused. We need: the factor undivided. The type of the divisor selects the `/=` above; elsewhere it is the
-// number.
+// own op sums these first. On hosts with different numbers of ranks the factors then differ: an error.
+// We need: the factor undivided. The type of the divisor selects the `/=` above; elsewhere it is the number.
 #define GetLocalSize()                                                                                       \
   GetLocalSize() | ::adasum_hvd::Then {                                                                      \
     [](int ranks) { return ::adasum_hvd::LocalSize{ranks}; }                                                 \

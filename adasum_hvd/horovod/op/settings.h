@@ -1,5 +1,4 @@
-// The settings in the environment at init. All ranks must have equal ones: agreement.cc compares
-// fingerprints.
+// The settings in the environment at init. All ranks must have equal ones (agreement.cc).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Weights whose change is reduced: registered from Python by the name of the tensor that holds the older
-// ones.
+// Weights whose change is reduced: Python registers them by the name of the tensor with the older ones.
 #pragma once
 
 #include <atomic>
