@@ -16,45 +16,30 @@ struct Location {
   uint64_t offset = 0; // bytes, in the region
 };
 
-using Regions = std::vector<std::shared_ptr<const SharedRegion>>;
-
-// The region of each piece; null for an empty one, and for one that is not shared.
-Regions RegionsOf(const std::vector<MemoryPiece>& mine, std::string& why_not) {
-  Regions regions;
+// Offers the regions of the pieces to the other ranks, and returns where the pieces lie there.
+std::vector<Location> OfferAll(Transport& transport, const std::vector<MemoryPiece>& mine,
+                               std::string& why_not) {
+  std::vector<Location> locations(mine.size());
   std::shared_ptr<const SharedRegion> region; // mostly the same for all
-  for (const MemoryPiece& piece : mine) {
+  for (size_t index = 0; index < mine.size(); ++index) {
+    const MemoryPiece& piece = mine[index];
     if (piece.bytes > 0 && (region == nullptr || !region->Holds(piece.at, piece.bytes))) {
       region = FindShared(piece.at, piece.bytes);
       if (region == nullptr && why_not.empty()) {
         why_not = "a tensor lies in memory that is not shared";
       }
-    }
-    regions.push_back(piece.bytes > 0 ? region : nullptr);
-  }
-  return regions;
-}
-
-std::vector<Location> LocationsOf(const Regions& regions, const std::vector<MemoryPiece>& mine) {
-  std::vector<Location> locations;
-  for (size_t piece = 0; piece < mine.size(); ++piece) {
-    const SharedRegion* region = regions[piece].get();
-    locations.push_back(region == nullptr
-                            ? Location()
-                            : Location{region->offset(), region->bytes(),
-                                       static_cast<uint64_t>(mine[piece].at - region->begin())});
-  }
-  return locations;
-}
-
-void OfferAll(Transport& transport, const Regions& regions) {
-  for (size_t piece = 0; piece < regions.size(); ++piece) {
-    const bool is_new = regions[piece] != nullptr && (piece == 0 || regions[piece] != regions[piece - 1]);
-    for (int rank = 0; is_new && rank < transport.size(); ++rank) {
-      if (rank != transport.rank()) {
-        transport.Offer(rank, regions[piece]);
+      for (int rank = 0; region != nullptr && rank < transport.size(); ++rank) {
+        if (rank != transport.rank()) {
+          transport.Offer(rank, region);
+        }
       }
     }
+    if (piece.bytes > 0 && region != nullptr) {
+      locations[index] = {region->offset(), region->bytes(),
+                          static_cast<uint64_t>(piece.at - region->begin())};
+    }
   }
+  return locations;
 }
 
 // Maps the pieces of one other rank.
@@ -82,10 +67,8 @@ std::vector<char*> Map(Transport& transport, int rank, const Location* locations
 
 std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vector<MemoryPiece>& mine,
                                           std::string& why_not) {
-  const Regions regions = RegionsOf(mine, why_not);
-  const std::vector<Location> locations = LocationsOf(regions, mine);
-  OfferAll(transport, regions); // before the locations are sent, so that the others unmap freed regions first
-  const std::vector<Location> all = Gathered(transport, locations);
+  // Offers come before locations, so that the others unmap freed regions first.
+  const std::vector<Location> all = Gathered(transport, OfferAll(transport, mine, why_not));
   std::vector<std::vector<char*>> pieces(transport.size());
   try {
     for (int rank = 0; rank < transport.size() && why_not.empty(); ++rank) {

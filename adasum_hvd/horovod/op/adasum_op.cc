@@ -121,7 +121,9 @@ private:
 };
 
 AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::Begin()) {}
+    : AllreduceOp(global_state), settings_(Settings::Begin()) {
+  left_to_horovod = settings_.off;
+}
 
 void AdasumOp::PrepareForFailure() {
   BeginLoop(*global_state_, settings_.stall_seconds,
@@ -336,7 +338,6 @@ void AdasumOp::Release() {
 
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumOp>(state);
-  left_to_horovod = op->is_off();
   op->PrepareForFailure();
   ReleaseWithThisThread(op);
   return op;

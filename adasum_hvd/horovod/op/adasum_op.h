@@ -29,8 +29,6 @@ public:
 
   hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) override;
 
-  bool is_off() const { return settings_.off; }
-
   // Starts monitoring before the first reduction, so that no wait of Horovod's is without a limit.
   void PrepareForFailure();
 

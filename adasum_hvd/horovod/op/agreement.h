@@ -33,8 +33,6 @@ struct Agreement {
 
   // OK, or the reason why no tensor can be reduced.
   hvd::Status Usable() const;
-
-  bool IsOf(const std::shared_ptr<hvd::Controller>& other) const { return controller.lock() == other; }
 };
 
 // Collective over the process set. Ranks that are off also call it, to detect that others are not.
@@ -53,7 +51,7 @@ public:
   State& Connect(int id, hvd::HorovodGlobalState& global_state, const Settings& settings, Prepare prepare) {
     hvd::ProcessSet& process_set = global_state.process_set_table.Get(id);
     State& state = by_id_[id];
-    if (!state.IsOf(process_set.controller)) {
+    if (state.controller.lock() != process_set.controller) {
       state = State();
       state.controller = process_set.controller;
       try {
