@@ -68,11 +68,7 @@ def has_op(library: ctypes.CDLL) -> bool:
 
 
 def require_library(library: ctypes.CDLL) -> None:
-    """Check that the library has the op of this version.
-
-    Raises:
-        RuntimeError: the installed Horovod was built without the op, or by an earlier version.
-    """
+    """Raise RuntimeError if Horovod was built without the op, or by an earlier version."""
     if not has_op(library):
         raise RuntimeError(
             "AdaSum: expected a Horovod built with the AdaSum op, but got "
@@ -86,12 +82,7 @@ def require_library(library: ctypes.CDLL) -> None:
 
 
 def require_op(library: ctypes.CDLL) -> None:
-    """Check that the library has the op and the environment holds valid settings.
-
-    Raises:
-        RuntimeError: as :func:`require_library`.
-        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
-    """
+    """As :func:`require_library`; raise ValueError if an `ADASUM_HVD_*` variable is invalid."""
     require_library(library)
     if error := settings_error(library):
         raise ValueError(f"AdaSum: {error}")
@@ -115,8 +106,7 @@ def settings_error(library: ctypes.CDLL) -> str:
 def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     """Return the transport of a process set, and the reason if it is not shared memory.
 
-    Empty before the first AdaSum in that process set. The part about devices is added with the
-    first tensor on a device.
+    Empty before the first AdaSum there; the part about devices comes with a tensor on one.
     """
     return _call(library, "path", process_set_id).decode()
 
@@ -136,15 +126,10 @@ def counters(library: ctypes.CDLL) -> Counters:
 def shared_memory(
     library: ctypes.CDLL, size: int
 ) -> ctypes.Array[ctypes.c_char] | None:
-    """Return zeroed memory that the other ranks of this host can map.
+    """Return `size` zeroed bytes that the other ranks of this host can map, None without any.
 
-    The op reduces tensors in this memory in place, and copies all others in and out.
-
-    Args:
-        size: bytes.
-
-    Returns:
-        A buffer of `size` bytes, freed with its last reference; None if the allocation fails.
+    The op reduces tensors there in place, and copies all others in and out. They are freed with
+    their last reference.
     """
     address = _call(library, "allocate", ctypes.c_int64(size))
     if not address:
@@ -156,11 +141,7 @@ def shared_memory(
 
 
 def request_record(library: ctypes.CDLL, entry: str) -> None:
-    """Request a record of the next reduction of tensor `entry`.
-
-    Args:
-        entry: the tensor's full name in Horovod ("allreduce." included).
-    """
+    """Request a record of the next reduction of a tensor, by its full name ("allreduce....")."""
     _call(library, "observe", entry.encode())
 
 
@@ -181,15 +162,11 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
 
 
 def segmented(name: str, elements: Sequence[int]) -> str:
-    """Return a name that makes the op treat a tensor as consecutive segments.
+    """Return a name that makes the op treat a tensor as consecutive segments of these elements.
 
     Each segment gets its own AdaSum coefficients, as if it were reduced alone; only one tensor is
     negotiated. Horovod compares names over the ranks, so all ranks use the same segments,
     also ranks that have joined.
-
-    Args:
-        name: the tensor's name without segments.
-        elements: the segments' element counts; their sum is the tensor's element count.
 
     Example:
         >>> segmented("bucket", [768, 768, 64])
@@ -216,9 +193,9 @@ def register_weights(
         entry: the tensor's full name in Horovod ("allreduce." included).
         start: address of the start copy. A tensor of the same name at another address (on a rank
             that has joined) is an ordinary tensor.
-        elements: the segments' element counts, as in the name (:func:`segmented`).
-        weights: the weights' addresses, by segment, contiguous and of the tensor's dtype; they
-            must not move until the reduction is done.
+        elements: as in the name (:func:`segmented`).
+        weights: addresses by segment, of contiguous memory of the tensor's dtype, which must not
+            move until the reduction is done.
     """
     array = (ctypes.c_int64 * len(elements))(*elements)
     addresses = (ctypes.c_void_p * len(elements))(*weights)
@@ -227,15 +204,10 @@ def register_weights(
 
 
 def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -> int:
-    """Copy registered weights to their start copy, and return a checksum of their bits.
+    """Copy registered weights to their start copy, by so many threads at most.
 
-    It is compared with :func:`weights_checksum`: equal if no weight has changed since the latest
-    reduction. One pass over the weights.
-
-    Args:
-        entry: the tensor's name, as registered.
-        dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
-        threads: at most so many copy.
+    Returns a checksum of their bits. It is :func:`weights_checksum` if no weight has changed since
+    the latest reduction.
     """
     types = ("float16", "float32", "float64", "bfloat16")  # the order of kernels.h
     given = entry.encode(), types.index(dtype), threads

@@ -64,11 +64,7 @@ def _require_keras() -> None:
 
 
 def require_unfinished_mpi(library: ctypes.CDLL) -> None:
-    """Check that Horovod would not call MPI after `MPI_Finalize`, which aborts the process.
-
-    Raises:
-        RuntimeError: MPI was finalized, as `hvd.shutdown()` does it; on every rank.
-    """
+    """Raise RuntimeError if `hvd.shutdown()` has finalized MPI: calls after that would abort."""
     finalized = ctypes.c_int()
     if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hasattr(
         library, "MPI_Finalized"
@@ -83,12 +79,7 @@ def require_unfinished_mpi(library: ctypes.CDLL) -> None:
 
 
 def require_horovod(framework: str) -> None:
-    """Import Horovod's module for a framework, and check that it has the op.
-
-    Raises:
-        ImportError: the framework or a Horovod with the op is not installed, or Keras does not
-            load; the message names the command or the variable that fixes it.
-    """
+    """Import Horovod's module for a framework, or raise ImportError with the fix."""
     if importlib.util.find_spec(framework) is None:
         raise ImportError(
             f"adasum_hvd.{framework}: expected {framework}, but got none; run `pip install "

@@ -24,12 +24,7 @@ _libraries: list[ctypes.CDLL] = []  # that report uncaught exceptions
 def configure(
     mpi_ops: Any, library: ctypes.CDLL, group_op: str | None, group_size: int | None
 ) -> None:
-    """Check that the library has the op, and set the groups of the next start.
-
-    Raises:
-        RuntimeError: the library lacks the op, or Horovod runs with other groups.
-        ValueError: a setting is invalid.
-    """
+    """Check the library and its settings, and set the groups of the next start."""
     binding.require_library(library)
     running = binding.settings(library) if mpi_ops.is_initialized() else None
     groups.configure(group_op, group_size, running)
@@ -68,11 +63,7 @@ def start(
 
 
 def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
-    """Log one line on rank 0: version, ranks, transport and groups.
-
-    Args:
-        path: `binding.transport_description`, "" before the first reduction.
-    """
+    """Log one line on rank 0: version, ranks, transport (`path`, "" if unknown) and groups."""
     if mpi_ops.rank() == 0:
         backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
         ranks, hosts = mpi_ops.size(), mpi_ops.cross_size()

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <memory>
 #include <utility>
 
 namespace adasum_hvd {
@@ -11,12 +10,6 @@ namespace {
 bool Holds(const std::vector<int>& tensors, int one) {
   return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
 }
-
-// By rank. Not freed after an error: MPI may still write to them, until the process ends with the failed job.
-struct Buffers {
-  explicit Buffers(int size) : out(size), in(size) {}
-  std::vector<Sums> out, in;
-};
 
 void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
   if (op == FoldOp::kAdd) {
@@ -81,8 +74,7 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
     }
     return tensors;
   };
-  auto buffers = std::make_unique<Buffers>(size);
-  std::vector<Sums>&out = buffers->out, &in = buffers->in;
+  std::vector<Sums> out(size), in(size); // by rank
   std::vector<Message> messages(size);
   bool any = false;
   for (int rank = 0; rank < size; ++rank) {
@@ -103,8 +95,8 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
   }
   try {
     level_.transport->Exchange(messages);
-  } catch (...) {
-    static_cast<void>(buffers.release());
+  } catch (...) { // not freed: MPI may still use them, until the process ends with the failed job
+    static_cast<void>(new std::pair(std::move(out), std::move(in)));
     throw;
   }
   SumsByTensor totals;

@@ -120,19 +120,13 @@ def detect(
     gpu: str | None = None,
     debug: bool = False,
 ) -> Environment:
-    """Describe this environment for a build.
+    """Describe this environment for a build, or raise BuildError if it lacks a part.
 
     Args:
         frameworks: "torch", "tensorflow" or both; None means all that are installed.
         mpi: True requires MPI, False omits it, None uses it if it is installed.
-        gpu: "nccl" builds Horovod's GPU operations with NCCL (see `adasum_hvd.horovod.build.nccl`).
+        gpu: "nccl" builds Horovod's GPU operations with NCCL.
         debug: with debug information, which costs a third of the compilers' time.
-
-    Returns:
-        The environment, whose key decides whether a cached wheel can be used.
-
-    Raises:
-        BuildError: a prerequisite, a given framework, MPI or a part of CUDA is missing.
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))

@@ -40,10 +40,7 @@ class DoctorFinding(NamedTuple):
 
 
 def installed() -> list[DoctorFinding]:
-    """Return the findings in the order in which the parts depend on each other.
-
-    Missing prerequisites of a build come first; they are MISSING only if a build is needed.
-    """
+    """Return the findings; missing prerequisites are MISSING only if a build is needed."""
     found = [*_frameworks(), *_horovod()]
     to_build = any(finding.state and finding.fix.startswith(BUILD) for finding in found)
     what = "prerequisite" if to_build else "prerequisite, only to build again"

@@ -121,11 +121,7 @@ def _fetch_sdist(directory: Path) -> Path:
 
 
 def source_tree(root: Path) -> Path:
-    """Return the folder of Horovod's sources in `root`; extract them if needed.
-
-    Raises:
-        BuildError: the sources are not in the cache and pip cannot download them.
-    """
+    """Return the folder of Horovod's sources in `root`; download and extract them if needed."""
     tree = root / f"horovod-{HOROVOD_VERSION}"
     if (tree / "setup.py").exists():
         return tree

@@ -99,15 +99,7 @@ class Launcher:
         return len(chain)
 
     def context(self, environment: Environment, process: str = "") -> LaunchContext:
-        """Return the place of this process in the job.
-
-        Args:
-            environment: with this launcher's variables.
-            process: a name of the launcher's process on this host.
-
-        Raises:
-            LaunchError: variables are missing or contradict one another.
-        """
+        """Return this process's place in the job; `process` names the launcher's on this host."""
         rank = self.rank_variable(environment)
         required = () if environment.get(self.size) == "1" else self.required
         self._require(environment, rank, self.size, *required)
@@ -292,24 +284,16 @@ def _row(
 
 @dataclass(frozen=True)
 class Seen:
-    """The innermost launcher of a process.
-
-    Attributes:
-        launcher: its row of the table.
-        environment: all variables, without those of outer launchers that it reads, too.
-        process: a name of the launcher's process on this host, "" if it is unknown.
-        equal: the launchers whose variables it has set, itself first.
-        outer: the other launchers that are seen.
-    """
+    """The innermost launcher of a process."""
 
     launcher: Launcher
-    environment: Environment
-    process: str
-    equal: Sequence[Launcher]
-    outer: Sequence[Launcher]
+    environment: Environment  # without variables of outer launchers that it reads, too
+    process: str  # a name of the launcher's process on this host, "" if it is unknown
+    equal: Sequence[Launcher]  # whose variables it has set, itself first
+    outer: Sequence[Launcher]  # the others that are seen
 
     def context(self) -> LaunchContext:
-        """Return the place of this process in the job; raises as `Launcher.context`."""
+        """Return the place of this process in the job."""
         return self.launcher.context(self.environment, self.process)
 
     def is_read_by(self, mpi: str) -> bool:
@@ -329,13 +313,8 @@ def innermost(
     """Return the innermost launcher whose variables are set, None if there is none.
 
     A launcher's own process does not have the variables that it sets, so the processes above a
-    rank show which launcher has started which. If they do not, levels decide.
-
-    Args:
-        chain: this process, its parent, and so on; None for the real ones.
-
-    Raises:
-        LaunchError: launchers of one level give different numbers, and the order is unknown.
+    rank (`chain`: this one, its parent, and so on) show which launcher has started which. If they
+    do not, levels decide; launchers of one level that contradict one another are a LaunchError.
 
     Example:
         >>> step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}

@@ -38,12 +38,7 @@ class Store(Protocol):
 class HttpStore:
     """A store on Horovod's own key-value server, for ranks without torch.
 
-    Args:
-        context: this process's; rank 0 listens on the first of `context.ports` that is free.
-        timeout_seconds: how long to wait for a value.
-
-    Raises:
-        LaunchError: the ports are in use.
+    Rank 0 listens on the first free one of its context's ports.
     """
 
     def __init__(self, context: LaunchContext, timeout_seconds: float):
@@ -87,11 +82,7 @@ class HttpStore:
         self._until_there("PUT", key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it.
-
-        Raises:
-            TimeoutError: nobody stored it in time.
-        """
+        """Wait for a value and return it; raise TimeoutError if no rank has stored it."""
         return self._until_there("GET", key)
 
 
@@ -116,13 +107,9 @@ def _serve(ports: Sequence[int], scope: str) -> int:
 def through(
     store: Store, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
 ) -> Reply:
-    """Send this rank's info through a store; return rank 0's reply.
+    """Send this rank's info through a store; return rank 0's reply, an error if a rank is missing.
 
-    Args:
-        store: shared by all ranks; it may outlive them, as torchrun's does.
-        mine: this rank's info.
-        reply_to: rank 0's function from all infos to a reply, which has an error if a rank is
-            missing.
+    The store may outlive the ranks, as torchrun's does.
     """
     context = mine.context
     prefix = f"adasum.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
