@@ -80,9 +80,7 @@ def _report_uncaught(library: ctypes.CDLL) -> None:
         hook = sys.excepthook
 
         def report(
-            kind: type[BaseException],
-            error: BaseException,
-            trace: TracebackType | None,
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
             try:
                 if not issubclass(kind, HorovodInternalError):

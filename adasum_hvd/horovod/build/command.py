@@ -178,13 +178,8 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
         flush=True,
     )
     # Not `pip wheel`: after a compiler error it deletes the build tree.
-    command = [
-        sys.executable,
-        "setup.py",
-        "bdist_wheel",
-        "--dist-dir",
-        str(root / "dist"),
-    ]
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    command += ["--dist-dir", str(root / "dist")]
     shutil.rmtree(root / "dist", ignore_errors=True)
     for library in tree.glob("build/lib*/horovod/*/*.so"):
         library.unlink()  # perhaps of a framework that is left out now
@@ -222,19 +217,13 @@ def install(wheel: Path) -> None:
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     expected = f"{wheel} {wheel.stat().st_mtime_ns}"
     ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
-    if (
-        stamp.exists()
-        and stamp.read_text() == expected
-        and version_of("horovod") == ours
-    ):
+    is_stamped = stamp.exists() and stamp.read_text() == expected
+    if is_stamped and version_of("horovod") == ours:
         return
     run_pip(
         f"{wheel.name}: expected to be installed in {sys.prefix}",
         "fix that and run `adasum-hvd build` again",
-        "install",
-        "--force-reinstall",
-        "--no-deps",
-        str(wheel),
+        ["install", "--force-reinstall", "--no-deps", str(wheel)],
     )
     # This process may have loaded a framework or the former library already.
     loaded = subprocess.run(

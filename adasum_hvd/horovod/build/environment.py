@@ -18,14 +18,7 @@ from adasum_hvd.horovod.build import nccl, prerequisites
 FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow_cpu")
 # Of the extra `horovod`; cmake and ninja may also come from the system.
-_PACKAGES = (
-    "cffi",
-    "cloudpickle",
-    "packaging",
-    "pyyaml",
-    "setuptools",
-    "wheel",
-)
+_PACKAGES = ("cffi", "cloudpickle", "packaging", "pyyaml", "setuptools", "wheel")
 _CPU_FLAGS = ("avx", "f16c", "fma")  # those that Horovod's CMake looks for
 
 

@@ -24,19 +24,12 @@ class State(enum.IntEnum):
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        subject: the part of the installation.
-        found: its version, path or defect.
-        state: whether AdaSum can run with it.
-        fix: the command or change that fixes it; advice if the state is FINE; may be empty.
-    """
-
-    subject: str
-    found: str
-    state: State = State.FINE
-    fix: str = ""
+    subject: str  # the part of the installation
+    found: str  # its version, path or defect
+    state: State = State.FINE  # whether AdaSum can run with it
+    fix: str = ""  # the command or change that fixes it, or advice
 
 
 def installed() -> list[DoctorFinding]:

@@ -35,46 +35,30 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks, with the names of the variables that it sets.
+    """A program that starts ranks, with the names of the variables that it sets."""
 
-    Attributes:
-        name: for messages.
-        level: launchers of a higher level start those of a lower one.
-        rank: the rank's number; the first that is set counts.
-        size: ranks in the job.
-        local_rank: the rank's number on its host; "" if there is no such variable, as below.
-        local_size: ranks on this host.
-        cross_rank: this host's number.
-        cross_size: hosts in the job.
-        hosts: a list of the hosts, in the order of their ranks.
-        job: variables that together name the job, and no other one.
-        signs: any of them shows the launcher; by default, those of the rank.
-        only_with: a variable that it always sets, too.
-        required: variables of a job of several ranks, in addition to rank and size.
-        remedy: an action if a variable is missing or wrong.
-        has_mpi: whether an MPI library may find the ranks by itself.
-        daemons: names of its processes that start ranks.
-        task: the number of the process that it has started for this rank.
-        complete: returns or corrects fields of the context.
-    """
-
-    name: str
-    level: int
-    rank: tuple[str, ...]
-    size: str
-    local_rank: str = ""
-    local_size: str = ""
-    cross_rank: str = ""
-    cross_size: str = ""
-    hosts: str = ""
-    job: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
-    only_with: str = ""
-    required: tuple[str, ...] = ()
-    remedy: str = "export them on all ranks"
-    has_mpi: bool = True
-    daemons: tuple[str, ...] = ()
-    task: str = ""
+    name: str  # for messages
+    level: int  # launchers of a higher level start those of a lower one
+    rank: tuple[str, ...]  # the rank's number; the first that is set counts
+    size: str  # ranks in the job
+    local_rank: str = (
+        ""  # the rank's number on its host; "" if there is no such variable
+    )
+    local_size: str = ""  # ranks on this host
+    cross_rank: str = ""  # this host's number
+    cross_size: str = ""  # hosts in the job
+    hosts: str = ""  # a list of the hosts, in the order of their ranks
+    job: tuple[str, ...] = ()  # variables that together name the job, and no other one
+    signs: tuple[
+        str, ...
+    ] = ()  # any of them shows the launcher; by default, those of the rank
+    only_with: str = ""  # a variable that it always sets, too
+    required: tuple[str, ...] = ()  # of a job of several ranks, besides rank and size
+    remedy: str = "export them on all ranks"  # if a variable is missing or wrong
+    has_mpi: bool = True  # an MPI library may find the ranks by itself
+    daemons: tuple[str, ...] = ()  # names of its processes that start ranks
+    task: str = ""  # the number of the process that it has started for this rank
+    # Returns or corrects fields of the context.
     complete: Callable[[Environment], dict[str, Any]] | None = None
 
     def is_seen(self, environment: Environment) -> bool:
