@@ -43,13 +43,9 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& 
 }
 
 int64_t GroupReduction::explicit_tensors() const {
-  std::set<int> formed;
-  for (const Run& run : mine().runs) {
-    if (walked_.count(run.tensor) != 0) { // it also has tensors whose totals are only passed on
-      formed.insert(run.tensor);
-    }
-  }
-  return static_cast<int64_t>(formed.size());
+  return std::count_if(mine().runs.begin(), mine().runs.end(), [this](const Run& run) {
+    return walked_.count(run.tensor) != 0; // it also has tensors whose totals are only passed on
+  });
 }
 
 // Points at the elements of all ranks, from `position` of a run.

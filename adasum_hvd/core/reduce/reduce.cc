@@ -255,33 +255,29 @@ void Reduction::Gather(size_t index) {
       Unpack(rank, chunk * chunk_elements_, ChunkEnd(chunk, level.slice(rank)));
     }
   };
-  auto finish = [&](int64_t chunk) {
-    level.transport->Wait();
-    for (int rank = 0; rank < level.size(); ++rank) {
-      if (rank != level.rank()) {
-        unpack(rank, chunk);
-      }
-    }
-  };
   const int64_t chunks = Chunks(level);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (last) {
+  for (int64_t chunk = 0; chunk <= chunks; ++chunk) {
+    if (chunk < chunks && last) {
       groups_[index].Combine(chunk * chunk_elements_, ChunkEnd(chunk, mine));
     }
-    std::vector<Message> messages(level.size());
-    const Chunk out = ChunkOf(mine, level.result[level.rank()], chunk);
-    for (int rank = 0; rank < level.size(); ++rank) {
-      const Chunk in = ChunkOf(level.slice(rank), level.result[rank], chunk);
-      messages[rank] = {out.at, out.bytes, in.at, in.bytes};
+    if (chunk < chunks) {
+      std::vector<Message> messages(level.size());
+      const Chunk out = ChunkOf(mine, level.result[level.rank()], chunk);
+      for (int rank = 0; rank < level.size(); ++rank) {
+        const Chunk in = ChunkOf(level.slice(rank), level.result[rank], chunk);
+        messages[rank] = {out.at, out.bytes, in.at, in.bytes};
+      }
+      level.transport->Start(messages);
+      unpack(level.rank(), chunk);
     }
-    level.transport->Start(messages);
-    unpack(level.rank(), chunk);
     if (chunk > 0) {
-      finish(chunk - 1);
+      level.transport->Wait();
+      for (int rank = 0; rank < level.size(); ++rank) {
+        if (rank != level.rank()) {
+          unpack(rank, chunk - 1);
+        }
+      }
     }
-  }
-  if (chunks > 0) {
-    finish(chunks - 1);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "failure/shut_down.h"
 #include "horovod/common/logging.h"
@@ -17,24 +18,26 @@
 
 using namespace adasum_hvd;
 
+namespace {
+
+// Valid until the next call on the same thread.
+const char* Kept(std::string text) {
+  static thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+} // namespace
+
 extern "C" {
 
 EXPORT const char* horovod_adasum_version() { return kVersion; }
 
-// The settings of the running op as JSON, before init those of the environment; valid until the next call on
-// the same thread.
-EXPORT const char* horovod_adasum_settings() {
-  static thread_local std::string text;
-  text = Settings::InForce().Json();
-  return text.c_str();
-}
+// The settings of the running op as JSON, before init those of the environment.
+EXPORT const char* horovod_adasum_settings() { return Kept(Settings::InForce().Json()); }
 
 // The first invalid ADASUM_HVD_* variable and the reason, or an empty string.
-EXPORT const char* horovod_adasum_settings_error() {
-  static thread_local std::string text;
-  text = Settings::FromEnvironment().error;
-  return text.c_str();
-}
+EXPORT const char* horovod_adasum_settings_error() { return Kept(Settings::FromEnvironment().error); }
 
 // Fills eight counters: calls, tensors, delta tensors, bytes, tensors with an ill-conditioned node, and the
 // nanoseconds of the three phases.
@@ -63,13 +66,8 @@ EXPORT int64_t horovod_adasum_observed(const char* name, const int** sizes, int6
   return latest->number;
 }
 
-// How the ranks of a process set reach each other; empty before the first reduction in it. Valid until the
-// next call on the same thread.
-EXPORT const char* horovod_adasum_path(int process_set_id) {
-  static thread_local std::string text;
-  text = PathOf(process_set_id);
-  return text.c_str();
-}
+// How the ranks of a process set reach each other; empty before the first reduction in it.
+EXPORT const char* horovod_adasum_path(int process_set_id) { return Kept(PathOf(process_set_id)); }
 
 // Whether tensors on CUDA devices are reduced there, over NCCL.
 EXPORT bool horovod_adasum_on_devices() { return kOnDevices; }
