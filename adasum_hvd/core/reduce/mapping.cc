@@ -1,8 +1,6 @@
 #include "reduce/mapping.h"
 
-#include <algorithm>
 #include <iterator>
-#include <stdexcept>
 
 #include "host/abort_notice.h"
 

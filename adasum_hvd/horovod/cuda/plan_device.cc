@@ -6,7 +6,6 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace adasum_hvd {
 

@@ -1,7 +1,6 @@
 #include "network/mpi.h"
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>

@@ -21,7 +21,6 @@
 #include "horovod/common/global_state.h"
 #include "network/nccl.h"
 #include "op/agreement.h"
-#include "op/device_hooks.h"
 #include "op/fused_tensors.h"
 #include "op/observations.h"
 #include "op/settings.h"

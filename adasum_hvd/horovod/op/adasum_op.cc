@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
-#include <stdexcept>
 #include <system_error>
 
 #include <link.h>
@@ -14,7 +13,7 @@
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
-#include "op/host_hooks.h"
+#include "op/hooks.h"
 #include "op/network.h"
 #include "op/observations.h"
 #include "op/statistics.h"

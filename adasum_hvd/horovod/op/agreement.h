@@ -8,7 +8,7 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/process_set.h"
-#include "op/host_hooks.h"
+#include "op/hooks.h"
 #include "op/network.h"
 #include "op/settings.h"
 #include "op/statistics.h"

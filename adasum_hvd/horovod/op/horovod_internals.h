@@ -76,14 +76,10 @@ inline void RemoveFrom(hvd::ProcessSetTable& table, int32_t id) { (table.*Privat
 
 #include "failure/shut_down.h"
 #include "horovod/common/ops/operation_manager.h"
-#include "op/host_hooks.h"
-#include "op/settings.h" // ADASUM_ON_DEVICES
-#if ADASUM_ON_DEVICES
-#include "op/device_hooks.h"
-#if HAVE_MPI
+#include "op/hooks.h"
+#if ADASUM_ON_DEVICES && HAVE_MPI
 // It names NCCLContext, which is another class below.
 #include "horovod/common/ops/adasum_gpu_operations.h"
-#endif
 #endif
 
 namespace adasum_hvd {
@@ -182,7 +178,7 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextWithAbort;
 
 #define OperationManager AdasumOperationManager
 #if ADASUM_ON_DEVICES
-#define NCCLContext AdasumNcclContext // for the reason see op/device_hooks.h
+#define NCCLContext AdasumNcclContext // for the reason see op/hooks.h
 #endif
 
 // Horovod: an AdaSum response has reduce_op SUM, its request ADASUM, so that the response cache never hits

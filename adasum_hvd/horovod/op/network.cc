@@ -1,8 +1,6 @@
 #include "op/network.h"
 
-#include <map>
 #include <stdexcept>
-#include <vector>
 
 #include "horovod/common/controller.h"
 
