@@ -117,18 +117,19 @@ void Placement::AddCopies(int rank, const std::function<Staged(const Run& run)>&
   if (replicate_ && rank != levels_.front().rank()) {
     return; // the same slice as this rank's
   }
-  for (const Run& run : levels_.front().slice(rank).runs) {
+  const std::vector<Run>& runs = levels_.front().slice(rank).runs;
+  for (size_t index = 0; index < runs.size(); ++index) {
+    const Run& run = runs[index];
     const TensorView& tensor = tensors_[run.tensor];
     const void* start = IsDelta(run) ? At(tensor.start, run) : nullptr;
     const auto [at, sent, received] = stage(run);
-    pack.push_back(sent ? Copy{Input(run), start, at, -1.0, run.count} : Copy{});
-    unpack.push_back(
-        received ? Copy{at, start, Output(run), 1.0, run.count, tensor.checksum, tensor.first + run.first}
-                 : Copy{});
-  }
-  for (Copies* copies : {&pack, &unpack}) {
-    if (std::all_of(copies->begin(), copies->end(), [](const Copy& copy) { return copy.to == nullptr; })) {
-      copies->clear();
+    if (sent) {
+      pack.resize(runs.size());
+      pack[index] = {Input(run), start, at, -1.0, run.count};
+    }
+    if (received) {
+      unpack.resize(runs.size());
+      unpack[index] = {at, start, Output(run), 1.0, run.count, tensor.checksum, tensor.first + run.first};
     }
   }
 }
