@@ -53,7 +53,7 @@ class Launcher:
         str, ...
     ] = ()  # any of them shows the launcher; by default, those of the rank
     only_with: str = ""  # a variable that it always sets, too
-    required: tuple[str, ...] = ()  # of a job of several ranks, besides rank and size
+    required: tuple[str, ...] = ()  # of several ranks, in addition to rank and size
     remedy: str = "export them on all ranks"  # if a variable is missing or wrong
     has_mpi: bool = True  # an MPI library may find the ranks by itself
     daemons: tuple[str, ...] = ()  # names of its processes that start ranks
