@@ -11,7 +11,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ from adasum_hvd.monitor.statistics import TensorRecord
 
 _BUILD_COMMAND = "adasum-hvd build"
 _SEGMENTS = "adasum.segments="  # the same as in op/fused_tensors.cc
+# What the functions of op/exports.cc return, without "horovod_adasum_"; the others nothing.
+_RESULTS = {
+    **dict.fromkeys(("version", "settings", "settings_error", "path"), ctypes.c_char_p),
+    **dict.fromkeys(("record_weights", "weights_checksum"), ctypes.c_uint64),
+    "on_devices": ctypes.c_bool,
+    "observed": ctypes.c_int64,
+    "allocate": ctypes.c_void_p,
+}
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    function = getattr(library, f"horovod_adasum_{name}")
+    function.restype = _RESULTS.get(name)
+    return function(*arguments)
 
 
 class Counters(NamedTuple):
@@ -54,11 +68,7 @@ def has_op(library: ctypes.CDLL) -> bool:
 
 
 def require_library(library: ctypes.CDLL) -> None:
-    """Check that the library has the op of this version.
-
-    Raises:
-        RuntimeError: the installed Horovod was built without the op, or by an earlier version.
-    """
+    """Raise RuntimeError if Horovod was built without the op, or by an earlier version."""
     if not has_op(library):
         raise RuntimeError(
             "AdaSum: expected a Horovod built with the AdaSum op, but got "
@@ -72,96 +82,67 @@ def require_library(library: ctypes.CDLL) -> None:
 
 
 def require_op(library: ctypes.CDLL) -> None:
-    """Check that the library has the op and the environment holds valid settings.
-
-    Raises:
-        RuntimeError: as :func:`require_library`.
-        ValueError: an `ADASUM_HVD_*` variable holds no valid value.
-    """
+    """As :func:`require_library`; raise ValueError if an `ADASUM_HVD_*` variable is invalid."""
     require_library(library)
     if error := settings_error(library):
         raise ValueError(f"AdaSum: {error}")
 
 
-def _text(library: ctypes.CDLL, function: str) -> str:
-    call = getattr(library, function)
-    call.restype = ctypes.c_char_p
-    return call().decode(errors="backslashreplace")
-
-
 def version(library: ctypes.CDLL) -> str:
     """Return the version of the op in this library."""
-    return _text(library, "horovod_adasum_version")
+    return _call(library, "version").decode()
 
 
 def settings(library: ctypes.CDLL) -> dict[str, object]:
     """Return the settings that the op read at the last `init`; before it, the environment's."""
-    return json.loads(_text(library, "horovod_adasum_settings"))
+    return json.loads(_call(library, "settings"))
 
 
 def settings_error(library: ctypes.CDLL) -> str:
     """Return the error about an invalid `ADASUM_HVD_*` variable, or "" if all are valid."""
-    return _text(library, "horovod_adasum_settings_error")
+    return _call(library, "settings_error").decode(errors="backslashreplace")
 
 
 def transport_description(library: ctypes.CDLL, process_set_id: int = 0) -> str:
     """Return the transport of a process set, and the reason if it is not shared memory.
 
-    Empty before the first AdaSum in that process set. The part about devices is added with the
-    first tensor on a device.
+    Empty before the first AdaSum there; the part about devices comes with a tensor on one.
     """
-    call = library.horovod_adasum_path
-    call.restype = ctypes.c_char_p
-    return call(process_set_id).decode()
+    return _call(library, "path", process_set_id).decode()
 
 
 def reduces_on_devices(library: ctypes.CDLL) -> bool:
     """Return whether CUDA tensors are reduced on their device, over NCCL."""
-    call = library.horovod_adasum_on_devices
-    call.restype = ctypes.c_bool
-    return call()
+    return _call(library, "on_devices")
 
 
 def counters(library: ctypes.CDLL) -> Counters:
     """Return how much the op has reduced in this process."""
     values = (ctypes.c_int64 * len(Counters._fields))()
-    library.horovod_adasum_counters(values)
+    _call(library, "counters", values)
     return Counters(*values)
 
 
 def shared_memory(
     library: ctypes.CDLL, size: int
 ) -> ctypes.Array[ctypes.c_char] | None:
-    """Return zeroed memory that the other ranks of this host can map.
+    """Return `size` zeroed bytes that the other ranks of this host can map, None without any.
 
-    The op reduces tensors in this memory in place, and copies all others in and out.
-
-    Args:
-        size: bytes.
-
-    Returns:
-        A buffer of `size` bytes, freed with its last reference; None if the allocation fails.
+    The op reduces tensors there in place, and copies all others in and out. They are freed with
+    their last reference.
     """
-    allocate = library.horovod_adasum_allocate
-    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_int64,)
-    address = allocate(size)
+    address = _call(library, "allocate", ctypes.c_int64(size))
     if not address:
         return None
     memory = (ctypes.c_char * size).from_address(address)
-    free = weakref.finalize(
-        memory, library.horovod_adasum_free, ctypes.c_void_p(address)
-    )
+    free = weakref.finalize(memory, _call, library, "free", ctypes.c_void_p(address))
     free.atexit = False  # the op may use the memory until the process ends
     return memory
 
 
 def request_record(library: ctypes.CDLL, entry: str) -> None:
-    """Request a record of the next reduction of tensor `entry`.
-
-    Args:
-        entry: the tensor's full name in Horovod ("allreduce." included).
-    """
-    library.horovod_adasum_observe(entry.encode())
+    """Request a record of the next reduction of a tensor, by its full name ("allreduce....")."""
+    _call(library, "observe", entry.encode())
 
 
 def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
@@ -171,10 +152,8 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
     """
     sizes, rows = ctypes.POINTER(ctypes.c_int)(), ctypes.POINTER(ctypes.c_double)()
     levels, doubles = ctypes.c_int64(), ctypes.c_int64()
-    call = library.horovod_adasum_observed
-    call.restype = ctypes.c_int64
-    outputs = (sizes, levels, rows, doubles)
-    number = call(entry.encode(), *map(ctypes.byref, outputs))
+    outputs = map(ctypes.byref, (sizes, levels, rows, doubles))
+    number = _call(library, "observed", entry.encode(), *outputs)
     if not number:
         return None
     count = doubles.value
@@ -183,15 +162,11 @@ def latest_record(library: ctypes.CDLL, entry: str) -> TensorRecord | None:
 
 
 def segmented(name: str, elements: Sequence[int]) -> str:
-    """Return a name that makes the op treat a tensor as consecutive segments.
+    """Return a name that makes the op treat a tensor as consecutive segments of these elements.
 
     Each segment gets its own AdaSum coefficients, as if it were reduced alone; only one tensor is
     negotiated. Horovod compares names over the ranks, so all ranks use the same segments,
     also ranks that have joined.
-
-    Args:
-        name: the tensor's name without segments.
-        elements: the segments' element counts; their sum is the tensor's element count.
 
     Example:
         >>> segmented("bucket", [768, 768, 64])
@@ -218,41 +193,32 @@ def register_weights(
         entry: the tensor's full name in Horovod ("allreduce." included).
         start: address of the start copy. A tensor of the same name at another address (on a rank
             that has joined) is an ordinary tensor.
-        elements: the segments' element counts, as in the name (:func:`segmented`).
-        weights: the weights' addresses, by segment, contiguous and of the tensor's dtype; they
-            must not move until the reduction is done.
+        elements: as in the name (:func:`segmented`).
+        weights: addresses by segment, of contiguous memory of the tensor's dtype, which must not
+            move until the reduction is done.
     """
     array = (ctypes.c_int64 * len(elements))(*elements)
     addresses = (ctypes.c_void_p * len(elements))(*weights)
-    library.horovod_adasum_register_weights(
-        entry.encode(), array, len(elements), ctypes.c_void_p(start), addresses
-    )
+    given = array, len(elements), ctypes.c_void_p(start), addresses
+    _call(library, "register_weights", entry.encode(), *given)
 
 
 def record_weights(library: ctypes.CDLL, entry: str, dtype: str, threads: int) -> int:
-    """Copy registered weights to their start copy, and return a checksum of their bits.
+    """Copy registered weights to their start copy, by so many threads at most.
 
-    It is compared with :func:`weights_checksum`: equal if no weight has changed since the latest
-    reduction. One pass over the weights.
-
-    Args:
-        entry: the tensor's name, as registered.
-        dtype: of the weights: "float16", "float32", "float64" or "bfloat16".
-        threads: at most so many copy.
+    Returns a checksum of their bits. It is :func:`weights_checksum` if no weight has changed since
+    the latest reduction.
     """
-    call = library.horovod_adasum_record_weights
-    call.restype = ctypes.c_uint64
     types = ("float16", "float32", "float64", "bfloat16")  # the order of kernels.h
-    return int(call(entry.encode(), types.index(dtype), threads))
+    given = entry.encode(), types.index(dtype), threads
+    return _call(library, "record_weights", *given)
 
 
 def weights_checksum(library: ctypes.CDLL, entry: str) -> int:
     """Return the checksum of registered weights as the latest reduction on the host wrote them."""
-    call = library.horovod_adasum_weights_checksum
-    call.restype = ctypes.c_uint64
-    return int(call(entry.encode()))
+    return _call(library, "weights_checksum", entry.encode())
 
 
 def forget_weights(library: ctypes.CDLL, entry: str) -> None:
     """Undo :func:`register_weights`."""
-    library.horovod_adasum_register_weights(entry.encode(), None, 0, None, None)
+    _call(library, "register_weights", entry.encode(), None, 0, None, None)

@@ -1,4 +1,7 @@
-"""The check that the installed Horovod has the op, before a framework's module imports it."""
+"""The check that the installed Horovod has the op, before a framework's module imports it.
+
+`python -m adasum_hvd.horovod.preflight` checks in a process of its own that the op loads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 from adasum_hvd.horovod import binding
@@ -60,11 +64,7 @@ def _require_keras() -> None:
 
 
 def require_unfinished_mpi(library: ctypes.CDLL) -> None:
-    """Check that Horovod would not call MPI after `MPI_Finalize`, which aborts the process.
-
-    Raises:
-        RuntimeError: MPI was finalized, as `hvd.shutdown()` does it; on every rank.
-    """
+    """Raise RuntimeError if `hvd.shutdown()` has finalized MPI: calls after that would abort."""
     finalized = ctypes.c_int()
     if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hasattr(
         library, "MPI_Finalized"
@@ -79,12 +79,7 @@ def require_unfinished_mpi(library: ctypes.CDLL) -> None:
 
 
 def require_horovod(framework: str) -> None:
-    """Import Horovod's module for a framework, and check that it has the op.
-
-    Raises:
-        ImportError: the framework or a Horovod with the op is not installed, or Keras does not
-            load; the message names the command or the variable that fixes it.
-    """
+    """Import Horovod's module for a framework, or raise ImportError with the fix."""
     if importlib.util.find_spec(framework) is None:
         raise ImportError(
             f"adasum_hvd.{framework}: expected {framework}, but got none; run `pip install "
@@ -107,3 +102,22 @@ def require_horovod(framework: str) -> None:
         raise _no_op_error(framework, f"one that does not load ({error})") from error
     if not binding.has_op(library):
         raise _no_op_error(framework, f"{library._name} without the op")
+
+
+def _load_all() -> list[str]:
+    """Load the op for every framework that Horovod was built for; return the errors."""
+    found = []
+    for framework in filter(importlib.util.find_spec, _LIBRARIES):
+        if path := library_path(framework):
+            try:
+                importlib.import_module(framework)
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            except (ImportError, OSError) as error:
+                found.append(f"{framework}: {error}")
+    return found
+
+
+if __name__ == "__main__":
+    errors = _load_all()
+    print(*errors, sep="\n")
+    sys.exit(bool(errors))

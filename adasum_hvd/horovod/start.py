@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
 
 from adasum_hvd.advice.banner import startup_line
 from adasum_hvd.base.logging import log_on_first_rank, logger
@@ -13,18 +17,14 @@ from adasum_hvd.base.options import warn_of_one_group
 from adasum_hvd.horovod import binding, groups, preflight
 from adasum_hvd.horovod.elastic import arrival
 from adasum_hvd.horovod.launch import variables
-from adasum_hvd.horovod.uncaught import report_uncaught
+
+_libraries: list[ctypes.CDLL] = []  # that report uncaught exceptions
 
 
 def configure(
     mpi_ops: Any, library: ctypes.CDLL, group_op: str | None, group_size: int | None
 ) -> None:
-    """Check that the library has the op, and set the groups of the next start.
-
-    Raises:
-        RuntimeError: the library lacks the op, or Horovod runs with other groups.
-        ValueError: a setting is invalid.
-    """
+    """Check the library and its settings, and set the groups of the next start."""
     binding.require_library(library)
     running = binding.settings(library) if mpi_ops.is_initialized() else None
     groups.configure(group_op, group_size, running)
@@ -56,23 +56,40 @@ def start(
     arrival.init_together(functools.partial(mpi_ops.init, *args, **kwargs), again)
     variables.check_size(mpi_ops.size(), expected, *args, **kwargs)
     log_on_first_rank(mpi_ops.rank())
-    report_uncaught(library)
-    _warn_of_one_group(mpi_ops, binding.settings(library))
-
-
-def _warn_of_one_group(mpi_ops: Any, settings: dict[str, Any]) -> None:
+    _report_uncaught(library)
+    settings: Any = binding.settings(library)
     ranks = mpi_ops.rank(), mpi_ops.size(), mpi_ops.local_size()
     warn_of_one_group(settings["group_op"], settings["group_size"], *ranks)
 
 
 def log_startup(mpi_ops: Any, library: ctypes.CDLL, path: str) -> None:
-    """Log one line on rank 0: version, ranks, transport and groups.
-
-    Args:
-        path: `binding.transport_description`, "" before the first reduction.
-    """
+    """Log one line on rank 0: version, ranks, transport (`path`, "" if unknown) and groups."""
     if mpi_ops.rank() == 0:
         backend = "MPI" if mpi_ops.mpi_enabled() else "Gloo"
         ranks, hosts = mpi_ops.size(), mpi_ops.cross_size()
         settings = binding.settings(library)
         logger.info(startup_line(settings, backend, ranks, hosts, path))
+
+
+def _report_uncaught(library: ctypes.CDLL) -> None:
+    """Name an uncaught exception of this process in the errors of the ranks that wait for it.
+
+    Horovod's own exceptions are not reported, because every rank raises them.
+    """
+    if not _libraries:
+        hook = sys.excepthook
+
+        def report(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            try:
+                if not issubclass(kind, HorovodInternalError):
+                    text = f"its script raised {kind.__name__}: {error}"
+                    for loaded in _libraries:
+                        loaded.horovod_adasum_leave(text.encode(errors="replace"))
+            finally:
+                hook(kind, error, trace)
+
+        sys.excepthook = report
+    if library not in _libraries:
+        _libraries.append(library)

@@ -139,7 +139,8 @@ def table(measured: dict[str, Any]) -> str:
         f"{'float32':14s} {'':5s} {'operation':18s} {'min ms':>9s} {'p50 ms':>9s} {'max ms':>9s} "
         f"{'GB/s':>7s} {'#wrong':>7s}  AdaSum / it",
     ]
-    for row in sorted(measured["rows"], key=_order):
+    order = list(CASES).index
+    for row in sorted(measured["rows"], key=lambda r: (order(r["case"]), r["backend"])):
         times = row["seconds"]
         p50, total = statistics.median(times), 4 * sum(CASES[row["case"]])
         ours = middle.get((row["case"], row["backend"], OURS))
@@ -157,10 +158,6 @@ def ratio(value: float) -> str:
     """Return a time over a peer's, as in "0.95x", or in bold if it loses."""
     shown = f"{value:.2f}x"
     return f"**{shown}**" if round(value, 2) > 1 else shown
-
-
-def _order(row: dict[str, Any]) -> tuple[int, str]:
-    return list(CASES).index(row["case"]), row["backend"]
 
 
 def compare(words: list[str]) -> str:

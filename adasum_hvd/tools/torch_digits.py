@@ -31,7 +31,7 @@ from adasum_hvd.tools import plot
 OPS = ("sum", "average", "adasum-grad", "adasum-delta")
 WATCHED, RECORDS = "adasum-grad", "demo-monitor.jsonl"  # of hvd.AdasumMonitor
 EVERY = 2  # steps between two records of the monitor
-Trained = tuple[nn.Module, Any, Callable[[], None]]
+Trained = tuple[nn.Module, Any, Any]
 BATCH_SIZE = 32  # images per rank and step
 RATE = 0.03  # for one process, and not scaled
 SEED = 42
@@ -64,7 +64,7 @@ class Engine(NamedTuple):
     size: int
     local: tuple[int, int]  # this rank's number on its host, and of how many
     # Of a model, an optimizer, an op's name and a monitor's file or None. Returns the model and the
-    # optimizer with that reduction, and a function that closes the monitor.
+    # optimizer with that reduction, and the monitor or None.
     train: Callable[[nn.Module, Any, str, Path | None], Trained]
     check_replicas: Callable[[nn.Module], bool]
     shut_down: Callable[[], None]
@@ -79,9 +79,7 @@ def horovod() -> Engine:
     ) -> Trained:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
-        if records is None:
-            return model, wrapped, lambda: None
-        return model, wrapped, hvd.AdasumMonitor(wrapped, EVERY, records).close
+        return model, wrapped, records and hvd.AdasumMonitor(wrapped, EVERY, records)
 
     hvd.init()
     ranks = hvd.rank(), hvd.size(), (hvd.local_rank(), hvd.local_size())
@@ -99,30 +97,23 @@ def torch_distributed() -> Engine:
     ) -> Trained:
         if op == "adasum-delta":
             distributed.reduce_changes(optimizer)
-            return model, optimizer, lambda: None
-        # A function of Gram matrices: the coefficients of a plain sum.
+            return model, optimizer, None
         rules: dict[str, Any] = {
-            "sum": _ones,
+            # A function of Gram matrices: the coefficients of a plain sum.
+            "sum": lambda gram: torch.ones_like(gram[:, 0]),
             "average": "mean",
             "adasum-grad": "adasum",
         }
         state = distributed.AdasumState(rule=rules[op])
         ddp = nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(state, distributed.adasum_hook)
-        if records is None:
-            return ddp, optimizer, lambda: None
-        named = model.named_parameters()
-        monitor = distributed.AdasumMonitor(state, EVERY, records, named)
-        return ddp, optimizer, monitor.close
+        watched = state, EVERY, records, model.named_parameters()
+        return ddp, optimizer, records and distributed.AdasumMonitor(*watched)
 
     dist.init_process_group("gloo")
     local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     ranks = dist.get_rank(), dist.get_world_size(), local
     return Engine(*ranks, train, distributed.check_replicas, dist.destroy_process_group)
-
-
-def _ones(gram: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(gram[:, 0])
 
 
 ENGINES = {"horovod": horovod, "torch": torch_distributed}
@@ -181,7 +172,7 @@ def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
     if records is not None:
         records.unlink(missing_ok=True)
         records.with_suffix(".png").unlink(missing_ok=True)
-    reduced, optimizer, close = engine.train(model, optimizer, op, records)
+    reduced, optimizer, monitor = engine.train(model, optimizer, op, records)
     per_epoch = len(train_images) // (BATCH_SIZE * engine.size)
     steps = per_epoch * epochs
     every = max(1, steps // 30)
@@ -206,7 +197,8 @@ def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
             result.curve.append((step + 1, result.accuracy))
             if result.steps_to_target is None and result.accuracy >= TARGET_ACCURACY:
                 result.steps_to_target = step + 1
-    close()
+    if monitor is not None:
+        monitor.close()
     result.seconds = time.perf_counter() - started
     with suppress(ReplicaMismatch):
         result.identical = engine.check_replicas(model)
@@ -226,7 +218,6 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
             f"{result.op:14s} {result.accuracy:13.3f} {steps:>13s} {result.seconds:8.1f}  "
             f"{'yes' if result.identical else 'NO'}"
         )
-    output.mkdir(parents=True, exist_ok=True)
     table = output / "demo.json"
     table.write_text(json.dumps([asdict(result) for result in results], indent=1))
     if (pyplot := plot.pyplot_for_files()) is None:
@@ -236,9 +227,8 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
     for result in results:
         axes.plot(*zip(*result.curve, strict=True), label=result.op)
     axes.axhline(TARGET_ACCURACY, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("step")
-    axes.set_ylabel("test accuracy")
-    axes.set_title(f"LeNet-5 on digits, {ranks} ranks, one learning rate")
+    title = f"LeNet-5 on digits, {ranks} ranks, one learning rate"
+    axes.set(xlabel="step", ylabel="test accuracy", title=title)
     axes.legend()
     figure.savefig(output / "demo.png", dpi=120)
     print(f"\nresults: {table}\npicture: {output / 'demo.png'}")

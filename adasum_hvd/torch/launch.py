@@ -13,7 +13,7 @@ import torch.distributed as dist
 from adasum_hvd.horovod.launch import launchers, variables
 from adasum_hvd.horovod.launch.assignment import RankInfo
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
-from adasum_hvd.horovod.launch.rendezvous import Rendezvous, Reply, StoreRendezvous
+from adasum_hvd.horovod.launch.rendezvous import Rendezvous, Reply, through
 from adasum_hvd.horovod.launch.variables import Expected
 
 
@@ -92,4 +92,4 @@ def _store_of(context: LaunchContext, port: int) -> dist.Store:
 def _over_torchs_store(context: LaunchContext) -> Rendezvous:
     if context.port is None or context.size == 1:
         return variables.over_http_store(context)
-    return StoreRendezvous(_store_of(context, context.port))
+    return functools.partial(through, _store_of(context, context.port))

@@ -35,7 +35,7 @@ class Program:
         """Return what to compile, each file with flags of its own."""
         found = dict(rooms.ARITHMETIC)
         if self.on_device:
-            found |= rooms.KERNELS | rooms.sources("network/nccl.cc")
+            found |= rooms.KERNELS
             found |= rooms.SIMULATED_DEVICE
         # A test that is on no list is a function that nothing uses.
         own = (*(_ON_DEVICE if self.on_device else ()), "-Werror=unused-function")

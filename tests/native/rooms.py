@@ -51,7 +51,7 @@ OP = sources(
 )  # fmt: skip
 WITHOUT_HOROVOD = {  # settings.cc knows which of Horovod's backends there are
     path: own
-    for path, own in (ARITHMETIC | KERNELS | sources("network/nccl.cc")).items()
+    for path, own in (ARITHMETIC | KERNELS).items()
     if path.name != "settings.cc"
 }
 SIMULATED_DEVICE = dict.fromkeys(sorted(SIMULATED.glob("*.cc")), ())

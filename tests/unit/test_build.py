@@ -167,7 +167,7 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
     library.parent.mkdir(parents=True)
     library.write_text("not a library" * 99)
     (tmp_path / "horovod" / "__init__.py").touch()
-    words = [sys.executable, "-m", "adasum_hvd.horovod.build.load_check"]
+    words = [sys.executable, "-m", "adasum_hvd.horovod.preflight"]
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     loaded = subprocess.run(
         words, capture_output=True, text=True, check=False,

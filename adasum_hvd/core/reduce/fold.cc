@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <memory>
 #include <utility>
 
 namespace adasum_hvd {
@@ -12,12 +11,6 @@ bool Holds(const std::vector<int>& tensors, int one) {
   return std::find(tensors.begin(), tensors.end(), one) != tensors.end();
 }
 
-// By rank. Not freed after an error: MPI may still write to them, until the process ends with the failed job.
-struct Buffers {
-  explicit Buffers(int size) : out(size), in(size) {}
-  std::vector<Sums> out, in;
-};
-
 void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
   if (op == FoldOp::kAdd) {
     Add(values, total);
@@ -25,6 +18,29 @@ void FoldInto(Sums& total, const DoubleDouble* values, FoldOp op) {
   }
   std::transform(total.begin(), total.end(), values, total.begin(),
                  [](const DoubleDouble& a, const DoubleDouble& b) { return a.high < b.high ? b : a; });
+}
+
+// A rank whose shard of a tensor is empty contributes zeros.
+void FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only, size_t entries,
+                    FoldOp op) {
+  std::vector<int> tensors;
+  std::copy_if(shards.tensors.begin(), shards.tensors.end(), std::back_inserter(tensors),
+               [only](int tensor) { return only == nullptr || only->count(tensor) != 0; });
+  Sums mine;
+  for (int tensor : tensors) {
+    Sums& own = sums[tensor];
+    own.resize(entries);
+    mine.insert(mine.end(), own.begin(), own.end());
+    own.assign(entries, DoubleDouble());
+  }
+  const Sums all = Gathered(*shards.transport, mine);
+  const DoubleDouble* values = all.data();
+  for (int rank = 0; rank < shards.transport->size(); ++rank) {
+    for (int tensor : tensors) {
+      FoldInto(sums[tensor], values, op);
+      values += entries;
+    }
+  }
 }
 
 } // namespace
@@ -36,33 +52,6 @@ void SumsOverRanks::Fold(SumsByTensor& sums, const std::set<int>* only, size_t e
   }
   for (const Shards& shards : shards_) {
     FoldOverShards(shards, sums, only, entries, op);
-  }
-}
-
-// A rank whose shard of a tensor is empty contributes zeros.
-void SumsOverRanks::FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only,
-                                   size_t entries, FoldOp op) {
-  std::vector<int> tensors;
-  std::copy_if(shards.tensors.begin(), shards.tensors.end(), std::back_inserter(tensors),
-               [only](int tensor) { return only == nullptr || only->count(tensor) != 0; });
-  std::vector<Sums> all(shards.transport->size(), Sums(tensors.size() * entries));
-  Sums& mine = all[shards.transport->rank()];
-  for (size_t k = 0; k < tensors.size(); ++k) {
-    Sums& own = sums[tensors[k]];
-    own.resize(entries);
-    std::copy(own.begin(), own.end(), mine.begin() + k * entries);
-    own.assign(entries, DoubleDouble());
-  }
-  std::vector<Message> messages;
-  for (Sums& of_rank : all) {
-    const auto bytes = static_cast<int64_t>(mine.size() * sizeof mine[0]);
-    messages.push_back({mine.data(), bytes, of_rank.data(), bytes});
-  }
-  shards.transport->Exchange(messages);
-  for (const Sums& of_rank : all) {
-    for (size_t k = 0; k < tensors.size(); ++k) {
-      FoldInto(sums[tensors[k]], &of_rank[k * entries], op);
-    }
   }
 }
 
@@ -85,8 +74,7 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
     }
     return tensors;
   };
-  auto buffers = std::make_unique<Buffers>(size);
-  std::vector<Sums>&out = buffers->out, &in = buffers->in;
+  std::vector<Sums> out(size), in(size); // by rank
   std::vector<Message> messages(size);
   bool any = false;
   for (int rank = 0; rank < size; ++rank) {
@@ -107,8 +95,8 @@ void SumsOverRanks::FoldOverGroup(SumsByTensor& sums, const std::set<int>* only,
   }
   try {
     level_.transport->Exchange(messages);
-  } catch (...) {
-    static_cast<void>(buffers.release());
+  } catch (...) { // not freed: MPI may still use them, until the process ends with the failed job
+    static_cast<void>(new std::pair(std::move(out), std::move(in)));
     throw;
   }
   SumsByTensor totals;

@@ -30,8 +30,6 @@ public:
 
 private:
   void FoldOverGroup(SumsByTensor& sums, const std::set<int>* only, size_t entries, FoldOp op) const;
-  static void FoldOverShards(const Shards& shards, SumsByTensor& sums, const std::set<int>* only,
-                             size_t entries, FoldOp op);
   const std::vector<int>& PartsOf(int rank) const { return level_.shares.parts[rank]; }
   bool IsPassedOn(int tensor) const;
 

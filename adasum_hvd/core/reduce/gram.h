@@ -40,8 +40,20 @@ private:
 // Sums of the entries of block sums: of a packed Gram matrix (tree.h: GramIndex), for example.
 using Sums = std::vector<DoubleDouble>;
 
-void Add(const double* block_sums, Sums& total);
-void Add(const DoubleDouble* part, Sums& total);
-std::vector<double> Rounded(const Sums& total);
+// Adds block sums, or parts of the total.
+template <class Sum> void Add(const Sum* part, Sums& total) {
+  for (DoubleDouble& entry : total) {
+    entry += *part++;
+  }
+}
+
+inline std::vector<double> Rounded(const Sums& total) {
+  std::vector<double> values;
+  values.reserve(total.size());
+  for (const DoubleDouble& entry : total) {
+    values.push_back(entry.Rounded());
+  }
+  return values;
+}
 
 } // namespace adasum_hvd

@@ -5,13 +5,13 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr size_t kBlocksAtOnce = 256;
+constexpr ptrdiff_t kBlocksAtOnce = 256;
 // Bytes of a tensor on all ranks, up to which the result is written while the inputs are still in the caches.
 constexpr int64_t kCachedBytes = 1 << 20;
 // More bytes than this on all ranks do not stay in the caches.
 constexpr int64_t kPastCachesBytes = 8 << 20;
 
-size_t BlocksInCaches(const Arithmetic& arithmetic, int ranks) {
+ptrdiff_t BlocksInCaches(const Arithmetic& arithmetic, int ranks) {
   const int64_t bytes = kBlockElements * arithmetic.bytes() * ranks;
   return std::max<int64_t>(kCachedBytes / bytes, 1) * arithmetic.workers.threads();
 }
@@ -27,6 +27,7 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& 
     : arithmetic_(arithmetic), level_(level), tree_(*level.tree), rank_(level.rank()), size_(level.size()),
       over_ranks_(level, below == nullptr ? nullptr : &below->over_ranks_, arithmetic.settings.shards),
       index_(below == nullptr ? 0 : below->index_ + 1), spreads_(level.shared && last),
+      blocks_(Blocks(mine(), 0, mine().elements)),
       blocks_at_once_(level.shared ? BlocksInCaches(arithmetic, level.size()) : kBlocksAtOnce),
       written_(level.mine().runs.size()), tensor_scales_(arithmetic.tensors, 1.0),
       all_ones_(tree_.merges.size()), worker_scratch_(arithmetic.workers.threads()) {
@@ -42,13 +43,9 @@ GroupReduction::GroupReduction(const Arithmetic& arithmetic, const PlacedLevel& 
 }
 
 int64_t GroupReduction::explicit_tensors() const {
-  std::set<int> formed;
-  for (const Run& run : mine().runs) {
-    if (walked_.count(run.tensor) != 0) { // it also has tensors whose totals are only passed on
-      formed.insert(run.tensor);
-    }
-  }
-  return static_cast<int64_t>(formed.size());
+  return std::count_if(mine().runs.begin(), mine().runs.end(), [this](const Run& run) {
+    return walked_.count(run.tensor) != 0; // it also has tensors whose totals are only passed on
+  });
 }
 
 // Points at the elements of all ranks, from `position` of a run.
@@ -78,29 +75,15 @@ void GroupReduction::GramUpTo(int64_t received) {
   if (AddsOnly()) {
     return;
   }
-  std::vector<Block> blocks;
-  size_t run = gram_run_;
-  int64_t position = gram_position_;
-  while (run < mine().runs.size()) {
-    const Run& current = mine().runs[run];
-    const int64_t n = std::min(kBlockElements, current.count - position);
-    if (current.offset + position + n > received) {
-      break;
-    }
-    blocks.push_back({run, position, n});
-    position += n;
-    if (position == current.count) {
-      ++run;
-      position = 0;
-    }
-    if (blocks.size() == blocks_at_once_) {
-      FinishBlocks(blocks);
-      blocks.clear();
-    }
+  const auto late = std::find_if(blocks_.begin() + summed_, blocks_.end(), [&](const Block& block) {
+    return mine().runs[block.run].offset + block.position + block.n > received;
+  });
+  const auto arrived = late - blocks_.begin();
+  while (summed_ < arrived) {
+    const auto begin = blocks_.begin() + summed_;
+    summed_ = std::min(summed_ + blocks_at_once_, arrived);
+    FinishBlocks({begin, blocks_.begin() + summed_});
   }
-  FinishBlocks(blocks);
-  gram_run_ = run;
-  gram_position_ = position;
 }
 
 // Block sums are formed in any order, and added in the order of the blocks.
@@ -179,18 +162,18 @@ void GroupReduction::FindScales() {
   if (AddsOnly()) {
     return;
   }
-  const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
-  std::vector<double> of_blocks(blocks.size()), of_runs(mine().runs.size());
-  arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
+  std::vector<double> of_blocks(blocks_.size()), of_runs(mine().runs.size());
+  arithmetic_.workers.Run(blocks_.size(), [&](int64_t job, int worker) {
     WorkerScratch& scratch = worker_scratch_[worker];
-    PointAt(blocks[job].run, blocks[job].position, scratch);
+    PointAt(blocks_[job].run, blocks_[job].position, scratch);
     for (const void* vector : scratch.vectors) {
-      const double largest = arithmetic_.kernels.max_abs(static_cast<const double*>(vector), blocks[job].n);
+      const double largest = arithmetic_.kernels.max_abs(static_cast<const double*>(vector), blocks_[job].n);
       of_blocks[job] = std::max(of_blocks[job], largest);
     }
   });
-  for (size_t job = 0; job < blocks.size(); ++job) {
-    of_runs[blocks[job].run] = std::max(of_runs[blocks[job].run], of_blocks[job]);
+  for (size_t job = 0; job < blocks_.size(); ++job) {
+    double& of_run = of_runs[blocks_[job].run];
+    of_run = std::max(of_run, of_blocks[job]);
   }
   SumsByTensor partial;
   for (size_t index = 0; index < of_runs.size(); ++index) {
@@ -401,9 +384,8 @@ void GroupReduction::CombineBlock(const Block& block, char* to, WorkerScratch& s
 // ---- allgather in shared memory ----
 
 void GroupReduction::Spread() {
-  const std::vector<Block> blocks = Blocks(mine(), 0, mine().elements);
-  arithmetic_.workers.Run(blocks.size(), [&](int64_t job, int worker) {
-    const Block& block = blocks[job];
+  arithmetic_.workers.Run(blocks_.size(), [&](int64_t job, int worker) {
+    const Block& block = blocks_[job];
     SpreadBlock(block, level_.out[block.run] + block.position * arithmetic_.bytes(), worker_scratch_[worker]);
   });
 }

@@ -9,6 +9,7 @@
 // The next level's region is this rank's slice; its group has ranks of other groups.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -54,13 +55,11 @@ public:
   // float64 only: after all elements have arrived, and before GramUpTo. Collective.
   void FindScales();
 
-  // Finds the coefficients of tensors that lie on several slices, after GramUpTo for all elements.
-  // Collective.
+  // After GramUpTo for all elements: finds the coefficients of tensors on several slices. Collective.
   void Solve();
 
-  // Writes elements [begin, end) of this rank's slice of the result. If the ranks share memory and this is
-  // the last level, it writes to the memory of all ranks, except for whole tensors, which are already
-  // written.
+  // Writes elements [begin, end) of this rank's slice of the result; in the last level of ranks that share
+  // memory, to the memory of all, except for whole tensors, which are already written.
   void Combine(int64_t begin, int64_t end);
 
   // Copies this rank's slice of the result to the memory of the others of a group that shares memory.
@@ -109,16 +108,16 @@ private:
   const SumsOverRanks over_ranks_;
   const size_t index_;                // of the level
   const bool spreads_;                // the result is written directly to all ranks of the group
-  const size_t blocks_at_once_;       // whose sums are kept before they are added
+  const std::vector<Block> blocks_;   // of this rank's slice
+  const ptrdiff_t blocks_at_once_;    // whose sums are kept before they are added
+  ptrdiff_t summed_ = 0;              // blocks whose Gram matrices are added
   std::vector<double> coefficients_;  // per run and rank
   std::vector<bool> written_;         // per run: whether its result is already written
   std::vector<double> tensor_scales_; // per tensor: the power of two that float64 input is scaled by
   const TreeSides all_ones_;          // all coefficients 1
   std::map<int, TreeSides> walked_;   // by ill-conditioned tensor
   SumsByTensor partial_grams_;        // of runs that are parts of tensors
-  size_t gram_run_ = 0; // the run and the position in it up to which the Gram matrices are summed
-  int64_t gram_position_ = 0;
-  Sums gram_;
+  Sums gram_;                         // of the current run
   std::vector<double> block_sums_;
   std::vector<WorkerScratch> worker_scratch_; // per worker
 };

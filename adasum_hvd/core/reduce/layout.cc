@@ -24,10 +24,8 @@ int64_t BorderAtOrAfter(int64_t elements, int64_t run_elements) {
 Slice Fused(const std::vector<int64_t>& tensor_elements) {
   Slice slice;
   for (size_t tensor = 0; tensor < tensor_elements.size(); ++tensor) {
-    const int64_t elements = tensor_elements[tensor];
-    if (elements > 0) {
-      slice.runs.push_back({static_cast<int>(tensor), 0, elements, slice.elements, true});
-      slice.elements += elements;
+    if (const int64_t elements = tensor_elements[tensor]; elements > 0) {
+      Append(slice, {static_cast<int>(tensor), 0, elements, 0, true}, 0, elements);
     }
   }
   return slice;

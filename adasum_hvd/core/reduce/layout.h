@@ -1,5 +1,4 @@
-// The elements that each rank reduces: the region of a group is cut into one slice per rank, at block
-// borders.
+// The elements that each rank reduces: a group's region is cut into one slice per rank, at block borders.
 #pragma once
 
 #include <atomic>

@@ -1,8 +1,6 @@
 #include "reduce/mapping.h"
 
-#include <algorithm>
 #include <iterator>
-#include <stdexcept>
 
 #include "host/abort_notice.h"
 
@@ -16,59 +14,34 @@ struct Location {
   uint64_t offset = 0; // bytes, in the region
 };
 
-// Sends `bytes` bytes to every other rank, and receives as many of each.
-void GatherBytes(Transport& transport, const void* send, std::vector<void*> receive, int64_t bytes) {
-  std::vector<Message> messages;
-  for (void* from : receive) {
-    messages.push_back({send, bytes, from, bytes});
-  }
-  messages[transport.rank()] = {};
-  transport.Exchange(messages);
-}
-
-using Regions = std::vector<std::shared_ptr<const SharedRegion>>;
-
-// The region of each piece; null for an empty one, and for one that is not shared.
-Regions RegionsOf(const std::vector<MemoryPiece>& mine, std::string& why_not) {
-  Regions regions;
+// Offers the regions of the pieces to the other ranks, and returns where the pieces lie there.
+std::vector<Location> OfferAll(Transport& transport, const std::vector<MemoryPiece>& mine,
+                               std::string& why_not) {
+  std::vector<Location> locations(mine.size());
   std::shared_ptr<const SharedRegion> region; // mostly the same for all
-  for (const MemoryPiece& piece : mine) {
+  for (size_t index = 0; index < mine.size(); ++index) {
+    const MemoryPiece& piece = mine[index];
     if (piece.bytes > 0 && (region == nullptr || !region->Holds(piece.at, piece.bytes))) {
       region = FindShared(piece.at, piece.bytes);
       if (region == nullptr && why_not.empty()) {
         why_not = "a tensor lies in memory that is not shared";
       }
+      for (int rank = 0; region != nullptr && rank < transport.size(); ++rank) {
+        if (rank != transport.rank()) {
+          transport.Offer(rank, region);
+        }
+      }
     }
-    regions.push_back(piece.bytes > 0 ? region : nullptr);
-  }
-  return regions;
-}
-
-std::vector<Location> LocationsOf(const Regions& regions, const std::vector<MemoryPiece>& mine) {
-  std::vector<Location> locations;
-  for (size_t piece = 0; piece < mine.size(); ++piece) {
-    const SharedRegion* region = regions[piece].get();
-    locations.push_back(region == nullptr
-                            ? Location()
-                            : Location{region->offset(), region->bytes(),
-                                       static_cast<uint64_t>(mine[piece].at - region->begin())});
+    if (piece.bytes > 0 && region != nullptr) {
+      locations[index] = {region->offset(), region->bytes(),
+                          static_cast<uint64_t>(piece.at - region->begin())};
+    }
   }
   return locations;
 }
 
-void OfferAll(Transport& transport, const Regions& regions) {
-  for (size_t piece = 0; piece < regions.size(); ++piece) {
-    const bool is_new = regions[piece] != nullptr && (piece == 0 || regions[piece] != regions[piece - 1]);
-    for (int rank = 0; is_new && rank < transport.size(); ++rank) {
-      if (rank != transport.rank()) {
-        transport.Offer(rank, regions[piece]);
-      }
-    }
-  }
-}
-
 // Maps the pieces of one other rank.
-std::vector<char*> Map(Transport& transport, int rank, const std::vector<Location>& locations,
+std::vector<char*> Map(Transport& transport, int rank, const Location* locations,
                        const std::vector<MemoryPiece>& mine) {
   std::vector<char*> pieces;
   MemorySpan span = {};
@@ -92,20 +65,13 @@ std::vector<char*> Map(Transport& transport, int rank, const std::vector<Locatio
 
 std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vector<MemoryPiece>& mine,
                                           std::string& why_not) {
-  const Regions regions = RegionsOf(mine, why_not);
-  const std::vector<Location> locations = LocationsOf(regions, mine);
-  OfferAll(transport, regions); // before the locations are sent, so that the others unmap freed regions first
-  std::vector<std::vector<Location>> all(transport.size(), std::vector<Location>(mine.size()));
-  std::vector<void*> receive;
-  for (std::vector<Location>& of_rank : all) {
-    receive.push_back(of_rank.data());
-  }
-  GatherBytes(transport, locations.data(), receive, static_cast<int64_t>(mine.size() * sizeof(Location)));
+  // Offers come before locations, so that the others unmap freed regions first.
+  const std::vector<Location> all = Gathered(transport, OfferAll(transport, mine, why_not));
   std::vector<std::vector<char*>> pieces(transport.size());
   try {
     for (int rank = 0; rank < transport.size() && why_not.empty(); ++rank) {
       if (rank != transport.rank()) {
-        pieces[rank] = Map(transport, rank, all[rank], mine);
+        pieces[rank] = Map(transport, rank, all.data() + rank * mine.size(), mine);
       } else {
         std::transform(mine.begin(), mine.end(), std::back_inserter(pieces[rank]),
                        [](const MemoryPiece& piece) { return piece.bytes == 0 ? nullptr : piece.at; });
@@ -122,14 +88,8 @@ std::vector<std::vector<char*>> MapPieces(Transport& transport, const std::vecto
 void Barrier(Transport& transport) { AnyRank(transport, false); }
 
 bool AnyRank(Transport& transport, bool mine) {
-  const char here = mine;
-  std::vector<char> there(transport.size());
-  std::vector<void*> receive;
-  for (char& of_rank : there) {
-    receive.push_back(&of_rank);
-  }
-  GatherBytes(transport, &here, receive, 1);
-  return mine || std::any_of(there.begin(), there.end(), [](char flag) { return flag != 0; });
+  const std::vector<char> all = Gathered(transport, std::vector<char>{mine});
+  return std::find(all.begin(), all.end(), true) != all.end();
 }
 
 } // namespace adasum_hvd

@@ -1,6 +1,7 @@
-// Barriers of the ranks of a host, and the mapping of their shared memory before they reduce in it.
+// Gathers and barriers, and the mapping of the shared memory of a host's ranks before they reduce in it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -8,6 +9,19 @@
 #include "host/transport.h"
 
 namespace adasum_hvd {
+
+// Returns the values of every rank, by rank; all ranks have equally many. Collective.
+template <class T> std::vector<T> Gathered(Transport& transport, const std::vector<T>& mine) {
+  std::vector<T> all(mine.size() * transport.size());
+  std::vector<Message> messages;
+  const auto bytes = static_cast<int64_t>(mine.size() * sizeof(T));
+  for (int rank = 0; rank < transport.size(); ++rank) {
+    messages.push_back({mine.data(), bytes, all.data() + rank * mine.size(), bytes});
+  }
+  transport.Exchange(messages);
+  std::copy(mine.begin(), mine.end(), all.begin() + transport.rank() * mine.size());
+  return all;
+}
 
 // Memory in a shared region of a rank, for the other ranks of its group to read and write.
 struct MemoryPiece {

@@ -25,9 +25,7 @@ std::vector<std::vector<int>> InputsOf(const Tree& tree) {
   return inputs;
 }
 
-double Root(double square) {
-  return square < 0 ? 0 : std::sqrt(square);
-} // cancellation may make the square negative
+double Root(double square) { return std::sqrt(std::max(square, 0.0)); } // cancellation may make it negative
 
 } // namespace
 

@@ -8,8 +8,7 @@
 //
 // The x_i are the vectors that AdaSum joins: the ranks' vectors, the averages or sums of their groups, or the
 // results of the level before. Zero vectors are in no pair. A level without AdaSum has no entries. One rank
-// writes the entries of a group and the others leave zeros, so the sum of the rows over the ranks is
-// complete.
+// writes the entries of a group and the others leave zeros, so the rows of all ranks add up.
 #pragma once
 
 #include <cstdint>

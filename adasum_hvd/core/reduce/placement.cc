@@ -103,29 +103,33 @@ void Placement::PlaceFirst(const Reserve& staging) {
     first.result.push_back(in_place ? Output(slice.runs.front()) : there);
     const bool sent =
         !alone_ && !input[rank] && (replicate_ || !mine); // this rank reads its own slice in place
-    AddCopies(rank, sent, !replicate_ && !output[rank], there);
+    const bool received = !replicate_ && !output[rank];
+    AddCopies(rank, [&](const Run& run) {
+      char* const at = staged ? there + run.offset * element_bytes_ : nullptr;
+      return Staged{at, sent || IsDelta(run), received || IsDelta(run)};
+    });
   }
 }
 
-Copy Placement::ToOutput(const Run& run, const void* result, const void* start) const {
-  const TensorView& tensor = tensors_[run.tensor];
-  return {result, start, Output(run), 1.0, run.count, tensor.checksum, tensor.first + run.first};
-}
-
-void Placement::AddCopies(int rank, bool sent, bool received, char* staged) {
+void Placement::AddCopies(int rank, const std::function<Staged(const Run& run)>& stage) {
   Copies& pack = packs_.emplace_back();
   Copies& unpack = unpacks_.emplace_back();
   if (replicate_ && rank != levels_.front().rank()) {
     return; // the same slice as this rank's
   }
-  for (const Run& run : levels_.front().slice(rank).runs) {
-    const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
-    char* there = staged == nullptr ? nullptr : staged + run.offset * element_bytes_;
-    if (sent || any_delta_) {
-      pack.push_back(sent || start != nullptr ? Copy{Input(run), start, there, -1.0, run.count} : Copy{});
+  const std::vector<Run>& runs = levels_.front().slice(rank).runs;
+  for (size_t index = 0; index < runs.size(); ++index) {
+    const Run& run = runs[index];
+    const TensorView& tensor = tensors_[run.tensor];
+    const void* start = IsDelta(run) ? At(tensor.start, run) : nullptr;
+    const auto [at, sent, received] = stage(run);
+    if (sent) {
+      pack.resize(runs.size());
+      pack[index] = {Input(run), start, at, -1.0, run.count};
     }
-    if (received || any_delta_) {
-      unpack.push_back(received || start != nullptr ? ToOutput(run, there, start) : Copy{});
+    if (received) {
+      unpack.resize(runs.size());
+      unpack[index] = {at, start, Output(run), 1.0, run.count, tensor.checksum, tensor.first + run.first};
     }
   }
 }
@@ -147,7 +151,10 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
     next += tensors_[tensor].elements * element_bytes_;
   }
   for (int rank = 0; rank < first.size(); ++rank) {
-    AddCopiesOfStaged(rank);
+    AddCopies(rank, [&](const Run& run) {
+      const bool away = Home(run) != Output(run) && !(rank == first.rank() && StaysInPlace(run));
+      return Staged{Home(run), away, away};
+    });
   }
   const Slice& mine = first.mine();
   first.result.resize(first.size());
@@ -164,18 +171,6 @@ void Placement::PlaceFirstShared(const Reserve& staging) {
 
 // No other rank reads this rank's own slice of its tensors, so the slice stays in place.
 bool Placement::StaysInPlace(const Run& run) const { return !IsDelta(run) && Input(run) == Output(run); }
-
-void Placement::AddCopiesOfStaged(int rank) {
-  Copies& pack = packs_.emplace_back();
-  Copies& unpack = unpacks_.emplace_back();
-  const PlacedLevel& first = levels_.front();
-  for (const Run& run : first.slice(rank).runs) {
-    const void* start = IsDelta(run) ? At(tensors_[run.tensor].start, run) : nullptr;
-    const bool at_home = Home(run) == Output(run) || (rank == first.rank() && StaysInPlace(run));
-    pack.push_back(at_home ? Copy{} : Copy{Input(run), start, Home(run), -1.0, run.count});
-    unpack.push_back(at_home ? Copy{} : ToOutput(run, Home(run), start));
-  }
-}
 
 // One piece per tensor in the first level; later one piece, the slice that is the level's region.
 std::vector<MemoryPiece> Placement::MyPieces(size_t index) const {

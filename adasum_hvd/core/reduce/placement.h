@@ -88,10 +88,13 @@ private:
   void PlaceNext();
   void PlaceReceived(const Reserve& received);
   void PlaceRuns();
-  void AddCopies(int rank, bool sent, bool received, char* staged);
-  void AddCopiesOfStaged(int rank);
-  // From the reduced change, or the result, to the output.
-  Copy ToOutput(const Run& run, const void* result, const void* start) const;
+  // A run's place in the staging memory, and whether it is copied there and back.
+  struct Staged {
+    char* at;
+    bool sent;
+    bool received;
+  };
+  void AddCopies(int rank, const std::function<Staged(const Run& run)>& stage);
   bool StaysInPlace(const Run& run) const;
 
   bool IsDelta(const Run& run) const { return tensors_[run.tensor].start != nullptr; }

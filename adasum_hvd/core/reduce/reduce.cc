@@ -14,13 +14,6 @@
 namespace adasum_hvd {
 namespace {
 
-// None if no tensor is observed.
-std::optional<Observation> MakeObservation(const std::vector<TensorView>& tensors,
-                                           const std::vector<ReduceLevel>& levels, bool replicated) {
-  return AnyObservation(tensors) ? std::optional<Observation>(std::in_place, tensors, levels, replicated)
-                                 : std::nullopt;
-}
-
 class Reduction {
 public:
   Reduction(const std::vector<TensorView>& tensors, ElementType type, const std::vector<ReduceLevel>& levels,
@@ -40,7 +33,9 @@ private:
   };
 
   int64_t Chunks(const PlacedLevel& level) const;
-  int64_t ChunkEnd(int64_t chunk, const Slice& slice) const;
+  int64_t ChunkEnd(int64_t chunk, const Slice& slice) const {
+    return std::min((chunk + 1) * chunk_elements_, slice.elements);
+  }
   Chunk ChunkOf(const Slice& slice, char* at, int64_t chunk) const;
 
   void Send(size_t level, int64_t chunk);
@@ -72,7 +67,9 @@ Reduction::Reduction(const std::vector<TensorView>& tensors, ElementType type,
           [&](int64_t bytes) { return scratch.staging.Reserve(bytes); },
           [&](int64_t bytes) { return ReserveShared(scratch, bytes); },
           [&](int64_t bytes) { return scratch.received.Reserve(bytes); }),
-      observation_(MakeObservation(tensors, levels, placement_.replicates())),
+      observation_(AnyObservation(tensors)
+                       ? std::make_optional<Observation>(tensors, levels, placement_.replicates())
+                       : std::nullopt),
       arithmetic_{type, settings, kernels, workers, tensors.size(), observation_ ? &*observation_ : nullptr},
       chunk_elements_(std::max<int64_t>(settings.chunk_bytes / arithmetic_.bytes() / kBlockElements, 1) *
                       kBlockElements) {
@@ -144,10 +141,6 @@ int64_t Reduction::Chunks(const PlacedLevel& level) const {
     longest = std::max(longest, slice.elements);
   }
   return (longest + chunk_elements_ - 1) / chunk_elements_;
-}
-
-int64_t Reduction::ChunkEnd(int64_t chunk, const Slice& slice) const {
-  return std::min((chunk + 1) * chunk_elements_, slice.elements);
 }
 
 // Returns a chunk of a slice that begins `at`.
@@ -262,33 +255,29 @@ void Reduction::Gather(size_t index) {
       Unpack(rank, chunk * chunk_elements_, ChunkEnd(chunk, level.slice(rank)));
     }
   };
-  auto finish = [&](int64_t chunk) {
-    level.transport->Wait();
-    for (int rank = 0; rank < level.size(); ++rank) {
-      if (rank != level.rank()) {
-        unpack(rank, chunk);
-      }
-    }
-  };
   const int64_t chunks = Chunks(level);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (last) {
+  for (int64_t chunk = 0; chunk <= chunks; ++chunk) {
+    if (chunk < chunks && last) {
       groups_[index].Combine(chunk * chunk_elements_, ChunkEnd(chunk, mine));
     }
-    std::vector<Message> messages(level.size());
-    const Chunk out = ChunkOf(mine, level.result[level.rank()], chunk);
-    for (int rank = 0; rank < level.size(); ++rank) {
-      const Chunk in = ChunkOf(level.slice(rank), level.result[rank], chunk);
-      messages[rank] = {out.at, out.bytes, in.at, in.bytes};
+    if (chunk < chunks) {
+      std::vector<Message> messages(level.size());
+      const Chunk out = ChunkOf(mine, level.result[level.rank()], chunk);
+      for (int rank = 0; rank < level.size(); ++rank) {
+        const Chunk in = ChunkOf(level.slice(rank), level.result[rank], chunk);
+        messages[rank] = {out.at, out.bytes, in.at, in.bytes};
+      }
+      level.transport->Start(messages);
+      unpack(level.rank(), chunk);
     }
-    level.transport->Start(messages);
-    unpack(level.rank(), chunk);
     if (chunk > 0) {
-      finish(chunk - 1);
+      level.transport->Wait();
+      for (int rank = 0; rank < level.size(); ++rank) {
+        if (rank != level.rank()) {
+          unpack(rank, chunk - 1);
+        }
+      }
     }
-  }
-  if (chunks > 0) {
-    finish(chunks - 1);
   }
 }
 
@@ -318,13 +307,6 @@ void Reduction::Spread(size_t index) {
   for (int rank = 0; index == 0 && rank < level.size(); ++rank) {
     Unpack(rank, 0, level.slice(rank).elements);
   }
-}
-
-void StopSharing(const std::vector<ReduceLevel>& levels, const std::string& why, Scratch& scratch) {
-  for (const ReduceLevel& level : levels) {
-    level.transport->StopSharing(why);
-  }
-  scratch.shared_staging = {};
 }
 
 // ---- windows ----
@@ -379,7 +361,10 @@ int64_t Reduce(const std::vector<TensorView>& tensors, ElementType type,
     std::optional<Reduction> reduction(std::in_place, some, type, levels, scale, settings, kernels, workers,
                                        scratch);
     if (!reduction->MapPeers()) {
-      StopSharing(levels, reduction->why_not(), scratch);
+      for (const ReduceLevel& level : levels) {
+        level.transport->StopSharing(reduction->why_not());
+      }
+      scratch.shared_staging = {};
       reduction.emplace(some, type, levels, scale, settings, kernels, workers, scratch);
     }
     return reduction->Execute(observer);

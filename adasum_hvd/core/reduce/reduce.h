@@ -1,6 +1,5 @@
 // AdaSum over ranks, in the Gram form: every node of the tree is a linear combination of the inputs, so its
-// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j alone. In each level
-// (group_reduction.h):
+// coefficients follow from the per-tensor Gram matrix G_ij = g_i.g_j. In each level (group_reduction.h):
 //
 //   1. reduce-scatter: every rank receives the elements of its slice from its group (placement.h), and sums
 //      the slice's part of G as they arrive;

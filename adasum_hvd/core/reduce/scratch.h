@@ -2,21 +2,34 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <new>
+
+#include <sys/mman.h>
+
+#include "host/shared_memory.h"
 
 namespace adasum_hvd {
 
 constexpr int64_t kHugePageBytes = 2 << 20;
 
 struct PrivateMemory {
-  static char* Allocate(int64_t bytes); // of whole huge pages; never null
-  void operator()(char* memory) const;  // frees it
+  static void* Allocate(int64_t bytes) { // of whole huge pages
+    void* memory = std::aligned_alloc(kHugePageBytes, bytes);
+    if (memory == nullptr) {
+      throw std::bad_alloc();
+    }
+    madvise(memory, bytes, MADV_HUGEPAGE); // a hint; small pages are also correct
+    return memory;
+  }
+  void operator()(char* memory) const { std::free(memory); }
 };
 
 // Memory that the other ranks of the host can map.
 struct SharedMemory {
-  static char* Allocate(int64_t bytes);
-  void operator()(char* memory) const;
+  static void* Allocate(int64_t bytes) { return AllocateShared(bytes); }
+  void operator()(char* memory) const { FreeShared(memory); }
 };
 
 // Grows if needed, and then loses its content.
@@ -27,7 +40,7 @@ public:
       memory_.reset();
       bytes_ = 0; // in case the next line throws
       const int64_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-      memory_.reset(Memory::Allocate(rounded));
+      memory_.reset(static_cast<char*>(Memory::Allocate(rounded)));
       bytes_ = rounded;
     }
     return memory_.get();

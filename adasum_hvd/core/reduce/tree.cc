@@ -1,7 +1,6 @@
 #include "reduce/tree.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 
 namespace adasum_hvd {

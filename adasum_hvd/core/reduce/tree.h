@@ -34,8 +34,7 @@ struct Tree {
   std::vector<double> leaf_weights; // 1, or 1/group size under GroupOp::kAverage
   std::vector<Merge> merges;
   std::vector<std::vector<int>> members; // members[node]: its leaves, ascending
-  std::vector<std::vector<int>>
-      tiers; // indices of merges that do not depend on each other, from the leaves up
+  std::vector<std::vector<int>> tiers;   // indices of independent merges, from the leaves up
 
   int root() const { return leaves + static_cast<int>(merges.size()) - 1; }
 };

@@ -13,9 +13,8 @@
 namespace adasum_hvd {
 namespace {
 
-constexpr int64_t kWorthSharing = 4; // jobs; each is a block of about 10 us
-constexpr int64_t kWorthWaking =
-    8; // jobs that take as long as waking a thread; on virtual machines waking takes longer
+constexpr int64_t kWorthSharing = 4;                // jobs; each is a block of about 10 us
+constexpr int64_t kWorthWaking = 8;                 // jobs that take as long as waking a thread
 constexpr int kSpins = 64;                          // between two readings of the clock
 constexpr std::chrono::microseconds kSpinTime{500}; // of a helper without a job, before it sleeps
 

@@ -141,20 +141,7 @@ def build(
     force: bool = False,
     debug: bool = False,
 ) -> Path:
-    """Return a wheel of Horovod with the AdaSum op for this environment; build it if needed.
-
-    Args:
-        frameworks, mpi, gpu: see :func:`detect`.
-        force: build even if a cached wheel fits, in the same build tree.
-        debug: with debug information.
-
-    Returns:
-        The path of the wheel in the cache.
-
-    Raises:
-        BuildError: a prerequisite is missing, Horovod's source cannot be downloaded, or the
-            build failed; the message then holds the first compiler error and the log's path.
-    """
+    """Return this environment's wheel (see :func:`detect`); build it if needed, or forced."""
     env = detect(frameworks, mpi, gpu, debug)
     wheels = cache_dir() / "wheels" / env.key(native_key())
     with locked(_root(env)):
@@ -165,10 +152,7 @@ def build(
 
 
 def _root(env: Environment) -> Path:
-    """Return the folder of this environment's build tree; environments can build at once.
-
-    Frameworks may come and go: the compiler's commands name their versions.
-    """
+    """Return this environment's build tree, for any frameworks: commands name their versions."""
     return cache_dir() / "build" / replace(env, frameworks={}).key(sys.prefix)
 
 
@@ -194,13 +178,8 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
         flush=True,
     )
     # Not `pip wheel`: after a compiler error it deletes the build tree.
-    command = [
-        sys.executable,
-        "setup.py",
-        "bdist_wheel",
-        "--dist-dir",
-        str(root / "dist"),
-    ]
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    command += ["--dist-dir", str(root / "dist")]
     shutil.rmtree(root / "dist", ignore_errors=True)
     for library in tree.glob("build/lib*/horovod/*/*.so"):
         library.unlink()  # perhaps of a framework that is left out now
@@ -234,31 +213,21 @@ def _cmake() -> str:
 
 
 def install(wheel: Path) -> None:
-    """Install `wheel` into this environment with pip; it replaces any other Horovod.
-
-    Raises:
-        BuildError: pip does not install it, or the installed library does not load.
-    """
+    """Install `wheel` into this environment with pip; it replaces any other Horovod."""
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     expected = f"{wheel} {wheel.stat().st_mtime_ns}"
     ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
-    if (
-        stamp.exists()
-        and stamp.read_text() == expected
-        and version_of("horovod") == ours
-    ):
+    is_stamped = stamp.exists() and stamp.read_text() == expected
+    if is_stamped and version_of("horovod") == ours:
         return
     run_pip(
         f"{wheel.name}: expected to be installed in {sys.prefix}",
         "fix that and run `adasum-hvd build` again",
-        "install",
-        "--force-reinstall",
-        "--no-deps",
-        str(wheel),
+        ["install", "--force-reinstall", "--no-deps", str(wheel)],
     )
     # This process may have loaded a framework or the former library already.
     loaded = subprocess.run(
-        [sys.executable, "-m", "adasum_hvd.horovod.build.load_check"],
+        [sys.executable, "-m", "adasum_hvd.horovod.preflight"],
         capture_output=True,
         text=True,
         check=False,

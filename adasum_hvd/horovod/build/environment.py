@@ -18,14 +18,7 @@ from adasum_hvd.horovod.build import nccl, prerequisites
 FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow_cpu")
 # Of the extra `horovod`; cmake and ninja may also come from the system.
-_PACKAGES = (
-    "cffi",
-    "cloudpickle",
-    "packaging",
-    "pyyaml",
-    "setuptools",
-    "wheel",
-)
+_PACKAGES = ("cffi", "cloudpickle", "packaging", "pyyaml", "setuptools", "wheel")
 _CPU_FLAGS = ("avx", "f16c", "fma")  # those that Horovod's CMake looks for
 
 
@@ -120,19 +113,13 @@ def detect(
     gpu: str | None = None,
     debug: bool = False,
 ) -> Environment:
-    """Describe this environment for a build.
+    """Describe this environment for a build, or raise BuildError if it lacks a part.
 
     Args:
         frameworks: "torch", "tensorflow" or both; None means all that are installed.
         mpi: True requires MPI, False omits it, None uses it if it is installed.
-        gpu: "nccl" builds Horovod's GPU operations with NCCL (see `adasum_hvd.horovod.build.nccl`).
+        gpu: "nccl" builds Horovod's GPU operations with NCCL.
         debug: with debug information, which costs a third of the compilers' time.
-
-    Returns:
-        The environment, whose key decides whether a cached wheel can be used.
-
-    Raises:
-        BuildError: a prerequisite, a given framework, MPI or a part of CUDA is missing.
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))

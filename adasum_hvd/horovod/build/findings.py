@@ -24,26 +24,16 @@ class State(enum.IntEnum):
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        subject: the part of the installation.
-        found: its version, path or defect.
-        state: whether AdaSum can run with it.
-        fix: the command or change that fixes it; advice if the state is FINE; may be empty.
-    """
-
-    subject: str
-    found: str
-    state: State = State.FINE
-    fix: str = ""
+    subject: str  # the part of the installation
+    found: str  # its version, path or defect
+    state: State = State.FINE  # whether AdaSum can run with it
+    fix: str = ""  # the command or change that fixes it, or advice
 
 
 def installed() -> list[DoctorFinding]:
-    """Return the findings in the order in which the parts depend on each other.
-
-    Missing prerequisites of a build come first; they are MISSING only if a build is needed.
-    """
+    """Return the findings; missing prerequisites are MISSING only if a build is needed."""
     found = [*_frameworks(), *_horovod()]
     to_build = any(finding.state and finding.fix.startswith(BUILD) for finding in found)
     what = "prerequisite" if to_build else "prerequisite, only to build again"

@@ -29,14 +29,7 @@ class Missing(RuntimeError):
 
 
 def cuda_home() -> Path:
-    """Return the CUDA toolkit's folder.
-
-    It is $HOROVOD_CUDA_HOME, else $CUDA_HOME, else the folder of nvcc on PATH, else
-    /usr/local/cuda.
-
-    Raises:
-        Missing: the folder has no bin/nvcc.
-    """
+    """Return the CUDA toolkit's folder: a variable's, else nvcc's on PATH, else /usr/local/cuda."""
     chosen = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
     found = shutil.which("nvcc")
     if chosen:
@@ -76,11 +69,7 @@ def torch_has_cuda() -> bool:
 
 
 def nccl_home() -> Path:
-    """Return the folder of pip's NCCL, with `include/nccl.h` and `lib/libnccl.so.2`.
-
-    Raises:
-        Missing: neither package is installed.
-    """
+    """Return the folder of pip's NCCL, with `include/nccl.h` and `lib/libnccl.so.2`."""
     for package in _PACKAGES:
         try:
             distribution = metadata.distribution(package)
@@ -106,15 +95,7 @@ def nvcc_version(home: Path) -> str:
 
 
 def torch_devices(nvcc: str) -> str:
-    """Return the installed torch's compute capabilities, such as "75,80,90".
-
-    Args:
-        nvcc: the release of the CUDA toolkit in use.
-
-    Raises:
-        Missing: torch is a CPU build, is built with another major release of CUDA, or has no
-            list of devices.
-    """
+    """Return the installed torch's compute capabilities, if this release of nvcc fits: "75,80"."""
     shown = subprocess.run(
         [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True
     )
@@ -140,17 +121,10 @@ def torch_devices(nvcc: str) -> str:
 def toolkit_settings(
     frameworks: Mapping[str, str], chosen: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return Horovod's variables for a build with the CUDA toolkit.
+    """Return Horovod's variables for a build with the CUDA toolkit; the user's own stay.
 
     A Horovod for a CUDA build of torch needs the toolkit even without NCCL: it then waits for the
     device and copies CUDA tensors through the host.
-
-    Args:
-        frameworks: names and versions of the frameworks that Horovod is built for.
-        chosen: variables that the user has set; they stay as they are.
-
-    Raises:
-        Missing: nvcc is missing, or does not fit torch.
     """
     home = cuda_home()
     found = {"HOROVOD_CUDA_HOME": str(home)}
@@ -162,7 +136,7 @@ def toolkit_settings(
 def settings(
     frameworks: Mapping[str, str], chosen: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return Horovod's variables for a build with NCCL; arguments and errors as above."""
+    """Return Horovod's variables for a build with NCCL, as above."""
     found = {"HOROVOD_NCCL_LINK": "SHARED", **toolkit_settings(frameworks, chosen)}
     if not {"HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LIB"} & chosen.keys():
         found["HOROVOD_NCCL_HOME"] = str(nccl_home())
@@ -182,12 +156,7 @@ def versions(chosen: Mapping[str, str]) -> str:
 
 
 def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
-    """Return further variables, for the tools that Horovod's build calls.
-
-    Args:
-        chosen: the build's variables so far.
-        target: a folder for links to NCCL, see :func:`_linkable`.
-    """
+    """Return further variables, for the tools that Horovod's build calls."""
     home = chosen["HOROVOD_CUDA_HOME"]
     found = {
         "CUDA_HOME": home,  # torch's CMake and Horovod's nvcc flags read these

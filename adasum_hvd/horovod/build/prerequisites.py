@@ -48,14 +48,7 @@ def _compiles(cxx: str, standard: int) -> bool:
 
 
 def missing(*, need_venv: bool = False) -> list[str]:
-    """Return a sentence for each missing prerequisite that names the package to install.
-
-    Args:
-        need_venv: also require the `venv` module with `ensurepip`.
-
-    Returns:
-        An empty list if nothing is missing.
-    """
+    """Return a sentence for each missing prerequisite, with the package to install."""
     found = sys.version_info[:2]
     problems = []
     if not OLDEST <= found <= NEWEST:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def sync_native(target: Path) -> None:
         stale.unlink()
 
 
-def run_pip(expected: str, remedy: str, *arguments: str) -> None:
+def run_pip(expected: str, remedy: str, arguments: Sequence[str]) -> None:
     """Run pip; if it fails, raise BuildError with `expected`, its last error and `remedy`."""
     command = [sys.executable, "-m", "pip", "--quiet", *arguments]
     with running(
@@ -99,16 +99,11 @@ def _fetch_sdist(directory: Path) -> Path:
         run_pip(
             f"{archive.name}: expected a download",
             f"check the network and `pip config list`, or put the file into {directory}",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "--no-build-isolation",
-            "--dest",
-            str(directory),
-            "--require-hashes",
-            "--requirement",
-            str(requirements),
+            [
+                *("download", "--no-deps", "--no-binary", ":all:"),
+                *("--no-build-isolation", "--dest", str(directory)),
+                *("--require-hashes", "--requirement", str(requirements)),
+            ],
         )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != HOROVOD_SHA256:
@@ -121,11 +116,7 @@ def _fetch_sdist(directory: Path) -> Path:
 
 
 def source_tree(root: Path) -> Path:
-    """Return the folder of Horovod's sources in `root`; extract them if needed.
-
-    Raises:
-        BuildError: the sources are not in the cache and pip cannot download them.
-    """
+    """Return the folder of Horovod's sources in `root`; download and extract them if needed."""
     tree = root / f"horovod-{HOROVOD_VERSION}"
     if (tree / "setup.py").exists():
         return tree

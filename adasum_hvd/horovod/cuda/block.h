@@ -230,13 +230,19 @@ template <class... Parameters> void Load(void (*kernel)(Parameters...)) {
   CheckCuda(cudaFuncGetAttributes(&attributes, kernel), "load the kernels for this device");
 }
 
-// Calls `form` with a null pointer to the element type.
+// Calls `form` with any value of the element type.
 template <class Form> void ByType(ElementType type, Form form) {
   switch (type) {
-  case kFloat16: return form(static_cast<__half*>(nullptr));
-  case kBfloat16: return form(static_cast<__nv_bfloat16*>(nullptr));
-  case kFloat32: return form(static_cast<float*>(nullptr));
-  case kFloat64: return form(static_cast<double*>(nullptr));
+  case kFloat16: return form(__half());
+  case kBfloat16: return form(__nv_bfloat16());
+  case kFloat32: return form(float());
+  case kFloat64: return form(double());
+  }
+}
+
+template <class Form> void ForEachType(Form form) {
+  for (int type = 0; type < kElementTypes; ++type) {
+    ByType(static_cast<ElementType>(type), form);
   }
 }
 

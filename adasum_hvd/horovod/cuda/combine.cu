@@ -1,5 +1,7 @@
 // Kernels that write elements: copies, changes of weights, and the result.
-#include "cuda/passes.h"
+#include <type_traits>
+
+#include "cuda/block.h"
 
 namespace adasum_hvd {
 namespace device {
@@ -36,8 +38,86 @@ template <class T> __global__ void CopyKernel(const Copy* copies, Blocks blocks)
   }
 }
 
+// Combines the block if its tree is walked, or if the order of the sum is that of a tree without a compiled
+// kernel. Returns whether it did.
+template <class T> __device__ bool CombinedByTree(const Block<T>& block, const Tier& last, double scale) {
+  const Slice& slice = block.slice;
+  const bool walk_tree = slice.walk_tree[block.run] != 0;
+  if (walk_tree) {
+    SetSides(slice, last, block.run);
+  } else if (!InTreeOrder(slice.type, slice.size) || (slice.nearest && slice.size <= kMostUnrolled)) {
+    return false;
+  }
+  const double* c = slice.coefficients + int64_t{block.run} * slice.size;
+  const Sides* sides =
+      walk_tree ? slice.sides + int64_t{block.run} * slice.tree.merges : nullptr; // null: all 1
+  const double input_scale = block.Scale();
+  const int root = slice.tree.leaves + slice.tree.merges - 1;
+  for (int k = static_cast<int>(threadIdx.x); k < block.n; k += kThreads) {
+    const double value = Evaluate(slice.tree, root, sides, [&](int rank) {
+      const double factor = walk_tree ? input_scale * slice.tree.leaf_weights[rank] : c[rank] * scale;
+      return Widened(block.Of(rank)[k]) * factor;
+    });
+    Narrow(walk_tree ? value * (scale / input_scale) : value, &block.Result()[k]);
+  }
+  return true;
+}
+
+// In the order of the ranks, or of a tree of nearest neighbours: tree.h, InTreeOrder.
+template <bool kInTreeOrder, int N> __device__ double SumOverRanks(double (&terms)[N]) {
+  if constexpr (kInTreeOrder) {
+#pragma unroll
+    for (int apart = 1; apart < N; apart *= 2) {
+#pragma unroll
+      for (int i = 0; i + apart < N; i += 2 * apart) {
+        terms[i] += terms[i + apart];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 1; i < N; ++i) {
+      terms[0] += terms[i];
+    }
+  }
+  return terms[0];
+}
+
 template <class T, int N> __global__ void CombineKernel(Slice slice, Tier last, double scale) {
-  CombineBlock<T, N>(Block<T>(slice, blockIdx.x), last, scale);
+  const Block<T> block(slice, blockIdx.x);
+  constexpr bool kInTreeOrder = std::is_same_v<T, double> && InTreeOrder(kFloat64, N);
+  if (CombinedByTree(block, last, scale)) {
+    return;
+  }
+  const double* c = slice.coefficients + int64_t{block.run} * N;
+  T* to = block.Result();
+  const T* x[N];
+  double weight[N];
+  bool aligned = IsAligned(to);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    x[i] = block.Of(i);
+    weight[i] = c[i] * scale;
+    aligned = aligned && IsAligned(x[i]);
+  }
+  for (int k = static_cast<int>(threadIdx.x) * kVector; k < block.n; k += kThreads * kVector) {
+    const bool whole = aligned && k + kVector <= block.n;
+    double values[N][kVector];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      Load(x[i], k, block.n, whole, values[i]);
+    }
+    double sum[kVector];
+#pragma unroll
+    for (int lane = 0; lane < kVector; ++lane) {
+      double terms[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        terms[i] = values[i][lane] * weight[i];
+      }
+      sum[lane] = SumOverRanks<kInTreeOrder>(terms);
+    }
+    Store(sum, to, k, block.n, whole);
+  }
 }
 
 template <class T> __global__ void CombineAnyKernel(Slice slice, Tier last, double scale) {
@@ -55,10 +135,6 @@ template <class T> __global__ void CombineAnyKernel(Slice slice, Tier last, doub
   }
 }
 
-template <class T> void LaunchCopy(const Copy* copies, Blocks blocks, cudaStream_t stream) {
-  Launch("the copy kernel", CopyKernel<T>, blocks.count, stream, copies, blocks);
-}
-
 using LevelKernel = void (*)(Slice, Tier, double);
 template <class T>
 constexpr LevelKernel kCombine[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, CombineKernel<T, 3>,
@@ -66,40 +142,32 @@ constexpr LevelKernel kCombine[] = {CombineKernel<T, 1>, CombineKernel<T, 2>, Co
                                     CombineKernel<T, 7>, CombineKernel<T, 8>};
 static_assert(sizeof kCombine<float> / sizeof *kCombine<float> == kMostUnrolled);
 
-template <class T>
-void LaunchCombine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream) {
-  const LevelKernel kernel =
-      slice.size <= kMostUnrolled ? kCombine<T>[slice.size - 1] : LevelKernel(CombineAnyKernel<T>);
-  Launch("the combine kernel", kernel, slice.blocks.count, stream, slice, last, scale);
-}
-
-template <class T> void LoadCombine() {
-  for (LevelKernel kernel : kCombine<T>) {
-    Load(kernel);
-  }
-  Load(CombineAnyKernel<T>);
-  Load(CopyKernel<T>);
-}
-
 } // namespace
 
 void CopyBlocks(ElementType type, const Copy* copies, Blocks blocks, cudaStream_t stream) {
-  ByType(type, [&](auto* element) {
-    LaunchCopy<std::remove_pointer_t<decltype(element)>>(copies, blocks, stream);
+  ByType(type, [&](auto element) {
+    Launch("the copy kernel", CopyKernel<decltype(element)>, blocks.count, stream, copies, blocks);
   });
 }
 
 void Combine(const Slice& slice, const Tier& last, double scale, cudaStream_t stream) {
-  ByType(slice.type, [&](auto* element) {
-    LaunchCombine<std::remove_pointer_t<decltype(element)>>(slice, last, scale, stream);
+  ByType(slice.type, [&](auto element) {
+    using T = decltype(element);
+    const LevelKernel kernel =
+        slice.size <= kMostUnrolled ? kCombine<T>[slice.size - 1] : LevelKernel(CombineAnyKernel<T>);
+    Launch("the combine kernel", kernel, slice.blocks.count, stream, slice, last, scale);
   });
 }
 
 void LoadElements() {
-  for (int type = 0; type < kElementTypes; ++type) {
-    ByType(static_cast<ElementType>(type),
-           [](auto* element) { LoadCombine<std::remove_pointer_t<decltype(element)>>(); });
-  }
+  ForEachType([](auto element) {
+    using T = decltype(element);
+    for (LevelKernel kernel : kCombine<T>) {
+      Load(kernel);
+    }
+    Load(CombineAnyKernel<T>);
+    Load(CopyKernel<T>);
+  });
 }
 
 } // namespace device

@@ -1,6 +1,5 @@
-// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu): the counterpart
-// of kernels.h, gram.h and tree.h, with the same sums over the same blocks. Every function enqueues one
-// kernel.
+// The arithmetic of a reduction on a CUDA device (gram.cu, solve.cu, combine.cu), with the same sums over the
+// same blocks as kernels.h, gram.h and tree.h. Every function enqueues one kernel.
 //
 // The sequence of kernels does not depend on their results, so a whole reduction is enqueued without a wait
 // for the device. Kernels flag tensors with an ill-conditioned node, and the kernels that walk trees

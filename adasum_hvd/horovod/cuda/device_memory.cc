@@ -15,6 +15,21 @@ constexpr int64_t kLeastPinned = 64 << 10; // bytes
 constexpr int kPinnedAtOnce = 4;
 constexpr std::chrono::milliseconds kPollPeriod{1}; // of a mark
 
+// Destructors may run on any thread that makes the next list of ops, and must not start CUDA on another
+// rank's device.
+template <class T, class Free> std::shared_ptr<T> FreedOnItsDevice(T* made, Free free) {
+  return {made, [device = CurrentDevice(), free](T* object) {
+            DeviceGuard guard(device);
+            free(object);
+          }};
+}
+
+std::shared_ptr<char> Pin(int64_t bytes, unsigned flags = cudaHostAllocDefault) {
+  void* memory = nullptr;
+  CheckCuda(cudaHostAlloc(&memory, static_cast<size_t>(bytes), flags), "pin host memory");
+  return FreedOnItsDevice(static_cast<char*>(memory), cudaFreeHost);
+}
+
 } // namespace
 
 void CheckCuda(cudaError_t error, const char* what) {
@@ -42,8 +57,6 @@ DeviceGuard::~DeviceGuard() {
   }
 }
 
-// Destructors may run on any thread that makes the next list of ops, and must not start CUDA on another
-// rank's device.
 DeviceBuffer::~DeviceBuffer() {
   if (memory_ != nullptr) {
     DeviceGuard guard(device_);
@@ -106,58 +119,25 @@ char* DeviceBuffer::Reserve(int64_t bytes, cudaStream_t stream) {
   return get();
 }
 
-Uploads::~Uploads() {
-  if (!pinned_.empty()) {
-    DeviceGuard guard(device_);
-    for (const Pinned& pinned : pinned_) {
-      cudaFreeHost(pinned.memory);
-      cudaEventDestroy(pinned.copied);
-    }
-  }
-}
-
-Uploads::Pinned Uploads::Pin(int64_t bytes) {
-  Pinned pinned = {nullptr, bytes, nullptr};
-  CheckCuda(cudaHostAlloc(&pinned.memory, static_cast<size_t>(bytes), cudaHostAllocDefault),
-            "pin host memory");
-  const cudaError_t error = cudaEventCreateWithFlags(&pinned.copied, cudaEventDisableTiming);
-  if (error != cudaSuccess) {
-    cudaFreeHost(pinned.memory);
-    CheckCuda(error, "create an event");
-  }
-  return pinned;
-}
-
 // Pinning memory may wait for the device, so several pieces are made at once, and none is freed.
-Uploads::Pinned Uploads::Take(int64_t bytes) {
-  for (auto pinned = pinned_.begin(); pinned != pinned_.end(); ++pinned) {
-    if (pinned->bytes < bytes) {
-      continue;
-    }
-    if (cudaEventQuery(pinned->copied) == cudaSuccess) {
-      const Pinned found = *pinned;
-      pinned_.erase(pinned);
-      return found;
-    }
-    cudaGetLastError(); // clears "not ready", which is not an error
-  }
-  device_ = CurrentDevice();
-  int64_t rounded = kLeastPinned;
-  while (rounded < bytes) {
-    rounded *= 2;
-  }
-  for (int more = 1; more < kPinnedAtOnce; ++more) {
-    pinned_.push_back(Pin(rounded));
-  }
-  return Pin(rounded);
-}
-
 void Uploads::Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream) {
-  const Pinned pinned = Take(static_cast<int64_t>(bytes.size()));
-  pinned_.push_back(pinned);
-  std::memcpy(pinned.memory, bytes.data(), bytes.size());
-  CheckCuda(cudaMemcpyAsync(to, pinned.memory, bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
-  CheckCuda(cudaEventRecord(pinned.copied, stream), "record an event");
+  const auto size = static_cast<int64_t>(bytes.size());
+  auto pinned = std::find_if(pinned_.begin(), pinned_.end(),
+                             [&](const Pinned& one) { return one.bytes >= size && one.copied.WaitFor(0); });
+  if (pinned == pinned_.end()) {
+    int64_t rounded = kLeastPinned;
+    while (rounded < size) {
+      rounded *= 2;
+    }
+    for (int piece = 0; piece < kPinnedAtOnce; ++piece) {
+      pinned_.push_back({Pin(rounded), rounded, {}});
+    }
+    --pinned;
+  }
+  pinned_.splice(pinned_.end(), pinned_, pinned);
+  std::memcpy(pinned->memory.get(), bytes.data(), bytes.size());
+  CheckCuda(cudaMemcpyAsync(to, pinned->memory.get(), bytes.size(), cudaMemcpyHostToDevice, stream), "copy");
+  pinned->copied.Set(stream);
 }
 
 std::shared_ptr<char> Downloads::Take(int64_t bytes) {
@@ -166,35 +146,23 @@ std::shared_ptr<char> Downloads::Take(int64_t bytes) {
       return pinned.memory;
     }
   }
-  void* memory = nullptr;
   const int64_t rounded = std::max(bytes, kLeastPinned);
-  CheckCuda(cudaHostAlloc(&memory, static_cast<size_t>(rounded), cudaHostAllocDefault), "pin host memory");
-  const auto unpin = [device = CurrentDevice()](char* pinned) {
-    DeviceGuard guard(device);
-    cudaFreeHost(pinned);
-  };
-  return pinned_.emplace_back(Pinned{{static_cast<char*>(memory), unpin}, rounded}).memory;
-}
-
-StreamMark::~StreamMark() {
-  if (event_ != nullptr) {
-    DeviceGuard guard(device_);
-    cudaEventDestroy(event_);
-  }
+  return pinned_.emplace_back(Pinned{Pin(rounded), rounded}).memory;
 }
 
 void StreamMark::Set(cudaStream_t stream) {
   if (event_ == nullptr) {
-    device_ = CurrentDevice();
-    CheckCuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "create an event");
+    cudaEvent_t event = nullptr;
+    CheckCuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    event_ = FreedOnItsDevice(event, cudaEventDestroy);
   }
-  CheckCuda(cudaEventRecord(event_, stream), "record an event");
+  CheckCuda(cudaEventRecord(event_.get(), stream), "record an event");
 }
 
 bool StreamMark::WaitFor(int seconds) const {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
-  cudaError_t reached;
-  while ((reached = cudaEventQuery(event_)) == cudaErrorNotReady &&
+  cudaError_t reached = cudaSuccess; // without a mark
+  while (event_ != nullptr && (reached = cudaEventQuery(event_.get())) == cudaErrorNotReady &&
          std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(kPollPeriod);
   }
@@ -204,20 +172,10 @@ bool StreamMark::WaitFor(int seconds) const {
   return reached == cudaSuccess;
 }
 
-DeviceCounter::~DeviceCounter() {
-  if (number_ != nullptr) {
-    DeviceGuard guard(device_);
-    cudaFreeHost(number_);
-  }
-}
-
 int64_t* DeviceCounter::OnDevice() {
   if (number_ == nullptr) {
-    void* memory = nullptr;
-    device_ = CurrentDevice();
-    CheckCuda(cudaHostAlloc(&memory, sizeof(int64_t), cudaHostAllocMapped | cudaHostAllocPortable),
-              "pin host memory");
-    number_ = new (memory) int64_t(0);
+    memory_ = Pin(sizeof(int64_t), cudaHostAllocMapped | cudaHostAllocPortable);
+    number_ = new (memory_.get()) int64_t(0);
   }
   return number_; // addresses are the same on the device
 }

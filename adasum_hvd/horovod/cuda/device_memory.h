@@ -3,8 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include <cuda_runtime.h>
@@ -52,27 +53,29 @@ private:
   int64_t bytes_ = 0;
 };
 
+// A position in the work enqueued on a stream.
+class StreamMark {
+public:
+  void Set(cudaStream_t stream); // after all work that is enqueued now
+  // Returns false if the stream has not reached the last mark within the timeout, or has failed.
+  bool WaitFor(int seconds) const;
+
+private:
+  std::shared_ptr<std::remove_pointer_t<cudaEvent_t>> event_;
+};
+
 // Pinned host memory for tables that are copied to the device; reused when the enqueued copy has completed.
 class Uploads {
 public:
-  Uploads() = default;
-  Uploads(const Uploads&) = delete;
-  Uploads& operator=(const Uploads&) = delete;
-  ~Uploads();
-
   void Copy(const std::vector<char>& bytes, char* to, cudaStream_t stream);
 
 private:
   struct Pinned {
-    void* memory;
+    std::shared_ptr<char> memory;
     int64_t bytes;
-    cudaEvent_t copied;
+    StreamMark copied;
   };
-  Pinned Take(int64_t bytes);
-  static Pinned Pin(int64_t bytes);
-
-  int device_ = -1;
-  std::deque<Pinned> pinned_; // least recently used first
+  std::list<Pinned> pinned_; // least recently used first
 };
 
 // Pinned host memory for results of a device; reused when no object holds it.
@@ -88,36 +91,14 @@ private:
   std::vector<Pinned> pinned_;
 };
 
-// A position in the work enqueued on a stream.
-class StreamMark {
-public:
-  StreamMark() = default;
-  StreamMark(const StreamMark&) = delete;
-  StreamMark& operator=(const StreamMark&) = delete;
-  ~StreamMark();
-
-  void Set(cudaStream_t stream); // after all work that is enqueued now
-  // Returns false if the stream has not reached the last mark within the timeout, or has failed.
-  bool WaitFor(int seconds) const;
-
-private:
-  int device_ = -1;
-  cudaEvent_t event_ = nullptr;
-};
-
 // A counter in host memory, to which kernels add, and which the host may read at any time.
 class DeviceCounter {
 public:
-  DeviceCounter() = default;
-  DeviceCounter(const DeviceCounter&) = delete;
-  DeviceCounter& operator=(const DeviceCounter&) = delete;
-  ~DeviceCounter();
-
   int64_t* OnDevice(); // allocated by the first call
   int64_t Read() const;
 
 private:
-  int device_ = -1;
+  std::shared_ptr<char> memory_;
   std::atomic<int64_t*> number_{nullptr};
 };
 

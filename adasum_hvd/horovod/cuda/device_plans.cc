@@ -54,7 +54,7 @@ DevicePlan& DevicePlans::For(const std::vector<TensorView>& tensors, ElementType
   }
   auto memory = std::make_unique<DeviceBuffer>();
   if (plans_.size() ==
-      kMost) { // in stream order, its last reduction has completed before its memory is written again
+      kMost) { // its last reduction completes, in stream order, before a new one writes there
     memory = plans_.back().TakeMemory();
     plans_.pop_back();
   }

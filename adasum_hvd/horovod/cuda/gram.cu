@@ -1,5 +1,5 @@
 // Sums over the elements of a block: Gram matrices, nodes of walked trees, and the largest element.
-#include "cuda/passes.h"
+#include "cuda/block.h"
 
 namespace adasum_hvd {
 namespace device {
@@ -7,8 +7,113 @@ namespace {
 
 constexpr int kTile = 4; // vectors on a side of a tile of pairs
 
+// Adds every thread's sums[e], always in the same order; one thread calls write(e, sum). All threads of the
+// block must call it.
+template <int kEntries, class Write>
+__device__ void SumOverThreads(double (&sums)[kEntries], const Write& write) {
+  __shared__ double of_warps[kThreads / kWarp][kEntries];
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      sums[e] += __shfl_xor_sync(kAllLanes, sums[e], offset);
+    }
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread % kWarp == 0) {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      of_warps[thread / kWarp][e] = sums[e];
+    }
+  }
+  __syncthreads();
+  for (int e = thread; e < kEntries; e += kThreads) {
+    write(e, (of_warps[0][e] + of_warps[1][e]) + (of_warps[2][e] + of_warps[3][e]));
+  }
+}
+
+// Writes block_sums[block]: all pairs of `N` vectors.
+template <class T, int N> __device__ void SumGram(const Block<T>& block) {
+  constexpr int kPairs = N * (N + 1) / 2;
+  const T* x[N];
+  bool aligned = true;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    x[i] = block.Of(i);
+    aligned = aligned && IsAligned(x[i]);
+  }
+  const double scale = block.Scale();
+  double sums[kPairs] = {};
+  for (int k = static_cast<int>(threadIdx.x) * kVector; k < block.n; k += kThreads * kVector) {
+    double values[N][kVector];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      Load(x[i], k, block.n, aligned && k + kVector <= block.n, values[i]);
+    }
+#pragma unroll
+    for (int lane = 0; lane < kVector; ++lane) {
+      int pair = 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        values[i][lane] *= scale;
+#pragma unroll
+        for (int j = 0; j <= i; ++j) { // the packed triangle, by columns
+          sums[pair] = fma(values[j][lane], values[i][lane], sums[pair]);
+          ++pair;
+        }
+      }
+    }
+  }
+  double* to = block.slice.block_sums + block.index * int64_t{kPairs};
+  SumOverThreads(sums, [to](int pair, double sum) {
+    int i = 0, j = pair; // of the packed triangle by columns
+    while (j > i) {
+      ++i;
+      j -= i;
+    }
+    to[GramIndex(N, j, i)] = sum;
+  });
+}
+
 template <class T, int N> __global__ void GramKernel(Slice slice) {
   SumGram<T, N>(Block<T>(slice, blockIdx.x));
+}
+
+// Writes block_sums[block] of the `k`-th merge of a tier; the sides of the tiers before are known.
+template <class T> __device__ void SumMerge(const Block<T>& block, const Tier& tier, int k) {
+  const Slice& slice = block.slice;
+  const Merge merge = slice.tree.merge[tier.merges[k]];
+  const Sides* sides = slice.sides + int64_t{block.run} * slice.tree.merges;
+  const double scale = block.Scale();
+  double sums[3] = {};
+  for (int e = static_cast<int>(threadIdx.x); e < block.n; e += kThreads) {
+    auto leaf = [&](int rank) {
+      return Widened(block.Of(rank)[e]) * (scale * slice.tree.leaf_weights[rank]);
+    };
+    const double left = Evaluate(slice.tree, merge.left, sides, leaf);
+    const double right = Evaluate(slice.tree, merge.right, sides, leaf);
+    sums[0] = fma(left, left, sums[0]);
+    sums[1] = fma(left, right, sums[1]);
+    sums[2] = fma(right, right, sums[2]);
+  }
+  double* to = slice.block_sums + block.index * int64_t{3} * tier.count + 3 * k;
+  SumOverThreads(sums, [to](int which, double sum) { to[which] = sum; });
+}
+
+// Sums the rows of a run's blocks, on all threads of one block.
+__device__ void FoldRun(const Slice& slice, const Sums& sums, int run, int entries) {
+  const Run& of = slice.runs[run];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int e = static_cast<int>(threadIdx.x) / kWarp; e < entries; e += kThreads / kWarp) {
+    DoubleDouble sum;
+    for (int b = lane; b < of.blocks(); b += kWarp) {
+      sum += __ldcg(&slice.block_sums[(int64_t{of.first_block} + b) * entries + e]);
+    }
+    sum = FoldedOverLanes(sum, FoldBy::kAdd);
+    if (lane == 0) {
+      SetRunSum(sums, slice, run, entries, e, sum);
+    }
+  }
 }
 
 __host__ __device__ int64_t Tiles(int size) {
@@ -128,28 +233,6 @@ constexpr SliceKernel kGram[] = {GramKernel<T, 1>, GramKernel<T, 2>, GramKernel<
                                  GramKernel<T, 5>, GramKernel<T, 6>, GramKernel<T, 7>, GramKernel<T, 8>};
 static_assert(sizeof kGram<float> / sizeof *kGram<float> == kMostUnrolled);
 
-template <class T> void LaunchGram(const Slice& slice, cudaStream_t stream) {
-  if (slice.size <= kMostUnrolled) {
-    Launch("the Gram kernel", kGram<T>[slice.size - 1], slice.blocks.count, stream, slice);
-  } else {
-    Launch("the Gram kernel", GramTileKernel<T>, slice.blocks.count * Tiles(slice.size), stream, slice);
-  }
-}
-
-template <class T>
-void LaunchWalk(const Slice& slice, const Tier& before, const Tier& tier, cudaStream_t stream) {
-  Launch("the walk kernel", WalkKernel<T>, int64_t{slice.blocks.count} * tier.count, stream, slice, before,
-         tier);
-}
-
-template <class T> void LoadGram() {
-  for (SliceKernel kernel : kGram<T>) {
-    Load(kernel);
-  }
-  Load(GramTileKernel<T>);
-  Load(WalkKernel<T>);
-}
-
 } // namespace
 
 void LargestOfBlocks(const Slice& slice, cudaStream_t stream) {
@@ -157,21 +240,32 @@ void LargestOfBlocks(const Slice& slice, cudaStream_t stream) {
 }
 
 void GramOfBlocks(const Slice& slice, cudaStream_t stream) {
-  ByType(slice.type,
-         [&](auto* element) { LaunchGram<std::remove_pointer_t<decltype(element)>>(slice, stream); });
+  ByType(slice.type, [&](auto element) {
+    using T = decltype(element);
+    if (slice.size <= kMostUnrolled) {
+      Launch("the Gram kernel", kGram<T>[slice.size - 1], slice.blocks.count, stream, slice);
+    } else {
+      Launch("the Gram kernel", GramTileKernel<T>, slice.blocks.count * Tiles(slice.size), stream, slice);
+    }
+  });
 }
 
 void WalkTier(const Slice& slice, const Tier& before, const Tier& tier, cudaStream_t stream) {
-  ByType(slice.type, [&](auto* element) {
-    LaunchWalk<std::remove_pointer_t<decltype(element)>>(slice, before, tier, stream);
+  ByType(slice.type, [&](auto element) {
+    Launch("the walk kernel", WalkKernel<decltype(element)>, int64_t{slice.blocks.count} * tier.count, stream,
+           slice, before, tier);
   });
 }
 
 void LoadSums() {
-  for (int type = 0; type < kElementTypes; ++type) {
-    ByType(static_cast<ElementType>(type),
-           [](auto* element) { LoadGram<std::remove_pointer_t<decltype(element)>>(); });
-  }
+  ForEachType([](auto element) {
+    using T = decltype(element);
+    for (SliceKernel kernel : kGram<T>) {
+      Load(kernel);
+    }
+    Load(GramTileKernel<T>);
+    Load(WalkKernel<T>);
+  });
   Load(LargestKernel);
 }
 

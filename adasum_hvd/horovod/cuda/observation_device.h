@@ -1,6 +1,5 @@
 // An Observation (reduce/observation.h) of tensors on a device: its sums are copied to the host in the order
-// of the stream, and rows are written when they are requested. Before that, the host does not wait for the
-// device.
+// of the stream. The host waits for the device, and writes rows, when they are requested.
 #pragma once
 
 #include <cstdint>

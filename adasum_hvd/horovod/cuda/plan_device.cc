@@ -1,21 +1,66 @@
 #include "cuda/plan_device.h"
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <string>
-#include <utility>
-
-#include "cuda/arena.h"
 
 namespace adasum_hvd {
+
+// Lays out arrays in one piece of device memory whose address is not known yet.
+class Arena {
+public:
+  // `*where` will point to a copy of `values`.
+  template <class T> void Put(const T** where, const std::vector<T>& values) {
+    const int64_t offset = Aligned(static_cast<int64_t>(uploaded_.size()));
+    uploaded_.resize(offset);
+    const char* bytes = reinterpret_cast<const char*>(values.data());
+    uploaded_.insert(uploaded_.end(), bytes, bytes + values.size() * sizeof(T));
+    Remember(where, offset, uploads_);
+  }
+  // `*where` will point to uninitialized memory for `count` elements.
+  template <class T> void Room(T** where, int64_t count) {
+    Remember(where, room_, rooms_);
+    room_ = Aligned(room_ + count * static_cast<int64_t>(sizeof(T)));
+  }
+
+  int64_t bytes() const { return Aligned(static_cast<int64_t>(uploaded_.size())) + room_; }
+  const std::vector<char>& uploaded() const { return uploaded_; }
+
+  void Resolve(char* base) const {
+    for (const auto& [where, offset] : uploads_) {
+      Point(where, base + offset);
+    }
+    char* rooms = base + Aligned(static_cast<int64_t>(uploaded_.size()));
+    for (const auto& [where, offset] : rooms_) {
+      Point(where, rooms + offset);
+    }
+  }
+
+private:
+  static constexpr int64_t kAlignment = 256; // bytes, of every table
+  static int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  using Pointers = std::vector<std::pair<void*, int64_t>>;
+  template <class T> static void Remember(T** where, int64_t offset, Pointers& pointers) {
+    pointers.emplace_back(const_cast<void*>(static_cast<const void*>(where)), offset);
+  }
+  static void Point(void* where, const char* at) { std::memcpy(where, &at, sizeof at); }
+
+  std::vector<char> uploaded_;
+  int64_t room_ = 0;
+  Pointers uploads_;
+  Pointers rooms_;
+};
+
 namespace {
 
 // The tensors that lie partly on this rank's slice.
 const std::vector<int>& SharedOf(const PlacedLevel& level) { return level.shares.parts[level.rank()]; }
 
-// Whether node k of every tier is joined with its neighbour, as SumOverRanks of passes.h does.
+// Whether node k of every tier is joined with its neighbour, as SumOverRanks of combine.cu does.
 bool MergesNearest(const Tree& tree) {
   std::vector<int> nodes(tree.leaves);
   std::iota(nodes.begin(), nodes.end(), 0);
@@ -34,21 +79,15 @@ bool MergesNearest(const Tree& tree) {
 }
 
 // The blocks of `width` elements of runs.
-std::vector<device::BlockOf> BlocksOf(const std::vector<int64_t>& counts, int64_t width) {
+void Put(const std::vector<int64_t>& counts, int64_t width, Arena& arena, device::Blocks& to) {
   std::vector<device::BlockOf> blocks;
   for (size_t run = 0; run < counts.size(); ++run) {
-    const int64_t in_run = (counts[run] + width - 1) / width;
-    for (int64_t block = 0; block < in_run; ++block) {
+    for (int64_t block = 0; block * width < counts[run]; ++block) {
       blocks.push_back({static_cast<int32_t>(run), static_cast<int32_t>(block)});
     }
   }
-  return blocks;
-}
-
-void Put(const std::vector<int64_t>& counts, int64_t width, Arena& arena, device::Blocks& blocks) {
-  const std::vector<device::BlockOf> all = BlocksOf(counts, width);
-  blocks.count = static_cast<int>(all.size());
-  arena.Put(&blocks.at, all);
+  to.count = static_cast<int>(blocks.size());
+  arena.Put(&to.at, blocks);
 }
 
 // Converts a tree to the form of device.h.
@@ -122,17 +161,9 @@ DevicePlan::DevicePlan(const std::vector<TensorView>& tensors, ElementType type,
     : tensors_(tensors), type_(type), scale_(scale), replicate_bytes_(settings.replicate_bytes),
       placement_(
           tensors_, type, requested, scale, settings,
-          [&](int64_t bytes) {
-            char* at = scratch.staging.Reserve(bytes, stream);
-            staging_ = at;
-            return at;
-          },
-          [](int64_t) -> char* { return nullptr; }, // ranks of NCCL share no memory
-          [&](int64_t bytes) {
-            char* at = scratch.received.Reserve(bytes, stream);
-            received_ = at;
-            return at;
-          }),
+          [&](int64_t bytes) { return staging_ = scratch.staging.Reserve(bytes, stream); },
+          [](int64_t) { return nullptr; }, // ranks of NCCL share no memory
+          [&](int64_t bytes) { return received_ = scratch.received.Reserve(bytes, stream); }),
       memory_(std::move(memory)) {
   for (const ReduceLevel& level : requested) {
     trees_.push_back(*level.tree);
@@ -147,10 +178,6 @@ DevicePlan::DevicePlan(const std::vector<TensorView>& tensors, ElementType type,
   }
   Put(placement_.packs(), arena, packs);
   Put(placement_.unpacks(), arena, unpacks);
-  Upload(arena, scratch, stream);
-}
-
-void DevicePlan::Upload(const Arena& arena, DeviceScratch& scratch, cudaStream_t stream) {
   char* base = memory_->Reserve(arena.bytes(), stream);
   arena.Resolve(base);
   scratch.uploads.Copy(arena.uploaded(), base, stream);

@@ -89,7 +89,6 @@ public:
 private:
   std::map<int, int> PlanExchanges(size_t level, Arena& arena);
   void PlanSlice(size_t level, Arena& arena);
-  void Upload(const Arena& arena, DeviceScratch& scratch, cudaStream_t stream);
 
   const std::vector<TensorView> tensors_;
   const ElementType type_;
@@ -97,8 +96,8 @@ private:
   const int64_t replicate_bytes_;
   std::vector<Tree> trees_; // per level, with this rank's position
   std::vector<int> ranks_;
-  const char* staging_ = nullptr; // of the scratch memory, if used
-  const char* received_ = nullptr;
+  char* staging_ = nullptr; // of the scratch memory, if used
+  char* received_ = nullptr;
   Placement placement_;
   std::unique_ptr<DeviceBuffer> memory_;
 };

@@ -1,7 +1,5 @@
 #include "cuda/reduce_device.h"
 
-#include "cuda/plan_device.h"
-
 namespace adasum_hvd {
 namespace {
 
@@ -13,8 +11,7 @@ public:
   void Enqueue(const PhaseObserver& observer);
 
 private:
-  void Exchange(size_t index);
-  void Gather(size_t index);
+  void Exchange(size_t index, bool results);
   void FindScales(const DeviceLevel& level);
   void FoldOverRanks(const DeviceLevel& level, int entries, device::FoldBy by, int set);
   device::Tier WalkTrees(const DeviceLevel& level);
@@ -36,7 +33,7 @@ void DeviceReduction::Enqueue(const PhaseObserver& observer) {
       device::CopyBlocks(plan_.type(), plan_.packs.at, plan_.packs.blocks, stream_);
     }
     if (level.size > 1) {
-      Exchange(index);
+      Exchange(index, /*results=*/false);
       if (plan_.type() == kFloat64) {
         FindScales(level);
       }
@@ -62,34 +59,23 @@ void DeviceReduction::Enqueue(const PhaseObserver& observer) {
     if (index + 1 == levels.size()) {
       device::Combine(levels[index].slice, last, levels[index].placed.scale, stream_);
     }
-    Gather(index);
+    if (!plan_.replicates()) {
+      Exchange(index, /*results=*/true);
+    }
   }
   device::CopyBlocks(plan_.type(), plan_.unpacks.at, plan_.unpacks.blocks, stream_);
 }
 
-void DeviceReduction::Exchange(size_t index) {
+// Sends the other ranks their slices, or this rank's slice of the results.
+void DeviceReduction::Exchange(size_t index, bool results) {
   const DeviceLevel& level = plan_.levels[index];
-  const int64_t bytes = ElementBytes(plan_.type());
-  const int64_t mine = level.placed.slice(level.rank).elements;
+  const PlacedLevel& placed = level.placed;
+  const auto bytes_of = [&](int rank) { return placed.slice(rank).elements * ElementBytes(plan_.type()); };
+  const int64_t mine = bytes_of(level.rank);
   std::vector<Message> messages(level.size);
   for (int rank = 0; rank < level.size; ++rank) {
-    messages[rank] = {level.placed.send[rank], level.placed.slice(rank).elements * bytes,
-                      level.placed.receive[rank], mine * bytes};
-  }
-  transports_[index].transport->Exchange(messages);
-}
-
-void DeviceReduction::Gather(size_t index) {
-  if (plan_.replicates()) {
-    return;
-  }
-  const DeviceLevel& level = plan_.levels[index];
-  const int64_t bytes = ElementBytes(plan_.type());
-  const int64_t mine = level.placed.slice(level.rank).elements;
-  std::vector<Message> messages(level.size);
-  for (int rank = 0; rank < level.size; ++rank) {
-    messages[rank] = {level.placed.result[level.rank], mine * bytes, level.placed.result[rank],
-                      level.placed.slice(rank).elements * bytes};
+    messages[rank] = results ? Message{placed.result[level.rank], mine, placed.result[rank], bytes_of(rank)}
+                             : Message{placed.send[rank], bytes_of(rank), placed.receive[rank], mine};
   }
   transports_[index].transport->Exchange(messages);
 }

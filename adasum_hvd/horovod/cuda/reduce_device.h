@@ -1,9 +1,7 @@
 // The reduction of reduce.h on a CUDA device, with the same placement, levels, trees and block sums. All
 // work, including the exchanges, is enqueued on one stream, and the host does not wait for the device:
 //
-//   1. one copy uploads the tables: blocks, addresses, trees (plan_device.h), unless the same tensors were
-//   reduced
-//      before;
+//   1. one copy uploads the tables (plan_device.h), unless the same tensors were reduced before;
 //   2. slices that are not contiguous are concatenated, and changes of weights are formed (combine.cu);
 //
 //   and in each level
@@ -14,8 +12,7 @@
 //   6. every rank combines its slice. The next level reduces this slice over other groups.
 //
 //   7. An allgather sends the slices, from the last level back to the first; concatenated slices are copied
-//   back,
-//      and changes are added to the older weights.
+//      back, and changes are added to the older weights.
 #pragma once
 
 #include <memory>

@@ -44,9 +44,6 @@ class _Server:
         """Return the value at `/scope/key`, or None if there is none.
 
         A request that waits for other ranks has no time limit, and logs a warning every minute.
-
-        Raises:
-            RuntimeError: horovodrun has ended, or has declared this rank dead.
         """
         connection = http.client.HTTPConnection(
             self._address, self._port, timeout=REQUEST_SECONDS
@@ -73,14 +70,7 @@ class _Server:
 def init_together(init: Callable[[], None], again: bool) -> None:
     """Start Horovod: at once, or in an elastic job when all ranks have arrived.
 
-    Args:
-        init: Horovod's `init` of one framework.
-        again: Horovod was started before, so that assignments may have changed.
-
-    Raises:
-        SystemExit: the job has no slot for this rank any more.
-        RuntimeError: horovodrun does not reply.
-
+    If it was started before (`again`), assignments may have changed; a rank without a slot ends.
     Collective: every rank; blocks until all have called it.
     """
     address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")

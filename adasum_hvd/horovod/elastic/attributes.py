@@ -21,16 +21,10 @@ def is_stateful(value: Any) -> bool:
 def pack(
     caller: str, contents: Mapping[str, Any], is_trained: Callable[[Any], bool]
 ) -> bytes:
-    """Return attributes as bytes.
+    """Return a state's attributes as bytes; `caller` is the state's name, for messages.
 
-    Args:
-        caller: the state's name, for the message.
-        contents: the attributes' values, by name.
-        is_trained: whether an object belongs to a model or optimizer. A rank with a copy of it
-            would train, schedule or average the copy.
-
-    Raises:
-        TypeError: an attribute cannot be pickled, or refers to such an object.
+    Raises TypeError for an attribute that cannot be pickled, or that refers to an object of a model
+    or optimizer (`is_trained`): a rank with a copy of it would train, schedule or average the copy.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, is_trained)

@@ -16,9 +16,10 @@ constexpr std::chrono::seconds kShutDownLimit{5}; // for Horovod to shut down wh
 } // namespace
 
 HeartbeatMonitor::HeartbeatMonitor(MonitoredLoop loop, std::chrono::seconds timeout,
-                                   std::chrono::seconds stall, std::chrono::seconds checkpoint)
+                                   std::chrono::seconds stall, std::chrono::seconds checkpoint,
+                                   std::weak_ptr<NetworkTransport> all_ranks)
     : loop_(std::move(loop)), timeout_(timeout), stall_(stall), checkpoint_(checkpoint),
-      thread_([this] { Run(); }) {}
+      all_ranks_(std::move(all_ranks)), thread_([this] { Run(); }) {}
 
 HeartbeatMonitor::~HeartbeatMonitor() {
   {
@@ -36,11 +37,6 @@ void HeartbeatMonitor::MonitorHost(std::shared_ptr<LocalGroup> group) {
   std::lock_guard<std::mutex> guard(mutex_);
   host_peers_ = std::vector<Liveness>(group->peers.size());
   group_ = std::move(group);
-}
-
-void HeartbeatMonitor::MonitorAllRanks(std::weak_ptr<NetworkTransport> all_ranks) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  all_ranks_ = std::move(all_ranks);
 }
 
 void HeartbeatMonitor::PollRegularly(std::weak_ptr<NetworkTransport> network) {

@@ -34,16 +34,15 @@ struct MonitoredLoop {
 class HeartbeatMonitor {
 public:
   // `stall` limits an operation if heartbeats cannot be sent; 0 is no limit. While all heartbeats arrive, an
-  // operation may take any time.
+  // operation may take any time. `all_ranks` connects the ranks of the job.
   HeartbeatMonitor(MonitoredLoop loop, std::chrono::seconds timeout, std::chrono::seconds stall,
-                   std::chrono::seconds checkpoint);
+                   std::chrono::seconds checkpoint, std::weak_ptr<NetworkTransport> all_ranks = {});
   ~HeartbeatMonitor();
   HeartbeatMonitor(const HeartbeatMonitor&) = delete;
   HeartbeatMonitor& operator=(const HeartbeatMonitor&) = delete;
 
-  void MonitorHost(std::shared_ptr<LocalGroup> group);             // on all ranks of the host
-  void MonitorAllRanks(std::weak_ptr<NetworkTransport> all_ranks); // on all ranks of the job
-  void PollRegularly(std::weak_ptr<NetworkTransport> network);     // calls its Poll
+  void MonitorHost(std::shared_ptr<LocalGroup> group);         // on all ranks of the host
+  void PollRegularly(std::weak_ptr<NetworkTransport> network); // calls its Poll
   void NoteFailure(const std::string& reason);
 
   // For the end of Horovod's loop: returns the unresponsive ranks as a sentence, or "", and sends no more

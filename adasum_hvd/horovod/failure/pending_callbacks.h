@@ -12,6 +12,8 @@
 
 namespace adasum_hvd {
 
+namespace hvd = horovod::common;
+
 // Horovod calls each tensor's callback when its reduction has completed. Two cases need a correction: a
 // reduction that ends after NCCL's communicators were aborted has no valid result, and Horovod's finalizer
 // threads, if ended early, never call the callback.
@@ -22,9 +24,9 @@ public:
   PendingCallbacks& operator=(const PendingCallbacks&) = delete;
 
   // Replaces the entries' callbacks by ones that go through this object, which `owner` keeps alive.
-  void Add(std::vector<horovod::common::TensorTableEntry>& entries, const std::shared_ptr<void>& owner) {
+  void Add(std::vector<hvd::TensorTableEntry>& entries, const std::shared_ptr<void>& owner) {
     std::lock_guard<std::mutex> guard(mutex_);
-    for (horovod::common::TensorTableEntry& entry : entries) {
+    for (hvd::TensorTableEntry& entry : entries) {
       if (entry.callback != nullptr) { // a rank that has joined has none
         const auto pending = std::make_shared<Callback>(std::move(entry.callback));
         pending_.push_back(pending);
@@ -53,8 +55,8 @@ public:
   }
 
 private:
-  using Status = horovod::common::Status;
-  using Callback = horovod::common::StatusCallback;
+  using Status = hvd::Status;
+  using Callback = hvd::StatusCallback;
 
   void Call(const std::shared_ptr<Callback>& pending, const Status& status) {
     Callback callback;

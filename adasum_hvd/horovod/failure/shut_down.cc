@@ -25,8 +25,6 @@
 namespace adasum_hvd {
 namespace {
 
-namespace hvd = horovod::common;
-
 constexpr size_t kMostNames = 5;                      // in one message
 constexpr int kUsualStallCheckSeconds = 60;           // Horovod's
 constexpr std::chrono::seconds kCauseLimit{2};        // that a caller waits for the cause

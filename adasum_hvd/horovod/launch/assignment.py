@@ -42,11 +42,7 @@ def server_address(infos: Sequence[RankInfo]) -> str:
 
 
 def assign(infos: Sequence[RankInfo]) -> list[Slot]:
-    """Return every rank's slot, for any placement of ranks on hosts.
-
-    Raises:
-        LaunchError: the ranks contradict one another.
-    """
+    """Return every rank's slot, for any placement; raise LaunchError if ranks contradict others."""
     _check_ranks(infos)
     hosts: dict[object, list[int]] = {}
     for rank, info in enumerate(infos):

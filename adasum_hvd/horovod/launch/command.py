@@ -29,19 +29,9 @@ def run(command: list[str], processes: int | None) -> int:
     processors between sessions first, so that ranks in separate sessions wait for one another.
     Each has its own process group, so that a signal reaches it once: from this process.
 
-    Args:
-        command: the program and its arguments.
-        processes: ranks to start on this host; None if a launcher has started them.
-
-    Returns:
-        The program's exit status. With several ranks it is the first that is not 0, and the
-        other ranks are then ended. A killed rank counts as 128 plus the signal's number, and so
-        does a signal to this process, which all ranks get.
-
-    Raises:
-        LaunchError: the environment does not tell which rank this is, or it describes a job
-            although `processes` is given.
-        OSError: there is no such program.
+    Returns the program's exit status. With several ranks it is the first that is not 0, and the
+    other ranks are then ended. A killed rank counts as 128 plus the signal's number, and so does a
+    signal to this process, which all ranks get.
     """
     context = variables.context_to_start(os.environ, mpi="")
     if processes is not None:

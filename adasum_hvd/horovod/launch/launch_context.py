@@ -15,31 +15,18 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """The description of a rank by its environment; the ranks find out what is None.
+    """The description of a rank by its environment; the ranks find out what is None."""
 
-    Attributes:
-        scheduler: the launcher that set the variables, for messages.
-        rank: this process's number in the job.
-        size: ranks in the job.
-        address: rank 0's host: a name, or an IPv4 address.
-        port: MASTER_PORT, of torch's store on that host; None if it is not set.
-        job: a name that no other job has; "" if there is none.
-        local_rank: this process's number on its host.
-        local_size: ranks on this host.
-        cross_rank: this host's number in the job.
-        cross_size: hosts in the job.
-    """
-
-    scheduler: str
+    scheduler: str  # the launcher that set the variables, for messages
     rank: int
     size: int
-    address: str
-    port: int | None = None
-    job: str = ""
-    local_rank: int | None = None
+    address: str  # rank 0's host: a name, or an IPv4 address
+    port: int | None = None  # MASTER_PORT, of torch's store on that host
+    job: str = ""  # a name that no other job has
+    local_rank: int | None = None  # on this host
     local_size: int | None = None
-    cross_rank: int | None = None
-    cross_size: int | None = None
+    cross_rank: int | None = None  # this host's number
+    cross_size: int | None = None  # hosts
 
     def __post_init__(self) -> None:
         numbers = {"rank": (self.rank, self.size)}

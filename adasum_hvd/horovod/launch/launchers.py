@@ -35,46 +35,30 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks, with the names of the variables that it sets.
+    """A program that starts ranks, with the names of the variables that it sets."""
 
-    Attributes:
-        name: for messages.
-        level: launchers of a higher level start those of a lower one.
-        rank: the rank's number; the first that is set counts.
-        size: ranks in the job.
-        local_rank: the rank's number on its host; "" if there is no such variable, as below.
-        local_size: ranks on this host.
-        cross_rank: this host's number.
-        cross_size: hosts in the job.
-        hosts: a list of the hosts, in the order of their ranks.
-        job: variables that together name the job, and no other one.
-        signs: any of them shows the launcher; by default, those of the rank.
-        only_with: a variable that it always sets, too.
-        required: variables of a job of several ranks, in addition to rank and size.
-        remedy: an action if a variable is missing or wrong.
-        has_mpi: whether an MPI library may find the ranks by itself.
-        daemons: names of its processes that start ranks.
-        task: the number of the process that it has started for this rank.
-        complete: returns or corrects fields of the context.
-    """
-
-    name: str
-    level: int
-    rank: tuple[str, ...]
-    size: str
-    local_rank: str = ""
-    local_size: str = ""
-    cross_rank: str = ""
-    cross_size: str = ""
-    hosts: str = ""
-    job: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
-    only_with: str = ""
-    required: tuple[str, ...] = ()
-    remedy: str = "export them on all ranks"
-    has_mpi: bool = True
-    daemons: tuple[str, ...] = ()
-    task: str = ""
+    name: str  # for messages
+    level: int  # launchers of a higher level start those of a lower one
+    rank: tuple[str, ...]  # the rank's number; the first that is set counts
+    size: str  # ranks in the job
+    local_rank: str = (
+        ""  # the rank's number on its host; "" if there is no such variable
+    )
+    local_size: str = ""  # ranks on this host
+    cross_rank: str = ""  # this host's number
+    cross_size: str = ""  # hosts in the job
+    hosts: str = ""  # a list of the hosts, in the order of their ranks
+    job: tuple[str, ...] = ()  # variables that together name the job, and no other one
+    signs: tuple[
+        str, ...
+    ] = ()  # any of them shows the launcher; by default, those of the rank
+    only_with: str = ""  # a variable that it always sets, too
+    required: tuple[str, ...] = ()  # of several ranks, in addition to rank and size
+    remedy: str = "export them on all ranks"  # if a variable is missing or wrong
+    has_mpi: bool = True  # an MPI library may find the ranks by itself
+    daemons: tuple[str, ...] = ()  # names of its processes that start ranks
+    task: str = ""  # the number of the process that it has started for this rank
+    # Returns or corrects fields of the context.
     complete: Callable[[Environment], dict[str, Any]] | None = None
 
     def is_seen(self, environment: Environment) -> bool:
@@ -99,15 +83,7 @@ class Launcher:
         return len(chain)
 
     def context(self, environment: Environment, process: str = "") -> LaunchContext:
-        """Return the place of this process in the job.
-
-        Args:
-            environment: with this launcher's variables.
-            process: a name of the launcher's process on this host.
-
-        Raises:
-            LaunchError: variables are missing or contradict one another.
-        """
+        """Return this process's place in the job; `process` names the launcher's on this host."""
         rank = self.rank_variable(environment)
         required = () if environment.get(self.size) == "1" else self.required
         self._require(environment, rank, self.size, *required)
@@ -292,24 +268,16 @@ def _row(
 
 @dataclass(frozen=True)
 class Seen:
-    """The innermost launcher of a process.
-
-    Attributes:
-        launcher: its row of the table.
-        environment: all variables, without those of outer launchers that it reads, too.
-        process: a name of the launcher's process on this host, "" if it is unknown.
-        equal: the launchers whose variables it has set, itself first.
-        outer: the other launchers that are seen.
-    """
+    """The innermost launcher of a process."""
 
     launcher: Launcher
-    environment: Environment
-    process: str
-    equal: Sequence[Launcher]
-    outer: Sequence[Launcher]
+    environment: Environment  # without variables of outer launchers that it reads, too
+    process: str  # a name of the launcher's process on this host, "" if it is unknown
+    equal: Sequence[Launcher]  # whose variables it has set, itself first
+    outer: Sequence[Launcher]  # the others that are seen
 
     def context(self) -> LaunchContext:
-        """Return the place of this process in the job; raises as `Launcher.context`."""
+        """Return the place of this process in the job."""
         return self.launcher.context(self.environment, self.process)
 
     def is_read_by(self, mpi: str) -> bool:
@@ -329,13 +297,8 @@ def innermost(
     """Return the innermost launcher whose variables are set, None if there is none.
 
     A launcher's own process does not have the variables that it sets, so the processes above a
-    rank show which launcher has started which. If they do not, levels decide.
-
-    Args:
-        chain: this process, its parent, and so on; None for the real ones.
-
-    Raises:
-        LaunchError: launchers of one level give different numbers, and the order is unknown.
+    rank (`chain`: this one, its parent, and so on) show which launcher has started which. If they
+    do not, levels decide; launchers of one level that contradict one another are a LaunchError.
 
     Example:
         >>> step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}

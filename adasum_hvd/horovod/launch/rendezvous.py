@@ -38,12 +38,7 @@ class Store(Protocol):
 class HttpStore:
     """A store on Horovod's own key-value server, for ranks without torch.
 
-    Args:
-        context: this process's; rank 0 listens on the first of `context.ports` that is free.
-        timeout_seconds: how long to wait for a value.
-
-    Raises:
-        LaunchError: the ports are in use.
+    Rank 0 listens on the first free one of its context's ports.
     """
 
     def __init__(self, context: LaunchContext, timeout_seconds: float):
@@ -87,11 +82,7 @@ class HttpStore:
         self._until_there("PUT", key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it.
-
-        Raises:
-            TimeoutError: nobody stored it in time.
-        """
+        """Wait for a value and return it; raise TimeoutError if no rank has stored it."""
         return self._until_there("GET", key)
 
 
@@ -113,56 +104,37 @@ def _serve(ports: Sequence[int], scope: str) -> int:
     ) from in_use
 
 
-def _pack(info: RankInfo) -> str:
-    return json.dumps(asdict(info))
+def through(
+    store: Store, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
+) -> Reply:
+    """Send this rank's info through a store; return rank 0's reply, an error if a rank is missing.
+
+    The store may outlive the ranks, as torchrun's does.
+    """
+    context = mine.context
+    prefix = f"adasum.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store.set(f"{prefix}.{context.rank}", json.dumps(asdict(mine)))
+        if context.rank:
+            return json.loads(store.get(f"{prefix}.reply"))
+    except _LATE as error:
+        raise LaunchError(_missing(context, 0, error)) from error
+    infos: list[RankInfo] = []
+    try:
+        while len(infos) < context.size:
+            infos.append(_unpack(store.get(f"{prefix}.{len(infos)}")))
+    except _LATE as error:
+        reply: Reply = {"error": _missing(context, len(infos), error)}
+    else:
+        reply = reply_to(infos)
+    store.set(f"{prefix}.reply", json.dumps(reply))
+    return reply
 
 
 def _unpack(data: bytes) -> RankInfo:
     fields = json.loads(data)
     context, route = LaunchContext(**fields["context"]), Route(**fields["route"])
     return RankInfo(context, fields["hostname"], route)
-
-
-class StoreRendezvous:
-    """A rendezvous through a store.
-
-    Args:
-        store: shared by all ranks; it may outlive them, as torchrun's does.
-    """
-
-    def __init__(self, store: Store):
-        self._store = store
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"adasum.{attempt}"
-
-    def __call__(
-        self, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
-    ) -> Reply:
-        """Send this rank's info; return rank 0's reply, an error if a rank is missing."""
-        context = mine.context
-        try:
-            self._store.set(f"{self._prefix}.{context.rank}", _pack(mine))
-        except _LATE as error:
-            raise LaunchError(_missing(context, 0, error)) from error
-        if context.rank == 0:
-            reply = self._reply(context, reply_to)
-            self._store.set(f"{self._prefix}.reply", json.dumps(reply))
-            return reply
-        try:
-            return json.loads(self._store.get(f"{self._prefix}.reply"))
-        except _LATE as error:
-            raise LaunchError(_missing(context, 0, error)) from error
-
-    def _reply(
-        self, context: LaunchContext, reply_to: Callable[[Sequence[RankInfo]], Reply]
-    ) -> Reply:
-        infos = []
-        for rank in range(context.size):
-            try:
-                infos.append(_unpack(self._store.get(f"{self._prefix}.{rank}")))
-            except _LATE as error:
-                return {"error": _missing(context, rank, error)}
-        return reply_to(infos)
 
 
 def _missing(context: LaunchContext, rank: int, error: Exception) -> str:

@@ -27,15 +27,7 @@ class Route:
 
 
 def find(address: str, timeout_seconds: float) -> Route:
-    """Return the route to a host.
-
-    Args:
-        address: a name, or an IPv4 address.
-        timeout_seconds: how long to wait for the name; a new pod gets its name late.
-
-    Raises:
-        LaunchError: the host does not exist or cannot be reached.
-    """
+    """Return the route to a host; wait for its name, which a new pod gets late."""
     limit = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -59,11 +51,7 @@ def source_to(address: str) -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address.
-
-    Raises:
-        LaunchError: no interface has it.
-    """
+    """Return the name of the network interface that has an IPv4 address."""
     found = psutil.net_if_addrs()
     for name, addresses in found.items():
         if any(entry.address == address for entry in addresses):

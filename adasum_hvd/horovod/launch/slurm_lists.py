@@ -18,9 +18,6 @@ class ListError(ValueError):
 def items(text: str) -> list[str]:
     """Split a list at its commas and spaces, but not inside brackets.
 
-    Raises:
-        ListError: a bracket is not closed or was not opened.
-
     Example:
         >>> items("node[01-12,17],login:2")
         ['node[01-12,17]', 'login:2']
@@ -34,9 +31,6 @@ def items(text: str) -> list[str]:
 
 def expand(name: str) -> Iterator[str]:
     """Yield the names that a name with ranges in brackets stands for.
-
-    Raises:
-        ListError: a range is not one, or is too long.
 
     Example:
         >>> list(expand("r[1-2]n[08-10,3]"))
@@ -61,9 +55,6 @@ def expand(name: str) -> Iterator[str]:
 
 def counts(text: str) -> list[int]:
     """Return the numbers of a list of counts, each repeated as often as it says.
-
-    Raises:
-        ListError: the text is not a list of counts.
 
     Example:
         >>> counts("2(x3),1")

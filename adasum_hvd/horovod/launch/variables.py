@@ -14,12 +14,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from adasum_hvd.horovod.launch import launchers, route
 from adasum_hvd.horovod.launch.assignment import RankInfo, assign, server_address
 from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
-from adasum_hvd.horovod.launch.rendezvous import (
-    HttpStore,
-    Rendezvous,
-    Reply,
-    StoreRendezvous,
-)
+from adasum_hvd.horovod.launch.rendezvous import HttpStore, Rendezvous, Reply, through
 
 START_TIMEOUT_SECONDS = 300.0
 
@@ -32,11 +27,7 @@ class Expected(NamedTuple):
 
 
 def timeout_seconds(environment: Mapping[str, str]) -> float:
-    """Return how long ranks wait for one another to start: HOROVOD_START_TIMEOUT.
-
-    Raises:
-        LaunchError: its value is not a number.
-    """
+    """Return how long ranks wait for one another to start: HOROVOD_START_TIMEOUT."""
     text = environment.get("HOROVOD_START_TIMEOUT") or str(START_TIMEOUT_SECONDS)
     try:
         return float(text)
@@ -49,12 +40,8 @@ def timeout_seconds(environment: Mapping[str, str]) -> float:
 def starts_by_itself(environment: Mapping[str, str], mpi: str) -> bool:
     """Return whether Horovod finds the ranks without our variables.
 
-    It does if its own variables are set, and if MPI knows the ranks.
-
-    Args:
-        environment: such as `os.environ`. HOROVOD_CONTROLLER, `gloo` or `mpi`, decides if an
-            MPI launcher has started the ranks.
-        mpi: the family of Horovod's MPI, "" without MPI: `preflight.mpi_of`.
+    It does if its own variables are set, and if an MPI of its family (`preflight.mpi_of`) knows the
+    ranks, unless HOROVOD_CONTROLLER decides.
     """
     seen = launchers.innermost(environment)
     if seen is not None and seen.launcher is launchers.HOROVOD:
@@ -65,11 +52,7 @@ def starts_by_itself(environment: Mapping[str, str], mpi: str) -> bool:
 
 
 def context_to_start(environment: Mapping[str, str], mpi: str) -> LaunchContext | None:
-    """Return this process's context if Horovod needs our variables, else None.
-
-    Raises:
-        LaunchError: a launcher's variables are incomplete or contradictory.
-    """
+    """Return this process's context if Horovod needs our variables, else None."""
     if starts_by_itself(environment, mpi):
         return None
     if seen := launchers.innermost(environment):
@@ -103,11 +86,7 @@ def serve(infos: Sequence[RankInfo]) -> Reply:
 def variables_of(
     reply: Reply, rank: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return Horovod's variables for a rank; keep an interface that was chosen before.
-
-    Raises:
-        LaunchError: the ranks contradict one another, or no network interface leads to rank 0.
-    """
+    """Return Horovod's variables for a rank; keep an interface that was chosen before."""
     if "error" in reply:
         raise LaunchError(f"{reply['error']} (this is rank {rank})")
     variables = {
@@ -125,11 +104,7 @@ def variables_of(
 
 
 def set_for(context: LaunchContext, rendezvous: Rendezvous) -> None:
-    """Set Horovod's variables in this process, on all ranks.
-
-    Raises:
-        LaunchError: a rank is missing or the ranks contradict one another (on every rank that
-            has started), or no network interface leads to rank 0.
+    """Set Horovod's variables in this process; a missing rank is an error on all that have started.
 
     Collective: every rank; blocks until all respond, for at most HOROVOD_START_TIMEOUT seconds.
     """
@@ -143,7 +118,8 @@ def over_http_store(context: LaunchContext) -> Rendezvous:
     """Return a rendezvous through an HTTP store that lives as long as rank 0's process."""
     if context.size == 1:
         return lambda mine, reply_to: reply_to([mine])
-    return StoreRendezvous(HttpStore(context, timeout_seconds(os.environ)))
+    store = HttpStore(context, timeout_seconds(os.environ))
+    return functools.partial(through, store)
 
 
 def before_init(
@@ -151,16 +127,7 @@ def before_init(
 ) -> Expected | None:
     """Set Horovod's variables, if another launcher has started this process.
 
-    Args:
-        mpi: the family of Horovod's MPI, "" without MPI.
-        rendezvous_of: returns the rendezvous of a rank with this context.
-
-    Returns:
-        The number of ranks that Horovod must find, None if no launcher is seen.
-
-    Raises:
-        LaunchError: see :func:`launchers.innermost`, :func:`context_to_start` and :func:`set_for`.
-
+    Returns the number of ranks that Horovod must find, None if no launcher is seen.
     Collective: every rank; blocks until all respond.
     """
     context = context_to_start(os.environ, mpi)
@@ -179,15 +146,7 @@ def before_init(
 def check_size(
     size: int, expected: Expected | None, comm: Any = None, process_sets: Any = None
 ) -> None:
-    """Check that Horovod has found all ranks.
-
-    Args:
-        size: the number of ranks that it has found.
-        expected: the launcher's, of :func:`before_init`.
-
-    Raises:
-        LaunchError: the launcher has started other ranks; on every rank.
-    """
+    """Raise LaunchError on every rank if Horovod has found other ranks than the launcher's."""
     if expected is None or comm is not None or size == expected.size:
         return
     if expected.size is None and size > 1:

@@ -1,7 +1,6 @@
 #include "network/mpi.h"
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -80,12 +79,8 @@ void MpiTransport::Start(const std::vector<Message>& messages) {
 }
 
 void MpiTransport::Wait() {
-  Exchange oldest = std::move(started_.front());
+  Exchange exchange = std::move(started_.front());
   started_.pop_front();
-  WaitPatiently(oldest);
-}
-
-void MpiTransport::WaitPatiently(Exchange& exchange) {
   std::vector<int> indices(exchange.requests.size());
   IdleClock idle;
   for (int spins = 0;; ++spins) {
@@ -147,12 +142,8 @@ std::vector<int> MpiTransport::ExchangeHeartbeats(bool send) {
   if (MPI_Query_thread(&provided) != MPI_SUCCESS || provided != MPI_THREAD_MULTIPLE) {
     return {}; // only one thread may call MPI, and Horovod's loop is in it
   }
-  for (int peer = 0; send && peer < size_; ++peer) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    if (peer != rank_ && MPI_Isend(&heartbeat, sizeof heartbeat, MPI_BYTE, peer, kHeartbeatTag, communicator_,
-                                   &request) == MPI_SUCCESS) {
-      MPI_Request_free(&request);
-    }
+  if (send) {
+    SendToOthers(&heartbeat, sizeof heartbeat, kHeartbeatTag);
   }
   for (int there = 1; there != 0;) {
     MPI_Status status;
@@ -218,15 +209,18 @@ std::vector<int> MpiTransport::Notify(const AbortNotice& notice) {
   }
   notified_ = true;
   // Neither waited for nor freed, because a rank that has ended receives nothing. So few bytes do not block.
-  const auto* lasting = new AbortNotice(notice);
+  SendToOthers(new AbortNotice(notice), sizeof notice, kNoticeTag);
+  return {}; // MPI ends a job that loses a rank
+}
+
+void MpiTransport::SendToOthers(const void* bytes, int count, int tag) {
   for (int peer = 0; peer < size_; ++peer) {
     MPI_Request request = MPI_REQUEST_NULL;
-    if (peer != rank_ && MPI_Isend(lasting, sizeof *lasting, MPI_BYTE, peer, kNoticeTag, communicator_,
-                                   &request) == MPI_SUCCESS) {
+    if (peer != rank_ &&
+        MPI_Isend(bytes, count, MPI_BYTE, peer, tag, communicator_, &request) == MPI_SUCCESS) {
       MPI_Request_free(&request);
     }
   }
-  return {}; // MPI ends a job that loses a rank
 }
 
 } // namespace adasum_hvd

@@ -9,8 +9,7 @@
 
 namespace adasum_hvd {
 
-// Point-to-point messages over an MPI communicator. MPI itself waits for an unresponsive rank without a
-// timeout.
+// Point-to-point messages over an MPI communicator. MPI's own waits have no timeout.
 class MpiTransport : public NetworkTransport {
 public:
   MpiTransport(MPI_Comm communicator, NetworkSettings settings);
@@ -42,7 +41,7 @@ private:
     std::vector<int> Pending() const; // peers
   };
 
-  void WaitPatiently(Exchange& exchange);
+  void SendToOthers(const void* bytes, int count, int tag);
   [[noreturn]] void Fail();
   void Cancel();
 

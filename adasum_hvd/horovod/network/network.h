@@ -46,8 +46,7 @@ public:
   // Ends a wait that has timed out or failed. Called on another thread, several times a second.
   virtual void Poll() {}
 
-  // Closes the connections, which ends Horovod's own waits, too. MPI's waits cannot be ended. Called on
-  // another thread.
+  // Closes the connections, which ends Horovod's own waits, too; not MPI's. Called on another thread.
   virtual void EndWaits() {}
 
   // Sends heartbeats to all others, if `send`, and returns by rank how many have been received; a call

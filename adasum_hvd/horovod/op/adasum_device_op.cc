@@ -1,30 +1,90 @@
-#include "op/adasum_device_op.h"
-
+// The AdaSum op for tensors on CUDA devices, of a Horovod with NCCL: glue between Horovod's stream and
+// communicator and reduce_device.h, no arithmetic. All work is enqueued; Horovod's finalizer thread waits for
+// an event that completes it.
 #include <algorithm>
 #include <deque>
 #include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
+#include "cuda/reduce_device.h"
+#include "failure/pending_callbacks.h"
 #include "failure/shut_down.h"
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
-#include "op/device_hooks.h"
+#include "network/nccl.h"
+#include "op/agreement.h"
+#include "op/fused_tensors.h"
 #include "op/observations.h"
-#include "op/release.h"
+#include "op/settings.h"
 #include "op/statistics.h"
 
 namespace adasum_hvd {
+namespace {
 
-namespace hvd = horovod::common;
+class AdasumDeviceOp : public hvd::AllreduceOp, public std::enable_shared_from_this<AdasumDeviceOp> {
+public:
+  AdasumDeviceOp(hvd::NCCLContext* nccl_context, hvd::GPUContext* gpu_context,
+                 hvd::HorovodGlobalState* global_state)
+      : AllreduceOp(global_state), settings_(Settings::Begin()), gpu_context_(gpu_context),
+        gpu_op_context_(gpu_context, global_state),
+        nccl_op_context_(nccl_context, global_state, hvd::Communicator::GLOBAL) {}
 
-AdasumDeviceOp::AdasumDeviceOp(hvd::NCCLContext* nccl_context, hvd::GPUContext* gpu_context,
-                               hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::Begin()), gpu_context_(gpu_context),
-      gpu_op_context_(gpu_context, global_state),
-      nccl_op_context_(nccl_context, global_state, hvd::Communicator::GLOBAL) {}
+  bool Enabled(const hvd::ParameterManager& parameter_manager,
+               const std::vector<hvd::TensorTableEntry>& entries,
+               const hvd::Response& response) const override;
+
+  hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) override;
+
+  // To be called before Horovod ends its communicators; those of an elastic job are aborted on all ranks.
+  void PrepareForShutDown();
+
+  // The number of tensors in completed reductions whose trees were walked. Thread-safe.
+  int64_t ExplicitTensors();
+
+  // Frees memory on devices; no reduction may follow.
+  void Release();
+
+protected:
+  // Horovod's stream waits for the tensors; this thread does not.
+  void WaitForData(std::vector<hvd::TensorTableEntry>& entries) override;
+
+private:
+  using Entries = std::vector<hvd::TensorTableEntry>;
+
+  Agreement& Connect(int process_set_id) const;
+  DeviceScratch& ScratchOf(int device) {
+    std::lock_guard<std::mutex> guard(scratch_mutex_); // ExplicitTensors reads the map on other threads
+    return scratch_[{device, global_state_->current_nccl_stream}];
+  }
+  void AbortElastic(const Entries& entries, DeviceScratch& scratch, const std::string& why);
+  bool IsDrained();
+  [[noreturn]] void EndThisProcess(const std::string& why) const {
+    LogEnd(global_state_->global_controller->GetRank(), why);
+    EndProcess();
+  }
+  void CheckCommunicator(ncclComm_t communicator);
+  void Enqueue(FusedTensors& fused, const Agreement& agreement, hvd::Controller& controller,
+               DeviceScratch& scratch);
+
+  Settings settings_;
+  hvd::GPUContext* gpu_context_;
+  hvd::GPUOpContext gpu_op_context_;
+  hvd::NCCLOpContext nccl_op_context_;
+  mutable Agreements<Agreement> agreements_{Memory::kDevice};
+  std::map<std::pair<int, int>, DeviceScratch> scratch_; // by device and Horovod's stream
+  std::mutex scratch_mutex_; // guards the map; only the background thread uses its elements
+  PendingCallbacks pending_;
+  std::mutex communicator_mutex_; // finalizer threads check communicators that Horovod ends
+  bool communicators_end_ = false;
+};
 
 bool AdasumDeviceOp::Enabled(const hvd::ParameterManager&, const Entries& entries,
                              const hvd::Response&) const {
@@ -84,17 +144,6 @@ hvd::Status AdasumDeviceOp::Execute(Entries& entries, const hvd::Response& respo
   }
   return gpu_op_context_.FinalizeGPUQueue(
       entries, true, [self = shared_from_this(), communicator] { self->CheckCommunicator(communicator); });
-}
-
-// ExplicitTensors reads the map on other threads.
-DeviceScratch& AdasumDeviceOp::ScratchOf(int device) {
-  std::lock_guard<std::mutex> guard(scratch_mutex_);
-  return scratch_[{device, global_state_->current_nccl_stream}];
-}
-
-void AdasumDeviceOp::EndThisProcess(const std::string& why) const {
-  LogEnd(global_state_->global_controller->GetRank(), why);
-  EndProcess();
 }
 
 // The other ranks wait for exchanges that this rank has not enqueued. NCCL aborts them after all ranks of a
@@ -221,8 +270,8 @@ void AdasumDeviceOp::Release() {
   pending_.FailAll("AdaSum: Horovod shut down before a reduction ended");
 }
 
-namespace {
 thread_local std::weak_ptr<AdasumDeviceOp> op_of_this_thread; // Horovod's background thread
+
 } // namespace
 
 void NoteCommunicatorsEnd() {

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
-#include <stdexcept>
 #include <system_error>
 
 #include <link.h>
@@ -14,16 +13,13 @@
 #include "horovod/common/controller.h"
 #include "horovod/common/global_state.h"
 #include "horovod/common/logging.h"
-#include "op/host_hooks.h"
+#include "op/hooks.h"
 #include "op/network.h"
 #include "op/observations.h"
-#include "op/release.h"
 #include "op/statistics.h"
 
 namespace adasum_hvd {
 namespace {
-
-namespace hvd = horovod::common;
 
 constexpr char kStagedPath[]{"shared memory, staged"};
 constexpr int kMostThreads = 8; // of a rank by default; more threads are limited by memory
@@ -124,7 +120,9 @@ private:
 };
 
 AdasumOp::AdasumOp(hvd::HorovodGlobalState* global_state)
-    : AllreduceOp(global_state), settings_(Settings::Begin()) {}
+    : AllreduceOp(global_state), settings_(Settings::Begin()) {
+  left_to_horovod = settings_.off;
+}
 
 void AdasumOp::PrepareForFailure() {
   BeginLoop(*global_state_, settings_.stall_seconds,
@@ -137,8 +135,8 @@ void AdasumOp::PrepareForFailure() {
       monitor_ = std::make_unique<HeartbeatMonitor>(LoopOf(*global_state_, settings_.checkpoint_seconds),
                                                     std::chrono::seconds(settings_.local.timeout_seconds),
                                                     std::chrono::seconds(settings_.stall_seconds),
-                                                    std::chrono::seconds(settings_.checkpoint_seconds));
-      monitor_->MonitorAllRanks(NetworkOf(*global_state_, everyone, settings_));
+                                                    std::chrono::seconds(settings_.checkpoint_seconds),
+                                                    NetworkOf(*global_state_, everyone, settings_));
       monitor_of_this_thread = monitor_.get();
     } catch (const std::system_error& error) {
       Warn(std::string("expected a thread that monitors the other ranks, but got: ") + error.what() +
@@ -164,8 +162,7 @@ AdasumOp::ProcessSetState& AdasumOp::Connect(int process_set_id) const {
         if (state.have_neighbours) {
           path = ConnectLocally(state, controller, allgather);
         }
-        // Only the ranks of process set 0 monitor each other: it has all ranks, and exists while Horovod
-        // runs.
+        // Only in process set 0, which has all ranks, and exists while Horovod runs.
         if (process_set_id == 0 && state.local != nullptr && monitor_ != nullptr) {
           monitor_->MonitorHost(state.local->group());
         }
@@ -324,7 +321,6 @@ void AdasumOp::Release() {
 
 std::shared_ptr<hvd::AllreduceOp> MakeAdasumOp(hvd::HorovodGlobalState* state) {
   auto op = std::make_shared<AdasumOp>(state);
-  left_to_horovod = op->is_off();
   op->PrepareForFailure();
   ReleaseWithThisThread(op);
   return op;

@@ -16,20 +16,17 @@
 
 namespace adasum_hvd {
 
-class AdasumOp : public horovod::common::AllreduceOp {
+class AdasumOp : public hvd::AllreduceOp {
 public:
-  explicit AdasumOp(horovod::common::HorovodGlobalState* global_state);
+  explicit AdasumOp(hvd::HorovodGlobalState* global_state);
 
   // True for every dtype, unless Horovod's own op is chosen: Execute refuses unsupported tensors with a
   // message on all ranks.
-  bool Enabled(const horovod::common::ParameterManager& parameter_manager,
-               const std::vector<horovod::common::TensorTableEntry>& entries,
-               const horovod::common::Response& response) const override;
+  bool Enabled(const hvd::ParameterManager& parameter_manager,
+               const std::vector<hvd::TensorTableEntry>& entries,
+               const hvd::Response& response) const override;
 
-  horovod::common::Status Execute(std::vector<horovod::common::TensorTableEntry>& entries,
-                                  const horovod::common::Response& response) override;
-
-  bool is_off() const { return settings_.off; }
+  hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) override;
 
   // Starts monitoring before the first reduction, so that no wait of Horovod's is without a limit.
   void PrepareForFailure();
@@ -47,18 +44,16 @@ private:
 
   class PhaseClock;
 
-  horovod::common::Status ReduceEntries(std::vector<horovod::common::TensorTableEntry>& entries,
-                                        const horovod::common::Response& response, ProcessSetState& state,
-                                        PhaseClock& clock);
+  hvd::Status ReduceEntries(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                            ProcessSetState& state, PhaseClock& clock);
   // Collective at a process set's first call. Const, because Horovod's Enabled is, which calls it, too.
   ProcessSetState& Connect(int process_set_id) const;
-  std::string ConnectLocally(ProcessSetState& state, horovod::common::Controller& controller,
+  std::string ConnectLocally(ProcessSetState& state, hvd::Controller& controller,
                              const AllgatherTwo& allgather) const;
   int GlobalRank() const;
-  horovod::common::Status Abort(ProcessSetState& state,
-                                const std::vector<horovod::common::TensorTableEntry>& entries,
-                                const UnresponsiveRank& error);
-  void KeepForever(const std::vector<horovod::common::TensorTableEntry>& entries);
+  hvd::Status Abort(ProcessSetState& state, const std::vector<hvd::TensorTableEntry>& entries,
+                    const UnresponsiveRank& error);
+  void KeepForever(const std::vector<hvd::TensorTableEntry>& entries);
   void Warn(const std::string& text) const;
   static std::string PathText(const ProcessSetState& state, const std::string& path);
   int64_t ReduceInLevels(FusedTensors& fused, ProcessSetState& state, const PhaseObserver& observer);

@@ -7,8 +7,6 @@
 namespace adasum_hvd {
 namespace {
 
-namespace hvd = horovod::common;
-
 // The setting applies to process sets whose size it matches; the levels of others are planned.
 std::vector<int> RadicesFor(const std::vector<int>& radices, int size) {
   int64_t product = 1;

@@ -8,10 +8,11 @@
 
 #include "horovod/common/controller.h"
 #include "horovod/common/process_set.h"
-#include "op/host_hooks.h"
+#include "op/hooks.h"
 #include "op/network.h"
 #include "op/settings.h"
 #include "op/statistics.h"
+#include "reduce/mapping.h"
 #include "reduce/plan.h"
 #include "reduce/reduce.h"
 
@@ -20,7 +21,7 @@ namespace adasum_hvd {
 struct Agreement {
   // Horovod recycles the ids of process sets and rebuilds controllers at every init, so the controller is
   // what identifies one.
-  std::weak_ptr<horovod::common::Controller> controller;
+  std::weak_ptr<hvd::Controller> controller;
   std::shared_ptr<NetworkTransport> network;
   std::vector<GroupPlan> levels;
   ReduceSettings reduce;
@@ -31,15 +32,11 @@ struct Agreement {
   bool have_neighbours = false; // some host has several ranks
 
   // OK, or the reason why no tensor can be reduced.
-  horovod::common::Status Usable() const;
-
-  bool IsOf(const std::shared_ptr<horovod::common::Controller>& other) const {
-    return controller.lock() == other;
-  }
+  hvd::Status Usable() const;
 };
 
 // Collective over the process set. Ranks that are off also call it, to detect that others are not.
-Agreement Agree(const std::shared_ptr<horovod::common::Controller>& controller, const Settings& settings,
+Agreement Agree(const std::shared_ptr<hvd::Controller>& controller, const Settings& settings,
                 const AllgatherTwo& allgather);
 
 // The state of every process set for tensors in one kind of memory; a State is an Agreement.
@@ -51,18 +48,20 @@ public:
   // `prepare(state, allgather)`; that returns a description of the transport. A failure is kept, because a
   // second attempt would not be collective.
   template <class Prepare>
-  State& Connect(int id, horovod::common::HorovodGlobalState& global_state, const Settings& settings,
-                 Prepare prepare) {
-    horovod::common::ProcessSet& process_set = global_state.process_set_table.Get(id);
+  State& Connect(int id, hvd::HorovodGlobalState& global_state, const Settings& settings, Prepare prepare) {
+    hvd::ProcessSet& process_set = global_state.process_set_table.Get(id);
     State& state = by_id_[id];
-    if (!state.IsOf(process_set.controller)) {
+    if (state.controller.lock() != process_set.controller) {
       state = State();
       state.controller = process_set.controller;
       try {
         const auto network = NetworkOf(global_state, process_set, settings);
         PollRegularly(network);
         network->BeginOperation();
-        const AllgatherTwo allgather = GatherOver(*network);
+        // Unlike Controller::Allgather2Ints, it has a timeout over MPI, too.
+        const AllgatherTwo allgather = [&](int first, int second) {
+          return Gathered(*network, std::vector<int>{first, second});
+        };
         static_cast<Agreement&>(state) = Agree(process_set.controller, settings, allgather);
         state.network = network;
         if (state.disagreement.empty()) {

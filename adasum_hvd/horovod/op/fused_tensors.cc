@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <numeric>
+#include <optional>
 
 #include "op/observations.h"
 #include "op/statistics.h"
@@ -11,15 +12,12 @@
 namespace adasum_hvd {
 namespace {
 
-namespace hvd = horovod::common;
-
 constexpr int64_t kMostSegments = 1 << 24; // of one length
 constexpr char kDeltaPrefix[] = "adasum.delta/";
 constexpr char kBfloat16Prefix[] = "adasum.bfloat16/";
 constexpr char kSegments[] = "adasum.segments=";
 
-// The segments that end a name: 768, 768 and 64 elements for "adasum.segments=768*2,64". Else the whole
-// tensor.
+// The segments that end a name: 768, 768 and 64 elements for "adasum.segments=768*2,64". Else one.
 std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
   const std::string& name = entry.tensor_name;
   const size_t found = name.find(kSegments);
@@ -44,20 +42,18 @@ std::vector<int64_t> SegmentsOf(const hvd::TensorTableEntry& entry) {
 
 bool Has(const std::string& name, const char* prefix) { return name.find(prefix) != std::string::npos; }
 
-bool ElementTypeOf(const hvd::TensorTableEntry& entry, ElementType& type) {
+std::optional<ElementType> ElementTypeOf(const hvd::TensorTableEntry& entry) {
   switch (entry.tensor->dtype()) {
-  case hvd::HOROVOD_FLOAT16:
-    type = Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
-    return true;
-  case hvd::HOROVOD_FLOAT32: type = kFloat32; return true;
-  case hvd::HOROVOD_FLOAT64: type = kFloat64; return true;
-  default: return false;
+  case hvd::HOROVOD_FLOAT16: return Has(entry.tensor_name, kBfloat16Prefix) ? kBfloat16 : kFloat16;
+  case hvd::HOROVOD_FLOAT32: return kFloat32;
+  case hvd::HOROVOD_FLOAT64: return kFloat64;
+  default: return std::nullopt;
   }
 }
 
-FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<FusedTensors>& by_type) {
-  ElementType type = kFloat32;
-  ElementTypeOf(entry, type);
+FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, const hvd::Response& response,
+                              std::vector<FusedTensors>& by_type) {
+  const ElementType type = *ElementTypeOf(entry); // CheckType has accepted the dtype
   for (FusedTensors& fused : by_type) {
     if (fused.type == type) {
       return fused;
@@ -65,6 +61,8 @@ FusedTensors& FusedTensorsFor(const hvd::TensorTableEntry& entry, std::vector<Fu
   }
   by_type.emplace_back();
   by_type.back().type = type;
+  // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64.
+  by_type.back().scale = response.prescale_factor() * response.postscale_factor();
   by_type.back().delta = Has(entry.tensor_name, kDeltaPrefix);
   return by_type.back();
 }
@@ -81,8 +79,7 @@ std::string FusedTensors::PhaseName(Phase phase, int level) const {
 }
 
 hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
-  ElementType type;
-  if (ElementTypeOf(entry, type)) {
+  if (ElementTypeOf(entry)) {
     return hvd::Status::OK();
   }
   return hvd::Status::InvalidArgument(
@@ -93,22 +90,19 @@ hvd::Status CheckType(const hvd::TensorTableEntry& entry) {
 hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
                              std::vector<FusedTensors>& by_type) {
   for (const hvd::TensorTableEntry& entry : entries) {
-    // The name is the same on all ranks, so a rank that has joined, or has no such bucket, cuts it as the
-    // others.
+    // All ranks have the same name, so one that has joined, or has no such bucket, cuts it as the others.
     const std::vector<int64_t> sizes = SegmentsOf(entry);
     const Weights weights = WeightsOf(entry);
-    const auto sum = [](const std::vector<int64_t>& elements) {
-      return std::accumulate(elements.begin(), elements.end(), int64_t{0});
-    };
     const bool fits = weights.newer.empty() || weights.elements == sizes;
-    const int64_t total = sum(fits ? sizes : weights.elements);
+    const std::vector<int64_t>& actual = fits ? sizes : weights.elements;
+    const int64_t total = std::accumulate(actual.begin(), actual.end(), int64_t{0});
     if (!fits || total != entry.tensor->shape().num_elements()) {
       return hvd::Status::InvalidArgument("AdaSum of tensor \"" + entry.tensor_name +
                                           "\": expected segments of " +
                                           std::to_string(entry.tensor->shape().num_elements()) +
                                           " elements in total, but got " + std::to_string(total));
     }
-    FusedTensors& fused = FusedTensorsFor(entry, by_type);
+    FusedTensors& fused = FusedTensorsFor(entry, response, by_type);
     if (ObservationRequested(entry.tensor_name)) {
       fused.observations.push_back({entry.tensor_name, fused.tensors.size(), sizes.size()});
     }
@@ -133,10 +127,6 @@ hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, 
     Count(kBytes, static_cast<int64_t>(entry.tensor->size()));
     Count(kTensors, static_cast<int64_t>(sizes.size()));
     Count(kDeltaTensors, Has(entry.tensor_name, kDeltaPrefix) ? static_cast<int64_t>(sizes.size()) : 0);
-  }
-  for (FusedTensors& fused :
-       by_type) { // AdaSum(s g) = s AdaSum(g): both factors are applied once, in float64
-    fused.scale = response.prescale_factor() * response.postscale_factor();
   }
   Count(kCalls, 1);
   return hvd::Status::OK();

@@ -13,6 +13,8 @@
 
 namespace adasum_hvd {
 
+namespace hvd = horovod::common;
+
 struct FusedTensors {
   ElementType type = kFloat32;
   double scale = 1;
@@ -37,11 +39,10 @@ struct FusedTensors {
 // A name that ends in "adasum.segments=" and element counts is that of several concatenated tensors.
 // Horovod has no bfloat16. A tensor of float16 with "adasum.bfloat16/" in its name holds bfloat16, and
 // Horovod may fuse it with others of float16.
-horovod::common::Status ReadFusedTensors(const std::vector<horovod::common::TensorTableEntry>& entries,
-                                         const horovod::common::Response& response,
-                                         std::vector<FusedTensors>& by_type);
+hvd::Status ReadFusedTensors(const std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                             std::vector<FusedTensors>& by_type);
 
 // OK if the op reduces tensors of that dtype, else the error.
-horovod::common::Status CheckType(const horovod::common::TensorTableEntry& entry);
+hvd::Status CheckType(const hvd::TensorTableEntry& entry);
 
 } // namespace adasum_hvd

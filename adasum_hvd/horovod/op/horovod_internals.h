@@ -18,27 +18,29 @@
 
 namespace adasum_hvd {
 
+namespace hvd = horovod::common;
+
 // A derived class may form a pointer to a protected member of its base, and this pointer then applies to any
 // object of the base.
 
 // Horovod: the inspector logs the names of stalled tensors, but no error of any rank has them.
 // We need: the tensors and the ranks that have submitted them, for the errors of all ranks; the limits.
-struct StallTables : horovod::common::StallInspector {
-  static const auto& Waiting(const horovod::common::StallInspector& inspector) {
+struct StallTables : hvd::StallInspector {
+  static const auto& Waiting(const hvd::StallInspector& inspector) {
     return inspector.*(&StallTables::uncached_tensor_table);
   }
-  static int LimitSeconds(const horovod::common::StallInspector& inspector) {
+  static int LimitSeconds(const hvd::StallInspector& inspector) {
     return inspector.*(&StallTables::stall_shutdown_time_seconds);
   }
-  static int CheckSeconds(const horovod::common::StallInspector& inspector) {
+  static int CheckSeconds(const hvd::StallInspector& inspector) {
     return inspector.*(&StallTables::stall_warning_time_seconds);
   }
 };
 
 // Horovod: a queue does not list its tensors.
 // We need: the names of the tensors that this rank waits for when Horovod shuts down.
-struct QueueTables : horovod::common::TensorQueue {
-  static std::vector<std::string> Names(horovod::common::TensorQueue& queue) {
+struct QueueTables : hvd::TensorQueue {
+  static std::vector<std::string> Names(hvd::TensorQueue& queue) {
     std::lock_guard<std::mutex> guard(queue.*(&QueueTables::mutex_));
     std::vector<std::string> names;
     for (const auto& [name, entry] : queue.*(&QueueTables::tensor_table_)) {
@@ -51,16 +53,14 @@ struct QueueTables : horovod::common::TensorQueue {
 // Horovod: removing a process set is a private member function, called after a negotiation of all ranks.
 // We need: to remove it if the ranks have not agreed to shut down; the negotiation would never end. A private
 // name is allowed in an explicit instantiation of a template, which defines the friend function here.
-using RemoveFunction = void (horovod::common::ProcessSetTable::*)(int32_t);
+using RemoveFunction = void (hvd::ProcessSetTable::*)(int32_t);
 RemoveFunction PrivateRemoveFunction();
 template <RemoveFunction member> struct DefinePrivate {
   friend RemoveFunction PrivateRemoveFunction() { return member; }
 };
-template struct DefinePrivate<&horovod::common::ProcessSetTable::DeregisterProcessSet>;
+template struct DefinePrivate<&hvd::ProcessSetTable::DeregisterProcessSet>;
 
-inline void RemoveFrom(horovod::common::ProcessSetTable& table, int32_t id) {
-  (table.*PrivateRemoveFunction())(id);
-}
+inline void RemoveFrom(hvd::ProcessSetTable& table, int32_t id) { (table.*PrivateRemoveFunction())(id); }
 
 } // namespace adasum_hvd
 
@@ -76,14 +76,10 @@ inline void RemoveFrom(horovod::common::ProcessSetTable& table, int32_t id) {
 
 #include "failure/shut_down.h"
 #include "horovod/common/ops/operation_manager.h"
-#include "op/host_hooks.h"
-#include "op/settings.h" // ADASUM_ON_DEVICES
-#if ADASUM_ON_DEVICES
-#include "op/device_hooks.h"
-#if HAVE_MPI
+#include "op/hooks.h"
+#if ADASUM_ON_DEVICES && HAVE_MPI
 // It names NCCLContext, which is another class below.
 #include "horovod/common/ops/adasum_gpu_operations.h"
-#endif
 #endif
 
 namespace adasum_hvd {
@@ -101,61 +97,52 @@ template <class Value, class Function> auto operator|(Value value, const Then<Fu
 
 // Horovod: the global state is in an anonymous namespace of operations.cc.
 // We need: its address, when the list of ops is made. Every op has it; the join op exists in every build.
-struct GlobalStateOf : horovod::common::HorovodOp {
-  static horovod::common::HorovodGlobalState* Read(horovod::common::HorovodOp& op) {
-    return op.*(&GlobalStateOf::global_state_);
-  }
+struct GlobalStateOf : hvd::HorovodOp {
+  static hvd::HorovodGlobalState* Read(hvd::HorovodOp& op) { return op.*(&GlobalStateOf::global_state_); }
 };
 
 #if ADASUM_ON_DEVICES
 // Horovod: its NCCL op holds the contexts of NCCL and the device as protected members.
 // We need: the same ones for the op on devices.
-struct ContextsOf : horovod::common::NCCLAllreduce {
-  static horovod::common::NCCLContext* Nccl(horovod::common::NCCLAllreduce& op) {
-    return op.*(&ContextsOf::nccl_context_);
-  }
-  static horovod::common::GPUContext* Gpu(horovod::common::NCCLAllreduce& op) {
-    return op.*(&ContextsOf::gpu_context_);
-  }
+struct ContextsOf : hvd::NCCLAllreduce {
+  static hvd::NCCLContext* Nccl(hvd::NCCLAllreduce& op) { return op.*(&ContextsOf::nccl_context_); }
+  static hvd::GPUContext* Gpu(hvd::NCCLAllreduce& op) { return op.*(&ContextsOf::gpu_context_); }
 };
 #endif
 
 // Horovod: makes its list of ops inside an anonymous namespace; there is no hook to add one.
 // We need: our op before Horovod's own AdaSum ops. So operations.cc constructs this class in place of
 // OperationManager (by the macro below), which it adds our op to.
-class OperationManagerWithAdasum : public horovod::common::OperationManager {
+class OperationManagerWithAdasum : public hvd::OperationManager {
   template <class Op> using Ops = std::vector<std::shared_ptr<Op>>;
 
 public:
-  OperationManagerWithAdasum(
-      horovod::common::ParameterManager* parameter_manager, Ops<horovod::common::AllreduceOp> allreduce_ops,
-      Ops<horovod::common::AllgatherOp> allgather_ops, Ops<horovod::common::BroadcastOp> broadcast_ops,
-      Ops<horovod::common::AlltoallOp> alltoall_ops, Ops<horovod::common::ReducescatterOp> reducescatter_ops,
-      std::shared_ptr<horovod::common::JoinOp> join_op, Ops<horovod::common::AllreduceOp> adasum_ops,
-      std::shared_ptr<horovod::common::BarrierOp> barrier_op,
-      std::shared_ptr<horovod::common::ErrorOp> error_op)
+  OperationManagerWithAdasum(hvd::ParameterManager* parameter_manager, Ops<hvd::AllreduceOp> allreduce_ops,
+                             Ops<hvd::AllgatherOp> allgather_ops, Ops<hvd::BroadcastOp> broadcast_ops,
+                             Ops<hvd::AlltoallOp> alltoall_ops, Ops<hvd::ReducescatterOp> reducescatter_ops,
+                             std::shared_ptr<hvd::JoinOp> join_op, Ops<hvd::AllreduceOp> adasum_ops,
+                             std::shared_ptr<hvd::BarrierOp> barrier_op,
+                             std::shared_ptr<hvd::ErrorOp> error_op)
       : OperationManager(parameter_manager, allreduce_ops, std::move(allgather_ops), std::move(broadcast_ops),
                          std::move(alltoall_ops), std::move(reducescatter_ops), join_op,
                          WithOurs(*join_op, allreduce_ops, std::move(adasum_ops)), std::move(barrier_op),
                          std::move(error_op)) {}
 
   // Hides Horovod's function, to count operations: a cycle takes as long as all operations in it.
-  horovod::common::Status ExecuteOperation(std::vector<horovod::common::TensorTableEntry>& entries,
-                                           const horovod::common::Response& response,
-                                           horovod::common::ProcessSet& process_set) const {
+  hvd::Status ExecuteOperation(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response,
+                               hvd::ProcessSet& process_set) const {
     NoteOperation();
     return OperationManager::ExecuteOperation(entries, response, process_set);
   }
 
 private:
-  static Ops<horovod::common::AllreduceOp> WithOurs(horovod::common::HorovodOp& any_op,
-                                                    const Ops<horovod::common::AllreduceOp>& allreduce_ops,
-                                                    Ops<horovod::common::AllreduceOp> adasum_ops) {
-    horovod::common::HorovodGlobalState* state = GlobalStateOf::Read(any_op);
+  static Ops<hvd::AllreduceOp> WithOurs(hvd::HorovodOp& any_op, const Ops<hvd::AllreduceOp>& allreduce_ops,
+                                        Ops<hvd::AllreduceOp> adasum_ops) {
+    hvd::HorovodGlobalState* state = GlobalStateOf::Read(any_op);
     adasum_ops.insert(adasum_ops.begin(), MakeAdasumOp(state));
 #if ADASUM_ON_DEVICES
     for (const auto& op : allreduce_ops) {
-      if (auto* nccl = dynamic_cast<horovod::common::NCCLAllreduce*>(op.get())) {
+      if (auto* nccl = dynamic_cast<hvd::NCCLAllreduce*>(op.get())) {
         adasum_ops.insert(adasum_ops.begin(),
                           MakeAdasumDeviceOp(ContextsOf::Nccl(*nccl), ContextsOf::Gpu(*nccl), state));
         break;
@@ -191,7 +178,7 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextWithAbort;
 
 #define OperationManager AdasumOperationManager
 #if ADASUM_ON_DEVICES
-#define NCCLContext AdasumNcclContext // for the reason see op/device_hooks.h
+#define NCCLContext AdasumNcclContext // for the reason see op/hooks.h
 #endif
 
 // Horovod: an AdaSum response has reduce_op SUM, its request ADASUM, so that the response cache never hits
@@ -201,9 +188,8 @@ using AdasumNcclContext = ::adasum_hvd::NcclContextWithAbort;
   set_reduce_op((op) == ::horovod::common::ReduceOp::ADASUM ? ::horovod::common::ReduceOp::SUM : (op))
 
 // Horovod: divides the postscale factor of AdaSum on devices by the number of ranks of the host, because its
-// own op sums these first. On hosts with different numbers of ranks the factors then differ, which is
-// refused. We need: the factor undivided. The type of the divisor selects the `/=` above; elsewhere it is the
-// number.
+// own op sums these first. On hosts with different numbers of ranks the factors then differ: an error.
+// We need: the factor undivided. The type of the divisor selects the `/=` above; elsewhere it is the number.
 #define GetLocalSize()                                                                                       \
   GetLocalSize() | ::adasum_hvd::Then {                                                                      \
     [](int ranks) { return ::adasum_hvd::LocalSize{ranks}; }                                                 \

@@ -1,8 +1,6 @@
 #include "op/network.h"
 
-#include <map>
 #include <stdexcept>
-#include <vector>
 
 #include "horovod/common/controller.h"
 
@@ -15,8 +13,6 @@
 
 namespace adasum_hvd {
 namespace {
-
-namespace hvd = horovod::common;
 
 std::shared_ptr<NetworkTransport> MakeNetwork(hvd::HorovodGlobalState& state, hvd::ProcessSet& process_set,
                                               const Settings& settings) {
@@ -70,21 +66,6 @@ std::shared_ptr<NetworkTransport> NetworkOf(hvd::HorovodGlobalState& state, hvd:
     known = {process_set.controller, MakeNetwork(state, process_set, settings)};
   }
   return known.network;
-}
-
-AllgatherTwo GatherOver(Transport& network) {
-  return [&network](int first, int second) {
-    const int mine[2] = {first, second};
-    std::vector<int> all(2 * network.size());
-    std::vector<Message> messages(network.size());
-    for (int rank = 0; rank < network.size(); ++rank) {
-      messages[rank] = {mine, sizeof mine, &all[2 * rank], sizeof mine};
-    }
-    network.Exchange(messages);
-    all[2 * network.rank()] = first;
-    all[2 * network.rank() + 1] = second;
-    return all;
-  };
 }
 
 } // namespace adasum_hvd

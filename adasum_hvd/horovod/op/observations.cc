@@ -3,7 +3,6 @@
 #include <atomic>
 #include <mutex>
 #include <unordered_map>
-#include <utility>
 
 namespace adasum_hvd {
 namespace {

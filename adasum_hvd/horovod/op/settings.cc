@@ -16,6 +16,11 @@ constexpr int64_t kRingGranule = 64; // bytes, so that positions are on cache li
 constexpr int64_t kMost = int64_t{1} << 30;
 constexpr int64_t kMostThreads = 1024;
 
+// By the values of `off`, of GroupOp and of LocalMode.
+constexpr const char* kOps[] = {"on", "off"};
+constexpr const char* kGroupOps[] = {"adasum", "average", "sum"};
+constexpr const char* kLocalModes[] = {"auto", "staged", "off"};
+
 std::mutex in_force_mutex;
 std::optional<Settings> in_force;
 
@@ -52,6 +57,18 @@ void ReadInteger(Settings& settings, const char* name, int64_t smallest, Integer
   target = static_cast<Integer>(value);
 }
 
+template <class Choice, size_t N>
+void ReadChoice(Settings& settings, const char* name, const char* const (&choices)[N], const char* expected,
+                Choice& target) {
+  const std::string text = Variable(name);
+  const auto found = std::find(std::begin(choices), std::end(choices), text);
+  if (found != std::end(choices)) {
+    target = static_cast<Choice>(found - choices);
+  } else if (!text.empty()) {
+    Refuse(settings, name, expected, text);
+  }
+}
+
 // "4x2" is {4, 2}; returns false for any other syntax.
 bool ReadRadices(const std::string& text, std::vector<int>& radices) {
   std::istringstream in(text);
@@ -75,22 +92,6 @@ std::string RadicesText(const std::vector<int>& radices) {
   return radices.empty() ? "auto" : radices[0] == 0 ? "flat" : text;
 }
 
-const char* GroupOpName(GroupOp group_op) {
-  switch (group_op) {
-  case GroupOp::kAverage: return "average";
-  case GroupOp::kSum: return "sum";
-  default: return "adasum";
-  }
-}
-
-const char* LocalModeName(LocalMode mode) {
-  switch (mode) {
-  case LocalMode::kStaged: return "staged";
-  case LocalMode::kOff: return "off";
-  default: return "auto";
-  }
-}
-
 Settings Settings::Begin() {
   std::lock_guard<std::mutex> guard(in_force_mutex);
   in_force = FromEnvironment();
@@ -104,23 +105,12 @@ Settings Settings::InForce() {
 
 Settings Settings::FromEnvironment() {
   Settings settings;
-  const std::string op = Variable("ADASUM_HVD_OP");
-  settings.off = op == "off";
-  if (!op.empty() && op != "off" && op != "on") {
-    Refuse(settings, "ADASUM_HVD_OP", "on or off", op);
-  }
+  ReadChoice(settings, "ADASUM_HVD_OP", kOps, "on or off", settings.off);
   ReadInteger(settings, "ADASUM_HVD_CHUNK_BYTES", 1, settings.reduce.chunk_bytes);
   ReadInteger(settings, "ADASUM_HVD_REPLICATE_BYTES", 0, settings.reduce.replicate_bytes);
   ReadInteger(settings, "ADASUM_HVD_MAX_MESSAGE_BYTES", 1, settings.max_message_bytes);
   ReadInteger(settings, "ADASUM_HVD_GROUP_SIZE", 0, settings.group_size);
-  const std::string group_op = Variable("ADASUM_HVD_GROUP_OP");
-  if (group_op == "average") {
-    settings.group_op = GroupOp::kAverage;
-  } else if (group_op == "sum") {
-    settings.group_op = GroupOp::kSum;
-  } else if (!group_op.empty() && group_op != "adasum") {
-    Refuse(settings, "ADASUM_HVD_GROUP_OP", "adasum, average or sum", group_op);
-  }
+  ReadChoice(settings, "ADASUM_HVD_GROUP_OP", kGroupOps, "adasum, average or sum", settings.group_op);
   const std::string radices = Variable("ADASUM_HVD_RADICES");
   if (radices == "flat") {
     settings.radices = {0};
@@ -133,15 +123,7 @@ Settings Settings::FromEnvironment() {
   ReadInteger(settings, "ADASUM_HVD_CHECKPOINT_SECONDS", 1, settings.checkpoint_seconds);
   ReadInteger(settings, "ADASUM_HVD_LOCAL_RING_BYTES", 1, settings.local.ring_bytes);
   settings.local.ring_bytes = (settings.local.ring_bytes + kRingGranule - 1) / kRingGranule * kRingGranule;
-  const std::string local = Variable("ADASUM_HVD_LOCAL");
-  const LocalMode modes[] = {LocalMode::kAuto, LocalMode::kStaged, LocalMode::kOff};
-  const auto mode = std::find_if(std::begin(modes), std::end(modes),
-                                 [&](LocalMode one) { return local == LocalModeName(one); });
-  if (mode != std::end(modes)) {
-    settings.local.mode = *mode;
-  } else if (!local.empty()) {
-    Refuse(settings, "ADASUM_HVD_LOCAL", "auto, staged or off", local);
-  }
+  ReadChoice(settings, "ADASUM_HVD_LOCAL", kLocalModes, "auto, staged or off", settings.local.mode);
   const std::string streams = Variable("HOROVOD_NUM_NCCL_STREAMS");
   if (kOnDevices && std::atoi(streams.c_str()) > 1 &&
       std::atoi(Variable("HOROVOD_ENABLE_ASYNC_COMPLETION").c_str()) > 0) {
@@ -162,19 +144,20 @@ Settings Settings::FromEnvironment() {
 int Settings::Fingerprint() const {
   std::ostringstream text; // kernels and threads may differ: they give the same bits
   text << kVersion << ' ' << off << ' ' << reduce.chunk_bytes << ' ' << reduce.replicate_bytes << ' '
-       << max_message_bytes << ' ' << GroupOpName(group_op) << ' ' << group_size << ' '
-       << RadicesText(radices) << ' ' << LocalModeName(local.mode) << ' ' << local.ring_bytes << ' ' << error;
+       << max_message_bytes << ' ' << kGroupOps[static_cast<int>(group_op)] << ' ' << group_size << ' '
+       << RadicesText(radices) << ' ' << kLocalModes[static_cast<int>(local.mode)] << ' ' << local.ring_bytes
+       << ' ' << error;
   return static_cast<int>(std::hash<std::string>()(text.str()) & 0x7fffffff);
 }
 
 std::string Settings::Json() const {
   std::ostringstream text;
-  text << "{\"op\": \"" << (off ? "off" : "on") << "\", \"kernels\": \"" << kernels->name
-       << "\", \"group_op\": \"" << GroupOpName(group_op) << "\", \"group_size\": " << group_size
-       << ", \"radices\": \"" << RadicesText(radices) << "\", \"threads\": " << threads
+  text << "{\"op\": \"" << kOps[off] << "\", \"kernels\": \"" << kernels->name << "\", \"group_op\": \""
+       << kGroupOps[static_cast<int>(group_op)] << "\", \"group_size\": " << group_size << ", \"radices\": \""
+       << RadicesText(radices) << "\", \"threads\": " << threads
        << ", \"chunk_bytes\": " << reduce.chunk_bytes << ", \"replicate_bytes\": " << reduce.replicate_bytes
-       << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \"" << LocalModeName(local.mode)
-       << "\", \"local_ring_bytes\": " << local.ring_bytes
+       << ", \"max_message_bytes\": " << max_message_bytes << ", \"local\": \""
+       << kLocalModes[static_cast<int>(local.mode)] << "\", \"local_ring_bytes\": " << local.ring_bytes
        << ", \"timeout_seconds\": " << local.timeout_seconds << ", \"stall_seconds\": " << stall_seconds
        << ", \"checkpoint_seconds\": " << checkpoint_seconds << "}";
   return text.str();

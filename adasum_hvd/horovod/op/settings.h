@@ -1,5 +1,4 @@
-// The settings in the environment at init. All ranks must have equal ones: agreement.cc compares
-// fingerprints.
+// The settings in the environment at init. All ranks must have equal ones (agreement.cc).
 #pragma once
 
 #include <cstdint>
@@ -47,7 +46,5 @@ struct Settings {
 };
 
 std::string RadicesText(const std::vector<int>& radices); // as in the variable
-const char* GroupOpName(GroupOp group_op);
-const char* LocalModeName(LocalMode mode);
 
 } // namespace adasum_hvd

@@ -15,12 +15,8 @@ std::array<std::atomic<int64_t>, kCounters> counters;
 std::mutex also_mutex;
 std::function<int64_t()> also;
 
-struct Paths {
-  std::string host;
-  std::string device;
-};
 std::mutex paths_mutex;
-std::unordered_map<int, Paths> paths;
+std::unordered_map<int, std::array<std::string, 2>> paths; // by process set, of each Memory
 
 } // namespace
 
@@ -41,7 +37,7 @@ void CountAlso(std::function<int64_t()> more) {
 
 void SetPath(int process_set_id, Memory memory, std::string path) {
   std::lock_guard<std::mutex> guard(paths_mutex);
-  (memory == Memory::kHost ? paths[process_set_id].host : paths[process_set_id].device) = std::move(path);
+  paths[process_set_id][static_cast<size_t>(memory)] = std::move(path);
 }
 
 void ForgetPaths() {
@@ -51,11 +47,8 @@ void ForgetPaths() {
 
 std::string PathOf(int process_set_id) {
   std::lock_guard<std::mutex> guard(paths_mutex);
-  const Paths& both = paths[process_set_id];
-  if (both.host.empty() || both.device.empty()) {
-    return both.host + both.device;
-  }
-  return both.host + "; devices: " + both.device;
+  const auto& [host, device] = paths[process_set_id];
+  return host + (host.empty() || device.empty() ? "" : "; devices: ") + device;
 }
 
 } // namespace adasum_hvd

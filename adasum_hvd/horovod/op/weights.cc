@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <mutex>
-#include <system_error>
-#include <thread>
 #include <unordered_map>
 
 #include "op/settings.h"
+#include "reduce/workers.h"
 
 namespace adasum_hvd {
 namespace {
@@ -46,7 +45,7 @@ std::vector<Part> PartsOf(const Weights& weights) {
 
 } // namespace
 
-Weights WeightsOf(const horovod::common::TensorTableEntry& entry) {
+Weights WeightsOf(const hvd::TensorTableEntry& entry) {
   Weights found = Find(entry.tensor_name);
   return found.start == entry.tensor->data() ? found : Weights();
 }
@@ -72,35 +71,19 @@ uint64_t RecordWeights(const std::string& name, ElementType type, int threads) {
   const Weights weights = Find(name);
   const std::vector<Part> parts = PartsOf(weights);
   const int64_t bytes = ElementBytes(type);
-  std::atomic<size_t> next{0};
   std::atomic<uint64_t> sum{0};
-  const auto take_parts = [&] {
-    for (size_t index = next++; index < parts.size(); index = next++) {
-      const Part& part = parts[index];
-      for (int64_t at = part.begin; at < part.end; at += kBlockElements) {
-        const int64_t n = std::min(kBlockElements, part.end - at);
-        const char* from = part.from + at * bytes;
-        void* const to[] = {static_cast<char*>(weights.start) + (part.first + at) * bytes};
-        sum += kernels.checksum(type, from, n, part.first + at); // brings the block into the cache
-        kernels.spread(from, n * bytes, to, 1, true);
-      }
-    }
-  };
   // Fewer parts are done sooner by this thread alone.
-  const int64_t useful = std::min<int64_t>(threads, static_cast<int64_t>(parts.size()) / 4);
-  std::vector<std::thread> others;
-  others.reserve(std::max<int64_t>(useful, 0));
-  for (int64_t other = 1; other < useful; ++other) {
-    try {
-      others.emplace_back(take_parts);
-    } catch (const std::system_error&) {
-      break; // no more threads: those that run take all parts
+  const int useful = std::max(std::min(threads, static_cast<int>(parts.size() / 4)), 1);
+  Workers(useful).Run(static_cast<int64_t>(parts.size()), [&](int64_t index, int) {
+    const Part& part = parts[index];
+    for (int64_t at = part.begin; at < part.end; at += kBlockElements) {
+      const int64_t n = std::min(kBlockElements, part.end - at);
+      const char* from = part.from + at * bytes;
+      void* const to[] = {static_cast<char*>(weights.start) + (part.first + at) * bytes};
+      sum += kernels.checksum(type, from, n, part.first + at); // brings the block into the cache
+      kernels.spread(from, n * bytes, to, 1, true);
     }
-  }
-  take_parts();
-  for (std::thread& other : others) {
-    other.join();
-  }
+  });
   return sum;
 }
 

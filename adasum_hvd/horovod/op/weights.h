@@ -1,5 +1,4 @@
-// Weights whose change is reduced: registered from Python by the name of the tensor that holds the older
-// ones.
+// Weights whose change is reduced: Python registers them by the name of the tensor with the older ones.
 #pragma once
 
 #include <atomic>
@@ -13,6 +12,8 @@
 
 namespace adasum_hvd {
 
+namespace hvd = horovod::common;
+
 struct Weights {
   std::vector<int64_t> elements; // by segment
   void* start = nullptr;         // the tensor
@@ -22,7 +23,7 @@ struct Weights {
 };
 
 // Empty for a tensor without registered weights, and for the zeros of a rank that has joined.
-Weights WeightsOf(const horovod::common::TensorTableEntry& entry);
+Weights WeightsOf(const hvd::TensorTableEntry& entry);
 
 // See horovod_adasum_register_weights (exports.cc).
 void RegisterWeights(const std::string& name, std::vector<int64_t> elements, void* start,
