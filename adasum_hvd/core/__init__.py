@@ -31,7 +31,7 @@ ABI = 5
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
-_UNRESPONSIVE, _RULE_FAILED = -2, -3
+_UNRESPONSIVE = -2
 # `adasum_tensor`; addresses as integers, so that NumPy computes those of a flat buffer.
 TENSOR = np.dtype(
     [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
@@ -66,13 +66,18 @@ class Network(Protocol):
         """Leave the buffers of all exchanges alone, and let no rank wait for this one."""
 
 
-_Start, _Wait = (
-    ctypes.CFUNCTYPE(ctypes.c_int, *one) for one in ([ctypes.c_void_p], [])
-)
+_Done = ctypes.POINTER(ctypes.c_int)
+_Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _Done)
+_Wait = ctypes.CFUNCTYPE(None, _Done)  # and abort
 
 
 class _Network(ctypes.Structure):
-    _fields_ = [("start", _Start), ("wait", _Wait), ("problem", ctypes.c_char * 256)]
+    _fields_ = [
+        ("start", _Start),
+        ("wait", _Wait),
+        ("abort", _Wait),
+        ("problem", ctypes.c_char * 256),
+    ]
 
 
 class _Config(ctypes.Structure):
@@ -100,7 +105,7 @@ class _Shards(ctypes.Structure):
 
 
 _Doubles = ctypes.POINTER(ctypes.c_double)
-_Rule = ctypes.CFUNCTYPE(ctypes.c_int, _Doubles, _Doubles)
+_Rule = ctypes.CFUNCTYPE(None, _Doubles, _Doubles, _Done)
 
 
 class _Extra(ctypes.Structure):
@@ -162,24 +167,27 @@ class _Calls:
     """The library's calls of Python, whose errors are raised when the library returns."""
 
     def __init__(self, size: int, network: Network | None):
-        self._size, self._network, self._failed = size, network, list[BaseException]()
-        self.functions = _Network(_Start(self._start), _Wait(self._wait))
+        self._size, self._failed = size, list[BaseException]()
+        self.functions = _Network()
+        if network:
+            start = functools.partial(self._start, network)
+            self.functions.start = _Start(functools.partial(self._call, start))
+            self.functions.wait = _Wait(functools.partial(self._call, network.wait))
+            self.functions.abort = _Wait(functools.partial(self._call, network.abort))
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> int:
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        *given, done = arguments
         try:
-            function(*arguments)
+            function(*given)
+            done[0] = 1
         except BaseException as error:
             self._failed.append(error)
-            self.functions.problem = str(error).encode()[:255]
-            return 1
-        return 0
+            text = str(error) or type(error).__name__
+            self.functions.problem = text.encode(errors="replace")[:255]
 
-    def _start(self, at: int) -> int:
+    def _start(self, network: Network, at: int) -> None:
         table = (ctypes.c_char * (self._size * MESSAGE.itemsize)).from_address(at)
-        return self._call(self._network.start, np.frombuffer(table, MESSAGE))  # type: ignore[union-attr]
-
-    def _wait(self) -> int:
-        return self._call(self._network.wait)  # type: ignore[union-attr]
+        network.start(np.frombuffer(table, MESSAGE))
 
     def of_rule(self, rule: Rule, tensors: int) -> Any:
         """Return a rule as the library calls it."""
@@ -193,14 +201,15 @@ class _Calls:
         return _Rule(functools.partial(self._call, apply))
 
     def check(self, code: int, others: Sequence[Group] = ()) -> None:
-        """Raise what a call has raised, or the library's error; `others` are of no use then."""
-        final = code not in (0, _RULE_FAILED)
-        for calls in (self, *(one._calls for one in others)) if final else ():
-            if calls._network:
-                calls._network.abort()
-        failed, self._failed = self._failed, []
+        """Raise what a call has raised, also for other groups, or the library's error."""
+        if not code:
+            return
+        failed: list[BaseException] = []
+        for calls in (self, *(one._calls for one in others)):
+            failed += calls._failed
+            calls._failed.clear()
         if failed:
-            raise failed[0]
+            raise failed.pop(0)  # which this frame must not keep
         _check(code)
 
 

@@ -41,13 +41,15 @@ typedef struct {
   int64_t receive_bytes;
 } adasum_message;
 
-/* Messages to ranks on other hosts, which must arrive in order. The functions return 0, or another number if
- * they fail; they are called by the thread that calls this interface. The buffers belong to an exchange until
- * `wait` has returned for it, or a call for the group has returned an error other than ADASUM_RULE_FAILED. */
+/* Messages to ranks on other hosts, which must arrive in order. The functions are called by the thread that
+ * calls this interface. They set *done to 1 if they succeed, because an exception of the caller's language
+ * may skip a returned value. The buffers belong to an exchange until `wait` has succeeded for it, or `abort`
+ * has. */
 typedef struct {
-  int (*start)(const adasum_message* messages); /* of one exchange, by rank */
-  int (*wait)(void);                            /* for the oldest exchange */
-  char problem[256];                            /* of the function that failed */
+  void (*start)(const adasum_message* messages, int* done); /* of one exchange, by rank */
+  void (*wait)(int* done);                                  /* for the oldest exchange */
+  void (*abort)(int* done); /* all exchanges, after an error; no more follow */
+  char problem[256];        /* of the function that failed */
 } adasum_network;
 
 /* The same on all ranks, except for `rank` and `network`. */
@@ -58,9 +60,9 @@ typedef struct {
   const int* places;    /* by rank, any number of the place in which ranks can share memory */
   const int* job_ranks; /* by rank, its number in the job, for messages */
   int group_op, group_size;
-  double timeout_s;              /* of a wait in which nothing moves */
-  const char* limit;             /* what sets this timeout, for messages */
-  const adasum_network* network; /* between places, as long as the group exists; NULL: there is one place */
+  double timeout_s;        /* of a wait in which nothing moves */
+  const char* limit;       /* what sets this timeout, for messages */
+  adasum_network* network; /* between places, as long as the group exists; NULL: there is one place */
 } adasum_config;
 
 /* `input` and `output` may be equal, or must not overlap. */
@@ -81,8 +83,8 @@ typedef struct {
 /* Writes `size` coefficients for each tensor, which its result is the sum of the ranks' vectors times.
  * `grams` has for each tensor the upper triangle of the ranks' dot products, by rows: size (size + 1) / 2
  * numbers, zeros for an empty tensor. Float64 tensors are multiplied by powers of two for that. All ranks
- * call it with the same numbers. Returns 0, or another number if it fails. */
-typedef int (*adasum_rule)(const double* grams, double* coefficients);
+ * call it with the same numbers. Sets *done to 1 if it succeeds. */
+typedef void (*adasum_rule)(const double* grams, double* coefficients, int* done);
 
 /* What a reduction does in addition to AdaSum of whole tensors, or instead. The same on all ranks. Then there
  * is one level, and all tensors that are not in shared memory are copied there at once. */

@@ -57,20 +57,36 @@ public:
         table[peer] = {one.send, one.send_bytes, one.receive, one.receive_bytes};
       }
     }
-    Check(functions_->start(table.data()));
+    Call([&](int* done) { functions_->start(table.data(), done); });
   }
-  void Wait() override { Check(functions_->wait()); }
-  void Abort(const AbortNotice&) override {} // the caller does so after the error
+  void Wait() override {
+    Call([this](int* done) { functions_->wait(done); });
+  }
+  void Abort(const AbortNotice&) override { Abort(); }
+  void Abort() {
+    for (int tries = 0; functions_ != nullptr && aborted_ == 0 && tries < 2;
+         ++tries) { // a signal may interrupt one
+      functions_->abort(&aborted_);
+    }
+  }
 
 private:
-  void Check(int failed) const {
-    if (failed != 0) {
-      throw std::runtime_error(functions_->problem);
+  // Aborts before it throws, because that frees buffers.
+  template <class Function> void Call(const Function& function) {
+    int done = 0;
+    functions_->problem[0] = '\0';
+    function(&done);
+    if (done == 0) {
+      const std::string problem = functions_->problem;
+      Abort();
+      throw std::runtime_error(problem.empty() ? "AdaSum: expected messages, but a signal interrupted them"
+                                               : problem);
     }
   }
 
   const int rank_, size_;
-  const adasum_network* const functions_;
+  adasum_network* const functions_;
+  int aborted_ = 0;
 };
 
 } // namespace
@@ -109,6 +125,7 @@ void Fail(adasum_group* group, const std::string& problem, int code, const RootC
   if (group == nullptr || group->failure_code != ADASUM_OK) {
     return;
   }
+  group->network.Abort();
   if (group->local != nullptr && cause != nullptr) {
     group->local->Abort(*cause);
   }
@@ -268,10 +285,15 @@ EXPORT int adasum_reduce(adasum_group* group, const adasum_tensor* tensors, int 
       for (size_t k = 0; k < others.size(); ++k) {
         const adasum_shards& shards = extra->shards[k];
         others[k]->local->BeginOperation();
-        settings.shards.push_back({others[k]->everyone.get(), {shards.tensors, shards.tensors + shards.count}});
+        settings.shards.push_back(
+            {others[k]->everyone.get(), {shards.tensors, shards.tensors + shards.count}});
       }
       if (extra->rule != nullptr) {
-        settings.rule = [extra](const double* grams, double* c) { return extra->rule(grams, c) == 0; };
+        settings.rule = [extra](const double* grams, double* c) {
+          int done = 0;
+          extra->rule(grams, c, &done);
+          return done != 0;
+        };
       }
     }
     Reduce(views, static_cast<ElementType>(dtype), levels, /*scale=*/1.0, settings, *ChooseKernels(""),

@@ -292,11 +292,11 @@ class Communicator:
 
         Gloo does so when a wait has timed out: here that for a message that nobody sends.
         """
-        with suppress(RuntimeError):
-            nothing = torch.empty(1, device="cpu")
-            other = self.ranks[self.rank - 1]
-            work = dist.irecv(nothing, other, self.group, _FIRST_TAG - 1)
-            work.wait(timedelta(milliseconds=1))
+        nothing = torch.empty(1, device="cpu")
+        for other in self.ranks:
+            with suppress(RuntimeError, ValueError):  # one that has ended, and this one
+                work = dist.irecv(nothing, other, self.group, _FIRST_TAG - 1)
+                work.wait(timedelta(milliseconds=1))
 
 
 class _Sites(NamedTuple):
