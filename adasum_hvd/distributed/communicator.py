@@ -258,8 +258,10 @@ class Communicator:
                 operations.append(message(dist.isend, out[to], self.ranks[to]))
             if into[of].numel():
                 operations.append(message(dist.irecv, into[of], self.ranks[of]))
-        with self._awaiting(self.ranks):
+        try:
             works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._unresponsive(self.ranks, error) from error
         one_each = len(works) == len(operations)  # NCCL has one for all of them
         peers = [[one.peer] for one in operations] if one_each else [self.ranks]
         return [*map(Started, peers, works)]
@@ -267,25 +269,21 @@ class Communicator:
     def wait(self, messages: list[Started]) -> None:
         """Wait for started messages; an error drops the others, and with them their buffers."""
         try:
-            for ranks, work in messages:
-                with self._awaiting(ranks):
-                    work.wait()
+            for message in messages:
+                message.work.wait()
+        except RuntimeError as error:
+            raise self._unresponsive(message.ranks, error) from error
         finally:
             messages.clear()
 
-    @contextmanager
-    def _awaiting(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise `Unresponsive` where torch has no message of one of these ranks."""
-        try:
-            yield
-        except RuntimeError as error:
-            who = f"rank {ranks[0]}"
-            if len(ranks) > 1:
-                who = f"one of ranks {reprlib.repr(ranks)}"
-            raise Unresponsive(
-                f"AdaSum: expected messages from all ranks, but {who} did not respond (seen by "
-                f"rank {self.ranks[self.rank]} of {self.job_size}): {error}"
-            ) from error
+    def _unresponsive(self, ranks: Sequence[int], error: RuntimeError) -> Unresponsive:
+        """Return the error for torch's, which has no message of one of these ranks."""
+        several = len(ranks) > 1
+        who = f"one of ranks {reprlib.repr(ranks)}" if several else f"rank {ranks[0]}"
+        return Unresponsive(
+            f"AdaSum: expected messages from all ranks, but {who} did not respond (seen by "
+            f"rank {self.ranks[self.rank]} of {self.job_size}): {error}"
+        )
 
     def close(self) -> None:
         """Close the connections of the process group, on Gloo, so that no rank waits for this one.
