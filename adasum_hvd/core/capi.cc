@@ -79,8 +79,10 @@ private:
     if (done == 0) {
       const std::string problem = functions_->problem;
       Abort();
-      throw std::runtime_error(problem.empty() ? "AdaSum: expected messages, but a signal interrupted them"
-                                               : problem);
+      throw std::runtime_error(
+          problem.empty()
+              ? "AdaSum: expected messages, but a signal interrupted them; look for its exception above"
+              : problem);
     }
   }
 

@@ -28,7 +28,7 @@ from adasum_hvd.distributed import (
     reduce_changes,
     torchft,
 )
-from adasum_hvd.distributed.communicator import Unresponsive
+from adasum_hvd.distributed.communicator import Communicator, Unresponsive
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
 from tests.parallel.harness import conformance
@@ -332,6 +332,25 @@ def case_a_failure_of_one_rank_ends_the_others() -> None:
     assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError):  # of no use any more
         adasum_all_reduce(torch.ones(3), group)
+
+
+def case_closed_connections_end_the_waits_of_all_ranks() -> None:
+    """Also where the connection to one of them was closed before."""
+    if len(HOSTS) < 3:
+        pytest.skip("needs a third rank")
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    communicator = Communicator(group)
+    communicator.all_gather_object("connected")
+    for closing in (0, 1):
+        if rank() == closing:
+            communicator.close()
+        dist.barrier()
+    if rank() == 2:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), 1, group)
+        assert time.monotonic() - began < 20
+    dist.barrier()
 
 
 def case_a_destroyed_group_leaves_no_thread() -> None:
