@@ -63,9 +63,9 @@ public:
     Call([this](int* done) { functions_->wait(done); });
   }
   void Abort(const AbortNotice&) override { Abort(); }
+  // Twice, if a signal interrupts the first call.
   void Abort() {
-    for (int tries = 0; functions_ != nullptr && aborted_ == 0 && tries < 2;
-         ++tries) { // a signal may interrupt one
+    for (int tries = 0; functions_ != nullptr && aborted_ == 0 && tries < 2; ++tries) {
       functions_->abort(&aborted_);
     }
   }
@@ -79,10 +79,11 @@ private:
     if (done == 0) {
       const std::string problem = functions_->problem;
       Abort();
-      throw std::runtime_error(
-          problem.empty()
-              ? "AdaSum: expected messages, but a signal interrupted them; look for its exception above"
-              : problem);
+      if (problem.empty()) {
+        throw std::runtime_error(
+            "AdaSum: expected messages, but a signal interrupted them; look for its exception above");
+      }
+      throw std::runtime_error(problem);
     }
   }
 

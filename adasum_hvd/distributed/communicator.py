@@ -27,7 +27,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -261,7 +261,7 @@ class Communicator:
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise self._unresponsive(self.ranks, error) from error
+            self._raise_unresponsive(self.ranks, error)
         one_each = len(works) == len(operations)  # NCCL has one for all of them
         peers = [[one.peer] for one in operations] if one_each else [self.ranks]
         return [*map(Started, peers, works)]
@@ -272,18 +272,18 @@ class Communicator:
             for message in messages:
                 message.work.wait()
         except RuntimeError as error:
-            raise self._unresponsive(message.ranks, error) from error
+            self._raise_unresponsive(message.ranks, error)
         finally:
             messages.clear()
 
-    def _unresponsive(self, ranks: Sequence[int], error: RuntimeError) -> Unresponsive:
-        """Return the error for torch's, which has no message of one of these ranks."""
+    def _raise_unresponsive(self, ranks: list[int], error: RuntimeError) -> NoReturn:
+        """Raise `Unresponsive` for torch's error, which is of a message of one of these ranks."""
         several = len(ranks) > 1
         who = f"one of ranks {reprlib.repr(ranks)}" if several else f"rank {ranks[0]}"
-        return Unresponsive(
+        raise Unresponsive(
             f"AdaSum: expected messages from all ranks, but {who} did not respond (seen by "
             f"rank {self.ranks[self.rank]} of {self.job_size}): {error}"
-        )
+        ) from error
 
     def close(self) -> None:
         """Close the connections of the process group, on Gloo, so that no rank waits for this one.
