@@ -522,22 +522,38 @@ def test_the_network_is_aborted_before_the_librarys_buffers_are_freed() -> None:
         assert re.match(r"Unresponsive: rank 101 .*no route", others), others
 
 
-def interrupted(rank: Rank) -> str:
-    """A signal comes while the first rank waits for the second one, in the library."""
+def interrupt_the_first(rank: Rank) -> None:
+    """Let a signal come while the first rank waits for the second one, in the library."""
 
     def handler(*_: Any) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, handler)
-    hosts, network = [0, 0, 1], Pending()
-    group = rank.group(20, hosts, places=hosts, network=network)
     if rank.rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     elif rank.rank == 1:
         time.sleep(1)
+
+
+def interrupted(rank: Rank) -> str:
+    hosts, network = [0, 0, 1], Pending()
+    group = rank.group(20, hosts, places=hosts, network=network)
+    interrupt_the_first(rank)
     found = failing(group, (7,))
     assert not network.exchanges
     return found
+
+
+def interrupted_rule(rank: Rank) -> list[str]:
+    group, errors = rank.group(20), []
+    ones = np.ones(3, np.float32)
+    interrupt_the_first(rank)
+    for _ in range(2):
+        try:
+            group.reduce(table(ones, (3,)), "float32", rule=lambda _: np.ones((1, 2)))
+        except core.CoreError as error:
+            errors.append(str(error))
+    return [*errors, str(ones.tolist())]
 
 
 def test_a_call_that_a_signal_interrupts_has_failed() -> None:
@@ -545,6 +561,12 @@ def test_a_call_that_a_signal_interrupts_has_failed() -> None:
     assert re.match("CoreError: .*interrupted", first), first
     assert not second or re.match("Unresponsive: .*interrupted", second), second
     assert not third  # messages of this network are lost
+
+
+def test_a_rule_that_a_signal_interrupts_has_failed_on_all_ranks() -> None:
+    for error, result in run(interrupted_rule, 2):
+        assert "coefficients of the rule on all ranks, but it failed" in error
+        assert result == "[2.0, 2.0, 2.0]"
 
 
 def test_wrong_calls_are_errors() -> None:
