@@ -30,7 +30,8 @@ COPY = REPOSITORY / "build" / "mutants"
 UNIT, CASES = "tests/unit/test", "tests/parallel/cases"
 # The rooms, each with its tests, the fast ones first.
 ROOMS = {
-    "adasum_hvd/advice": f"{UNIT}_advice.py {UNIT}_learning_rate.py {CASES}/torch/test_tools.py",
+    "adasum_hvd/advice": f"{UNIT}_advice.py {UNIT}_learning_rate.py {CASES}/torch/test_tools.py "
+    f"{CASES}/distributed/test_hook.py",
     "adasum_hvd/core/__init__.py": f"{UNIT}_core.py {CASES}/distributed/test_all_reduce.py",
     "adasum_hvd/core": f"{UNIT}_core.py {UNIT}_native.py {CASES}/distributed/test_all_reduce.py",
     "adasum_hvd/offload": f"{UNIT}_adam_offload_*.py {CASES}/torch/test_adam_offload.py",
