@@ -252,8 +252,10 @@ def case_monitor_of_groups() -> None:
     wrapped = ENGINE.wrapped(model, state)
     ddp.train(wrapped, sgd(wrapped.parameters()))
     monitor.close()
-    with pytest.raises(ValueError, match="every: "):
-        AdasumMonitor(state, 0)
+    alone = dist.new_group([rank()], use_local_synchronization=True)
+    for one in (state, AdasumState(alone)):
+        with pytest.raises(ValueError, match="every: "):
+            AdasumMonitor(one, 0)
     with pytest.raises(ValueError, match=r"got rule='mean'"):
         AdasumMonitor(AdasumState(rule="mean"))
     with pytest.raises(TypeError, match="expected an AdasumState"):
