@@ -26,15 +26,18 @@ from tests.parallel.harness.launch import REPOSITORY, environment
 from tests.tiers import ALL, QUICK, REST
 
 SOURCES = (".py", ".cc", ".h", ".inc")
+# Only `make gpu` and `make triton` run these.
+ELSEWHERE = ("cuda.py", "device_slice.py", "triton_kernels.py")
 COPY = REPOSITORY / "build" / "mutants"
 UNIT, CASES = "tests/unit/test", "tests/parallel/cases"
 # The rooms, each with its tests, the fast ones first.
 ROOMS = {
-    "adasum_hvd/advice": f"{UNIT}_advice.py {UNIT}_learning_rate.py {CASES}/torch/test_tools.py",
+    "adasum_hvd/advice": f"{UNIT}_advice.py {UNIT}_learning_rate.py {CASES}/torch/test_tools.py "
+    f"{CASES}/distributed/test_hook.py",
     "adasum_hvd/core/__init__.py": f"{UNIT}_core.py {CASES}/distributed/test_all_reduce.py",
     "adasum_hvd/core": f"{UNIT}_core.py {UNIT}_native.py {CASES}/distributed/test_all_reduce.py",
     "adasum_hvd/offload": f"{UNIT}_adam_offload_*.py {CASES}/torch/test_adam_offload.py",
-    "adasum_hvd/distributed": f"{UNIT}_distributed.py {CASES}/distributed",
+    "adasum_hvd/distributed": f"{UNIT}_distributed.py {UNIT}_thread_ranks.py {CASES}/distributed",
     "adasum_hvd/torch/optimizer": f"{CASES}/torch",
     "adasum_hvd/tensorflow/optimizer": f"{CASES}/keras {CASES}/tensorflow",
 }  # fmt: skip
@@ -54,8 +57,7 @@ SAW = (
 def known(words: tuple[str, ...]) -> Iterator[Mutant]:
     """Yield the mutants of the rooms whose paths have these words."""
     for path in (p for room in ROOMS for p in sorted(Path(room).rglob("*"))):
-        # Only `make gpu` runs cuda.py.
-        if path.suffix not in SOURCES or path.name == "cuda.py":
+        if path.suffix not in SOURCES or path.name in ELSEWHERE:
             continue
         if all(word in str(path) for word in words):
             of = in_python if path.suffix == ".py" else in_cpp

@@ -92,13 +92,11 @@ class AdasumMonitor:
             )
         self._source = source
         self._names = {id(p): name for name, p in named_parameters}
-        self._monitor: Monitor | None = None
-        if source.communicator.size > 1:
-            scale = (lambda: 1.0) if scaler is None else scaler.get_scale
-            channel = _Channel(source)
-            monitor = self._monitor = Monitor(every, to, channel, loss_scale=scale)
-            self._detach = source.on_round(lambda: monitor.after_step(self._entries))
-            monitor.request_first(self._entries)
+        scale = (lambda: 1.0) if scaler is None else scaler.get_scale
+        monitor = Monitor(every, to, _Channel(source), loss_scale=scale)
+        self._monitor: Monitor | None = monitor
+        self._detach = source.on_round(lambda: monitor.after_step(self._entries))
+        monitor.request_first(self._entries)
 
     def _entries(self) -> Entries:
         """Return the names of the parameters in each bucket, by the bucket's name."""

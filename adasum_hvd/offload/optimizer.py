@@ -241,8 +241,7 @@ class AdamOffload(HostStateOptimizer):
                 updates = map(self._update_of, params)
                 self._host.run(of_all, updates, self._updated, bool(on_cuda))
         self._transfers.finish()
-        if self._publishing:
-            self._agree(on_cuda)
+        self._agree(on_cuda)
         for group in self.param_groups:
             group["step"] += 1
 

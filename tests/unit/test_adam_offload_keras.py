@@ -44,7 +44,7 @@ def test_trajectory_is_the_reference_and_torch(settings):
     settings = {"lr": 0.01, **settings}
     start = np.random.default_rng(1).standard_normal((40, 30)).astype(np.float32)
     variable = keras.Variable(start, name="kernel")
-    scalar = keras.Variable(np.float32(2.0), name="scalar")
+    scalar = keras.Variable(2.0, dtype="float64", name="scalar")
     of_torch = torch.nn.Parameter(torch.from_numpy(start.copy()))
     keras_settings = {k: v for k, v in settings.items() if k != "lr"}
     optimizer = AdamOffload(settings["lr"], **keras_settings)
@@ -74,6 +74,8 @@ def test_trajectory_is_the_reference_and_torch(settings):
         tolerance += STEPS * 2**-25
     assert np.abs(here - of_torch.detach().numpy()).max() <= tolerance * np.abs(w).max()
     assert "CPU" in optimizer._moments[0][0].value.device
+    assert [m.dtype for m, _ in optimizer._moments] == ["float32", "float64"]
+    assert optimizer._masters == [None, None]
     assert scalar.numpy() == pytest.approx(s[0], rel=1e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import parts
-from tests.parallel.harness import cases, configurations, faults
+from tests.parallel.harness import cases, configurations, faults, launch
 from tests.parallel.harness.worker import run
 
 FILE = """
@@ -157,3 +158,12 @@ def test_processors_are_divided_by_process_while_the_parts_run(tmp_path: Path):
         assert switch.read_text() == "0\n"
         sys.exit(1)
     assert switch.read_text() == "1\n"
+
+
+def test_ranks_find_the_packages_of_the_tests(monkeypatch) -> None:
+    """Such as the Keras of `make matrix`; once, also in launches by ranks."""
+    monkeypatch.setenv("PYTHONPATH", "/of/tests")
+    found = launch.environment()["PYTHONPATH"]
+    assert found.split(os.pathsep)[-1] == "/of/tests"
+    monkeypatch.setenv("PYTHONPATH", found)
+    assert launch.environment()["PYTHONPATH"] == found

@@ -232,6 +232,7 @@ def test_a_group_counts_as_one_worker():
     ungrouped = adasum_lr(0.1, "adasum-grad", 16, "average")
     assert ungrouped.factor == 1.73 and "pass the real group_size" in ungrouped.reason
     assert adasum_lr(0.1, "adasum-grad", 4, "average", 16).factor == 1
+    assert adasum_lr(0.1, "adasum-grad", 64, "average", 2).certainty == "extrapolated"
     # 10 ranks are two groups of 8; study 6 found 3.3 with 8 groups of 8.
     assert adasum_lr(0.1, "adasum-delta", 10, "average", 8).factor == 1
     rate = adasum_lr(0.003, "adasum-grad", 64, "average", 8, optimizer="adamw")

@@ -50,10 +50,12 @@ def waits(seconds: int) -> tuple[tuple[str, str], ...]:
 
 def environment(extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     """Return the environment of a launch: one thread per rank, quiet TensorFlow."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    places = dict.fromkeys([str(REPOSITORY), *map(str, IMPORTED), *filter(None, own)])
     return {
         **os.environ,
         "PATH": search_path(),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *map(str, IMPORTED)]),
+        "PYTHONPATH": os.pathsep.join(places),
         "OMP_NUM_THREADS": "1",
         **OF_RANKS,
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",

@@ -117,7 +117,7 @@ class ChangeInOpBucket(ChangeBucket):
         self.start_weights, self._start_views = self.flat, self.views
 
     def begin_window(self) -> bool:
-        """As the base's, in one pass after a reduction on the CPU; 0 and -0 differ there."""
+        """As the base's, in one pass after a reduction on the CPU."""
         expected, self._checksum = self._checksum, None
         if expected is None:
             return super().begin_window()
@@ -215,10 +215,8 @@ def op_takes(
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compare weights; 0 equals -0, and NaN equals a NaN of the same bits."""
-    return torch.equal(found, expected) or torch.equal(
-        as_integers(found.detach()), as_integers(expected)
-    )
+    """Compare the bits of weights: NaN equals itself."""
+    return torch.equal(as_integers(found.detach()), as_integers(expected))
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -245,6 +245,21 @@ def case_monitor_of_groups() -> None:
         assert record["joined"] == groups and len(record["tensors"]) == 6
 
 
+def case_a_group_of_one_rank() -> None:
+    """Its gradients stay, and it has no records; arguments are checked as on several ranks."""
+    alone = dist.new_group([rank()], use_local_synchronization=True)
+    model, plain, state = model_of(), model_of(), AdasumState(alone)
+    with pytest.raises(ValueError, match="every: "):
+        AdasumMonitor(state, 0)
+    records: list[dict] = []
+    monitor = AdasumMonitor(state, 1, records.append)
+    wrapped = ENGINE.wrapped(model, state, process_group=alone)
+    for one in (wrapped, plain):
+        ddp.train(one, sgd(one.parameters()))
+    monitor.close()
+    assert torch.equal(weights(model), weights(plain)) and not records
+
+
 def case_the_noise_scale_is_that_of_per_example_gradients() -> None:
     model, inputs, labels = noise.model_and_examples()
     state, records = AdasumState(), []

@@ -117,6 +117,12 @@ def case_a_gain_over_all_tensors_multiplies_the_rate(dtype: str) -> None:
         change = weights(model).double().numpy() - before
         expected = -rate * gain * np.mean(ranks, 0)
         assert np.abs(change - expected).max() <= 1e-4 * np.abs(expected).max()
+    for step in (3, 4):  # passes without a step count, too
+        steps.append(everyone(np.concatenate(local_gradients(model, step))))
+        optimizer.zero_grad()
+        loss_of(ddp, rank(), step).backward()
+    gain = 1.0 if len(steps[0]) == 1 else gain_of(steps)
+    assert state.gain == pytest.approx(gain, rel=1e-4)
     assert len(set(everyone((state.gain, scheduler.gained)))) == 1
     assert scheduler.gained == gained
 

@@ -56,6 +56,9 @@ def case_gradients_assigned_after_synchronize(op: str) -> None:
         else:
             with pytest.raises(RuntimeError, match="got another one, which has"):
                 optimizer.step()
+    backward(model)
+    optimizer.synchronize()
+    optimizer.step()  # with the gradients as they are
     hvd.check_replicas(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -119,13 +120,15 @@ def case_what_is_done_to_a_moved_gradient_is_refused() -> None:
     def scale(model: nn.Module) -> None:
         model[0].weight.grad.mul_(2)
 
-    for change in (point_elsewhere, convert, scale):
+    for change, stays in product((point_elsewhere, convert, scale), (False, True)):
         model = wide_model()
         optimizer = distributed(model, hvd.AdasumGrad, lr=1e-3)
-        # Without a part of the first layer: versions of the two then differ.
-        model[2](torch.ones(2, 2000)).sum().backward()
+        if stays:  # where the last step has left it
+            backward(model, 0)
+        else:  # without a part of the first layer: versions of the two then differ
+            model[2](torch.ones(2, 2000)).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not stays)
         backward(model, 1)
         change(model)
         with pytest.raises(RuntimeError, match=CHANGED):

@@ -353,6 +353,11 @@ def case_zero_grad(op: str, to_none: bool) -> None:
         optimizer.step()
         simulation.step()
         optimizer.zero_grad(to_none)
+    if to_none:
+        loss_of(model, hvd.rank(), 0).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients
     check_same_everywhere(model)
     check_equal(model, simulation.models[0])
 
