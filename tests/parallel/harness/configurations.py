@@ -185,7 +185,9 @@ WITHOUT_CORE = (("ADASUM_HVD_CORE", "off"),)
 
 def on_hosts(hosts: str, files: tuple[str, ...] = DISTRIBUTED) -> Configuration:
     """Return a configuration of torchrun's ranks, each on a host that it acts."""
-    return Configuration(files, "torchrun", len(hosts), (("ADASUM_TEST_HOSTS", hosts),))
+    return Configuration(
+        files, "torchrun", len(hosts), (("ADASUM_TEST_HOST_OF", hosts),)
+    )
 
 
 ALL_REDUCE = _files("distributed", "all_reduce")
@@ -222,10 +224,10 @@ CONFIGURATIONS = [
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (3, 2)),
     ON_HOST_3, THEIR_HOSTS_4, IN_TURN_2, IN_TURN_5, ON_HOST_5, THEIR_HOSTS_3,
     Configuration(
-        DISTRIBUTED, "torchrun", 3, (("ADASUM_TEST_HOSTS", "010"), *WITHOUT_CORE)
+        DISTRIBUTED, "torchrun", 3, (("ADASUM_TEST_HOST_OF", "010"), *WITHOUT_CORE)
     ),
     Configuration(
-        (*LEVELS, *DISTRIBUTED), "torchrun", 4, (("ADASUM_TEST_HOSTS", "0101"), *WITHOUT_CORE)
+        (*LEVELS, *DISTRIBUTED), "torchrun", 4, (("ADASUM_TEST_HOST_OF", "0101"), *WITHOUT_CORE)
     ),
     Configuration(SHARDED, "torchrun", 4),  # 6 in make soak
     on_hosts("0011", _files("distributed", "replicate cancelled_shards local_sgd")),

@@ -38,7 +38,7 @@ def main(files: str, folder: str, *chosen: str) -> None:
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("error", category=category, module=r"adasum_hvd\b")
     if hosts := os.environ.get(
-        "ADASUM_TEST_HOSTS"
+        "ADASUM_TEST_HOST_OF"
     ):  # by rank; torchrun's jobs act them
         os.environ["ADASUM_HVD_HOSTNAME"] = hosts[int(os.environ["RANK"])]
     modules = {

@@ -48,7 +48,7 @@ HOSTS: list[str] = []
 def init() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    HOSTS[:] = os.environ.get("ADASUM_TEST_HOSTS", "0" * dist.get_world_size())
+    HOSTS[:] = os.environ.get("ADASUM_TEST_HOST_OF", "0" * dist.get_world_size())
 
 
 def rank() -> int:
