@@ -28,11 +28,11 @@ PROGRAM = "tests.parallel.programs.distributed_fault_job"
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("hosts", ["0011", "000"])  # by rank
+@pytest.mark.parametrize("form", ["0011", "000"])  # hosts by rank
 def test_the_others_end_within_the_groups_timeout(
-    tmp_path: Path, hosts: str, fault: str
+    tmp_path: Path, form: str, fault: str
 ) -> None:
-    words = [str(len(hosts)), str(tmp_path / "store"), fault, str(TIMEOUT_SECONDS)]
+    words = [str(len(form)), str(tmp_path / "store"), fault, str(TIMEOUT_SECONDS)]
     ranks = [
         subprocess.Popen(
             [*python(), "-m", PROGRAM, str(rank), *words],
@@ -42,7 +42,7 @@ def test_the_others_end_within_the_groups_timeout(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for rank, host in enumerate(hosts)
+        for rank, host in enumerate(form)
     ]
     try:
         began = time.monotonic()

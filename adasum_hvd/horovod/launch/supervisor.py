@@ -126,10 +126,12 @@ def _kill_descendants() -> None:
 
 
 def _children() -> Iterator[int]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                yield int(stat.parent.name)
+    # Not by glob, which looks at a path again, and raises if the process has just ended.
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # the same
+            fields = Path("/proc", process, "stat").read_text().rpartition(")")[2]
+            if int(fields.split()[1]) == os.getpid():
+                yield int(process)
 
 
 def _kill(process: int) -> bool:
