@@ -222,7 +222,7 @@ CONFIGURATIONS = [
     Configuration(_files("keras", "strict_cells"), "gloo", 2),
     Configuration(_files("torch", "tutorial"), "gloo", 2),  # 16 ranks in make soak
     *(Configuration(_files("distributed", "ddp"), "torchrun", n) for n in (3, 2)),
-    ON_HOST_3, THEIR_HOSTS_4, IN_TURN_2, IN_TURN_5, ON_HOST_5, THEIR_HOSTS_3,
+    THEIR_HOSTS_4, ON_HOST_3, IN_TURN_2, IN_TURN_5, ON_HOST_5, THEIR_HOSTS_3,
     Configuration(
         DISTRIBUTED, "torchrun", 3, (("ADASUM_TEST_HOST_OF", "010"), *WITHOUT_CORE)
     ),
