@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,7 @@ def plot(source: Path, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def measure(arguments: argparse.Namespace, hosts: Hosts | None = None) -> list[dict]:
+def measure(arguments: argparse.Namespace, hosts: Hosts | None) -> list[dict]:
     """Measure every model with every number of ranks, and print it."""
     rows = []
     launcher = "gloo" if hosts else arguments.launcher
@@ -289,11 +290,10 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("build/ddp.json"))
     arguments = parser.parse_args()
-    if arguments.hosts == 1:
-        rows = measure(arguments)
-    else:
-        with Hosts(arguments.hosts, arguments.gigabits) as hosts:
-            rows = measure(arguments, hosts)
+    several = arguments.hosts > 1
+    link = arguments.hosts, arguments.gigabits
+    with Hosts(*link) if several else nullcontext() as hosts:
+        rows = measure(arguments, hosts)
     jobs.save(rows, arguments.output)
 
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import jobs
 import torch
-from namespaces import ADDRESS, INTERFACE, Hosts, missing, sent
+from namespaces import INTERFACE, Hosts, address, missing, sent
 
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
 SEGMENT_BYTES = 1500 - 20 - 32  # of a full packet
@@ -48,6 +48,7 @@ OURS = "AdaSum", "flat", "operations"
 class Engine(NamedTuple):
     """Operations to measure, and what their job has for it."""
 
+    rank: int
     operations: dict[str, Callable[[], object]]
     barrier: Callable[[], object]
     gather: Callable[[object], list]
@@ -72,6 +73,7 @@ def horovod(tensor: torch.Tensor) -> Engine:
     }
     hvd.init()
     return Engine(
+        hvd.rank(),
         operations,
         horovod_torch.barrier,
         hvd.allgather_object,
@@ -90,7 +92,7 @@ def distributed(tensor: torch.Tensor) -> Engine:
     rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{ADDRESS}:29577", rank=rank, world_size=size
+        "gloo", init_method=f"tcp://{address(1)}:29577", rank=rank, world_size=size
     )
 
     def average() -> None:
@@ -103,6 +105,7 @@ def distributed(tensor: torch.Tensor) -> Engine:
         return things
 
     return Engine(
+        rank,
         {"Average": average, "AdaSum": lambda: adasum_all_reduce(tensor)},
         dist.barrier,
         gather,
@@ -115,8 +118,8 @@ def rank_main(backend: str, elements: int, repetitions: int, output: Path) -> No
     torch.set_num_threads(1)
     tensor = torch.empty(elements)
     engine = (distributed if backend == "torch" else horovod)(tensor)
-    seed = int(os.environ.get("HOROVOD_RANK", os.environ.get("PMIX_RANK", "0")))
-    fresh = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(engine.rank)
+    fresh = torch.randn(elements, generator=generator)
     mine = []
     for repetition in range(-2, repetitions):
         for name, operation in engine.operations.items():
@@ -133,7 +136,7 @@ def rank_main(backend: str, elements: int, repetitions: int, output: Path) -> No
         (same[0][0], max(seconds for _, seconds, *_ in same), *busiest(same))
         for same in zip(*engine.gather(mine), strict=True)
     ]
-    if seed == 0:
+    if engine.rank == 0:
         output.write_text(json.dumps({"rows": rows, "path": engine.path()}))
 
 

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 INTERFACE = "eth0"
-ADDRESS = "10.77.0.1"  # of the first host
 # ssh's words without sshd: the options are skipped, the rest runs inside the host's namespaces.
 REMOTE_SHELL = """#!/bin/sh
 options() {
@@ -32,6 +31,11 @@ options ${words#* }
 pid=$(cat "$(dirname "$0")/$host")
 exec nsenter --target "$pid" --net --uts --mount --wd="$PWD" -- sh -c "$words"
 """
+
+
+def address(number: int) -> str:
+    """Return the address of a host, which are numbered from 1."""
+    return f"10.77.0.{number}"
 
 
 def missing() -> str:
@@ -70,7 +74,7 @@ class Hosts:
         shell = self.tools / "ssh"
         shell.write_text(REMOTE_SHELL)
         shell.chmod(0o755)
-        addresses = [f"10.77.0.{k} {name}" for k, name in enumerate(self.names, 1)]
+        addresses = [f"{address(k)} {name}" for k, name in enumerate(self.names, 1)]
         (self.tools / "hosts").write_text(
             "\n".join(["127.0.0.1 localhost", *addresses, ""])
         )
@@ -95,7 +99,7 @@ class Hosts:
             self.run(name, f"hostname {name}")
             self.run(name, f"mount --bind {self.tools}/hosts /etc/hosts")
             self.run(name, "ip link set dev lo up")
-            self.run(name, f"ip address add 10.77.0.{k}/24 dev {INTERFACE}")
+            self.run(name, f"ip address add {address(k)}/24 dev {INTERFACE}")
             self.run(name, f"ip link set dev {INTERFACE} up")
             self.run(name, "sysctl -qw net.ipv4.tcp_congestion_control=reno")
             self._shape(name, INTERFACE)

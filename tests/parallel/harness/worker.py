@@ -37,9 +37,8 @@ def main(files: str, folder: str, *chosen: str) -> None:
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("error", category=category, module=r"adasum_hvd\b")
-    if hosts := os.environ.get(
-        "ADASUM_TEST_HOST_OF"
-    ):  # by rank; torchrun's jobs act them
+    # By rank; torchrun's jobs act them.
+    if hosts := os.environ.get("ADASUM_TEST_HOST_OF"):
         os.environ["ADASUM_HVD_HOSTNAME"] = hosts[int(os.environ["RANK"])]
     modules = {
         name: importlib.import_module(f"{PACKAGE}.{name}") for name in files.split("+")
