@@ -36,8 +36,10 @@ _UNRESPONSIVE = -2
 TENSOR = np.dtype(
     [("input", "u8"), ("output", "u8"), ("elements", "i8"), ("observation", "u8")]
 )
-# `adasum_message`: addresses, and bytes.
-MESSAGE = np.dtype([(way, "i8") for way in ("send", "sent", "receive", "received")])
+# `adasum_message`; the same.
+MESSAGE = np.dtype(
+    [("send", "u8"), ("send_bytes", "i8"), ("receive", "u8"), ("receive_bytes", "i8")]
+)
 # From Gram matrices, float64 [tensors, N (N + 1) / 2], to coefficients, float64 [tensors, N].
 Rule: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 

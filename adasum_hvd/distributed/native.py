@@ -157,11 +157,11 @@ class _Messages:
         self._started: deque[list[Started]] = deque()
 
     def start(self, messages: NDArray[Any]) -> None:
-        send, sent, receive, received = (
-            messages[way].tolist() for way in messages.dtype.names
+        out, into = (
+            [*map(_bytes_at, messages[way].tolist(), messages[f"{way}_bytes"].tolist())]
+            for way in ("send", "receive")
         )
-        out, into = map(_bytes_at, send, sent), map(_bytes_at, receive, received)
-        self._started.append(self._communicator.start([*out], [*into]))
+        self._started.append(self._communicator.start(out, into))
 
     def wait(self) -> None:
         self._communicator.wait(self._started.popleft())

@@ -442,7 +442,7 @@ class NoRoute:
         self.aborted = 0
 
     def start(self, messages: np.ndarray) -> None:
-        raise OSError(f"no route for {messages['sent'].tolist()} bytes")
+        raise OSError(f"no route for {messages['send_bytes'].tolist()} bytes")
 
     def wait(self) -> None:
         raise AssertionError("expected a start before")
@@ -486,7 +486,7 @@ class Pending:
     def start(self, messages: np.ndarray) -> None:
         if not self.has_route:
             raise OSError("no route")
-        both = messages["receive"].tolist(), messages["received"].tolist()
+        both = messages["receive"].tolist(), messages["receive_bytes"].tolist()
         self.exchanges.append([*zip(*both, strict=True)])
 
     def wait(self) -> None:
