@@ -23,6 +23,7 @@ from tests.parallel.harness.cases import Case
 from tests.parallel.harness.configurations import SIMULATED, Configuration
 from tests.parallel.harness.imported import python
 from tests.parallel.harness.launch import REPOSITORY, command, environment
+from tests.parallel.harness.worker import TEMPORARY
 
 WORKER = ["-m", "tests.parallel.harness.worker"]
 TIMEOUT_SECONDS = 1500
@@ -172,7 +173,8 @@ class Job:
         ):
             one = self.configuration
             name = f"{one.files[0]}-{one.backend}{one.ranks}-{self._folder.name}"
-            shutil.copytree(self._folder, KEPT / name)
+            unneeded = shutil.ignore_patterns(TEMPORARY)
+            shutil.copytree(self._folder, KEPT / name, ignore=unneeded)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _find(self, case: Case | str) -> Case:

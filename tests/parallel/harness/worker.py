@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -31,12 +32,17 @@ from tests.parallel.harness.cases import PACKAGE, Case, cases_in
 # A rank that is stuck shows where it stands, and ends.
 CASE_SECONDS = int(os.environ.get("ADASUM_CASE_SECONDS", "240"))
 
+TEMPORARY = "temporary"  # in FOLDER: what cases write ends with their job
+
 
 def main(files: str, folder: str, *chosen: str) -> None:
     """Run the chosen cases of some files, or all of them, and report to FOLDER/rank-R.jsonl."""
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("error", category=category, module=r"adasum_hvd\b")
+    temporary = Path(folder, TEMPORARY)
+    temporary.mkdir(exist_ok=True)
+    tempfile.tempdir = str(temporary)
     # By rank; torchrun's jobs act them.
     if hosts := os.environ.get("ADASUM_TEST_HOST_OF"):
         os.environ["ADASUM_HVD_HOSTNAME"] = hosts[int(os.environ["RANK"])]

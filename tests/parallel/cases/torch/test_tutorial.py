@@ -37,7 +37,7 @@ def init() -> None:
 
 def start() -> None:
     global folder
-    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="adasum-imagenet-")))
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
     if hvd.rank() == 0:
         random = np.random.default_rng(0)
         for part, count in (("train", 10), ("val", 3)):
