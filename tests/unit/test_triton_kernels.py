@@ -303,7 +303,7 @@ def test_kernels_compile_for_a_gpu(arguments: str, tmp_path: Path) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {"gram_kernel", "combine_kernel"} <= {one["kernel"] for one in kernels}
     for one in kernels:
-        assert one["spilled"] == 0, one
+        assert one["stack"] == 0, one
         exact = one["kernel"] == "gram_kernel" and one["dtype"] != "float64"
         assert (one["fused"] > 0) == exact, one
         if one["kernel"] in ("gram_kernel", "combine_kernel"):

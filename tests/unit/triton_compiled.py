@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU without one: python -m tests.unit.triton_compiled DTYPE RANKS.
 
-Prints a line of JSON per kernel: what it is, its registers and the bytes that it spills. The
-arguments are those with which `DeviceSlice` starts them.
+Prints a line of JSON per kernel: what it is, its registers, and its bytes of stack, to which it
+spills more of them. The arguments are those with which `DeviceSlice` starts them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adasum_hvd.distributed.device_slice import DeviceSlice
 from adasum_hvd.distributed.slices import layout_of
 
 TARGET = GPUTarget("cuda", 90, 32)
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Driver:
@@ -46,17 +46,18 @@ class Compiled(DeviceSlice):
     def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
         constants |= {"width": self._width, **device_slice.OPTIONS}
         made = kernel.warmup(*words, **constants, grid=(1,))
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(made.asm["ptx"])
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
             file.flush()
-            words = [str(PTXAS), "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-            report = subprocess.run(words, capture_output=True, text=True, check=True)
+            words = [str(PROGRAMS / "cuobjdump"), "-res-usage", file.name]
+            usage = subprocess.run(words, capture_output=True, text=True, check=True)
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
         found = {
             "kernel": kernel.__name__,
             "dtype": str(self.dtype).removeprefix("torch."),
             "ranks": len(self._rows),
-            "registers": int(re.search(r"Used (\d+) registers", report.stderr)[1]),
-            "spilled": int(re.search(r"(\d+) bytes spill stores", report.stderr)[1]),
+            "registers": int(registers),
+            "stack": int(stack),
             "wide": len(re.findall(r"ld\.global\S*\.v[24]\.b", made.asm["ptx"])),
             "fused": made.asm["ptx"].count("fma.rn.f64"),
         }
