@@ -21,13 +21,17 @@ from adasum_hvd.base.replicas import ReplicaMismatch
 from adasum_hvd.distributed.adascale import AdaScaleLR
 from adasum_hvd.distributed.all_reduce import AdasumWork, adasum_all_reduce
 from adasum_hvd.distributed.clipping import clip_grad_norm_
-from adasum_hvd.distributed.ddp import AdasumState, Compression, adasum_hook
+from adasum_hvd.distributed.ddp import (
+    AdasumState,
+    Compression,
+    adasum_hook,
+    register_adasum_hook,
+)
 from adasum_hvd.distributed.delta import reduce_changes
 from adasum_hvd.distributed.local_sgd import LocalSGD
 from adasum_hvd.distributed.monitor import AdasumMonitor
 from adasum_hvd.distributed.replicas import banner, check_replicas
 from adasum_hvd.distributed.replicate import ReplicateHandle, adasum_replicate
-from adasum_hvd.distributed.trainers import register_adasum_hook
 
 __all__ = [
     "AdaScaleLR",

@@ -1,9 +1,7 @@
 """AdaSum under torch's DistributedDataParallel: a communication hook without Horovod.
 
-Buckets are reduced in place, and every parameter keeps coefficients of its own: the gradients are
-those of `adasum_all_reduce`, bit for bit, for any buckets. On a CPU a thread reduces buckets while
-backward runs, and the last bucket's hook waits for it. On other devices the reductions are queued
-on a stream, and nothing waits for a value.
+On a CPU a thread reduces buckets while backward runs, and the last bucket's hook waits for it. On
+other devices reductions are queued on a stream, and nothing waits for a value.
 
 No `from __future__ import annotations` here, because DDP checks the hooks' annotations.
 
@@ -11,12 +9,14 @@ References:
     arXiv 2006.02924, section 3; docs/distributed.md.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed import native
@@ -28,8 +28,6 @@ from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
 from adasum_hvd.monitor.statistics import TensorRecord
-
-__all__ = ["AdasumState", "Compression", "adasum_hook"]
 
 
 class Compression:
@@ -45,29 +43,6 @@ class _Bucket(NamedTuple):
     entry: str
     sizes: tuple[int, ...]
     problem: str  # why a parameter cannot be reduced, or ""
-
-
-class Records:
-    """The latest record of each bucket, by its name; of `monitor.monitor.Channel`."""
-
-    def __init__(self) -> None:
-        self.requested: set[str] = set()
-        self._latest: dict[str, TensorRecord] = {}
-
-    def request(self, entry: str) -> None:
-        """Request a record of the next reduction of a bucket."""
-        self.requested.add(entry)
-
-    def latest(self, entry: str) -> TensorRecord | None:
-        """Return the latest record of a bucket, or None if there is none."""
-        return self._latest.get(entry)
-
-    def add(self, entry: str, found: TensorRecord) -> None:
-        """Number and keep the record of a bucket's reduction, as was requested."""
-        self.requested.discard(entry)
-        before = self._latest.get(entry)
-        number = 1 + (before.number if before else 0)
-        self._latest[entry] = found._replace(number=number)
 
 
 class AdasumState(Ruled):
@@ -113,10 +88,12 @@ class AdasumState(Ruled):
         self._started: list[Future] = []
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
-        self._shared = native.SharedBuckets()
+        self._shared = native.SharedBuckets(self.communicator, self.rule)
         self.passes = 0  # reduced; after the first one DDP makes its final buckets
         self._on_round: list[Callable[[], None]] = []
-        self.records = Records()
+        # For `monitor.monitor.Channel`, by the bucket's name.
+        self.requested: set[str] = set()
+        self.records: dict[str, TensorRecord] = {}
         self._last_pass = LastPass()
 
     def __reduce__(self) -> Any:
@@ -134,27 +111,27 @@ class AdasumState(Ruled):
     def _start(
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
-        """Start to reduce the gradients of a bucket's parameters, concatenated, in place.
-
-        Returns:
-            A future of `flat`. On a CPU :meth:`_finish` must be called, too.
-        """
+        """Start to reduce a bucket of gradients in place; return a future of it."""
         if self.communicator.size == 1 and flat.layout is torch.strided:
-            return _done(flat)
+            devices = None if flat.is_cpu else [flat.device]
+            done: Future = torch.futures.Future(devices=devices)
+            done.set_result(flat)
+            return done
         if self.rule.kind != "mean":
             self._last_pass.check(parameters)
         bucket = self._described(index, parameters)
         self.reduced[bucket.entry] = parameters
         if flat.device not in self._lanes:
             self._lanes[flat.device] = lane_on(flat.device, self.communicator)
-        task = partial(self._reduce, flat, bucket, self._address(flat))
+        in_place = self.passes > 0 and self.compression is None
+        at = self._shared.address(flat) if in_place else None
+        task = partial(self._reduce, flat, bucket, at)
         future = self._lanes[flat.device].submit(task, [flat])
         if flat.is_cpu:
             self._started.append(future)
         return future
 
     def _described(self, index: int, parameters: list[torch.Tensor]) -> _Bucket:
-        """Return what a bucket of these parameters is, found out once for each."""
         key = (index, times_marked(), *map(id, parameters))
         if key not in self._buckets:
             sizes = tuple(parameter.numel() for parameter in parameters)
@@ -164,7 +141,6 @@ class AdasumState(Ruled):
         return self._buckets[key]
 
     def _problem(self, parameter: torch.Tensor) -> str:
-        """Return why a parameter's gradient cannot be reduced over DDP's ranks, or ""."""
         if is_marked_local(parameter):
             return (
                 "expected parameters that all ranks share, but got one that is marked with "
@@ -174,14 +150,6 @@ class AdasumState(Ruled):
         # A mean of parts is a part of the mean.
         return "" if self.rule.kind == "mean" else shard_problem(parameter)
 
-    def _address(self, flat: torch.Tensor) -> int | None:
-        """Return the core's address of a bucket, if the core reduces it where it lies."""
-        if self.passes == 0 or self.compression or not flat.is_cpu:
-            return None
-        choice = native.chosen(self.communicator, self.rule)
-        by_core = choice is not None and choice.group is not None
-        return self._shared.address(flat) if by_core else None
-
     def _reduce(
         self,
         flat: torch.Tensor,
@@ -189,14 +157,15 @@ class AdasumState(Ruled):
         at: int | None,
         communicator: Communicator,
     ) -> torch.Tensor:
-        """Reduce a bucket; runs in the lane."""
         _, entry, sizes, _ = bucket
         self._agree(flat, bucket, communicator)
         sent = flat if self.compression is None else flat.to(self.compression)
-        observe = entry in self.records.requested
+        observe = entry in self.requested
         record = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
         if record is not None:
-            self.records.add(entry, record)
+            before = self.records.get(entry, record)
+            self.records[entry] = record._replace(number=before.number + 1)
+            self.requested.discard(entry)
         if sent is not flat:
             flat.copy_(sent)
         return flat
@@ -204,10 +173,7 @@ class AdasumState(Ruled):
     def _agree(
         self, flat: torch.Tensor, bucket: _Bucket, communicator: Communicator
     ) -> None:
-        """Raise ValueError if a new bucket differs over the ranks, or cannot be reduced.
-
-        DDP gives all ranks the same buckets, so that no known one is compared.
-        """
+        """Raise ValueError if a new bucket differs over the ranks, or cannot be reduced."""
         _, _, sizes, problem = bucket
         known = (flat.dtype, flat.layout, sizes, problem)
         if known not in self._known:
@@ -221,7 +187,7 @@ class AdasumState(Ruled):
             self._known.add(known)
 
     def _finish(self) -> None:
-        """Wait for all buckets on a CPU that have been started; blocks. Errors as the hook's."""
+        """Wait for all buckets on a CPU that have been started."""
         started, self._started = self._started, []
         try:
             for future in started:
@@ -241,14 +207,6 @@ def _name(compression: object) -> str:
     return names[compression]
 
 
-def _done(flat: torch.Tensor) -> Future:
-    future: Future = torch.futures.Future(
-        devices=None if flat.is_cpu else [flat.device]
-    )
-    future.set_result(flat)
-    return future
-
-
 def adasum_hook(
     state: AdasumState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -264,8 +222,8 @@ def adasum_hook(
             is marked with `mark_worker_local` or sharded (tensor parallelism).
         RuntimeError: a rank did not respond within the group's timeout.
 
-    Warns, once, if backward has added to gradients that were reduced. It cannot notice this with
-    `gradient_as_bucket_view`, or if something else has changed the gradients in between.
+    Warns, once, if backward has added to gradients that were reduced: docs/distributed.md,
+    "Functions".
 
     Collective: DDP calls it in the same order on every rank; the last bucket's call blocks on a
     CPU.
@@ -296,3 +254,52 @@ def adasum_hook(
         for call in state._on_round:
             call()
     return future
+
+
+_registered: weakref.WeakKeyDictionary[Any, tuple[AdasumState, dict[str, Any]]]
+_registered = weakref.WeakKeyDictionary()  # by DDP model
+
+
+def register_adasum_hook(
+    model: torch.nn.Module, **arguments: Any
+) -> AdasumState | None:
+    """Register :func:`adasum_hook` on a model that a trainer has wrapped, once.
+
+    Unlike `register_comm_hook` it may be called again, and in a job of one process.
+
+    Args:
+        model: the trainer's, of `DistributedDataParallel`; also compiled.
+        arguments: of :class:`AdasumState`.
+
+    Returns:
+        The model's state, the same for later calls. None in a job of one process whose model is
+        not wrapped.
+
+    Raises:
+        TypeError: the model is not wrapped, in a job of several processes.
+        ValueError: the model has the hook with other arguments; or as :class:`AdasumState`.
+
+    Collective: every rank of the model's process group; blocks on the first call.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, DistributedDataParallel):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise TypeError(
+                "register_adasum_hook: expected a model of DistributedDataParallel, but got "
+                f"{type(model).__name__} (rank {dist.get_rank()} of {dist.get_world_size()}); "
+                "call it after the trainer has wrapped the model, and use adasum_replicate for "
+                "a sharded one"
+            )
+        return None
+    if model not in _registered:
+        state = AdasumState(**arguments)
+        model.register_comm_hook(state, adasum_hook)
+        _registered[model] = state, arguments
+    state, known = _registered[model]
+    if known != arguments:
+        raise ValueError(
+            f"register_adasum_hook: expected the arguments of the first call, {known}, but got "
+            f"{arguments} (rank {dist.get_rank()} of {dist.get_world_size()}); a DDP model keeps "
+            "its hook"
+        )
+    return state

@@ -20,8 +20,8 @@ class _Channel:
     """The connection between the ranks of a state's process group."""
 
     def __init__(self, state: AdasumState):
-        self.request_record = state.records.request
-        self.latest_record = state.records.latest
+        self.request_record = state.requested.add
+        self.latest_record = state.records.get
         self._communicator = Communicator(state.communicator.group)
         self.ranks: Sequence[int] = self._communicator.ranks
         self.rank = self.ranks[self._communicator.rank]

@@ -271,15 +271,20 @@ class SharedBuckets:
     buckets as long as its model anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator, rule: Rule) -> None:
+        self._ranks = communicator, rule
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # by address
         self._copies = False  # the system has no more such memory
 
     def address(self, flat: torch.Tensor) -> int | None:
         """Return the core's address of a bucket, which is moved on the first call.
 
-        None if it cannot be moved; this rank then copies, and the others need not know.
+        None if the core does not reduce it, or if it cannot be moved; this rank then copies, and
+        the others need not know.
         """
+        choice = chosen(*self._ranks)
+        if choice is None or choice.group is None or not flat.is_cpu:
+            return None
         storage = flat.untyped_storage()
         begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES
         if begin not in self._storages and is_long and not self._copies:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from adasum_hvd.distributed.coefficients import Tree
-from adasum_hvd.distributed.levels import Level
+from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.slices import Layout
 from adasum_hvd.monitor.statistics import TensorRecord
+
+Level: TypeAlias = tuple[Communicator, Tree]  # the ranks, and the tree over them
 
 
 class Solution(NamedTuple):

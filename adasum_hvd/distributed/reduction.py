@@ -1,25 +1,13 @@
-"""AdaSum of one flat buffer: the steps, in order.
+"""AdaSum of one flat buffer: the steps and levels of docs/distributed.md, "How it works".
 
-1. Every rank receives its slice of all ranks' buffers (the bytes of a reduce-scatter).
-2. It forms the Gram matrix of each tensor's part. Parts of a tensor that crosses slice borders
-   are added up over the ranks.
-3. The tree's coefficients follow from the Gram matrices.
-4. It combines its slice, in place, and sends it to all ranks (an all-gather).
-
-Over several hosts these are the ranks of a group. Before they send their slices to each other, each
-one reduces its slice by the same steps with the ranks that have this slice in the other groups.
-
-Each slice is computed by one rank, so that all ranks end with the same bits.
-
-A tensor that is sharded over other ranks, such as those of the level before, needs one sum more,
-because a dot product is the sum of the shards' dot products. Only `Exchange` knows who holds a part
-of a tensor.
+Only `Exchange` knows who holds a part of a tensor: the ranks of a level, or those of its shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 
@@ -29,16 +17,17 @@ from adasum_hvd.distributed.coefficients import (
     constant,
     leaf_coefficients,
     symmetric,
+    tree_of,
     walk,
 )
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
-from adasum_hvd.distributed.levels import Level, levels_of
-from adasum_hvd.distributed.observation import Solution, record_of
+from adasum_hvd.distributed.observation import Level, Solution, record_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import layout_of
 from adasum_hvd.monitor.statistics import TensorRecord
+from adasum_hvd.reference import groups_of
 
 
 def reduce_buffer(
@@ -71,6 +60,53 @@ def reduce_buffer(
     levels = levels_of(communicator, rule)
     solutions = _reduce(flat, sizes, levels, rule, shards)
     return record_of(levels, solutions) if observe else None
+
+
+def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
+    """Return the levels of a reduction, innermost first; collective as `hosts_of`.
+
+    Results are rounded between levels, so that levels depend on hosts and rule only: buckets must
+    not change a bit. A function of Gram matrices needs those of all ranks, and so has one level.
+    """
+    hosts, op, size = hosts_of(communicator), rule.group_op, rule.group_size
+    order, radices = plan(hosts, size)
+    if rule.function is not None or len(radices) == 1:
+        return [(communicator, tree_of(hosts, op, size))]
+    levels, place, stride = [], order.index(communicator.rank), 1
+    for radix in radices:
+        first = place - place // stride % radix * stride
+        members = order[first : first + radix * stride : stride]
+        levels.append((communicator.among(members), tree_of((0,) * radix, op, 0)))
+        op, stride = "adasum", radix * stride
+    return levels
+
+
+@lru_cache(maxsize=256)
+def plan(
+    hosts: tuple[int, ...], group_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks in the order of the tree, and the number of ranks in each level.
+
+    That is one level if there is one host, or if groups have one rank, different sizes or ranks of
+    several hosts. Else the first level joins the ranks of a group, and the last one hosts. If
+    groups are smaller than hosts, a level between them joins a host's groups, as far as the tree
+    does.
+    """
+    groups = groups_of(hosts, group_size)
+    order, size = tuple(chain(*groups)), len(groups[0])
+
+    def on_one_host(ranks: int) -> bool:
+        blocks = (order[k : k + ranks] for k in range(0, len(order), ranks))
+        return all(len({hosts[rank] for rank in block}) == 1 for block in blocks)
+
+    one_level = size == 1 or len(set(hosts)) == 1 or {*map(len, groups)} != {size}
+    if one_level or not on_one_host(size):
+        return order, (len(hosts),)
+    ranks = size
+    while len(hosts) % (2 * ranks) == 0 and on_one_host(2 * ranks):
+        ranks *= 2
+    radices = size, ranks // size, len(hosts) // ranks
+    return order, tuple(radix for radix in radices if radix > 1)
 
 
 def _reduce(

@@ -19,8 +19,7 @@ from adasum_hvd.distributed.coefficients import (
     walk,
 )
 from adasum_hvd.distributed.exchange import sums_by_tensor
-from adasum_hvd.distributed.levels import plan
-from adasum_hvd.distributed.reduction import power_of_two_scale
+from adasum_hvd.distributed.reduction import plan, power_of_two_scale
 from adasum_hvd.distributed.slices import (
     BLOCK_ELEMENTS,
     PADDED_ELEMENTS,
