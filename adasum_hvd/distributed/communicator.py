@@ -1,14 +1,9 @@
 """The messages of a reduction: slices from rank to rank, and small tables to all.
 
-Slices travel from and to their places in the flat buffer. Gloo's own all-gather stages every
-slice (five times the time of the same bytes in point-to-point messages), and collectives that
-take one tensor need slices of one length.
-
-Between ranks that reduce by the core, it gathers the tables, too.
-
 On Gloo every byte travels in a message with a tag, so that a thread can reduce while the program
 uses the group for other collectives. A process group of its own would not do: torch names groups
-that some ranks make by the number of groups that a process knows, which may differ.
+that some ranks make by the number of groups that a process knows, which may differ. Gloo's own
+all-gather takes five times as long, because it stages every slice.
 """
 
 from __future__ import annotations
@@ -39,20 +34,17 @@ from adasum_hvd.distributed.rules import Rule
 # Far from the tags that programs count up, and from 0, torch's default.
 _FIRST_TAG = 1 << 20
 _tags: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-_sites: weakref.WeakKeyDictionary[Any, _Sites] = weakref.WeakKeyDictionary()
+_sites: weakref.WeakKeyDictionary[Any, Sites] = weakref.WeakKeyDictionary()
 # What gathers tables of CPU tensors, by owner.
 _cores: weakref.WeakKeyDictionary[Any, core.Group] = weakref.WeakKeyDictionary()
 
 
 class Unresponsive(RuntimeError):
-    """A rank did not respond within the process group's timeout, or its connection closed."""
+    """A rank did not respond in time, its connection closed, or it makes another reduction."""
 
 
 def group_of(group: Any) -> Any:
-    """Return a process group: this one, that of a mesh of one dimension, or for None the default.
-
-    Raises ValueError if it is none of these.
-    """
+    """Return a process group, that of a mesh of one dimension, or for None the default one."""
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "get_group") and getattr(group, "ndim", 1) == 1:
@@ -70,9 +62,9 @@ def group_of(group: Any) -> Any:
 
 
 class Started(NamedTuple):
-    """A message, or several, and the ranks that it is from or for."""
+    """A message, or several."""
 
-    ranks: list[int]
+    ranks: list[int]  # that it is from or for
     work: dist.Work
 
 
@@ -118,8 +110,7 @@ class Communicator:
     def among(self, ranks: Sequence[int]) -> Communicator:
         """Return a communicator of some of these ranks, by their numbers here, this one included.
 
-        All of them make it, in the same order. Its messages have the tag of this one's, so that two
-        ranks that are in several of these must use them in the same order.
+        Messages have the same tag: ranks that are in several of these use them in one order.
         """
         some = copy.copy(self)
         some.rank, some.size = ranks.index(self.rank), len(ranks)
@@ -178,9 +169,9 @@ class Communicator:
         return self._backends[device.type] == "gloo"
 
     def scatter(self, flat: torch.Tensor, bounds: Sequence[int]) -> list[torch.Tensor]:
-        """Send every rank its slice of `flat`, and return this rank's slice of all ranks'.
+        """Send all ranks their slices, from one bound to the next; return all ranks' of this one.
 
-        A slice is from one of the `bounds` to the next. This rank's own is a view of `flat`.
+        This rank's own is a view of `flat`.
         """
         slices = [flat[a:b] for a, b in pairwise(bounds)]
         count = slices[self.rank].numel()
@@ -221,10 +212,7 @@ class Communicator:
         ]
 
     def gather_if_different(self, thing: Any) -> list[Any] | None:
-        """Return every rank's object if two differ in their `repr`, else None; blocks.
-
-        32 bytes travel, and objects only if they differ.
-        """
+        """Return every rank's object if two differ in their `repr`, else None; blocks."""
         digest = bytearray(hashlib.sha256(repr(thing).encode()).digest())
         table = torch.frombuffer(digest, dtype=torch.uint8).to(self.control_device)
         rows = self.all_gather(table)
@@ -234,10 +222,10 @@ class Communicator:
         """Fill the other ranks' parts, as this rank's is on all ranks."""
         mine = parts[self.rank]
         is_collective = self._is_whole and all(part.numel() for part in parts)
-        if self.on_gloo(mine.device) or not is_collective:
-            self._exchange([mine] * self.size, parts)
-        else:
+        if is_collective and not self.on_gloo(mine.device):
             dist.all_gather(parts, mine, group=self.group)
+        else:
+            self._exchange([mine] * self.size, parts)
 
     def _exchange(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
@@ -286,10 +274,8 @@ class Communicator:
         ) from error
 
     def close(self) -> None:
-        """Close the connections of the process group, on Gloo, so that no rank waits for this one.
-
-        Gloo does so when a wait has timed out: here that for a message that nobody sends.
-        """
+        """Close the process group's connections on Gloo, so that no rank waits for this one."""
+        # Gloo does so when a wait has timed out: here that for a message that nobody sends.
         nothing = torch.empty(1, device="cpu")
         for other in self.ranks:
             with suppress(RuntimeError, ValueError):  # one that has ended, and this one
@@ -297,33 +283,31 @@ class Communicator:
                 work.wait(timedelta(milliseconds=1))
 
 
-class _Sites(NamedTuple):
-    """By rank numbers of hosts, and of the places in which ranks can share memory."""
+class Sites(NamedTuple):
+    """Numbers by rank."""
 
     hosts: tuple[int, ...]
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # whose ranks can share memory
 
 
 def hosts_of(communicator: Communicator) -> tuple[int, ...]:
     """Return for each rank the number of its host. Collective on a group's first call; blocks."""
-    return communicator.hosts or _sites_of(communicator).hosts
+    return communicator.hosts or sites_of(communicator).hosts
 
 
-def places_of(communicator: Communicator) -> tuple[int, ...]:
-    """Return for each rank the number of the place whose ranks can share memory; as `hosts_of`."""
-    return _sites_of(communicator).places
-
-
-def _sites_of(communicator: Communicator) -> _Sites:
+def sites_of(communicator: Communicator) -> Sites:
+    """Return where the ranks of the process group are; as `hosts_of`."""
     known = _sites.get(communicator.group)
     if known is None:
         name = os.environ.get("ADASUM_HVD_HOSTNAME")
+        file = Path("/proc/sys/kernel/random/boot_id")
+        boot = file.read_text() if file.exists() else ""
         network = Path("/proc/self/ns/net")  # in which abstract sockets can connect
-        place = name, boot_id(), network.exists() and os.readlink(network)
+        place = name, boot, network.exists() and os.readlink(network)
         # Names of hosts repeat where nobody set them, boots do not.
-        host = (name, "") if name else (socket.gethostname(), boot_id())
+        host = (name, "") if name else (socket.gethostname(), boot)
         sites = zip(*communicator.all_gather_object((host, place)), strict=True)
-        known = _sites[communicator.group] = _Sites(*map(_numbered, sites))
+        known = _sites[communicator.group] = Sites(*map(_numbered, sites))
     return known
 
 
@@ -331,12 +315,6 @@ def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
     """Return for each name the number of its first occurrence among different ones."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
-
-
-def boot_id() -> str:
-    """Return what the kernel calls this boot, or "" if it does not say so."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else ""
 
 
 def check_groups(communicator: Communicator, rule: Rule) -> None:

@@ -1,9 +1,4 @@
-"""Reductions by the core, for CPU tensors: in memory that ranks share, and over Gloo between hosts.
-
-The ranks agree once per communicator: all of them use the core, or none. Then this engine's
-results have the bits of Horovod's op on such ranks. Elsewhere torch's operations reduce
-(`reduction.py`), which round at other places.
-"""
+"""Reductions by the core, for CPU tensors: docs/distributed.md, "The core"."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ from adasum_hvd.distributed.communicator import (
     Communicator,
     Started,
     hosts_of,
-    places_of,
+    sites_of,
 )
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
@@ -44,7 +39,7 @@ class Choice(NamedTuple):
     """Groups of the core, or why there are none."""
 
     group: core.Group | None
-    why_not: str
+    why_not: str = ""
     shards: tuple[core.Group, ...] = ()
 
 
@@ -109,14 +104,16 @@ def _agree_with_shards(
     for one in (communicator, *others):
         problem = next(filter(None, one.all_gather_object(problem)), "")
     groups = [one.group for one in choices if one.group is not None]
-    return Choice(None, problem) if problem else Choice(groups[0], "", (*groups[1:],))
+    return (
+        Choice(None, problem) if problem else Choice(groups[0], shards=(*groups[1:],))
+    )
 
 
 def _agree(communicator: Communicator, rule: Rule) -> Choice:
     group, why = None, core.why_missing()
     if os.environ.get(SETTING) == "off":
         why = f"{SETTING}=off"
-    hosts, places = hosts_of(communicator), places_of(communicator)
+    hosts, places = hosts_of(communicator), sites_of(communicator).places
     network = _Messages(communicator) if len(set(places)) > 1 else None
     if network and not communicator.on_gloo(torch.device("cpu")):
         why = why or "the ranks are on several hosts, and not on Gloo"
@@ -145,7 +142,7 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
         return Choice(None, problem)
     if not network:
         communicator.gather_by(group)
-    return Choice(group, "")
+    return Choice(group)
 
 
 class _Messages:
@@ -172,7 +169,6 @@ class _Messages:
 
 
 def _bytes_at(address: int, count: int) -> torch.Tensor:
-    """Return uint8 [count], a view of memory that someone else keeps."""
     if not count:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_char * count).from_address(address)
@@ -185,7 +181,6 @@ def _first(problems: Sequence[str], communicator: Communicator) -> str:
 
 
 def _timeout_seconds(group: Any) -> float:
-    """Return the timeout of a process group's messages of CPU tensors."""
     timeout = dist.default_pg_timeout
     # A backend without options, or of another torch.
     with suppress(AttributeError, RuntimeError):
@@ -194,11 +189,7 @@ def _timeout_seconds(group: Any) -> float:
 
 
 class Reducer(NamedTuple):
-    """Reduces tensors by the core.
-
-    Every method raises Unresponsive if a rank has ended, or did not respond within the group's
-    timeout; and what the rule raises.
-    """
+    """Reduces tensors by the core; raises Unresponsive, and what the rule raises."""
 
     group: core.Group
     communicator: Communicator
@@ -265,15 +256,12 @@ def _table(sizes: tuple[int, ...], element_bytes: int) -> NDArray[Any]:
 
 
 class SharedBuckets:
-    """The buckets of one DDP model, moved to memory that the ranks share: nothing is copied.
-
-    A storage that is found here is kept, so that its address is no other tensor's: DDP keeps its
-    buckets as long as its model anyway.
-    """
+    """The buckets of one DDP model, moved to memory that the ranks share: nothing is copied."""
 
     def __init__(self, communicator: Communicator, rule: Rule) -> None:
         self._ranks = communicator, rule
-        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # by address
+        # By address; kept, as DDP does anyway, so that no other tensor gets the address.
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._copies = False  # the system has no more such memory
 
     def address(self, flat: torch.Tensor) -> int | None:

@@ -1,9 +1,8 @@
 """AdaSum across replicas of a sharded model: FSDP2, tensor parallelism, both, or neither.
 
-AdaSum is not linear, so it must see each gradient once a step, complete. A unit (the parameters of
-one FSDP module, or a bucket of others) is reduced as soon as backward has finished it, and all
-units before it. A module that runs twice in a pass fires its hooks twice: earlier passes of the
-same kind show how often to expect them, and the first pass reduces at its end.
+AdaSum is not linear, so it must see each gradient once a step, complete. A module that runs twice
+in a pass fires its hooks twice: earlier passes of the same kind show how often to expect them, and
+the first pass reduces at its end.
 
 References:
     arXiv 2006.02924, section 3; docs/sharded.md.
@@ -37,13 +36,11 @@ from adasum_hvd.distributed.units import (
     Progress,
     Selection,
     Unit,
-    UnitReducer,
     call_weakly,
     gradient_dtype,
+    reduce_unit,
     units_of,
 )
-
-__all__ = ["ReplicateHandle", "adasum_replicate"]
 
 # The attribute by which parameters keep their handle alive. Their hooks must not, because the
 # garbage collector cannot see autograd's references. The handle has no weak references to
@@ -72,8 +69,7 @@ class ReplicateHandle(Ruled):
         self._lanes = {device: lane_on(device, communicator) for device in devices}
         self._next = 0  # the unit that is launched next: all ranks launch in one order
         self._launched = 0  # passes that have launched a unit
-        widest = max((len(unit.parameters) for unit in units), default=0)
-        self._reducer = UnitReducer(rule, widest)
+        self._widest = max((len(unit.parameters) for unit in units), default=0)
         self._copies = Copies("adasum_replicate", model)
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
@@ -102,9 +98,9 @@ class ReplicateHandle(Ruled):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them; wrap all passes but the last of a step.
+        """Accumulate gradients: no reductions, nor FSDP's reduce-scatters.
 
-        Modules of FSDP stop their reduce-scatters, too.
+        Wrap all passes of a step but the last.
         """
         outside = not self._local
         self.set_requires_gradient_sync(False)
@@ -114,10 +110,7 @@ class ReplicateHandle(Ruled):
             self.set_requires_gradient_sync(outside)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function.
-
-        False accumulates gradients, True reduces them with the next backward pass.
-        """
+        """Turn reductions on or off, of FSDP's modules too; `FSDPModule` has the same function."""
         self._local = not requires_gradient_sync
         self._accumulated = self._accumulated or self._local
         for module in self._fsdp:
@@ -126,15 +119,12 @@ class ReplicateHandle(Ruled):
     def synchronize(self) -> None:
         """Reduce the gradients that are there now, which backward has added up in `no_sync()`.
 
-        Gradients that were reduced, and are the same since, stay as they are.
-
-        For a program that does not call the last backward pass itself: a pipeline's schedule. And
-        for a replica whose step has no backward pass.
+        For pipelines, and replicas whose step has no backward pass. Gradients that were reduced,
+        and are the same since, stay as they are.
 
         Raises:
-            RuntimeError: no replica has a gradient of a model with FSDP modules after `no_sync()`,
-                because these keep whole ones in it; or a replica did not respond within the
-                group's timeout.
+            RuntimeError: no replica has a gradient of a model with FSDP modules after `no_sync()`;
+                or a replica did not respond within the group's timeout.
 
         Collective: all ranks of the mesh, and the ranks of their shards; blocks on a CPU.
         """
@@ -214,9 +204,9 @@ class ReplicateHandle(Ruled):
 
     def _launch(self, progress: Progress) -> None:
         self._launched += self._next == 0
-        place = self._launched, self._next
+        header = [self._launched, self._next]
         self._next += 1
-        unit, gradients, states = progress.unit, [], []
+        unit, gradients = progress.unit, []
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None:
                 if progress.fired[number]:
@@ -226,17 +216,18 @@ class ReplicateHandle(Ruled):
                         f"{dist.get_rank()}); call the optimizer's step after backward, not in a "
                         "hook"
                     )
-                states.append(MISSING)
+                header.append(MISSING)
                 local, dtype = local_of(parameter.detach()), gradient_dtype(parameter)
                 gradients.append(torch.zeros_like(local, dtype=dtype))
             else:
                 before = self._reduced.get(id(parameter))
                 is_reduced = before and before.writes_to(parameter.grad) == 0
-                states.append(REDUCED if is_reduced else NEW)
+                header.append(REDUCED if is_reduced else NEW)
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
+        header += [0] * (self._widest - len(gradients))
         lane = self._lanes[gradients[0].device]
-        task = partial(self._reducer.reduce, unit, gradients, states, place)
+        task = partial(reduce_unit, unit, self.rule, gradients, header)
         self._futures.append((unit, lane.submit(task, gradients)))
 
     def _end(self) -> list[torch.Tensor]:
@@ -302,9 +293,8 @@ def adasum_replicate(
 ) -> ReplicateHandle:
     """Reduce a model's gradients over replicas by AdaSum of whole tensors, from now on.
 
-    After each backward pass all replicas have the same gradients, shard by shard. Each pass must
-    reach a parameter of the model on every replica. Parameters and buffers are broadcast from the
-    first replica now. `fully_shard` averages inside a replica.
+    Each backward pass must reach a parameter of the model on every replica. Parameters and buffers
+    are broadcast from the first replica now. `fully_shard` averages inside a replica.
 
     Args:
         model: sharded by `fully_shard`, `parallelize_module`, both or neither; what replaces
@@ -325,9 +315,7 @@ def adasum_replicate(
             set-up of docs/sharded.md, "Refused set-ups".
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. Backward passes are
-    collective from then on. A forward pass raises RuntimeError if parameters were replaced or
-    added, or if DDP averages the gradients; a backward pass, on a CPU, if another replica is in
-    another one.
+    collective from then on. They, and forward passes, raise RuntimeError in other refused set-ups.
 
     References:
         arXiv 2006.02924, section 3; docs/sharded.md.

@@ -1,9 +1,7 @@
 """AdaSum across the replicas of torchft, which die and rejoin while the others train on.
 
-torchft's `Manager` keeps the quorum, the recovery of replicas and the commit of steps. Only the
-reduction is replaced. A replica that does not participate in a step, because it recovers or is a
-spare, contributes zeros, which are neutral for AdaSum. Nothing is divided by the number of
-participants.
+A replica that does not participate in a step, because it recovers or is a spare, contributes zeros,
+which are neutral for AdaSum. Nothing is divided by the number of participants.
 
 References:
     https://github.com/pytorch/torchft; docs/elastic.md, "torchft".
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ class _Quorum(Communicator):
     """
 
     may_use_core, apart = False, True  # a quorum is made for each reduction
+    _is_whole = False  # for torch.distributed's collectives
 
     def __init__(self, process_group: Any):
         self._group = lambda: process_group
@@ -54,9 +53,6 @@ class _Quorum(Communicator):
             return torch.device("cpu")
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    def _spread(self, parts: list[torch.Tensor]) -> None:
-        self._exchange([parts[self.rank]] * self.size, parts)
-
     def _exchange(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
     ) -> None:
@@ -73,8 +69,8 @@ class _Quorum(Communicator):
 class ManagedAdasum:
     """Reduces tensors by AdaSum across the replicas of a torchft `Manager`.
 
-    As in `Manager.allreduce`, a failure does not raise: it is reported to the manager, whose
-    `should_commit` then discards the step on all replicas. Tensors are undefined after it.
+    As in `Manager.allreduce`, a failure is reported to the manager, whose `should_commit` then
+    discards the step on all replicas. Tensors are undefined after it.
 
     Args:
         manager: torchft's.
@@ -107,37 +103,30 @@ class ManagedAdasum:
 
         Collective: all replicas of the quorum, after `start_quorum`; blocks.
         """
-        self._run(tensors, lambda _: None)
+        self._run(tensors)
 
     def reduce_gradients(self, model: torch.nn.Module) -> None:
-        """Reduce the gradients of a model; call it between backward and the optimizer's step.
+        """Reduce the gradients of a model, between backward and the optimizer's step.
 
         A parameter that no replica used keeps `grad=None`. Those marked with `mark_worker_local`
         are left out. Raises, Collective: as `reduce`.
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         parameters = [p for p in trained if not is_marked_local(p)]
-        present = torch.tensor([[p.grad is not None] for p in parameters]).bool()
+        present = torch.tensor([p.grad is not None for p in parameters]).bool()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        everywhere: list[torch.Tensor] = []
-
-        def ask(quorum: _Quorum) -> None:
-            mine = present & self.manager.is_participating()
-            everywhere.append(quorum.all_gather(mine.to(quorum.control_device)))
-
-        self._run([p.grad for p in parameters if p.grad is not None], ask)
-        for table in everywhere:
-            unused = (~table.any(0)).flatten().tolist()
-            for parameter, nowhere in zip(parameters, unused, strict=True):
-                parameter.grad = None if nowhere else parameter.grad
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        used = self._run(gradients, present)
+        for parameter, is_used in zip(parameters, used, strict=False):
+            parameter.grad = parameter.grad if is_used else None
 
     @torch.no_grad()
     def _run(
-        self, tensors: Sequence[torch.Tensor], first: Callable[[_Quorum], None]
-    ) -> None:
-        """Reduce tensors in the present quorum, after another exchange."""
+        self, tensors: Sequence[torch.Tensor], present: torch.Tensor | None = None
+    ) -> list[bool]:
+        """Reduce tensors in the present quorum; return which of them any replica has."""
         if any(is_dtensor(tensor) for tensor in tensors):
             raise NotImplementedError(
                 "ManagedAdasum: expected whole tensors, but got a DTensor, whose shards may not "
@@ -145,21 +134,26 @@ class ManagedAdasum:
                 "adasum_replicate without torchft"
             )
         manager = self.manager
+        used: list[bool] = []
         if manager.errored():
-            return
+            return used
         manager.wait_quorum()
         if not manager.is_participating():
             torch._foreach_zero_(list(tensors))
         try:
             quorum = _Quorum(self._process_group)
             agree("ManagedAdasum", call_of(tensors, self._rule.described), quorum)
-            first(quorum)
+            if present is not None:
+                mine = present & manager.is_participating()
+                rows = quorum.all_gather(mine.to(quorum.control_device))
+                used = rows.any(0).tolist()
             reduce_list(tensors, quorum, self._rule)
         except (RuntimeError, TimeoutError) as error:  # a replica or its network failed
             logger.warning(
                 "torchft: a reduction failed, so the step is discarded: %s", error
             )
             manager.report_error(error)
+        return used
 
 
 class _AdasumManager:
@@ -235,8 +229,7 @@ def local_sgd(
 ) -> Any:
     """Return a context manager as torchft's `LocalSGD`, which reduces changes by AdaSum.
 
-    AdaSum of weights would mean nothing, so that this is `diloco` with an outer optimizer that
-    adds the reduced change. Args, Raises: as `diloco`.
+    It is `diloco` with an outer optimizer that adds the reduced change. Args, Raises: as `diloco`.
     """
     outer = torch.optim.SGD(model.parameters(), 1.0)
     return diloco(adasum, [model], optimizer, outer, sync_every)

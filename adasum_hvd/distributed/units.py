@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from adasum_hvd.base.marks import is_marked_local, times_marked
-from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.communicator import Communicator, Unresponsive
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
@@ -43,7 +43,7 @@ class Unit(NamedTuple):
         return [local_of(parameter).detach() for parameter in self.parameters]
 
     def copies(self) -> list[torch.Tensor]:
-        """Return copies of `locals`."""
+        """Return copies of them."""
         return [local.clone() for local in self.locals()]
 
 
@@ -148,7 +148,7 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient, which since torch 2.10 may be another one."""
+    """Return the dtype of a parameter's gradient; since torch 2.10 it may be another one."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
@@ -172,85 +172,70 @@ class Progress:
         return self._accumulated in self._most and self.fired == self.expected
 
     def begin_pass(self, accumulated: bool) -> None:
-        """Begin a pass, also after one that broke off.
-
-        If passes without a reduction came before it (`accumulated`), FSDP fires the hooks of a
-        module that runs twice two times, and otherwise once.
-        """
+        """Begin a pass, also after one that broke off."""
+        # After passes without a reduction FSDP fires the hooks of a module that runs twice two
+        # times, and otherwise once.
         self._accumulated = accumulated
         self.fired = [0] * len(self.unit.parameters)  # hooks in this pass
 
     def end_pass(self) -> None:
-        """Keep the number of hooks that this pass has fired."""
+        """Keep the number of hooks."""
         if any(self.fired):
             self._most[self._accumulated] = list(map(max, self.expected, self.fired))
 
 
-class UnitReducer:
-    """Reduces units, in a lane, and stops for good if the replicas do not reduce the same one.
+def reduce_unit(
+    unit: Unit,
+    rule: Rule,
+    gradients: list[torch.Tensor],
+    header: list[int],
+    communicator: Communicator,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Reduce this rank's shards of a unit's gradients in place; runs in a lane.
 
-    A small header goes first: pass, unit, and the state of each gradient. `widest` is the most
-    parameters of a unit: headers of all units have one length, so that replicas which reduce
-    different ones can tell.
+    Gradients that an earlier pass has reduced, and this one has not touched on any replica, stay as
+    they are: a sum of equal gradients is not the gradient.
+
+    The header, which goes first, has the number of the pass, that of the unit in it, and the state
+    of each gradient. It is as long for all units, so that replicas which reduce different ones can
+    tell.
+
+    Returns:
+        The gradients, and int64 [replicas, parameters]: their states before.
+
+    Raises:
+        Unresponsive: a replica reduces another unit or pass; on all replicas. On a CUDA device that
+            is the device's assertion.
+
+    Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
     """
-
-    def __init__(self, rule: Rule, widest: int):
-        self._rule, self._widest = rule, widest
-        self._problem = ""
-
-    def reduce(
-        self,
-        unit: Unit,
-        gradients: list[torch.Tensor],
-        states: list[int],
-        place: tuple[int, int],
-        communicator: Communicator,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Reduce this rank's shards of a unit's gradients in place.
-
-        Gradients that an earlier pass has reduced, and this one has not touched on any replica,
-        stay as they are: a sum of equal gradients is not the gradient. The place is the number of
-        the pass, and of the unit in it.
-
-        Returns:
-            The gradients, and int64 [replicas, parameters]: their states before.
-
-        Raises:
-            RuntimeError: a replica reduces, or has reduced, another unit or pass; on all replicas,
-                and nothing is sent any more. On a CUDA device that is the device's assertion.
-
-        Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
-        """
-        if self._problem:
-            raise RuntimeError(self._problem)
-        device = gradients[0].device
-        row = [*place, *states, *[0] * (self._widest - len(states))]
-        rows = communicator.all_gather(torch.tensor(row, device=device))
-        self._check(rows[:, :2])
-        everywhere = rows[:, 2 : 2 + len(states)]
-        is_new = (everywhere == NEW).any(0)
-        if device.type == "cpu" and not is_new.any():
-            return gradients, everywhere
-        kept = {
-            number: gradients[number].clone()
-            for number, state in enumerate(states)
-            if state == REDUCED
-        }
-        reduce_tensors(gradients, communicator, self._rule, unit.shards)
-        for number, before in kept.items():
-            found = torch.where(is_new[number], gradients[number], before)
-            gradients[number].copy_(found)
+    device = gradients[0].device
+    rows = communicator.all_gather(torch.tensor(header, device=device))
+    _check(rows[:, :2])
+    everywhere = rows[:, 2 : 2 + len(gradients)]
+    is_new = (everywhere == NEW).any(0)
+    if device.type == "cpu" and not is_new.any():
         return gradients, everywhere
+    kept = {
+        number: gradients[number].clone()
+        for number, state in enumerate(header[2:])
+        if state == REDUCED
+    }
+    reduce_tensors(gradients, communicator, rule, unit.shards)
+    for number, before in kept.items():
+        found = torch.where(is_new[number], gradients[number], before)
+        gradients[number].copy_(found)
+    return gradients, everywhere
 
-    def _check(self, places: torch.Tensor) -> None:
-        """Raise unless all replicas are at one place; a device's values are not waited for."""
-        is_equal = (places == places[0]).all()
-        if places.device.type == "cuda":
-            torch._assert_async(is_equal, _EXPECTED)
-        elif places.device.type == "cpu" and not is_equal:
-            got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
-            self._problem = (
-                f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
-                "pass fails on one replica, end the job on all of them"
-            )
-            raise RuntimeError(self._problem)
+
+def _check(places: torch.Tensor) -> None:
+    """Raise unless all replicas are at one place; a device's values are not waited for."""
+    is_equal = (places == places[0]).all()
+    if places.device.type == "cuda":
+        torch._assert_async(is_equal, _EXPECTED)
+    elif places.device.type == "cpu" and not is_equal:
+        got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
+        raise Unresponsive(
+            f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
+            "pass fails on one replica, end the job on all of them"
+        )
