@@ -17,15 +17,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.distributed.coefficients import mean
 
-__all__ = ["AdaScale", "AdaScaleLR"]
-
 
 class AdaScale:
     """A rule: the mean; in addition it estimates the gain of N ranks, over all tensors.
 
     With unbiased estimates of the variance `v` of one rank's gradient and the squared norm `m` of
-    its mean, the gain is `(v + m) / (v / N + m)`: from 1 (no noise) to N (only noise). It is the
-    number of one rank's steps that a step of N ranks replaces.
+    its mean, the gain is `(v + m) / (v / N + m)`.
     """
 
     def __init__(self) -> None:
@@ -68,11 +65,10 @@ class AdaScale:
             self.update(squares, squared_mean, self.ranks)
 
     def update(self, squares: float, squared_mean: float, ranks: int) -> None:
-        """Take in a step of N ranks, with `sum |g_i|^2` and `|mean g_i|^2`.
+        """Take in a step of N ranks, with `sum |g_i|^2` and `|mean g_i|^2`, if they are finite.
 
         Moving averages, which are plain means of the first steps. They keep `max(0, 1 - N / 1000)`
-        of the past (appendix B.3). Steps of one rank, or whose gradients are not finite, change
-        nothing.
+        of the past (appendix B.3).
         """
         if ranks == 1 or not math.isfinite(squares + squared_mean):
             return
@@ -111,9 +107,8 @@ def _total(values: torch.Tensor) -> torch.Tensor:
 class AdaScaleLR(LambdaLR):
     """AdaScale's learning rate: `gain * lr * schedule(floor(sum of the gains before))`.
 
-    A step of N ranks counts as as many steps of one rank as its gain. So schedules, and the
-    learning rate, stay those of one rank: docs/distributed.md, "Rules". `param_groups` have one
-    rank's rate between steps.
+    Schedule and rate are those of one rank: docs/distributed.md, "Rules". `param_groups` have that
+    rate between steps.
 
     Args:
         optimizer: any; for `LocalSGD` its outer optimizer.

@@ -15,8 +15,6 @@ from adasum_hvd.distributed.lanes import Future, Lane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Rule, rule_of
 
-__all__ = ["AdasumWork", "adasum_all_reduce"]
-
 _lanes: weakref.WeakKeyDictionary[Any, dict[torch.device, Lane]]
 _lanes = weakref.WeakKeyDictionary()  # by process group
 
@@ -34,8 +32,7 @@ class AdasumWork:
             timeout: ignored, because the process group's timeout applies; torch's `Work` has it.
 
         Raises:
-            ValueError: as `adasum_all_reduce`.
-            RuntimeError: a rank did not respond within the group's timeout.
+            ValueError, RuntimeError: as `adasum_all_reduce`.
         """
         self._future.wait()
         return True
@@ -61,8 +58,7 @@ def adasum_all_reduce(
     r"""Replace each tensor by its AdaSum over the ranks, in place.
 
     Of two ranks' tensors that is `(1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b`; more ranks are
-    merged along the tree of `adasum_hvd.reference`, neighbours on a host first. All ranks end
-    with the same bits, which do not depend on the other tensors in the list.
+    merged along the tree of `adasum_hvd.reference`. All ranks end with the same bits.
 
     Args:
         tensors: one tensor or several, float16, bfloat16, float32 or float64, of any shape; each
@@ -131,9 +127,9 @@ def checked_call(
     group_op: str | None,
     group_size: int | None,
 ) -> tuple[Call, list[torch.Tensor], Rule]:
-    """Return a call, which has the problem if there is one, its tensors and its rule.
+    """Return a call, with the problem if there is one, its tensors and its rule.
 
-    Collective on a communicator's first call, by the program's thread.
+    Collective as `hosts_of`.
     """
     hosts_of(communicator)
     try:

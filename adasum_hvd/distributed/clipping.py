@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` for sharded models: gradients on several meshes, or on none, have one norm."""
+"""`clip_grad_norm_` for sharded models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.sharding import complete, local_of, numbers_by_group
-
-__all__ = ["clip_grad_norm_"]
 
 
 @torch.no_grad()

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 
 from adasum_hvd.base.frames import is_making_state, running
-from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import checked_call
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Coefficients, Ruled
+from adasum_hvd.distributed.sharding import is_reduced
 from adasum_hvd.distributed.units import Unit
-
-__all__ = ["reduce_changes"]
 
 _COLLECTIVE = {  # by class, what a step sends
     "DeMo": "gradients",
@@ -37,9 +35,9 @@ _WORDS = 64  # of 8 bytes, whose order a checksum leaves out
 
 
 class Windows(Ruled):
-    """Windows of `every` steps of an optimizer, whose hooks open and end them.
+    """Windows of `every` steps, each of which ends with the reduction of the weights' changes.
 
-    Each ends with the reduction of the weights' changes. `who` reduces, for messages.
+    `who` reduces, for messages.
     """
 
     def __init__(
@@ -92,11 +90,9 @@ class Windows(Ruled):
                 self.synchronize()
 
     def _is_whole(self, optimizer: Any) -> bool:
-        """Return whether hooks run for a step of the user's, not for a part or to make state.
-
-        torch runs them again when a step calls `super().step()`, and for an inner optimizer that
-        has the same hooks.
-        """
+        """Return whether hooks run for a step of the user's, not for a part or to make state."""
+        # torch runs them again when a step calls `super().step()`, and for an inner optimizer that
+        # has the same hooks.
         steps = running("wrapper", "torch.optim.optimizer")
         own = [one for one in steps if one.f_locals.get("self") is optimizer]
         return optimizer is self._optimizer and len(own) == 1 and not is_making_state()
@@ -198,7 +194,7 @@ class _EveryStep(Windows):
                 f"group{number}.param{k}" for k in range(len(group["params"]))
             ]
             for name, p in zip(names, group["params"], strict=True):
-                if p.requires_grad and not is_marked_local(p):
+                if is_reduced(p):
                     by_dtype.setdefault(p.dtype, []).append((name, p))
         pairs = (zip(*members, strict=True) for members in by_dtype.values())
         return [Unit(names, parameters, ()) for names, parameters in pairs]
@@ -223,12 +219,7 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Raise unless the argument of this name is an optimizer that steps locally.
-
-    Raises:
-        TypeError: it is no `torch.optim.Optimizer`.
-        ValueError: its step is collective, so that no change is one rank's.
-    """
+    """Raise TypeError or ValueError unless the argument is an optimizer that steps locally."""
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -269,11 +260,9 @@ def reduce_changes(
 ) -> Callable[[], None]:
     """Make each step of an optimizer end with `w_old + AdaSum(w_new - w_old)`, from now on.
 
-    Gradients stay local: leave DDP out, or run its backward passes inside `no_sync()`. The first
-    step warns if all ranks change the weights equally. Weights are not broadcast. Every rank
-    takes every step: docs/distributed.md, "The delta variant". Parameters that are frozen, or
-    marked with `mark_worker_local`, are left out. Sharded models, and several steps before a
-    reduction: :class:`LocalSGD`.
+    Gradients must stay local, and weights are not broadcast: docs/distributed.md, "The delta
+    variant". Parameters that are frozen, or marked with `mark_worker_local`, are left out. Sharded
+    models, and several steps before a reduction: :class:`LocalSGD`.
 
     Args:
         optimizer: any; its state stays local. A copy of the weights is kept during a step.

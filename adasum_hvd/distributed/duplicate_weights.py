@@ -23,8 +23,8 @@ class Search:
     """Search for copies of the weights, in the first local step that changes some.
 
     A copy holds the weights before and after the step, unless the step makes it. Records of other
-    times, such as MADGRAD's `x0` and Lookahead's slow weights, do not. Attributes of the optimizer
-    `without` which it is searched go by their names.
+    times, such as MADGRAD's `x0` and Lookahead's slow weights, do not. The optimizer is searched
+    `without` attributes of these names.
     """
 
     def __init__(self, without: Iterable[str] = ()):
@@ -34,10 +34,7 @@ class Search:
         self.places: tuple[str, ...] | None = None
 
     def begin(self, optimizer: Any, weights: Iterable[torch.Tensor]) -> None:
-        """Note the optimizer's tensors that are no copies before the step of these weights.
-
-        Of sharded weights those are this rank's shards.
-        """
+        """Note the optimizer's tensors that are no copies before the step of these weights."""
         if self.places is None:
             tensors = self._candidates(optimizer)
             pairs = [(weight, weight) for weight in weights if _is_plain(weight)]
@@ -48,13 +45,10 @@ class Search:
     def end(
         self, optimizer: Any, changes: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Set `places`, after the step, from each weight before and after it.
-
-        Only weights count that have changed, and that differ from others: several elements, not
-        all of them zero before.
-        """
+        """Set `places`, after the step, from each weight before and after it."""
         if self.places is not None or self._others is None:
             return
+        # Only weights that differ from others: several elements, not all of them zero before.
         changed = [
             (old.to(new), new.detach())
             for old, new in changes
@@ -125,11 +119,10 @@ def _is_copy(copy: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _evaluates_others(optimizer: Any) -> bool:
-    """Return whether an optimizer has `train` and `eval`, which exchange the weights.
-
-    Those of a wrapper, such as accelerate's, may only call an inner optimizer's.
-    """
-    if inner := _inner(optimizer):
+    """Return whether an optimizer has `train` and `eval`, which exchange the weights."""
+    if inner := _inner(
+        optimizer
+    ):  # a wrapper's, such as accelerate's, may only call them
         return any(map(_evaluates_others, inner))
     names = ("train", "eval")
     return all(callable(getattr(optimizer, name, None)) for name in names)

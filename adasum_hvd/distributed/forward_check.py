@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.frames import is_inside
-from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.distributed.sharding import is_dtensor, is_fsdp_module
-
-__all__ = ["ForwardCheck", "is_replicated"]
+from adasum_hvd.distributed.sharding import is_dtensor, is_fsdp_module, is_reduced
 
 _WRAPPERS = "_checkpoint_wrapped_module.", "_orig_mod."  # in the names of parameters
 
@@ -32,8 +29,7 @@ def is_replicated(module: torch.nn.Module) -> bool:
 class ForwardCheck:
     """A forward pre-hook that raises if a trained parameter of the model is not a reduced one.
 
-    A copy of the model, or a saved one, has a check that does nothing. A forward pass that is
-    compiled as a whole is not checked.
+    A copy of the model, or a saved one, has a check that does nothing.
     """
 
     def __init__(
@@ -78,17 +74,13 @@ class ForwardCheck:
             )
 
     def _is_new(self, name: str, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is trained, and neither reduced nor FSDP's for a while.
-
-        FSDP puts whole parameters in the place of its shards while a module runs. These have
-        known names, and are not on the mesh of the shards.
-        """
+        """Return whether a parameter is trained, and neither reduced nor FSDP's for a while."""
         if not isinstance(parameter, torch.nn.Parameter):  # functional_call's
             return False
-        if not parameter.requires_grad or is_marked_local(parameter):
+        if not is_reduced(parameter) or self._is_reduced(parameter):
             return False
-        if self._is_reduced(parameter):
-            return False
+        # FSDP puts whole parameters in the place of its shards while a module runs. These have
+        # known names, and are not on the mesh of the shards.
         if _plain(name) not in self._names:
             return True
         return is_dtensor(parameter) and parameter.device_mesh in self._meshes

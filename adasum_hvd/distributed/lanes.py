@@ -32,10 +32,7 @@ def _end_threads() -> None:
 
 
 class ThreadLane:
-    """Runs tasks in a thread, in the order in which they are submitted.
-
-    All ranks of the communicator, which is for this thread only, submit the same tasks.
-    """
+    """Runs tasks in a thread, which alone uses the communicator."""
 
     def __init__(self, communicator: Communicator):
         self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
@@ -83,10 +80,7 @@ class StreamLane:
         self._stream = self._module.Stream(device)
 
     def submit(self, task: Task, tensors: Sequence[torch.Tensor]) -> Future:
-        """Begin a task that uses tensors, and return the future of its result.
-
-        `wait` on the future makes the current stream wait, not the program.
-        """
+        """Begin a task that uses tensors; a future's `wait` makes the current stream wait."""
         future: Future = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(self._module.current_stream(self._device))
         try:

@@ -1,7 +1,4 @@
-"""`LocalSGD`: replicas take several steps by themselves, then AdaSum joins their changes.
-
-The delta variant for sharded models, and with any number of local steps. A window is the `every`
-steps between two reductions. Changes are reduced as whole tensors, shard by shard.
+"""`LocalSGD`: the delta variant for sharded models, and with several local steps.
 
 References:
     Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767; Douillard et al.,
@@ -18,16 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import check_count
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharding import like, local_of, reshard
+from adasum_hvd.distributed.sharding import is_reduced, like, local_of, reshard
 from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
-
-__all__ = ["LocalSGD"]
 
 
 class LocalSGD(Windows):
@@ -37,8 +31,8 @@ class LocalSGD(Windows):
     replicas go on from `w_0 + AdaSum(w_1 - w_0, w_2 - w_0, ...)`. An outer optimizer takes a step
     from `w_0` instead, with the negative of that AdaSum as the gradient.
 
-    Parameters and buffers are broadcast from the first replica now. Buffers stay local afterwards.
-    Gradients must stay local: the first reduction warns if all replicas have the same changes.
+    Parameters and buffers are broadcast from the first replica now. Buffers stay local afterwards,
+    and gradients must: the first reduction warns if all replicas have the same changes.
 
     Args:
         optimizer: a plain one, over the model's parameters; its state stays local. Every replica
@@ -115,8 +109,7 @@ class LocalSGD(Windows):
     def synchronize(self) -> None:
         """Reduce the changes of a window that is not complete, and begin another one.
 
-        Call it on all replicas after the last step, or before an evaluation. Between windows it
-        does nothing.
+        For the end of a training, and before an evaluation; between windows it does nothing.
 
         Raises:
             ValueError: on all replicas: they have taken different numbers of steps.
@@ -141,7 +134,7 @@ class LocalSGD(Windows):
     def _outer_step(
         self, outer: torch.optim.Optimizer, changes: Sequence[torch.Tensor]
     ) -> None:
-        """Go back to the start, and let the outer optimizer take a step from there."""
+        """Let the outer optimizer take a step from the start."""
         self._restore()
         with self._without_gradients():
             for (_, parameter), change in zip(self._named(), changes, strict=True):
@@ -169,11 +162,9 @@ class LocalSGD(Windows):
                 parameter.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this replica, with the weights of the window's start.
+        """Return the state of this replica, for `torch.distributed.checkpoint`.
 
-        Keys are the parameters' names. Sharded tensors are DTensors, so that
-        `torch.distributed.checkpoint` can load them onto another number of shards. Between
-        windows the starts are copies of the weights.
+        It has the weights of the window's start by name, sharded ones as DTensors.
         """
         reshard(self._model)
         self._saved.add("window")
@@ -249,8 +240,7 @@ def _settings(
             f"optimizer: expected parameters of the model only, but got {strange} others, which "
             "would not be reduced; pass the module that has all of them"
         )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    needed = {id(p) for p in trained if not is_marked_local(p)}
+    needed = {id(p) for p in model.parameters() if is_reduced(p)}
     for name, one in optimizers.items():
         if missing := len(needed - _trained(one)):
             raise ValueError(

@@ -13,8 +13,6 @@ from adasum_hvd.distributed.ddp import AdasumState
 from adasum_hvd.monitor.monitor import Entries, Monitor
 from adasum_hvd.monitor.statistics import Rows
 
-__all__ = ["AdasumMonitor"]
-
 
 class _Channel:
     """The connection between the ranks of a state's process group."""
@@ -23,11 +21,9 @@ class _Channel:
         self.request_record = state.requested.add
         self.latest_record = state.records.get
         self._communicator = Communicator(state.communicator.group)
+        self.gather = self._communicator.all_gather_object
         self.ranks: Sequence[int] = self._communicator.ranks
         self.rank = self.ranks[self._communicator.rank]
-
-    def gather(self, obj: Any) -> list[Any]:
-        return self._communicator.all_gather_object(obj)
 
     def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
         if not rows.size:  # one group that is averaged or added up
@@ -45,10 +41,7 @@ class _Channel:
 
 
 class AdasumMonitor:
-    """Records statistics of AdaSum for each parameter, every k steps.
-
-    Records, statistics and sinks are those of `adasum_hvd.torch.AdasumMonitor`; see
-    docs/monitor.md. Results of the reduction do not change by a bit.
+    """Records statistics of AdaSum for each parameter, every k steps, as docs/monitor.md says.
 
     Args:
         source: the :class:`AdasumState` of DDP's hook.
@@ -56,17 +49,15 @@ class AdasumMonitor:
         to: the sinks, on the first rank of the process group: paths that end in `.jsonl`, other
             paths (folders for TensorBoard), functions of a record; or one of these.
         named_parameters: (name, parameter) pairs, as from `model.named_parameters()`.
-        scaler: torch's `GradScaler` of the run, if it has one, so that records are of the unscaled
-            gradients.
+        scaler: torch's `GradScaler` of the run, if it has one.
 
     Raises:
         TypeError: another `source`, or something else in `to`.
         ValueError: `rule="mean"`, which has no Gram matrices; `every` is not an integer of at
             least 1; a file that cannot be written; TensorBoard is not installed. On every rank.
 
-    Collective: every rank of the process group creates it, and takes its steps. On the recorded
-    steps a few doubles per parameter travel. Blocks on creation and in `close`, and on a device in
-    recorded steps.
+    Collective: every rank of the process group. Blocks on creation and in `close`, and on a device
+    in recorded steps.
 
     References:
         docs/monitor.md; arXiv 2006.02924, figure 1.

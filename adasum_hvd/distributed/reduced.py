@@ -21,8 +21,7 @@ class Reduced:
     def writes_to(self, gradient: torch.Tensor | None) -> int | None:
         """Return how often it was written in place since; None if `gradient` is another tensor.
 
-        Backward that adds to it writes once, and `zero_grad(set_to_none=False)` before it once
-        more.
+        Backward writes once, and `zero_grad(set_to_none=False)` before it once more.
         """
         if gradient is None or self._gradient() is not gradient:
             return None
@@ -43,10 +42,7 @@ def show_writes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _version(gradient: torch.Tensor) -> int:
-    """Return the count of a gradient's writes in place.
-
-    FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
-    """
+    # FSDP accumulates into the local tensor, which does not count as a write to the DTensor.
     if type(gradient) is torch.Tensor:  # most of them, at once
         return gradient._version
     local = local_of(gradient)
@@ -88,10 +84,7 @@ class LastPass:
             )
 
     def note(self, buckets: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Note the gradients of buckets of parameters at the end of the backward pass, if any.
-
-        Their versions show the reduction from then on.
-        """
+        """Note the gradients of buckets of parameters at the end of the backward pass, if any."""
         if torch._C._current_graph_task_id() == -1:  # DDP's join()
             return
         queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -22,6 +22,7 @@ from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharding import (
     is_dtensor,
     is_fsdp_module,
+    is_reduced,
     layout_of,
     local_of,
     reshard,
@@ -38,7 +39,6 @@ _WRAPPED = {  # by class of a module
         "is FSDP1 (FullyShardedDataParallel), which flattens parameters; use fully_shard"
     ),
 }
-Arguments = Callable[[], tuple[Rule, dict[str, object]]]
 
 
 class _Place(NamedTuple):
@@ -50,18 +50,20 @@ class _Place(NamedTuple):
 
 
 def connect(
-    what: str, model: torch.nn.Module, mesh: Any, arguments: Arguments
+    what: str,
+    model: torch.nn.Module,
+    mesh: Any,
+    arguments: Callable[[], tuple[Rule, dict[str, object]]],
 ) -> tuple[Communicator, Rule]:
     """Check the model and the arguments, and broadcast the first replica's weights and buffers.
 
-    `arguments` returns the rule, and what else must be the same on all replicas; it may raise
-    TypeError or ValueError.
+    `arguments` returns the rule, and what else must be the same on all replicas.
 
     Returns:
         The replicas, for one thread of the function `what`, and the rule.
 
     Raises:
-        TypeError, ValueError: on every rank of the job: the mesh, the model or the arguments.
+        TypeError, ValueError: on every rank of the job: the mesh or the model, or by `arguments`.
 
     Collective: all ranks of the job; blocks.
     """
@@ -116,10 +118,7 @@ def _replica_of(places: Sequence[_Place], rank: int) -> set[int]:
 
 
 def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
-    """Return why shards of a tensor would be joined in different orders.
-
-    torch sorts the ranks of a group, and rows of Gram matrices are in that order.
-    """
+    """Return why shards of a tensor would be joined in different orders, those of the groups."""
     for rank in sorted(_replica_of(places, dist.get_rank())):
         number = places[rank].ranks.index(rank)
         if number != communicator.rank:
@@ -151,10 +150,7 @@ def _mesh_problem(mesh: Any) -> str:
 
 
 def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[str]:
-    """Yield why the gradients of a model cannot be reduced over replicas by AdaSum.
-
-    The ranks, of which this is one, hold the same shards.
-    """
+    """Yield why the gradients of a model cannot be reduced over these ranks, the replicas."""
     for name, module in model.named_modules():
         found = _WRAPPED.get(type(module).__name__)
         if is_replicated(module):
@@ -166,8 +162,7 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
         for module in model.modules()
     )
     for name, parameter in model.named_parameters():
-        is_trained = parameter.requires_grad and not is_marked_local(parameter)
-        if is_sharded and is_trained and not is_dtensor(parameter):
+        if is_sharded and is_reduced(parameter) and not is_dtensor(parameter):
             yield (
                 f"{name} is outside fully_shard, so its gradients differ between the ranks of a "
                 "replica; call fully_shard on the model, too, without ignored_params"
@@ -197,7 +192,7 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
 
 
 def _shared(parameter: Any, both: list[int]) -> str:
-    """Return why a DTensor on a mesh with ranks of the replicas cannot be reduced."""
+    """Say it of a DTensor on a mesh with ranks of the replicas."""
     what = f"is sharded over ranks {both} of the replicas, which have to hold the same shard"
     dimensions = parameter.device_mesh.ndim
     if dimensions > 1 and any(place.is_replicate() for place in parameter.placements):

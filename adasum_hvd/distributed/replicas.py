@@ -30,10 +30,7 @@ def digest(tensor: torch.Tensor) -> str:
 def named_tensors(
     model: torch.nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name, tensor, parameter or buffer whose marks apply to it).
-
-    Those of an optimizer's state too, unless it is None.
-    """
+    """Yield (name, tensor, parameter or buffer whose marks apply to it), of an optimizer, too."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -47,10 +44,7 @@ def named_tensors(
 def mismatch(
     named: Iterable[tuple[str, torch.Tensor]], communicator: Communicator
 ) -> ReplicaMismatch | None:
-    """Return an error that names the first tensor that is not the same on all ranks, or None.
-
-    Collective: all ranks; blocks. 32 bytes travel, more only before an error.
-    """
+    """Return an error with the first tensor that is not the same on all ranks. Collective."""
     mine = [(name, digest(tensor)) for name, tensor in named]
     digests, ranks = communicator.gather_if_different(mine), communicator.ranks
     try:
@@ -68,15 +62,12 @@ class Copies:
         self._named = [(Communicator(g), named) for g, named in repeated(model).items()]
 
     def mismatches(self) -> list[ReplicaMismatch]:
-        """Return the first difference in each group of ranks. Collective: its ranks; blocks."""
+        """Return the first difference in each group of ranks. Collective."""
         found = [mismatch(named, communicator) for communicator, named in self._named]
         return [error for error in found if error is not None]
 
     def check(self) -> None:
-        """Warn of a difference; on call 1, 2, 4, 8 and so on, so that it costs next to nothing.
-
-        Only a warning, because kernels of a device may round differently. Collective; blocks.
-        """
+        """Warn of a difference, on call 1, 2, 4, 8 and so on: kernels may round differently."""
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
             for error in self.mismatches():
@@ -107,7 +98,7 @@ def check_replicas(
         ReplicaMismatch: on every rank; names the first tensor that differs and the ranks.
 
     Collective: every rank of the group, and of a sharded model all ranks that hold it; blocks
-    when it compares. 32 bytes travel for each group of ranks.
+    when it compares.
     """
     if not is_due(model, every):
         return False
@@ -128,8 +119,7 @@ def banner(state: AdasumState, optimizer: Any = None) -> str:
 
     Args:
         state: the hook's.
-        optimizer: of this model, or its class; adds the learning rate to start from, if a study
-            has it. None: the line has no rate.
+        optimizer: of this model, or its class; adds the learning rate to start from, if known.
     """
     communicator, wire = state.communicator, state.compression
     path = native.described(communicator, state.rule)

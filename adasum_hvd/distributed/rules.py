@@ -29,11 +29,7 @@ FUNCTIONS: dict[str, Callable[[], Coefficients | None]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and its groups, checked.
-
-    Raises:
-        ValueError: another value, or groups with a rule that has none.
-    """
+    """A rule and its groups; ValueError if there are none such."""
 
     # A name in `FUNCTIONS`, or a function from Gram matrices, float64 [tensors, N, N], to
     # coefficients, float64 [tensors, N], on the same device.
@@ -128,8 +124,7 @@ def rule_of(
 ) -> Rule:
     """Return the rule, with groups from the environment where an argument is None.
 
-    `ADASUM_HVD_GROUP_OP` and `ADASUM_HVD_GROUP_SIZE` are read as the Horovod op reads them, for
-    `rule="adasum"`. `has_passes`: the caller is a :class:`Ruled`, whose gain a program can read.
+    `has_passes`: the caller is a :class:`Ruled`, whose gain a program can read.
 
     Raises:
         ValueError: as :class:`Rule`; or "adascale" without passes.

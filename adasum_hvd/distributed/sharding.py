@@ -1,8 +1,7 @@
 """Shards of parameters: torch's classes, the groups that hold shards, and a rank's own part.
 
-torch's classes of sharded models are found without importing them: importing DTensor takes a fifth
-as long as torch itself. A class that was never imported cannot have instances. Older releases have
-the classes under other names.
+torch's classes are found without importing them: importing DTensor takes a fifth as long as torch
+itself. A class that was never imported cannot have instances.
 """
 
 from __future__ import annotations
@@ -37,20 +36,19 @@ def is_fsdp_module(value: Any) -> bool:
     return _is(value, _FSDP, "FSDPModule")
 
 
-def layout_of(tensor: Any) -> Any:
-    """Return the owner of a tensor's `device_mesh` and `placements`; None for a whole tensor.
+def is_reduced(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is trained, and not marked with `mark_worker_local`."""
+    return parameter.requires_grad and not is_marked_local(parameter)
 
-    That is a DTensor itself. Its local part, which torch makes for DDP, keeps its DTensor's.
-    """
+
+def layout_of(tensor: Any) -> Any:
+    """Return the DTensor that a tensor is, or is the local part of, or else None."""
+    # torch makes such parts for DDP, and notes the DTensor's mesh and placements.
     return tensor if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
 
 
 def shard_groups(parameter: Any) -> tuple[Any, ...]:
-    """Return the process groups of the mesh dimensions along which a parameter is sharded.
-
-    The dot product of whole tensors is the sum of the shards' dot products over these groups. A
-    dimension along which the parameter is replicated is not among them.
-    """
+    """Return the process groups of the mesh dimensions along which a parameter is sharded."""
     if (layout := layout_of(parameter)) is None:
         return ()
     mesh = layout.device_mesh
@@ -97,20 +95,14 @@ def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def complete(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient laid out as its parameter; sums that are still pending are added up.
-
-    Collective over the parameter's mesh if the placements differ.
-    """
+    """Return a gradient laid out as its parameter; collective if sums are still pending."""
     if is_dtensor(gradient) and gradient.placements != parameter.placements:
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the whole parameters that a forward pass of FSDP may have left in a model.
-
-    Else the next forward pass would use them, whatever was written to the shards.
-    """
+    """Free whole parameters of FSDP, which a forward pass may use after shards were changed."""
     for module in model.modules():
         if is_fsdp_module(module):
             module.reshard()
@@ -120,8 +112,7 @@ def repeated(model: torch.nn.Module) -> dict[Any, list[tuple[str, torch.Tensor]]
     """Return by process group the parameters that all its ranks hold alike, inside a replica.
 
     These are whole parameters next to tensor-parallel ones, replicated DTensors, and DTensors of
-    FSDP on a slice of the mesh of other parameters. Nothing reduces their gradients over the
-    group, so that they stay alike only if its ranks compute alike.
+    FSDP on a slice of the mesh of other parameters.
     """
     named = [
         (name, parameter)

@@ -23,7 +23,7 @@ from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharding import is_dtensor
+from adasum_hvd.distributed.sharding import is_dtensor, is_reduced
 
 __all__ = ["ManagedAdasum", "diloco", "local_sgd"]
 
@@ -111,8 +111,7 @@ class ManagedAdasum:
         A parameter that no replica used keeps `grad=None`. Those marked with `mark_worker_local`
         are left out. Raises, Collective: as `reduce`.
         """
-        trained = [p for p in model.parameters() if p.requires_grad]
-        parameters = [p for p in trained if not is_marked_local(p)]
+        parameters = [*filter(is_reduced, model.parameters())]
         present = torch.tensor([p.grad is not None for p in parameters]).bool()
         for parameter in parameters:
             if parameter.grad is None:

@@ -19,6 +19,7 @@ from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.distributed.sharding import (
     is_fsdp_module,
+    is_reduced,
     local_of,
     numbers_by_group,
     shard_groups,
@@ -48,12 +49,12 @@ class Unit(NamedTuple):
 
 
 class Selection:
-    """Which parameters of a model belong to units, by their state now: trained, and not marked."""
+    """Which parameters of a model belong to units, by their state now."""
 
     def __init__(self, model: torch.nn.Module):
         named = dict(model.named_parameters())
         self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
-        self._reduced = {n: p for n, p in named.items() if _is_reduced(p)}
+        self._reduced = {n: p for n, p in named.items() if is_reduced(p)}
         self._ids = {id(parameter) for parameter in self._reduced.values()}
         self._times_marked = times_marked()
 
@@ -74,7 +75,7 @@ class Selection:
     def check(self, what: str, _: object = None) -> None:
         """Raise RuntimeError if other parameters would have to be reduced by now."""
         for name, parameter in self._frozen.items():
-            if _is_reduced(parameter):
+            if is_reduced(parameter):
                 raise RuntimeError(
                     f"{what}: expected {name} to stay frozen, but got requires_grad=True, and it "
                     f"would not be reduced (rank {dist.get_rank()}); call remove(), and {what} "
@@ -92,10 +93,6 @@ class Selection:
         self._times_marked = times_marked()
 
 
-def _is_reduced(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad and not is_marked_local(parameter)
-
-
 def call_weakly(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
     """Call a method of an object, while there is one."""
     if (call := method()) is not None:
@@ -105,8 +102,7 @@ def call_weakly(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
 def units_of(model: torch.nn.Module) -> list[Unit]:
     """Return a model's units, in about the order in which backward finishes them.
 
-    Parameters that are frozen now, or marked with `mark_worker_local`, are left out. All ranks
-    call it in the same order.
+    All ranks call it in the same order.
     """
     communicators: dict[Any, Communicator] = {}
     units = []
@@ -131,7 +127,7 @@ def grouped(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
     found: dict[tuple[Any, ...], list[tuple[str, torch.nn.Parameter]]] = {}
     room: dict[tuple[Any, ...], int] = {}
     for name, parameter in reversed(list(model.named_parameters())):
-        if not _is_reduced(parameter):
+        if not is_reduced(parameter):
             continue
         local, dtype = local_of(parameter), gradient_dtype(parameter)
         key = id(owner.get(id(parameter))), local.dtype, dtype, local.device
