@@ -109,10 +109,10 @@ class Slice:
         factors: torch.Tensor | None,
         cancelled: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `left.left`, `left.right` and `right.right` of the merges of the next tier.
+        """Return float64 [blocks, 3 x merges]: dot products of the nodes of the next tier.
 
-        That is float64 [blocks, 3 x merges]. Tensors that have not cancelled (bool [tensors]) may
-        give zero. The sides are of the tiers before, as of `coefficients.walk`.
+        They are `left.left`, `left.right` and `right.right`; of tensors that have not cancelled
+        perhaps zeros. The sides are of the tiers before, as of `coefficients.walk`.
         """
         tier = tree.tiers[len(sides)]
         found = self._space.new_zeros((len(self.owners), len(tier.left), 3))
@@ -137,8 +137,8 @@ class Slice:
         """Write the sum of the ranks' vectors times their coefficients, rounded once.
 
         In the order of the tree, in which identical vectors with powers of two add up to
-        themselves. Sums are formed of vectors times `scale`, powers of two, float64 [tensors], and
-        divided by it. The result may be one of the rows.
+        themselves. Sums are formed of vectors times `scale`, float64 [tensors], and divided by it.
+        The result may be a row.
         """
         factors = coefficients if scale is None else coefficients * scale[:, None]
         pairs = [pair for tier in tree.tiers for pair in zip(*tier[:2], strict=True)]

@@ -85,14 +85,12 @@ def agree(
 ) -> None:
     """Raise on every rank unless all ranks are about to make the same call of `what`.
 
-    The ranks that hold other shards, or all of the job, raise, too.
+    The ranks that hold other shards, or all of the job, raise, too. Collective; blocks.
 
     Raises:
         ValueError: the ranks differ; with the first difference.
         ReplicaMismatch: their weights differ.
         Exception: the problem of a rank.
-
-    Collective: all ranks; blocks. 32 bytes travel, more only before an error.
     """
     calls = communicator.gather_if_different(call)
     if calls is None and call.problem:

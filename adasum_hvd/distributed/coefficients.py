@@ -83,16 +83,15 @@ def _places_in_triangle(ranks: int, device: torch.device) -> torch.Tensor:
 
 def walk(
     gram: torch.Tensor, tree: Tree, form_nodes: FormNodes | None = None
-) -> list[torch.Tensor]:
-    """Return for each tier float64 [tensors, merges, 2]: the factors of both nodes.
+) -> torch.Tensor:
+    """Return float64 [tensors, N]: AdaSum's coefficients on a tree.
 
-    A node is a linear combination of the ranks' vectors, so each merge replaces two rows and
-    columns of the Gram matrices, float64 [tensors, N, N], by one (arXiv 2006.02924, equation 7). In
-    this order identical inputs only meet powers of two.
+    Each merge replaces two rows and columns of the Gram matrices, float64 [tensors, N, N], by one
+    (arXiv 2006.02924, equation 7). In this order identical inputs only meet powers of two.
 
-    From the second tier on, `form_nodes` gets the sides so far, bool [tensors] of those with a node
-    whose squared norm has cancelled, and the dot products. It returns the dot products with those
-    of such tensors replaced.
+    From the second tier on, `form_nodes` gets the sides so far (for each tier the factors of its
+    nodes, float64 [tensors, merges, 2]), bool [tensors] of those with a node whose squared norm has
+    cancelled, and the dot products, and replaces those of such tensors.
     """
     device = gram.device
     weights = constant(tree.weights, torch.float64, device)
@@ -100,7 +99,8 @@ def walk(
     magnitudes = products.abs()
     cancelled = torch.zeros(len(gram), dtype=torch.bool, device=device)
     sides: list[torch.Tensor] = []
-    for tier in tree.tiers:
+    coefficients = weights.expand(len(gram), -1)
+    for tier, places in zip(tree.tiers, _places(tree), strict=True):
         left = constant(tier.left, torch.int64, device)
         right = constant(tier.right, torch.int64, device)
         by_adasum = constant(tier.by_adasum, torch.bool, device)
@@ -118,9 +118,11 @@ def walk(
         ]
         side = torch.where(by_adasum[:, None], torch.stack(both, 2), 1.0)
         sides.append(side)
+        factors = functional.pad(side.flatten(1), (0, 1), value=1.0)
+        coefficients = coefficients * factors[:, constant(places, torch.int64, device)]
         products = _merged(products, left, right, side)
         magnitudes = _merged(magnitudes, left, right, side.abs())
-    return sides
+    return coefficients
 
 
 def _merged(
@@ -134,18 +136,6 @@ def _merged(
         a[:, None, :] * matrices[:, :, left] + b[:, None, :] * matrices[:, :, right]
     )
     return matrices.index_copy(2, left, columns)
-
-
-def leaf_coefficients(
-    sides: Sequence[torch.Tensor], tree: Tree, tensors: int
-) -> torch.Tensor:
-    """Return float64 [tensors, N]: the product of the sides on each rank's way to the root."""
-    device = sides[0].device if sides else torch.device("cpu")
-    found = constant(tree.weights, torch.float64, device).expand(tensors, -1)
-    for side, places in zip(sides, _places(tree), strict=True):
-        factors = functional.pad(side.flatten(1), (0, 1), value=1.0)
-        found = found * factors[:, constant(places, torch.int64, device)]
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -162,13 +152,12 @@ def _places(tree: Tree) -> list[tuple[int, ...]]:
 
 
 # Rules: float64 [tensors, N, N] to float64 [tensors, N], a coefficient for each rank. `m` is the
-# mean of a tensor's vectors x_i, and `a` their AdaSum. docs/convergence.md compares them.
+# mean of a tensor's vectors x_i, and `a` their AdaSum: docs/distributed.md, "Rules".
 
 
 def adasum(gram: torch.Tensor) -> torch.Tensor:
     """Return AdaSum's coefficients on the tree of one host."""
-    tree = tree_of((0,) * gram.shape[1], "adasum", 0)
-    return leaf_coefficients(walk(gram, tree), tree, len(gram))
+    return walk(gram, tree_of((0,) * gram.shape[1], "adasum", 0))
 
 
 def mean(gram: torch.Tensor) -> torch.Tensor:
@@ -177,19 +166,13 @@ def mean(gram: torch.Tensor) -> torch.Tensor:
 
 
 def mean_direction(gram: torch.Tensor) -> torch.Tensor:
-    """Return coefficients of the mean's direction at AdaSum's length: `|a| m / |m|`.
-
-    AdaSum without its choice of direction, on the tree of one host (docs/convergence.md, study 7).
-    """
+    """Return coefficients of the mean's direction at AdaSum's length: `|a| m / |m|`."""
     means = mean(gram)
     return means * _ratio(lengths(gram, adasum(gram)), lengths(gram, means))[:, None]
 
 
 def grafted(gram: torch.Tensor) -> torch.Tensor:
-    """Return coefficients of AdaSum's direction at the mean's length: `|m| a / |a|`.
-
-    AdaSum without its length (grafting: Agarwal et al., arXiv 2002.11803).
-    """
+    """Return coefficients of AdaSum's direction at the mean's length: `|m| a / |a|`."""
     own = adasum(gram)
     return own * _ratio(lengths(gram, mean(gram)), lengths(gram, own))[:, None]
 
@@ -197,9 +180,8 @@ def grafted(gram: torch.Tensor) -> torch.Tensor:
 def rda(gram: torch.Tensor) -> torch.Tensor:
     """Return radial-directional averaging's coefficients, with equal weights.
 
-    `mean(|x_i|) u / |u|` with `u = mean(x_i / |x_i|)` (Douillard et al., "Decoupled DiLoCo", arXiv
-    2604.21428, section 3.2). A zero vector has no direction. If the unit vectors cancel, the result
-    is their mean, 0.
+    `mean(|x_i|) u / |u|` with `u = mean(x_i / |x_i|)` (arXiv 2604.21428, section 3.2). A zero
+    vector has no direction. If the unit vectors cancel, the result is their mean, 0.
     """
     norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
     units = torch.where(norms > SMALLEST_NORM, 1.0 / norms, 0.0) / norms.shape[1]

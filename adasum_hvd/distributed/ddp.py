@@ -187,7 +187,6 @@ class AdasumState(Ruled):
             self._known.add(known)
 
     def _finish(self) -> None:
-        """Wait for all buckets on a CPU that have been started."""
         started, self._started = self._started, []
         try:
             for future in started:

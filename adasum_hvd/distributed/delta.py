@@ -80,7 +80,7 @@ class Windows(Ruled):
             self._duplicates.end(self._optimizer, self._weights())
         if not self._starts:
             self._units = self._reduced_units()
-            self._starts = [one for unit in self._units for one in unit.copies()]
+            self._starts = [*map(torch.clone, self._locals())]
             self._duplicates.begin(self._optimizer, self._starts)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -97,10 +97,12 @@ class Windows(Ruled):
         own = [one for one in steps if one.f_locals.get("self") is optimizer]
         return optimizer is self._optimizer and len(own) == 1 and not is_making_state()
 
+    def _locals(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(unit.locals() for unit in self._units)
+
     def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return every weight at the start of the window, if there is one, and now."""
-        now = chain.from_iterable(unit.locals() for unit in self._units)
-        return zip(self._starts, now, strict=False)
+        return zip(self._starts, self._locals(), strict=False)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -138,7 +140,6 @@ class Windows(Ruled):
         self._apply(changes)
 
     def _apply(self, changes: Sequence[torch.Tensor]) -> None:
-        """Set each weight to `w_old + change`, in place."""
         if self._communicator.size > 1:
             for (old, new), change in zip(self._weights(), changes, strict=True):
                 torch.add(old, change, out=new)

@@ -1,8 +1,4 @@
-"""A rank's slice of all ranks' buffers on a CUDA device, worked on by `triton_kernels`.
-
-Torch's operations (`blocks.py`) do the same in more passes. Both may work in one job: one rank
-computes a slice, and all ranks receive its bits.
-"""
+"""A rank's slice of all ranks' buffers on a CUDA device, worked on by `triton_kernels`."""
 
 from __future__ import annotations
 
@@ -174,7 +170,7 @@ AnySlice = Slice | DeviceSlice
 
 
 def slice_of(rows: Sequence[torch.Tensor], runs: tuple[Run, ...]) -> AnySlice:
-    """Return the slice by Triton's kernels if they work on its device, else by torch."""
+    """Return a slice that Triton's kernels work on if they can, or else torch's operations."""
     device = rows[0].device
     if device.type in DeviceSlice.devices and not why_not(device):
         return DeviceSlice(rows, runs)
@@ -225,7 +221,7 @@ def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def described(device: torch.device) -> str:
-    """Return how a device's tensors are reduced, and if not by Triton's kernels, why."""
+    """Return how a device's tensors are reduced, and why not by Triton's kernels."""
     missing = why_not(device)
     return f"torch's operations ({missing})" if missing else "Triton's kernels"
 

@@ -1,8 +1,6 @@
 """From sums over a rank's slice to sums over the whole tensors.
 
-A node whose squared norm is lost in the Gram matrix is one more such sum: where opposite vectors
-cancel, it is small against the terms that its norm is the sum of. Its vector is never stored: each
-tier forms it again, block by block, and takes its dot products.
+Nodes are formed for docs/internals.md, "Ill-conditioned tensors".
 """
 
 from __future__ import annotations
@@ -28,12 +26,8 @@ def sums_by_tensor(
 
     Together they have about 100 bits. Every term is split into multiples of one grid, of which
     float64 adds that many without an error, and a rest that is split in the same way once more
-    (Demmel and Nguyen, "Parallel Reproducible Summation", 2015). NaN and infinity give NaN.
-
-    Args:
-        values: float64 [rows, columns].
-        owners: int64 [rows], the tensor of each row.
-        tensors: their number.
+    (Demmel and Nguyen, "Parallel Reproducible Summation", 2015). NaN and infinity give NaN. The
+    values are float64 [rows, columns], and the owners int64 [rows] tensors.
     """
     rows, columns = values.shape
     places = owners[:, None] * columns + torch.arange(columns, device=values.device)
@@ -64,9 +58,8 @@ class Shards(NamedTuple):
 class Exchange:
     """Tables with a row per tensor, of which each rank knows its slice's part.
 
-    A tensor inside one slice needs no exchange. The rows of tensors that cross a border, at most
-    two of a rank, go to all ranks, which add them up in the same order. So do those of tensors that
-    are sharded once more, or with `everything` all rows.
+    The rows of tensors that cross a border, at most two of a rank, go to all ranks. So do those of
+    tensors that are sharded once more, or with `everything` all rows.
     """
 
     def __init__(
@@ -101,10 +94,7 @@ class Exchange:
         return torch.cat([self._communicator.all_gather(sent).flatten(0, 1), table])
 
     def largest(self, values: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Return float64 [tensors]: the largest of all ranks' values of a tensor.
-
-        The values, float64 [blocks, 1], are not negative. Collective if a tensor crosses a border.
-        """
+        """Return float64 [tensors]: the largest of all ranks' values, float64 [blocks, 1]."""
         table = values.new_zeros(self.tensors + 1)
         table.scatter_reduce_(0, owners, values.flatten(), "amax")
         rows = self._rows(table[:-1, None]).flatten()
@@ -120,8 +110,8 @@ class Exchange:
     ) -> torch.Tensor:
         """Return float64 [tensors, columns]: sums over all ranks of those of this rank's slice.
 
-        Of the tensors in `only`, if that is given: the ranks that have parts of a tensor agree on
-        it. Collective for each group of ranks that have parts of one of these tensors.
+        Of the tensors in `only`, if that is given: collective for the ranks that have parts of
+        them, which agree on it.
         """
 
         def needed(tensors: Sequence[int]) -> bool:
@@ -155,13 +145,8 @@ def form_nodes(
     """Return the dot products of a tier, with those of cancelled tensors from the nodes' vectors.
 
     The slice's vectors are multiplied by `factors`; the last three are as of `coefficients.walk`.
-
-    On a CPU only for tensors that need it. The ranks that have parts of a tensor agree on that,
-    and ranks without a part of it, such as those of an empty shard, take no notice.
-    On other devices the kernels know it, and torch's operations form all tensors' nodes, because
-    the program does not wait for a device's values.
-
-    Collective if a tensor that crosses a slice border is among the cancelled ones.
+    Collective as `Exchange.total`: on a CPU for tensors that need it, on other devices, whose
+    values the program does not wait for, for all.
     """
     only: list[int] | None = None
     if cancelled.device.type in WAITING:

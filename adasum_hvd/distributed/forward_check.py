@@ -1,7 +1,4 @@
-"""A check before each training forward pass: the model is still the one that hooks were put on.
-
-Parameters that were replaced would train without any reduction, and nothing else would notice.
-"""
+"""A check before each training forward pass: the model is still the one that hooks were put on."""
 
 from __future__ import annotations
 

@@ -134,7 +134,6 @@ class LocalSGD(Windows):
     def _outer_step(
         self, outer: torch.optim.Optimizer, changes: Sequence[torch.Tensor]
     ) -> None:
-        """Let the outer optimizer take a step from the start."""
         self._restore()
         with self._without_gradients():
             for (_, parameter), change in zip(self._named(), changes, strict=True):
@@ -168,7 +167,7 @@ class LocalSGD(Windows):
         """
         reshard(self._model)
         self._saved.add("window")
-        starts = self._starts or [one for unit in self._units for one in unit.copies()]
+        starts = self._starts or [*map(torch.clone, self._locals())]
         pairs = zip(self._named(), starts, strict=True)
         state: dict[str, Any] = {
             "local_step": self._local_step,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +37,10 @@ _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
 
 
 class Choice(NamedTuple):
-    """Groups of the core, or why there are none."""
+    """Groups of the core, of these ranks and of those with other shards; or why there are none."""
 
-    group: core.Group | None
+    groups: tuple[core.Group, ...] = ()
     why_not: str = ""
-    shards: tuple[core.Group, ...] = ()
 
 
 # By communicator that only one thread uses, or else by process group; then by how a group joins
@@ -79,19 +79,19 @@ def choose(
     return known[key]
 
 
-def chosen(communicator: Communicator, rule: Rule) -> Choice | None:
+def chosen(communicator: Communicator, rule: Rule) -> Choice:
     """Return what these ranks have agreed on before, if they have."""
-    return _known(communicator).get((*_joining(communicator, rule), ()))
+    return _known(communicator).get((*_joining(communicator, rule), ()), Choice())
 
 
 def described(communicator: Communicator, rule: Rule) -> str:
     """Return how tensors of this host are reduced, and if not by the core, why."""
     choice = chosen(communicator, rule)
-    if choice is None:
-        return "reduced by the core or by torch, which the first reduction finds out"
-    if choice.group is None:
+    if choice.groups:
+        return f"reduced by the core ({choice.groups[0]})"
+    if choice.why_not:
         return f"reduced by torch's operations ({choice.why_not})"
-    return f"reduced by the core ({choice.group})"
+    return "reduced by the core or by torch, which the first reduction finds out"
 
 
 def _agree_with_shards(
@@ -103,10 +103,8 @@ def _agree_with_shards(
     problem = next((one.why_not for one in choices if one.why_not), "")
     for one in (communicator, *others):
         problem = next(filter(None, one.all_gather_object(problem)), "")
-    groups = [one.group for one in choices if one.group is not None]
-    return (
-        Choice(None, problem) if problem else Choice(groups[0], shards=(*groups[1:],))
-    )
+    groups = chain.from_iterable(one.groups for one in choices)
+    return Choice(why_not=problem) if problem else Choice((*groups,))
 
 
 def _agree(communicator: Communicator, rule: Rule) -> Choice:
@@ -133,16 +131,16 @@ def _agree(communicator: Communicator, rule: Rule) -> Choice:
     if not problem and len(set(versions)) > 1:
         problem = "the ranks have different versions"
     if group is None or problem:
-        return Choice(None, problem)
+        return Choice(why_not=problem)
     try:
         group.connect(*zip(*names, strict=True))
     except core.CoreError as error:
         why = str(error)
     if problem := _first(communicator.all_gather_object(why), communicator):
-        return Choice(None, problem)
+        return Choice(why_not=problem)
     if not network:
         communicator.gather_by(group)
-    return Choice(group)
+    return Choice((group,))
 
 
 class _Messages:
@@ -270,8 +268,7 @@ class SharedBuckets:
         None if the core does not reduce it, or if it cannot be moved; this rank then copies, and
         the others need not know.
         """
-        choice = chosen(*self._ranks)
-        if choice is None or choice.group is None or not flat.is_cpu:
+        if not (flat.is_cpu and chosen(*self._ranks).groups):
             return None
         storage = flat.untyped_storage()
         begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES

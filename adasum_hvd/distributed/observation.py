@@ -29,7 +29,7 @@ class Solution(NamedTuple):
 def record_of(levels: Sequence[Level], solutions: Sequence[Solution]) -> TensorRecord:
     """Return a record, not numbered; the rank with a tensor's first element fills its row.
 
-    A level that only adds up has no columns. The others have those of each of their groups.
+    A level has columns for each of its groups, or none if it only adds up.
     """
     own = set(range(len(solutions[0].layout.sizes)))  # tensors that begin in the slice
     sizes: list[int] = []

@@ -12,14 +12,7 @@ from itertools import chain
 import torch
 
 from adasum_hvd.distributed import native
-from adasum_hvd.distributed.coefficients import (
-    Tree,
-    constant,
-    leaf_coefficients,
-    symmetric,
-    tree_of,
-    walk,
-)
+from adasum_hvd.distributed.coefficients import Tree, constant, symmetric, tree_of, walk
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
 from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
@@ -65,8 +58,8 @@ def reduce_buffer(
 def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
     """Return the levels of a reduction, innermost first; collective as `hosts_of`.
 
-    Results are rounded between levels, so that levels depend on hosts and rule only: buckets must
-    not change a bit. A function of Gram matrices needs those of all ranks, and so has one level.
+    They depend on hosts and rule only, because results are rounded between them. A function of Gram
+    matrices needs those of all ranks, and so has one level.
     """
     hosts, op, size = hosts_of(communicator), rule.group_op, rule.group_size
     order, radices = plan(hosts, size)
@@ -88,9 +81,8 @@ def plan(
     """Return the ranks in the order of the tree, and the number of ranks in each level.
 
     That is one level if there is one host, or if groups have one rank, different sizes or ranks of
-    several hosts. Else the first level joins the ranks of a group, and the last one hosts. If
-    groups are smaller than hosts, a level between them joins a host's groups, as far as the tree
-    does.
+    several hosts. Else the first level joins the ranks of a group, the next one groups of a host,
+    as far as the tree does, and the last one hosts.
     """
     groups = groups_of(hosts, group_size)
     order, size = tuple(chain(*groups)), len(groups[0])
@@ -173,10 +165,11 @@ def _core(
     if rule.kind == "adascale" and tensor.dtype == torch.float64:
         return None  # the core scales the matrices of float64 tensors one by one
     choice = native.choose(communicator, rule, shards)
-    if choice.group is None:
+    if not choice.groups:
         return None
-    sharded = zip(choice.shards, (one.tensors for one in shards), strict=True)
-    return native.Reducer(choice.group, communicator, rule.function, [*sharded])
+    own, *others = choice.groups
+    sharded = zip(others, (one.tensors for one in shards), strict=True)
+    return native.Reducer(own, communicator, rule.function, [*sharded])
 
 
 def _solve(part: AnySlice, exchange: Exchange, rule: Rule, tree: Tree) -> Solution:
@@ -199,8 +192,8 @@ def _solve(part: AnySlice, exchange: Exchange, rule: Rule, tree: Tree) -> Soluti
         return Solution(layout, checked(rule.function(seen), gram), gram, scale)
     if set(tree.weights) != {1.0}:
         factors = weights if factors is None else weights * factors
-    sides = walk(gram, tree, partial(form_nodes, part, exchange, tree, factors))
-    return Solution(layout, leaf_coefficients(sides, tree, tensors), gram, scale)
+    form = partial(form_nodes, part, exchange, tree, factors)
+    return Solution(layout, walk(gram, tree, form), gram, scale)
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,6 @@ _WRAPPED = {  # by class of a module
 
 
 class _Place(NamedTuple):
-    """A rank's place among the replicas and their shards."""
-
     ranks: tuple[int, ...]  # that hold the same shards
     hosts: tuple[int, ...]  # of these
     others: tuple[int, ...]  # that hold other shards of this rank's parameters
@@ -181,7 +179,7 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
         elif is_dtensor(parameter):
             mesh = parameter.device_mesh
             both = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {rank})
-            if both:
+            if both:  # its mesh has ranks of the replicas
                 yield f"{name} {_shared(parameter, both)}"
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided and not is_marked_local(buffer):
@@ -192,7 +190,6 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
 
 
 def _shared(parameter: Any, both: list[int]) -> str:
-    """Say it of a DTensor on a mesh with ranks of the replicas."""
     what = f"is sharded over ranks {both} of the replicas, which have to hold the same shard"
     dimensions = parameter.device_mesh.ndim
     if dimensions > 1 and any(place.is_replicate() for place in parameter.placements):

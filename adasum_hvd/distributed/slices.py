@@ -1,8 +1,6 @@
 """Which elements of a flat buffer a rank reduces, and the blocks in which it reads them.
 
-A flat buffer holds tensors end to end and is cut into one slice per rank. Blocks are counted from
-each tensor's own start and no slice border lies inside one, so that the sums over a block do not
-depend on the buffer that the tensor is in.
+Why blocks begin at a tensor's own start: docs/internals.md, "Same bits".
 """
 
 from __future__ import annotations
@@ -59,9 +57,8 @@ class Layout:
         borders = [0]
         for part in range(1, self.ranks):
             target = starts[-1] * part // self.ranks
-            end = bisect_left(
-                starts, target, lo=1
-            )  # of the tensor that the border is in
+            # The end of the tensor that the border is in.
+            end = bisect_left(starts, target, lo=1)
             blocks = -(-(target - starts[end - 1]) // BLOCK_ELEMENTS)
             border = starts[end - 1] + blocks * BLOCK_ELEMENTS
             borders.append(min(border, starts[end]))

@@ -43,10 +43,6 @@ class Unit(NamedTuple):
         """Return this rank's shards of the parameters, which share their memory."""
         return [local_of(parameter).detach() for parameter in self.parameters]
 
-    def copies(self) -> list[torch.Tensor]:
-        """Return copies of them."""
-        return [local.clone() for local in self.locals()]
-
 
 class Selection:
     """Which parameters of a model belong to units, by their state now."""

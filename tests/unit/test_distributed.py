@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from adasum_hvd import reference
 from adasum_hvd.distributed.blocks import Slice, _products
 from adasum_hvd.distributed.coefficients import (
-    Tree,
-    leaf_coefficients,
     tree_of,
     walk,
 )
@@ -119,17 +117,13 @@ HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 GROUPS = st.sampled_from(["adasum", "average", "sum"])
 
 
-def coefficients(gram: torch.Tensor, tree: Tree) -> torch.Tensor:
-    return leaf_coefficients(walk(gram, tree), tree, len(gram))
-
-
 @settings(deadline=None)
 @given(HOSTS, GROUPS, st.integers(0, 4), st.integers(0, 1000))
 def test_coefficients_are_those_of_the_reference(hosts, group_op, group_size, seed):
     vectors = np.random.default_rng(seed).standard_normal((len(hosts), 40))
     gram = torch.from_numpy(vectors @ vectors.T)[None]
     tree = tree_of(tuple(hosts), group_op, group_size)
-    found = coefficients(gram, tree)[0].numpy() @ vectors
+    found = walk(gram, tree)[0].numpy() @ vectors
     correct = reference.adasum(vectors, hosts, group_op, group_size)
     np.testing.assert_allclose(found, correct, rtol=1e-9, atol=1e-9)
 
@@ -179,9 +173,7 @@ def test_levels_of_hosts(hosts, group_size, radices) -> None:
 
 def test_a_vanishing_vector_is_neutral() -> None:
     gram = torch.diag(torch.tensor([4.0, 0.0, 9.0])).double()[None]
-    assert torch.equal(
-        coefficients(gram, tree_of((0,) * 3, "adasum", 0))[0], torch.ones(3)
-    )
+    assert torch.equal(walk(gram, tree_of((0,) * 3, "adasum", 0))[0], torch.ones(3))
 
 
 def test_nodes_that_cancel_are_reported() -> None:
@@ -199,10 +191,11 @@ def test_nodes_that_cancel_are_reported() -> None:
     assert reported == [(1, [False, True])]
 
 
-def test_leaf_coefficients_of_odd_trees() -> None:
+def test_coefficients_of_an_odd_tree() -> None:
+    """Of an average with factor 2, and of a rank with factor 3."""
+    gram = torch.tensor([[[2.0, 2, -4], [2, 2, -4], [-4, -4, 1]]]).double()
     tree = tree_of((0, 0, 1), "average", 0)
-    sides = [torch.ones(1, 1, 2).double(), torch.tensor([[[2.0, 3.0]]]).double()]
-    assert leaf_coefficients(sides, tree, 1).tolist() == [[1.0, 1.0, 3.0]]
+    assert walk(gram, tree).tolist() == [[1.0, 1.0, 3.0]]
 
 
 def test_scales_are_powers_of_two() -> None:

@@ -79,7 +79,7 @@ def case_all_shards_by_the_core_or_none(everywhere: bool) -> None:
     with mock.patch.dict(os.environ, {native.SETTING: "off"} if off else {}):
         check(plain, model, replicas, 2, steps=2)
     known = native._known(replicas._communicator).items()
-    by_core = [choice.group is not None for key, choice in known if key[2]]
+    by_core = [bool(choice.groups) for key, choice in known if key[2]]
     expected = everywhere and os.environ.get(native.SETTING) != "off"
     assert everyone(by_core) == [[expected]] * dist.get_world_size()
 
