@@ -111,9 +111,12 @@ def adasum_all_reduce(
             reduce(communicator)
         return None
     found = (one.device for one in several if isinstance(one, torch.Tensor))
-    lane = _lane_on(next(found, torch.device("cpu")), communicator)
+    device, group = next(found, torch.device("cpu")), communicator.group
+    lanes = _lanes.setdefault(group, {})
+    if device not in lanes:
+        lanes[device] = lane_on(device, Communicator(group, apart=True))
     try:
-        future = lane.submit(reduce, [] if call.problem else several)
+        future = lanes[device].submit(reduce, [] if call.problem else several)
     except Exception as error:  # a stream runs it at once; `wait` raises its errors
         future = torch.futures.Future()
         future.set_exception(error)
@@ -139,13 +142,6 @@ def checked_call(
     except ValueError as error:  # on the other ranks, too
         return Call(problem=error), [], Rule("adasum")
     return call_of(several, checked.described), several, checked
-
-
-def _lane_on(device: torch.device, communicator: Communicator) -> Lane:
-    lanes = _lanes.setdefault(communicator.group, {})
-    if device not in lanes:
-        lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))
-    return lanes[device]
 
 
 def reduce_list(

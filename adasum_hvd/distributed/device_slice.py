@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import Any
@@ -75,7 +74,7 @@ class DeviceSlice:
     def _start(self, kernel: Any, *words: Any, **constants: Any) -> None:
         """Start one program per block, on the current stream of the slice's device."""
         if blocks := len(self.owners):
-            with _current(self._device):
+            with torch.cuda.device_of(self._rows[0]):
                 kernel[(blocks,)](*words, **constants, width=self._width, **OPTIONS)
 
     def _empty(self, columns: int) -> torch.Tensor:
@@ -224,10 +223,6 @@ def described(device: torch.device) -> str:
     """Return how a device's tensors are reduced, and why not by Triton's kernels."""
     missing = why_not(device)
     return f"torch's operations ({missing})" if missing else "Triton's kernels"
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _aligned(rows: Sequence[torch.Tensor]) -> int:

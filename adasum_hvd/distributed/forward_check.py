@@ -30,16 +30,13 @@ class ForwardCheck:
     """
 
     def __init__(
-        self,
-        what: str,
-        model: torch.nn.Module,
-        is_reduced: Callable[[torch.Tensor], object],
+        self, model: torch.nn.Module, handle_of: Callable[[torch.Tensor], object]
     ):
-        self._what, self._is_reduced = what, is_reduced
+        self._handle_of = handle_of
         self._names: set[str] = set()  # for which FSDP may have others for a while
         if any(map(is_fsdp_module, model.modules())):
             self._names = {_plain(name) for name, _ in model.named_parameters()}
-        trained = filter(is_reduced, model.parameters())
+        trained = filter(handle_of, model.parameters())
         self._meshes = [p.device_mesh for p in trained if is_dtensor(p)]
         self.passes = 0  # since the owner set it to 0
 
@@ -57,24 +54,24 @@ class ForwardCheck:
                 if is_inside("_functional_call", "torch.nn.utils.stateless"):
                     return
                 raise RuntimeError(
-                    f"{self._what}: expected the parameters that the model had at the call, but "
+                    "adasum_replicate: expected the parameters that the model had at the call, but "
                     f"got another one as {name}, which is not reduced (rank {dist.get_rank()}); "
-                    f"call {self._what} after everything that replaces parameters (fully_shard, "
+                    "call adasum_replicate after everything that replaces parameters (fully_shard, "
                     "load_state_dict(assign=True), new layers), or remove() and call it again"
                 )
         active = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         averaged = getattr(active, "_module_parameters", ())
-        if is_replicated(model) or any(map(self._is_reduced, averaged)):
+        if is_replicated(model) or any(map(self._handle_of, averaged)):
             raise RuntimeError(
-                f"{self._what}: expected a model outside DistributedDataParallel, but it is inside "
-                f"one, which averages the gradients (rank {dist.get_rank()}); leave it out"
+                "adasum_replicate: expected a model outside DistributedDataParallel, but it is "
+                f"inside one, which averages the gradients (rank {dist.get_rank()}); leave it out"
             )
 
     def _is_new(self, name: str, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is trained, and neither reduced nor FSDP's for a while."""
         if not isinstance(parameter, torch.nn.Parameter):  # functional_call's
             return False
-        if not is_reduced(parameter) or self._is_reduced(parameter):
+        if not is_reduced(parameter) or self._handle_of(parameter):
             return False
         # FSDP puts whole parameters in the place of its shards while a module runs. These have
         # known names, and are not on the mesh of the shards.

@@ -82,7 +82,7 @@ class LocalSGD(Windows):
         )
         super().__init__("LocalSGD", optimizer, communicator, every)
         self._model, self._outer = model, outer_optimizer
-        self._units, self._selection = units_of(model), Selection(model)
+        self._units, self._selection = units_of(model), Selection("LocalSGD", model)
         self._copies = Copies("LocalSGD", model)
         self._windows = 0  # that have ended
         self._saved: set[str] = set()  # what was saved since the last step
@@ -95,7 +95,7 @@ class LocalSGD(Windows):
         return self._local_step
 
     def _begin_step(self) -> None:
-        self._selection.check("LocalSGD")
+        self._selection.check()
         saved, self._saved = self._saved, set()
         if self._local_step and saved == {"optimizer"}:
             raise RuntimeError(
@@ -124,22 +124,17 @@ class LocalSGD(Windows):
         super().synchronize()
 
     def _apply(self, changes: Sequence[torch.Tensor]) -> None:
-        if self._outer is not None:
-            self._outer_step(self._outer, changes)
-        else:
+        if self._outer is None:
             super()._apply(changes)
+        else:
+            self._restore()
+            with self._without_gradients():
+                for (_, parameter), change in zip(self._named(), changes, strict=True):
+                    gradient = change.neg_().to(gradient_dtype(parameter))
+                    parameter.grad = like(parameter, gradient)
+                self._outer.step()
         self._windows += 1
         self._copies.check()
-
-    def _outer_step(
-        self, outer: torch.optim.Optimizer, changes: Sequence[torch.Tensor]
-    ) -> None:
-        self._restore()
-        with self._without_gradients():
-            for (_, parameter), change in zip(self._named(), changes, strict=True):
-                gradient = change.neg_().to(gradient_dtype(parameter))
-                parameter.grad = like(parameter, gradient)
-            outer.step()
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for unit in self._units:
@@ -175,20 +170,16 @@ class LocalSGD(Windows):
             "starts": {name: like(p, start) for (name, p), start in pairs},
         }
         if self._outer is not None:
-            state["outer_optimizer"] = self._outer_state(self._outer)
+            from torch.distributed.checkpoint import state_dict
+
+            had_state = bool(self._outer.state)
+            # Else torch would leave out the state of a first step.
+            with self._without_gradients():
+                outer = state_dict.get_optimizer_state_dict(self._model, self._outer)
+            if not had_state:
+                self._outer.state.clear()
+            state["outer_optimizer"] = dict(outer)
         return state
-
-    def _outer_state(self, outer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the outer optimizer's state by names, also before its first step."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        had_state = bool(outer.state)
-        # Else torch would leave out the state of a first step.
-        with self._without_gradients():
-            state = get_optimizer_state_dict(self._model, outer)
-        if not had_state:
-            outer.state.clear()
-        return dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called, in mid-window, too; load the model's state as well.
@@ -212,15 +203,13 @@ class LocalSGD(Windows):
         self._starts = [*starts] if self._local_step else []
         self._saved = set()
         if self._outer is not None:
-            self._load_outer(self._outer, state["outer_optimizer"])
+            from torch.distributed.checkpoint import state_dict
 
-    def _load_outer(self, outer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        with self._without_gradients():
-            set_optimizer_state_dict(self._model, outer, state)
-        if self._windows == 0:  # torch has made the state of a first step
-            outer.state.clear()
+            with self._without_gradients():
+                outer = state["outer_optimizer"]
+                state_dict.set_optimizer_state_dict(self._model, self._outer, outer)
+            if self._windows == 0:  # torch has made the state of a first step
+                self._outer.state.clear()
 
 
 def _settings(

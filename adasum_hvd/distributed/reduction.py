@@ -15,7 +15,7 @@ from adasum_hvd.distributed import native
 from adasum_hvd.distributed.coefficients import Tree, constant, symmetric, tree_of, walk
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
-from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
+from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes
 from adasum_hvd.distributed.observation import Level, Solution, record_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import layout_of
@@ -174,17 +174,16 @@ def _core(
 
 def _solve(part: AnySlice, exchange: Exchange, rule: Rule, tree: Tree) -> Solution:
     """Return the coefficients of all tensors in this rank's slice. Collective."""
-    layout, tensors = exchange.layout, exchange.tensors
+    layout = exchange.layout
     weights = constant(tree.weights, torch.float64, part.owners.device)
-    weights = weights.expand(tensors, -1)
+    weights = weights.expand(exchange.tensors, -1)
     if rule.kind == "mean":
         return Solution(layout, torch.full_like(weights, 1 / layout.ranks))
     scale = None
     if part.dtype == torch.float64:  # whose squares overflow where it does not
         scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))
     factors = None if scale is None else scale[:, None].expand_as(weights)
-    sums = sums_by_tensor(part.gram(factors), part.owners, tensors)
-    gram = symmetric(exchange.total(sums))
+    gram = symmetric(exchange.total(part.gram(factors), part.owners))
     if rule.function is not None:
         seen = gram
         if rule.kind == "adascale" and scale is not None:  # it adds tensors up

@@ -3,9 +3,6 @@
 AdaSum is not linear, so it must see each gradient once a step, complete. A module that runs twice
 in a pass fires its hooks twice: earlier passes of the same kind show how often to expect them, and
 the first pass reduces at its end.
-
-References:
-    arXiv 2006.02924, section 3; docs/sharded.md.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ class ReplicateHandle(Ruled):
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
         units = units_of(model)
-        self._selection = Selection(model)
+        self._selection = Selection("adasum_replicate", model)
         self._units = [Progress(unit) for unit in units]
         devices = dict.fromkeys(unit.locals()[0].device for unit in units)
         self._lanes = {device: lane_on(device, communicator) for device in devices}
@@ -82,11 +79,11 @@ class ReplicateHandle(Ruled):
             for n, unit in enumerate(units)
             for k, parameter in enumerate(unit.parameters)
         ]
-        self._handles += self._selection.hooks("adasum_replicate")
+        self._handles += self._selection.hooks()
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             setattr(parameter, _KEPT, self)
-        self._forward = ForwardCheck("adasum_replicate", model, _handle_of)
+        self._forward = ForwardCheck(model, _handle_of)
         # Parameters of a ScriptModule cannot be replaced, and it takes no such hook.
         if communicator.size > 1 and not isinstance(model, torch.jit.ScriptModule):
             handle = model.register_forward_pre_hook(self._forward, prepend=True)
@@ -192,7 +189,7 @@ class ReplicateHandle(Ruled):
             return
         if self._pass is not None:
             self._break_off()
-        self._selection.check("adasum_replicate")
+        self._selection.check()
         self._pass = current
         # FSDP's own switch for accumulation shows by the number of forward passes.
         accumulated = self._accumulated or self._forward.passes > 1

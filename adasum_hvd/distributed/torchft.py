@@ -1,8 +1,5 @@
 """AdaSum across the replicas of torchft, which die and rejoin while the others train on.
 
-A replica that does not participate in a step, because it recovers or is a spare, contributes zeros,
-which are neutral for AdaSum. Nothing is divided by the number of participants.
-
 References:
     https://github.com/pytorch/torchft; docs/elastic.md, "torchft".
 """
@@ -186,11 +183,9 @@ def diloco(
 
     Args:
         adasum: of a manager with `use_async_quorum=False`.
-        model_fragments: as of `torchft.local_sgd.DiLoCo`, as are all others.
-        inner_optimizer: stays local.
+        model_fragments, inner_optimizer, sync_every: as of `torchft.local_sgd.DiLoCo`.
         outer_optimizer: one, or one for each fragment.
-        sync_every: local steps until all fragments have been reduced once.
-        options: without `use_bucketization` and `should_quantize`.
+        options: of `DiLoCo`, without `use_bucketization` and `should_quantize`.
 
     Raises:
         ValueError: buckets or quantization, which hide where a parameter begins or change it; or
@@ -215,9 +210,8 @@ def diloco(
                     f"mark_worker_local: {parameter} of fragment {number}; leave it out of the "
                     "fragments"
                 )
-    manager: Any = _AdasumManager(adasum)
     several = model_fragments, inner_optimizer, outer_optimizer, sync_every
-    return DiLoCo(manager, *several, **options)
+    return DiLoCo(_AdasumManager(adasum), *several, **options)
 
 
 def local_sgd(

@@ -47,7 +47,8 @@ class Unit(NamedTuple):
 class Selection:
     """Which parameters of a model belong to units, by their state now."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, what: str, model: torch.nn.Module):
+        self._what = what  # reduces them, for messages
         named = dict(model.named_parameters())
         self._frozen = {n: p for n, p in named.items() if not p.requires_grad}
         self._reduced = {n: p for n, p in named.items() if is_reduced(p)}
@@ -57,19 +58,20 @@ class Selection:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._ids
 
-    def hooks(self, what: str) -> list[RemovableHandle]:
+    def hooks(self) -> list[RemovableHandle]:
         """Let backward `check` where a pass reaches frozen parameters, and perhaps no others."""
         found, check = [], weakref.WeakMethod(self.check)
         for parameter in self._frozen.values():
             if parameter.is_floating_point() and not is_marked_local(parameter):
                 parameter.requires_grad_(True)  # torch takes no hook otherwise
                 hook = parameter.register_post_accumulate_grad_hook
-                found.append(hook(partial(call_weakly, check, what)))
+                found.append(hook(partial(call_weakly, check)))
                 parameter.requires_grad_(False)
         return found
 
-    def check(self, what: str, _: object = None) -> None:
+    def check(self, _: object = None) -> None:
         """Raise RuntimeError if other parameters would have to be reduced by now."""
+        what = self._what
         for name, parameter in self._frozen.items():
             if is_reduced(parameter):
                 raise RuntimeError(
