@@ -2,8 +2,7 @@
 
 `adasum_all_reduce` reduces tensors. `AdasumState` and `adasum_hook` make DDP reduce its buckets so,
 and `adasum_replicate` the gradients of a sharded model. `LocalSGD` reduces changes of weights after
-several local steps. The arithmetic is in `reduction`, which names the steps, and the definition in
-`adasum_hvd.reference`.
+several local steps. The steps begin in `reduction`; `adasum_hvd.reference` has the definition.
 """
 
 import torch

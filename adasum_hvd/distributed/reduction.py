@@ -137,18 +137,18 @@ def reduce_tensors(
 ) -> None:
     """Reduce tensors of one dtype and device, in place; as :func:`reduce_buffer`."""
     sizes = [tensor.numel() for tensor in tensors]
+    if communicator.size == 1 or not (shards or any(sizes)):
+        return
     only = tensors[0]
-    some = communicator.size > 1 and (shards or any(sizes))
-    if some and (core := _core(only, communicator, rule, shards)):
+    if core := _core(only, communicator, rule, shards):
         core.reduce_each(tensors)
         return
-    if len(tensors) == 1 and only.is_contiguous() and not only.is_neg():
-        reduce_buffer(only.view(-1), sizes, communicator, rule, shards)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    reduce_buffer(flat, sizes, communicator, rule, shards)
-    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    in_place = len(tensors) == 1 and only.is_contiguous() and not only.is_neg()
+    flat = only.view(-1) if in_place else torch.cat([t.reshape(-1) for t in tensors])
+    _reduce(flat, sizes, levels_of(communicator, rule), rule, shards)
+    if not in_place:
+        for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _core(
