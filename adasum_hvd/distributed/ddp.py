@@ -147,6 +147,8 @@ class AdasumState(Ruled):
                 "mark_worker_local, and DDP hands over all gradients; keep it in a module outside "
                 "DistributedDataParallel"
             )
+        if parameter.is_complex():  # whose parts DDP puts into the bucket
+            return "expected real parameters, but got a complex one"
         # A mean of parts is a part of the mean.
         return "" if self.rule.kind == "mean" else shard_problem(parameter)
 
@@ -177,12 +179,9 @@ class AdasumState(Ruled):
         _, _, sizes, problem = bucket
         known = (flat.dtype, flat.layout, sizes, problem)
         if known not in self._known:
-            call = call_of([flat], self.rule.described | {"parameters": sizes})
-            if not call.problem and sum(sizes) != flat.numel():
-                # DDP puts two real numbers into the bucket for each complex one.
-                problem = "expected real parameters, but got a complex one"
-            if problem:
-                call = Call(problem=ValueError(problem))
+            call = Call(problem=ValueError(problem))
+            if not problem:
+                call = call_of([flat], self.rule.described | {"parameters": sizes})
             agree("adasum_hook", call, communicator)
             self._known.add(known)
 

@@ -120,9 +120,8 @@ def _is_copy(copy: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _evaluates_others(optimizer: Any) -> bool:
     """Return whether an optimizer has `train` and `eval`, which exchange the weights."""
-    if inner := _inner(
-        optimizer
-    ):  # a wrapper's, such as accelerate's, may only call them
+    # Those of a wrapper, such as accelerate's, may only call an inner optimizer's.
+    if inner := _inner(optimizer):
         return any(map(_evaluates_others, inner))
     names = ("train", "eval")
     return all(callable(getattr(optimizer, name, None)) for name in names)

@@ -116,7 +116,8 @@ def _replica_of(places: Sequence[_Place], rank: int) -> set[int]:
 
 
 def _order_problem(places: Sequence[_Place], communicator: Communicator) -> str:
-    """Return why shards of a tensor would be joined in different orders, those of the groups."""
+    """Return why shards of a tensor would be joined in different orders."""
+    # torch sorts the ranks of a group, and rows of Gram matrices are in that order.
     for rank in sorted(_replica_of(places, dist.get_rank())):
         number = places[rank].ranks.index(rank)
         if number != communicator.rank:

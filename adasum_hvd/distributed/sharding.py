@@ -42,8 +42,8 @@ def is_reduced(parameter: torch.Tensor) -> bool:
 
 
 def layout_of(tensor: Any) -> Any:
-    """Return the DTensor that a tensor is, or is the local part of, or else None."""
-    # torch makes such parts for DDP, and notes the DTensor's mesh and placements.
+    """Return the owner of a tensor's `device_mesh` and `placements`; None for a whole tensor."""
+    # A local part, which torch makes for DDP, keeps its DTensor's.
     return tensor if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
 
 
