@@ -106,12 +106,9 @@ class Exchange:
         return found
 
     def total(
-        self,
-        values: torch.Tensor,
-        owners: torch.Tensor,
-        only: Collection[int] | None = None,
+        self, sums: torch.Tensor, only: Collection[int] | None = None
     ) -> torch.Tensor:
-        """Return float64 [tensors, columns]: sums of all ranks' values, [blocks, columns].
+        """Return float64 [tensors, columns]: sums over all ranks of those of this rank's slice.
 
         Of the tensors in `only`, if that is given: collective for the ranks that have parts of
         them, which agree on it.
@@ -120,7 +117,6 @@ class Exchange:
         def needed(tensors: Sequence[int]) -> bool:
             return only is None or not set(only).isdisjoint(tensors)
 
-        sums = sums_by_tensor(values, owners, self.tensors)
         columns = sums.shape[2]
         if self.exchanged and needed(self.exchanged):
             terms = self._rows(sums.flatten(1)).view(-1, columns)
@@ -158,5 +154,6 @@ def form_nodes(
         if not only:
             return dots
     values = part.node_products(tree, sides, factors, cancelled)
-    formed = exchange.total(values, part.owners, only)
+    sums = sums_by_tensor(values, part.owners, len(dots))
+    formed = exchange.total(sums, only)
     return torch.where(cancelled[:, None, None], formed.view_as(dots), dots)

@@ -15,7 +15,7 @@ from adasum_hvd.distributed import native
 from adasum_hvd.distributed.coefficients import Tree, constant, symmetric, tree_of, walk
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
-from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes
+from adasum_hvd.distributed.exchange import Exchange, Shards, form_nodes, sums_by_tensor
 from adasum_hvd.distributed.observation import Level, Solution, record_of
 from adasum_hvd.distributed.rules import Rule, checked
 from adasum_hvd.distributed.slices import layout_of
@@ -183,7 +183,8 @@ def _solve(part: AnySlice, exchange: Exchange, rule: Rule, tree: Tree) -> Soluti
     if part.dtype == torch.float64:  # whose squares overflow where it does not
         scale = power_of_two_scale(exchange.largest(part.largest(), part.owners))
     factors = None if scale is None else scale[:, None].expand_as(weights)
-    gram = symmetric(exchange.total(part.gram(factors), part.owners))
+    sums = sums_by_tensor(part.gram(factors), part.owners, exchange.tensors)
+    gram = symmetric(exchange.total(sums))
     if rule.function is not None:
         seen = gram
         if rule.kind == "adascale" and scale is not None:  # it adds tensors up

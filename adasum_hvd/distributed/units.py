@@ -27,9 +27,6 @@ from adasum_hvd.distributed.sharding import (
 
 _BUCKET_BYTES = 25 << 20  # of parameters outside FSDP modules, as DDP's buckets
 MISSING, REDUCED, NEW = range(3)  # states of a gradient before a reduction
-_EXPECTED = (
-    "adasum_replicate: expected gradients of one pass and unit from all replicas"
-)
 
 
 class Unit(NamedTuple):
@@ -226,10 +223,11 @@ def _check(places: torch.Tensor) -> None:
     """Raise unless all replicas are at one place; a device's values are not waited for."""
     is_equal = (places == places[0]).all()
     if places.device.type == "cuda":
-        torch._assert_async(is_equal, _EXPECTED)
+        torch._assert_async(is_equal, "adasum_replicate: a replica is in another pass")
     elif places.device.type == "cpu" and not is_equal:
         got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
         raise Unresponsive(
-            f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a "
-            "pass fails on one replica, end the job on all of them"
+            "adasum_replicate: expected gradients of one pass and unit from all replicas, but got "
+            f"those of {got} (by replica; rank {dist.get_rank()}); if a pass fails on one replica, "
+            "end the job on all of them"
         )
