@@ -18,7 +18,6 @@ import torch.distributed as dist
 from adasum_hvd.base.options import check_count
 from adasum_hvd.distributed.delta import Windows, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
-from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import is_reduced, like, local_of, reshard
 from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
@@ -71,7 +70,7 @@ class LocalSGD(Windows):
         group_op: str | None = None,
         group_size: int | None = None,
     ):
-        communicator, self.rule = connect(
+        communicator, self.rule, self._copies = connect(
             "LocalSGD",
             model,
             mesh,
@@ -83,7 +82,6 @@ class LocalSGD(Windows):
         super().__init__("LocalSGD", optimizer, communicator, every)
         self._model, self._outer = model, outer_optimizer
         self._units, self._selection = units_of(model), Selection("LocalSGD", model)
-        self._copies = Copies("LocalSGD", model)
         self._windows = 0  # that have ended
         self._saved: set[str] = set()  # what was saved since the last step
         hook = optimizer.register_state_dict_pre_hook

@@ -52,13 +52,13 @@ def connect(
     model: torch.nn.Module,
     mesh: Any,
     arguments: Callable[[], tuple[Rule, dict[str, object]]],
-) -> tuple[Communicator, Rule]:
+) -> tuple[Communicator, Rule, Copies]:
     """Check the model and the arguments, and broadcast the first replica's weights and buffers.
 
     `arguments` returns the rule, and what else must be the same on all replicas.
 
     Returns:
-        The replicas, for one thread of the function `what`, and the rule.
+        The replicas, for one thread of the function `what`; the rule; and what a replica repeats.
 
     Raises:
         TypeError, ValueError: on every rank of the job: the mesh or the model, or by `arguments`.
@@ -73,7 +73,8 @@ def connect(
     reshard(model)
     communicator = Communicator(mesh, apart=True)
     places = _places(model, communicator)
-    different = Copies(what, model).mismatches()
+    copies = Copies(what, model)
+    different = copies.mismatches()
     rule = Rule("adasum")
     try:
         rule, settings = arguments()
@@ -93,7 +94,7 @@ def connect(
     communicator.hosts = places[first].hosts
     check_groups(communicator, rule)
     _broadcast(model, communicator)
-    return communicator, rule
+    return communicator, rule, copies
 
 
 def _places(model: torch.nn.Module, communicator: Communicator) -> list[_Place]:

@@ -51,11 +51,11 @@ class ReplicateHandle(Ruled):
     def __init__(
         self,
         model: torch.nn.Module,
-        communicator: Communicator,
-        rule: Rule,
+        replicas: tuple[Communicator, Rule, Copies],
         overlap: bool,
     ):
-        self._communicator, self.rule = communicator, rule
+        communicator, self.rule, self._copies = replicas
+        self._communicator = communicator
         self._fsdp = weakref.WeakSet(filter(is_fsdp_module, model.modules()))
         self._overlap, self._local = overlap, False
         self._accumulated = False  # passes in `no_sync()` since the last reduction
@@ -67,7 +67,6 @@ class ReplicateHandle(Ruled):
         self._next = 0  # the unit that is launched next: all ranks launch in one order
         self._launched = 0  # passes that have launched a unit
         self._widest = max((len(unit.parameters) for unit in units), default=0)
-        self._copies = Copies("adasum_replicate", model)
         self._futures: list[tuple[Unit, Future]] = []
         self._pass: int | None = None  # autograd's number of this backward pass
         self._reduced: dict[int, Reduced] = {}  # by parameter
@@ -317,13 +316,13 @@ def adasum_replicate(
     References:
         arXiv 2006.02924, section 3; docs/sharded.md.
     """
-    communicator, checked = connect(
+    replicas = connect(
         "adasum_replicate",
         model,
         mesh,
         lambda: (rule_of(rule, group_op, group_size), _refuse(model)),
     )
-    return ReplicateHandle(model, communicator, checked, overlap)
+    return ReplicateHandle(model, replicas, overlap)
 
 
 def _refuse(model: torch.nn.Module) -> dict[str, object]:
