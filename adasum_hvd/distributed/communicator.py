@@ -49,10 +49,8 @@ def group_of(group: Any) -> Any:
         return dist.group.WORLD
     if hasattr(group, "get_group") and getattr(group, "ndim", 1) == 1:
         return group.get_group()
-    if (
-        isinstance(group, dist.ProcessGroup)
-        or group == dist.GroupMember.NON_GROUP_MEMBER
-    ):
+    no_group = dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, dist.ProcessGroup) or group == no_group:
         return group
     raise ValueError(
         "AdaSum: expected a process group or a mesh of one dimension, but got "

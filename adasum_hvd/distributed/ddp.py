@@ -75,9 +75,8 @@ class AdasumState(Ruled):
         self.compression = compression
         try:
             self.rule = rule_of(rule, group_op, group_size)
-            call = call_of(
-                [], self.rule.described | {"compression": _name(compression)}
-            )
+            settings = self.rule.described | {"compression": _name(compression)}
+            call = call_of([], settings)
         except ValueError as error:  # raised on all ranks below
             call = Call(problem=error)
         agree("AdasumState", call, self.communicator)

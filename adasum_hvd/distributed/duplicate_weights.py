@@ -113,9 +113,8 @@ def _is_copy(copy: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> bool:
     """Return whether a tensor holds the new weights, which may be rounded at random."""
     copy = copy.reshape(new.shape).to(new)
     rounding = torch.finfo(new.dtype).eps
-    return torch.allclose(copy, new, rtol=rounding, atol=0) and not torch.equal(
-        copy, old
-    )
+    is_new = torch.allclose(copy, new, rtol=rounding, atol=0)
+    return is_new and not torch.equal(copy, old)
 
 
 def _evaluates_others(optimizer: Any) -> bool:

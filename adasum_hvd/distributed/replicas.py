@@ -30,7 +30,7 @@ def digest(tensor: torch.Tensor) -> str:
 def named_tensors(
     model: torch.nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name, tensor, whose marks apply to it), those of an optimizer's state, too."""
+    """Yield (name, tensor, whose marks apply to it) of a model, and of an optimizer if any."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
     names = {id(parameter): name for name, parameter in model.named_parameters()}
