@@ -71,7 +71,7 @@ class ForwardCheck:
         """Return whether a parameter is trained, and neither reduced nor FSDP's for a while."""
         if not isinstance(parameter, torch.nn.Parameter):  # functional_call's
             return False
-        if not is_reduced(parameter) or self._handle_of(parameter):
+        if self._handle_of(parameter) or not is_reduced(parameter):
             return False
         # FSDP puts whole parameters in the place of its shards while a module runs. These have
         # known names, and are not on the mesh of the shards.

@@ -81,7 +81,7 @@ def choose(
 
 def chosen(communicator: Communicator, rule: Rule) -> Choice:
     """Return what these ranks have agreed on before, if they have."""
-    return _known(communicator).get((*_joining(communicator, rule), ()), Choice())
+    return _known(communicator).get((*_joining(communicator, rule), ())) or Choice()
 
 
 def described(communicator: Communicator, rule: Rule) -> str:
