@@ -24,10 +24,10 @@ def sums_by_tensor(
 ) -> torch.Tensor:
     """Return float64 [tensors, 2, columns]: sums of each tensor's rows, high and low parts.
 
-    Together they have about 100 bits. Every term is split into multiples of one grid, of which
-    float64 adds that many without an error, and a rest that is split in the same way once more
-    (Demmel and Nguyen, "Parallel Reproducible Summation", 2015). NaN and infinity give NaN. The
-    values are float64 [rows, columns], and the owners int64 [rows] tensors.
+    Together they have about 100 bits of the largest term. Every term is split into multiples of one
+    grid, of which float64 adds that many without an error, and a rest that is split in the same way
+    once more (Demmel and Nguyen, "Parallel Reproducible Summation", 2015). NaN and infinity give
+    NaN. The values are float64 [rows, columns], and the owners int64 [rows] tensors.
     """
     rows, columns = values.shape
     places = owners[:, None] * columns + torch.arange(columns, device=values.device)

@@ -66,7 +66,12 @@ def test_sums_do_not_depend_on_the_order(values, random) -> None:
 
     shuffled = random.sample(values, len(values))
     cut = random.randrange(len(values) + 1)
-    assert torch.equal(total(values, 0), total(shuffled, cut))
+    one, other = total(values, 0), total(shuffled, cut)
+    largest = max(map(abs, values))
+    assert torch.equal(one, other) or (
+        # What is left of terms that cancel has fewer bits.
+        abs(one) < largest / 2 and abs(one - other) <= largest * 2.0**-80
+    )
 
 
 def test_sums_of_what_is_not_finite() -> None:

@@ -145,9 +145,9 @@ def _run_job(
     """
     for _ in range(STARTS):
         status, output = run_launcher([*words, str(folder)], variables, 180)
-        told = _ends_first(fault) or len([*folder.glob("rank-[02].json")]) == RANKS - 1
+        known = _ends_first(fault) or len([*folder.glob("rank-[02].json")]) == RANKS - 1
         struck = (folder / "fault").exists()
-        if (struck and told) or not any(reason in output for reason in TOO_SLOW):
+        if (struck and known) or not any(reason in output for reason in TOO_SLOW):
             break
         for path in folder.iterdir():
             path.unlink()
