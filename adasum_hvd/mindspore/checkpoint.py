@@ -77,10 +77,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
             format).
         NotImplementedError: it has a parameter of MindSpore's hash tables.
         OSError: it cannot be read.
-
-    Example:
-        >>> read("adam.ckpt")["global_step"].array()                   # doctest: +SKIP
-        array([50], dtype=int32)
     """
     content = memoryview(Path(path).read_bytes())
     if bytes(content[:1]) != b"\x0a":
@@ -105,11 +101,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
-    """Write a file that MindSpore's `load_checkpoint` reads; it replaces the old one when complete.
+    """Write entries, in order, to a file that MindSpore's `load_checkpoint` reads.
 
-    Args:
-        path: of the file.
-        entries: in the file's order.
+    It replaces the old file when it is complete.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,6 @@
 """Conversion of an Ascend rank table to Horovod's `-H` and hostfile.
 
-Horovod numbers ranks host by host, in the order of `-H`, so each server of a table must have
-consecutive ranks. The rest of a table (device addresses, network cards) is specific to Ascend.
-The example is `rank_table_16pcs.json` of MindSpore 1.7's AdaSum tutorial.
+The example is `rank_table_16pcs.json` of MindSpore 1.7's AdaSum tutorial: docs/mindspore.md.
 """
 
 from __future__ import annotations

@@ -63,10 +63,6 @@ def load(
         NotImplementedError: a parameter is a DTensor.
 
     Warns if the file's `beta1_power` does not fit the optimizer's beta1.
-
-    Example:
-        >>> optimizer = AdamOffload(model.parameters(), lr=0.01)       # doctest: +SKIP
-        >>> load("adam.ckpt", model, optimizer)                        # doctest: +SKIP
     """
     entries = read(path)
     values = {}
@@ -110,8 +106,7 @@ def save(
         path: of the file; an old one is replaced when the new one is complete.
         model: its parameters and buffers are saved, tied ones once.
         optimizer: as :func:`load`'s.
-        names: by a name in `model.state_dict()`, the name in the file. Without one
-            normalization, embedding and PReLU get MindSpore's (`gamma`).
+        names: as :func:`load`'s; by default MindSpore's.
 
     Raises:
         ValueError, TypeError: as :func:`load`.

@@ -132,11 +132,7 @@ def detect(
 ) -> list[Finding]:
     """Return the parallel modes of these objects, at most one finding for each.
 
-    Args:
-        parameters: tensors that are to be reduced, without worker-local ones.
-        optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
-        model: a module, a DeepSpeed engine, a pipelining stage or pipe; the only object that
-            shows DistributedDataParallel and pipelines.
+    The parameters are those to reduce; the model is a module, engine, pipelining stage or pipe.
     """
     found = [*_in_optimizer(optimizer), *_in_model(model)]
     has_fsdp2 = any(each.mode == "fsdp2" for each in found)

@@ -1,8 +1,6 @@
-"""Elastic training: the job continues when ranks fail, leave or join: docs/elastic.md.
+"""Elastic training: the job continues when ranks fail, leave or join.
 
-Names and calls are those of Horovod 0.28.1; :mod:`adasum_hvd.horovod.elastic.state` documents the
-differences of all frameworks. Horovod's states do not work with Keras 3, whose
-`optimizer.variables` is not a method. Its `run` ends the training after every failure but three.
+Names and calls are those of Horovod 0.28.1; docs/elastic.md lists the differences.
 """
 
 from __future__ import annotations
@@ -115,8 +113,10 @@ class TensorFlowKerasState(_State):
         super().__init__(**kwargs)
 
     def _windows(self) -> tuple[list[Any], list[Any]]:
-        distributed = is_distributed(self.optimizer)
-        return inner(self.optimizer).all_windows() if distributed else ([], [])
+        if not is_distributed(self.optimizer):
+            return [], []
+        optimizer = inner(self.optimizer)
+        return optimizer.windows_of(optimizer._trainable_variables)
 
     def _given(self) -> list[Any]:
         """Return the variables that new ranks get."""
@@ -225,12 +225,10 @@ def is_failure(error: Exception) -> bool:
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
     """Return `func` as a function that continues when ranks fail, leave or join, as Horovod's.
 
-    After a failure the last commit is restored; if hosts only join or leave, nothing is lost. Then
-    Horovod starts again, all ranks synchronize the state, and `func` is called again. Functions
-    that TensorFlow has traced are used again with any number of ranks.
+    As :func:`adasum_hvd.torch.elastic.run`. Traced functions are used with any number of ranks.
 
     Args:
-        func: a function whose first argument is the state, such as :class:`TensorFlowKerasState`.
+        func: its first argument is the state, such as :class:`TensorFlowKerasState`.
     """
     return running(func, _restart, is_failure)
 

@@ -154,14 +154,6 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     Args:
         func: its first argument is the state, such as :class:`TorchState`.
-
-    Example:
-        >>> @hvd.elastic.run                                             # doctest: +SKIP
-        ... def train(state):
-        ...     while state.batch < batches:
-        ...         ...                                # backward, optimizer.step()
-        ...         state.batch += 1
-        ...         state.commit()
     """
     return running(func, _restart, lambda error: False)
 

@@ -40,15 +40,12 @@ def init(
     from the variables of torchrun, Slurm, mpirun or a Kubernetes Job: docs/clusters.md.
 
     Args:
-        *args: as `horovod.torch.init`.
-        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
-        **kwargs: as `horovod.torch.init`.
+        *args: as `horovod.torch.init`, like **kwargs.
+        group_op: with `group_size`, see :func:`adasum_hvd.horovod.groups.configure`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op, and the message names the command to
-            build it; or a launcher's variables are missing or contradict one another; or Horovod
-            runs with other groups.
+        RuntimeError: the installed Horovod lacks the op; a launcher's variables are missing or
+            contradict one another; or Horovod runs with other groups.
         ValueError: a setting is invalid, or the ranks' settings differ (on every rank).
 
     Collective: every rank calls it; blocks until all have. A second call has no effect.
@@ -169,8 +166,7 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
 def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
     """Return a function with Horovod's name and signature that also reduces by AdaSum.
 
-    The name tells the form: "grouped_" reduces several tensors, "_async" returns a handle, and a
-    last "_" writes the results into the tensors. Other reductions are left to Horovod.
+    "grouped_" reduces several tensors, "_async" returns a handle, and a last "_" works in place.
     """
     signature, called = inspect.signature(horovod_function), horovod_function.__name__
     first = next(iter(signature.parameters))

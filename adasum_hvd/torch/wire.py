@@ -56,8 +56,7 @@ def note_agreement() -> None:
 def ranks_meet() -> bool:
     """Return whether all ranks run the same code now, so that collectives are allowed.
 
-    In an elastic job this holds from the first synchronization on. Before that, new ranks are
-    still starting while survivors continue in the middle of the script.
+    In an elastic job new ranks still start, and survivors go on, until the first synchronization.
     """
     return not agreement.is_elastic() or _agreed == _generation
 

@@ -33,8 +33,8 @@ class KerasState(TensorFlowKerasState):
 class _StateCallback(keras.callbacks.Callback):
     """Knows the state, and how many batches of an epoch this `fit` has finished.
 
-    Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, later
-    versions that of its last one; all pass the first one to `on_train_batch_begin`.
+    All of Keras 3 passes an execution's first batch to `on_train_batch_begin`; what it passes to
+    `on_train_batch_end` depends on the version.
     """
 
     _begun = 0
@@ -51,12 +51,9 @@ class _StateCallback(keras.callbacks.Callback):
         return self._begun + batches_of(self.model)
 
     def _ends(self, finished: int) -> bool:
-        """Return whether an epoch ends after so many batches; unknown ends are never reached.
-
-        The last execution may be longer than the rest of the epoch.
-        """
+        """Return whether an epoch ends after so many batches; unknown ends are never reached."""
         steps = (self.params or {}).get("steps")
-        return bool(steps and finished >= steps)
+        return bool(steps and finished >= steps)  # the last execution may be too long
 
 
 class CommitStateCallback(_StateCallback):

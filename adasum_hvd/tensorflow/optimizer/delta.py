@@ -13,8 +13,7 @@ from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 from adasum_hvd.tensorflow.reduction import must_reduce
 
-# Their steps compute weights from sums over all steps, or evaluate others than the trained ones.
-# Known by names, because a step does not show it.
+# Their steps compute weights from sums over all steps, or evaluate others; a step does not show it.
 _FROM_RECORDS = {"Ftrl", "ScheduleFreeAdamW"}
 
 
@@ -38,8 +37,7 @@ def wide(variable: Any) -> Any:
 class DeltaOptimizer(KerasDistributed):
     """Takes the local step, with clipping and weight decay, and reduces the change of weights.
 
-    User code always sees weights in the variables. Keras applies moving averages and constraints
-    after the step, to the reduced weights.
+    Keras applies moving averages and constraints after the step, to the reduced weights.
     """
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:

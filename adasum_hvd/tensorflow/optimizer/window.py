@@ -19,8 +19,8 @@ _SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 class Window:
     """Tensors, one per variable, that are kept for a number of steps; none for one step.
 
-    They are not optimizer variables, so a plain optimizer can load a file saved between windows.
-    There `label` is their name.
+    They are no optimizer variables, so a plain one loads a file from between windows. `label` is
+    their name there.
     """
 
     def __init__(self, label: str, length: int):
@@ -51,10 +51,8 @@ class Window:
         return [] if self._steps is None else [self._steps, *map(self.of, of)]
 
     def require_same(self, variables: Sequence[Any]) -> None:
-        """Raise unless every step of a window fills the tensors of the same variables.
-
-        A traced function does not know when a window begins. There all windows count as one.
-        """
+        """Raise unless every step fills the tensors of the same variables as those before it."""
+        # A traced function does not know when a window begins: all windows count as one.
         filled = frozenset(id(native(variable)) for variable in variables)
         if self._filled is None:
             self._filled = filled

@@ -1,8 +1,7 @@
 """Reduction of lists of gradients or weight changes, under names that all ranks share.
 
-The variables that have a tensor may differ by rank and by step, because some batches do not use
-a branch of the model. A rank without a tensor contributes zeros, and learns whether any rank has
-one.
+Ranks and steps may have tensors for different variables, as if a batch does not use a branch of
+the model. A rank without a tensor contributes zeros, and learns whether any rank has one.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Reduction:
 
     Args:
         what: the caller's name, for messages and for the tensors' names.
-        options: op, wire, factors, process set, groups and bucket size.
-        many_lists: lists of variables may differ between steps, and an error on every rank shows
-            that ranks have different ones. Otherwise all variables of an optimizer are the list.
+        options: the caller's.
+        many_lists: lists may differ between steps, and are an error if they differ between ranks.
+            Otherwise all variables of an optimizer are the list.
         optimizer: returns the facts of the optimizer that takes the step, which must be equal.
     """
 
@@ -88,19 +87,9 @@ class Reduction:
     ) -> tuple[list[Any], list[Any]]:
         """Return `tensors` reduced, one per variable, and whether any rank has each of them.
 
-        Args:
-            tensors: one per variable, or None if this rank has none. `Average` and `Sum` accept
-                `tf.IndexedSlices` and return them with each row once.
-            variables: the tensors' variables; shapes and dtypes in the same order on all ranks.
-            places: as :meth:`agree`.
-            refuses: raise an error if another rank has a tensor that this one lacks.
-
-        Returns:
-            The tensors, zeros if no rank has one. And for each variable True if this rank has a
-            tensor, otherwise a boolean scalar: whether another rank has one.
-
-        Collective: every rank of the process set. At the first step with a list the ranks
-        compare it, even while a function is traced.
+        A tensor is None if this rank has none, and the result is zeros if no rank has one. Whether
+        a rank has one is True or, if this rank has none, a boolean scalar; with `refuses` it raises
+        if another rank has one. `places` as :meth:`agree`. Collective.
         """
         agreed = self.agree(tensors, variables, places=places)
         present = [tensor is not None for tensor in tensors]
@@ -128,16 +117,13 @@ class Reduction:
     ) -> list[Any]:
         """Return `gradients` reduced, and None for those that no rank has. Collective.
 
-        A graph is traced before the ranks know that. There it is an error on every rank if some
-        ranks have a gradient and others have None.
+        A graph is traced before the ranks know that, so there all ranks must have the same.
         """
         eager = tf.executing_eagerly()
         results, used = self(gradients, variables, places, refuses=not eager)
-        if eager:
-            pairs = zip(results, used, strict=True)
-            return [result if bool(flag) else None for result, flag in pairs]
-        pairs = zip(results, gradients, strict=True)
-        return [None if mine is None else result for result, mine in pairs]
+        mine = [gradient is not None for gradient in gradients]
+        pairs = zip(results, used if eager else mine, strict=True)
+        return [result if bool(flag) else None for result, flag in pairs]
 
     def _exchange_flags(
         self, label: str, number: int, present: Sequence[bool], refuses: bool
@@ -203,16 +189,10 @@ class Reduction:
     ) -> Agreed:
         """Compare the list, the optimizer, the options and the op's settings over the ranks.
 
-        Args:
-            tensors: only their dtypes count. A rank with an empty list calls this too, so that
-                ranks with a longer list do not wait for it.
-            variables: the tensors' variables.
-            has_local: whether this rank has worker-local variables.
-            places: the variables' positions among all variables; by default from `number`.
-            note: returns a text for all ranks, at the first comparison of a list.
-
-        Collective: every rank of the process set, the first time that a list is seen. Not in an
-        elastic job, because ranks see their first lists at different times.
+        Of the tensors only dtypes count. `has_local`: this rank has worker-local variables; `note`
+        returns a text for all ranks; `places` are the variables' positions among all, by default
+        from `number`. Collective, also with an empty list, the first time that a list is seen; not
+        in an elastic job, because ranks see their first lists at different times.
         """
         tf_ops.refuse_xla(self._what)
         if tf.distribute.has_strategy():
@@ -240,27 +220,20 @@ class Reduction:
         """Compare all variables that will be reduced, as :meth:`agree`. Collective; blocks."""
         is_delta = self._options.is_delta
         mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
-        facts = self._optimizer()
-        agreed = compare(self._what, self._options, facts, mine, has_local)
-        self._any_local = agreed.any_local
+        arguments = self._what, self._options, self._optimizer(), mine, has_local
+        self._any_local = compare(*arguments).any_local
 
     def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
         together = not is_elastic() and self._options.process_set.size() > 1
-        if together and self._many:
-            self._announce()
-        facts = self._optimizer()
-        agreed = compare(
-            self._what, self._options, facts, mine, has_local, together, note
-        )
+        with tf.init_scope():
+            if together and self._many and tf.executing_eagerly():
+                # Raises if another rank reduces a list that it knows.
+                self._largest([0], f"{self._what}.lists")
+        arguments = self._what, self._options, self._optimizer(), mine, has_local
+        agreed = compare(*arguments, together, note)
         if self._first is None and not is_elastic():
             self._first = agreed.number
         return agreed
-
-    def _announce(self) -> None:
-        """Announce a new list; raise ValueError if another rank reduces a list it knows."""
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                self._largest([0], f"{self._what}.lists")
 
     def all_of(self, flag: Any) -> Any:
         """Return whether the boolean scalar `flag` is true on all ranks. Collective."""

@@ -124,14 +124,10 @@ def compare(
     together: bool = True,
     note: str = "",
 ) -> Agreed:
-    """Compare a list, the optimizer, the options and the op's settings over the ranks.
+    """Compare a list, the optimizer, the options and the op's settings, as `Reduction.agree`.
 
-    The arguments are as `Reduction`'s; without `together` this rank decides alone.
-
-    Raises:
-        ValueError: the ranks differ; on every rank.
-
-    Collective: every rank of the process set; blocks, while a function is traced too.
+    Raises ValueError on every rank if they differ. Without `together` this rank decides alone.
+    Collective; blocks, while a function is traced too.
     """
     process_set = options.process_set
     settings = comparable(tf_ops.settings())

@@ -149,10 +149,7 @@ class DeltaReducer(Reducer):
             self._had_state = bool(self.optimizer.state)
 
     def _state_names(self) -> set[str]:
-        """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
-
-        This step has changed them, or an earlier one or a checkpoint: they are not the defaults.
-        """
+        """Return the names of settings that steps or a checkpoint have changed: Prodigy's `d`."""
         before, after = self._settings_before, self._shared_settings()
         names = {n for n, value in before.items() if after.get(n) != value}
         if self._had_state:
@@ -192,8 +189,7 @@ class DeltaReducer(Reducer):
     def _apply(self) -> None:
         """Wait for the reduced changes and set every parameter to start + change.
 
-        Under a gradient scaler a change that is not finite, because float16 on the wire overflows,
-        is dropped, and the scaler is notified.
+        Under a gradient scaler a change that is not finite is dropped, and the scaler notified.
         """
         for bucket in self.buckets:
             bucket.finish()
@@ -227,10 +223,7 @@ class DeltaReducer(Reducer):
     def step(self, *closure: Any) -> Any:
         """Take the local step, and on every `local_steps`-th reduce and apply the change.
 
-        Post hooks see the reduced weights on those steps. A step that raises restores the
-        weights of the window's start.
-
-        Collective on those steps; blocks.
+        A step that raises restores the weights of the window's start. Collective when it reduces.
 
         Raises:
             RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to

@@ -116,10 +116,8 @@ class ReducedParameters:
         return {id(parameter): _kind(parameter) for parameter in self.reduced()}
 
     def fingerprint(self) -> list[Any]:
-        """Return a value that depends on replaced, frozen, converted and marked parameters.
-
-        It is fast, because every step compares it. A conversion changes a parameter's address.
-        """
+        """Return a value, for each step, that shows changed, frozen and marked parameters."""
+        # A conversion changes a parameter's address.
         places = [
             (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
         ]

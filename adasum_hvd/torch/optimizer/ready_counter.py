@@ -19,7 +19,6 @@ class GradientReadyCounter:
     """Hooks on the parameters of all buckets, which call back when a bucket is complete.
 
     A large gradient is copied into its bucket as soon as `passes` backward passes have made it.
-    The bound method `on_complete` is held weakly, because its object has this one.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class GradientReadyCounter:
         on_complete: Callable[[Any], None],
     ):
         self._buckets, self._passes, self._name_of = buckets, passes, name_of
-        self._on_complete = weakref.WeakMethod(on_complete)
+        self._on_complete = weakref.WeakMethod(on_complete)  # its object has this one
         self._sizes = [len(bucket.params) for bucket in buckets]
         self._places = [
             (parameter, index, place)
@@ -116,9 +115,8 @@ class GradientReadyCounter:
             gradient, version, address = seen
             if in_buckets and (address is None or parameter.grad is None):
                 continue
-            if parameter.grad is not gradient:
-                return parameter
-            if address is not None and gradient.data_ptr() != address:
+            moved = address is not None and gradient.data_ptr() != address
+            if parameter.grad is not gradient or moved:
                 return parameter
             if gradient._version != version and (
                 self._buckets[index].holds(place, gradient)

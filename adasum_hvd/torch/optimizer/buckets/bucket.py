@@ -29,13 +29,8 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 class Bucket:
     """Parameters of one wire dtype on one device, and their flat tensor, `entry` in Horovod.
 
-    Args:
-        label: makes the bucket's name in Horovod unique.
-        named: the parameters; the same names and shapes in the same order on all ranks.
-        wire_dtype: dtype of the flat tensor.
-        options: the optimizer's.
-        process_set: the ranks that reduce.
-        with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
+    Names, shapes and order are the same on all ranks. The label makes Horovod's name unique. Flags
+    are one more scalar per parameter, which tells what the ranks had to reduce.
     """
 
     _is_shared = True  # the host's other ranks read `flat`
@@ -81,8 +76,7 @@ class Bucket:
     def allows_view(self, index: int) -> bool:
         """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
 
-        Not if a second reduction would change the result: after a dropped reduction the rank's
-        own gradient must still be there.
+        Not if a second reduction, after a dropped one, would change the result.
         """
         parameter, view = self.params[index], self.views[index]
         return (
@@ -93,10 +87,7 @@ class Bucket:
         )
 
     def holds(self, index: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is a parameter's part of the bucket.
-
-        The address decides, because pruning and conversions of the model set `.data`.
-        """
+        """Return whether a gradient is a part of the bucket, by its address: `.data` may be set."""
         return (
             gradient.layout is torch.strided
             and gradient.data_ptr() == self._addresses[index]
@@ -225,9 +216,8 @@ class Bucket:
 class _WithoutGraph(torch.autograd.Function):
     """A reduced gradient of `backward(create_graph=True)`, which cannot be differentiated.
 
-    Its graph would reach through every rank's loss. A rank that differentiates its own part
-    instead, as AdaHessian does, takes another step than the others. It requires a gradient, as the
-    local one did, because some optimizers skip other gradients.
+    Its graph would reach through every rank's loss. It requires a gradient, as the local one did,
+    because some optimizers skip other gradients.
     """
 
     @staticmethod
