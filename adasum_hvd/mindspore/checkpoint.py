@@ -44,11 +44,7 @@ class Entry(NamedTuple):
     data: Buffer
 
     def array(self) -> np.ndarray:
-        """Return the values as a NumPy array; bfloat16 becomes float32, which is exact.
-
-        Raises:
-            ValueError: a dtype that NumPy lacks.
-        """
+        """Return the values as an array, bfloat16 as float32; ValueError for an unknown dtype."""
         if self.dtype == "str":
             return np.array(bytes(self.data).decode("utf-32-le"))
         array = np.frombuffer(self.data, self.known_dtype()).reshape(self.shape)

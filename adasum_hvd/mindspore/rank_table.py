@@ -32,15 +32,13 @@ def read(path: Path) -> list[Host]:
             whose servers have consecutive ranks.
     """
     try:
-        table = json.loads(path.read_text())
+        return hosts(json.loads(path.read_text()))
+    except RankTableError as error:
+        raise RankTableError(f"{path}: {error}") from None
     except OSError as error:
         raise RankTableError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # JSON, UTF-8
         raise RankTableError(f"{path}: expected JSON, but got {error}") from error
-    try:
-        return hosts(table)
-    except RankTableError as error:
-        raise RankTableError(f"{path}: {error}") from None
 
 
 def hosts(table: Any) -> list[Host]:

@@ -68,7 +68,6 @@ class WrapCell(ABC):
     Args:
         optimizer: the framework's.
         context: the parallel context to check.
-        settings: the op's; a framework's cell gets them itself.
         relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
             groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
         gradient_group: a process set, this rank's group. The cell first averages the gradients

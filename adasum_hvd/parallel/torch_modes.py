@@ -130,10 +130,7 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
 def detect(
     parameters: Iterable[Any] = (), optimizer: Any = None, model: Any = None
 ) -> list[Finding]:
-    """Return the parallel modes of these objects, at most one finding for each.
-
-    The parameters are those to reduce; the model is a module, engine, pipelining stage or pipe.
-    """
+    """Return the modes, once each, of tensors to reduce and a module, engine, stage or pipe."""
     found = [*_in_optimizer(optimizer), *_in_model(model)]
     has_fsdp2 = any(each.mode == "fsdp2" for each in found)
     found += _in_parameters(list(parameters), "fsdp2" if has_fsdp2 else "dtensor")

@@ -75,8 +75,7 @@ class _State(SharedState):
 class TensorFlowKerasState(_State):
     """A Keras model and its optimizer: committed, restored, and sent to new ranks.
 
-    New ranks get everything. Surviving ranks keep worker-local weights, and with the delta variant
-    the optimizer's variables. Random seeds are committed and stay each rank's own.
+    docs/elastic.md has the values that surviving ranks keep.
 
     Args:
         model: a Keras model that is built.
@@ -184,10 +183,10 @@ class TensorFlowState(_State):
 
     def _write(self, variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         if tf.executing_eagerly():
-            return super()._write(variables, values)
-        for variable, value in zip(variables, values, strict=True):
-            variable.load(value, self.session)
-        return None
+            super()._write(variables, values)
+        else:
+            for variable, value in zip(variables, values, strict=True):
+                variable.load(value, self.session)
 
     def _sync_trained(self, root: int) -> None:
         own = [v for v in self.variables if self._survived and is_marked_local(v)]
@@ -211,13 +210,9 @@ _FRAME = re.compile(r'^\s*File ".*\n?', re.MULTILINE)
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether an error of TensorFlow is a failure of Horovod, and not of the program.
-
-    Ranks that disagree are an error of the program: `tf.errors.InvalidArgumentError`.
-    """
-    if not isinstance(error, tf.errors.OpError):
-        return False
-    if isinstance(error, tf.errors.InvalidArgumentError):
+    """Return whether an error of TensorFlow is a failure of Horovod, and not of the program."""
+    of_program = isinstance(error, tf.errors.InvalidArgumentError)  # the ranks disagree
+    if of_program or not isinstance(error, tf.errors.OpError):
         return False
     return _FAILURE.search(_FRAME.sub("", error.message)) is not None
 
@@ -230,9 +225,4 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     Args:
         func: its first argument is the state, such as :class:`TensorFlowKerasState`.
     """
-    return running(func, _restart, is_failure)
-
-
-def _restart() -> None:
-    mpi_ops.shutdown()
-    ops.start(again=True)
+    return running(func, mpi_ops.shutdown, ops.start, is_failure)

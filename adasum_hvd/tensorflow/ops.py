@@ -122,10 +122,7 @@ def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:
 
 
 def join() -> Any:
-    """Contribute zeros until all ranks have joined; return the last one, an int32 scalar.
-
-    Collective: every rank; blocks (eagerly).
-    """
+    """Contribute zeros until all ranks have joined; return the last (int32). Collective; blocks."""
     if not tf.executing_eagerly():
         return mpi_ops.join()
     # TensorFlow would keep the first result of Horovod's operation. It does in any function, too.

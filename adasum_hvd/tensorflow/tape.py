@@ -106,8 +106,7 @@ def DistributedGradientTape(
     Raises:
         ValueError: bad arguments; a process set that is not registered; `AdasumDelta`, because a
             tape has no weight changes. In `gradient()`: a sparse gradient for AdaSum without
-            `sparse_as_dense`; sources that differ between ranks (in a `tf.function` a
-            `tf.errors.OpError`, also if only some ranks have a gradient).
+            `sparse_as_dense`; sources that differ between ranks (in a graph an `OpError`).
         NotImplementedError: a process set in an elastic job. In `gradient()`: under XLA or a
             tf.distribute strategy.
     """

@@ -70,9 +70,9 @@ class GradScaler(torch.amp.GradScaler):
         if not found:
             found[torch.device("cpu")] = torch.zeros(())
         local = torch.stack([flag.cpu().reshape(1) for flag in found.values()]).amax(0)
-        ranks = reducer.options.process_set
+        process_set = reducer.options.process_set
         agreed = torch_ops.allreduce(
-            local, name="adasum.found_inf", op=Max, process_set=ranks
+            local, name="adasum.found_inf", op=Max, process_set=process_set
         )
         for flag in found.values():
             flag.fill_(agreed.item())
@@ -108,10 +108,7 @@ def forget_scaler(optimizer: Any) -> None:
 
 
 def must_skip(optimizer: Any, consistent: bool) -> bool:
-    """Return whether this `step()` must be skipped because a scaler found an overflow.
-
-    `consistent`: the gradients that it checked are equal on all ranks; else torch's own is refused.
-    """
+    """Return whether a scaler skips this `step()`; torch's must have seen equal gradients."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return False

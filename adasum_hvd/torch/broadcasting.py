@@ -39,8 +39,7 @@ def _start(
     """Start to broadcast a tensor, in place if possible; return a function that waits."""
     values = tensor.detach()
     copy = values.resolve_conj().resolve_neg().contiguous()
-    supported = values.dtype in _SUPPORTED
-    sent = copy if supported else copy.reshape(-1).view(torch.uint8)
+    sent = copy if values.dtype in _SUPPORTED else copy.reshape(-1).view(torch.uint8)
     handle = mpi_ops.broadcast_async_(sent, root_rank, name, process_set)
 
     def finish() -> None:

@@ -164,10 +164,7 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
 
 
 def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
-    """Return a function with Horovod's name and signature that also reduces by AdaSum.
-
-    "grouped_" reduces several tensors, "_async" returns a handle, and a last "_" works in place.
-    """
+    """Return a function of Horovod's for AdaSum, too: grouped, async or in place by its name."""
     signature, called = inspect.signature(horovod_function), horovod_function.__name__
     first = next(iter(signature.parameters))
     grouped = called.startswith("grouped_")

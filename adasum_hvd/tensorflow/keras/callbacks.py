@@ -15,10 +15,8 @@ from adasum_hvd.base.options import ProcessSet, check_count
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras.learning_rate import (
-    LearningRateScheduleCallback as LearningRateScheduleCallback,
-)
-from adasum_hvd.tensorflow.keras.learning_rate import (
-    LearningRateWarmupCallback as LearningRateWarmupCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
 )
 from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.optimizer import is_distributed
@@ -64,7 +62,6 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
     def __init__(self, every: int = 50, to: Any = ()):
         super().__init__()
         self._every, self._to = every, to
-        self._monitor: AdasumMonitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Create the monitor. Collective; blocks."""
@@ -72,15 +69,12 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the step; collective and blocking if it is recorded."""
-        if self._monitor is not None:
-            # Keras before 3.9 counts only inside a loss scale.
-            self._monitor.step(int(inner(self.model.optimizer).iterations))
+        # Keras before 3.9 counts only inside a loss scale.
+        self._monitor.step(int(inner(self.model.optimizer).iterations))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the sinks. Collective."""
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._monitor.close()
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -122,7 +116,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             one = hasattr(local_variables, "shape")  # TensorFlow's are iterable, too
             mark_worker_local(*([local_variables] if one else local_variables))
         self._root_rank, self._process_set = root_rank, process_set
-        self._of_model = self._of_optimizer = None
+        self._of_model: Any = None
+        self._of_optimizer: Any = None
 
     def set_model(self, model: Any) -> None:
         """Start again with another model or optimizer; a second `fit` of both continues."""

@@ -40,25 +40,14 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
-    """Return all ranks' values, one after the other along the first dimension.
-
-    Args:
-        value: a tensor, or a value that converts to one; ranks differ in the first dimension only.
-        name: the same on all ranks.
-    """
+    """Return all ranks' values, one after the other along the first dimension, which may differ."""
     return horovod_tf.allgather(_tensor(value), name, **kwargs)
 
 
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, **kwargs: Any
 ) -> tf.Tensor:
-    """Return the root's value.
-
-    Args:
-        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
-        root_rank: the rank, in the job, that sends its value.
-        name: the same on all ranks.
-    """
+    """Return the value of `root_rank`, a rank of the job; all values have one shape and dtype."""
     return horovod_tf.broadcast(_tensor(value), root_rank, name, **kwargs)
 
 
@@ -68,7 +57,7 @@ def reducescatter(
     """Return this rank's share, along the first dimension, of the reduced value.
 
     Args:
-        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
+        value: of one shape and dtype on all ranks.
         name: the same on all ranks.
         op: `Average` or `Sum`, or the name of one; else ValueError.
     """

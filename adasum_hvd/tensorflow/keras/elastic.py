@@ -60,7 +60,7 @@ class CommitStateCallback(_StateCallback):
     """Commits after every so many batches, and at the end of every epoch; put it last.
 
     Args:
-        state: the state to commit.
+        state: to commit.
         batches_per_commit: number of batches that a failure may lose; with `steps_per_execution`
             at least one execution's.
     """
@@ -94,9 +94,6 @@ class UpdateBatchStateCallback(_StateCallback):
 
     If Keras knows the number of batches in an epoch, the first epoch of a `fit` is shortened by the
     batches that were finished before. Put it before callbacks that stop the training.
-
-    Args:
-        state: has an attribute `batch`.
     """
 
     _done_before = 0
@@ -121,11 +118,7 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Counts finished epochs in `state.epoch`, in this `fit` and before.
-
-    Args:
-        state: has an attribute `epoch`.
-    """
+    """Counts finished epochs in `state.epoch`, in this `fit` and before."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Count."""

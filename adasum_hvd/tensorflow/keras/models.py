@@ -84,12 +84,8 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
     optimizer: Any = given.get("optimizer")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scales = kwargs.get("auto_scale_loss", True)
-    if (
-        is_distributed(optimizer)
-        and not scaled
-        and scales
-        and model.dtype_policy.name == "mixed_float16"
-    ):
+    needs_scale = scales and model.dtype_policy.name == "mixed_float16"
+    if is_distributed(optimizer) and needs_scale and not scaled:
         inside = keras.optimizers.LossScaleOptimizer(optimizer._plain())
         new = wrap(inside, optimizer._adasum.options)
         args = tuple(new if value is optimizer else value for value in args)

@@ -37,6 +37,7 @@ class State:
         self.reduction = Reduction("DistributedOptimizer", options, optimizer=facts)
         self.gradients = Window("gradients", options.backward_passes_per_step)
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
+        self.windows = self.gradients, self.starts
         # Passed from one method that Keras calls in a step to the next.
         self.step_variables: list[Any] = []
         self.start_values: dict[int, Any] = {}  # by the variable's index
@@ -52,11 +53,6 @@ class State:
         """Record after each reduction whether its results are finite."""
         with tf.init_scope():
             self.finite = tf.Variable(True, trainable=False)
-
-    @property
-    def windows(self) -> tuple[Window, Window]:
-        """The windows of gradients and of starts."""
-        return self.gradients, self.starts
 
     def reduced(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables that are reduced, and record that this step reduces."""

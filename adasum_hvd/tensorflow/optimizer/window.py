@@ -17,14 +17,11 @@ _SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 
 
 class Window:
-    """Tensors, one per variable, that are kept for a number of steps; none for one step.
-
-    They are no optimizer variables, so a plain one loads a file from between windows. `label` is
-    their name there.
-    """
+    """Tensors, one per variable, that are kept for a number of steps; none for one step."""
 
     def __init__(self, label: str, length: int):
         self._label, self.length = label, length
+        # No variables of the optimizer: a plain one loads a file from between windows.
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
         # The ids of the variables whose tensors this window's steps fill.

@@ -15,15 +15,8 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import is_elastic
 from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.reduction import named
+from adasum_hvd.tensorflow.reduction import lists, named
 from adasum_hvd.tensorflow.reduction.buckets import reduce_list
-from adasum_hvd.tensorflow.reduction.lists import (
-    Agreed,
-    Entry,
-    compare,
-    describe,
-    in_kind,
-)
 from adasum_hvd.tensorflow.unfolded import zero
 
 _MANY = 1 << 29  # larger than any number of a list
@@ -66,7 +59,7 @@ class Reduction:
         # In an elastic job only the step itself can show that a list differs.
         self._many = many_lists or is_elastic()
         self._any_local = False  # whether some rank has worker-local variables
-        self._known: dict[Hashable, Agreed] = {}
+        self._known: dict[Hashable, lists.Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
         # Of the latest list: a list of one variable's name, by Horovod's name for its tensor.
@@ -99,7 +92,7 @@ class Reduction:
         with tf.control_dependencies([] if agreed.number == self._first else checks):
             # A cast to the same dtype adds no operation that would wait for the checks.
             full = [
-                tf.identity(in_kind(tensor, variable, kind))
+                tf.identity(lists.in_kind(tensor, variable, kind))
                 for tensor, variable, kind in zip(
                     tensors, variables, agreed.kinds, strict=True
                 )
@@ -186,7 +179,7 @@ class Reduction:
         has_local: bool = False,
         places: Sequence[int] | None = None,
         note: Callable[[], str] = str,
-    ) -> Agreed:
+    ) -> lists.Agreed:
         """Compare the list, the optimizer, the options and the op's settings over the ranks.
 
         Of the tensors only dtypes count. `has_local`: this rank has worker-local variables; `note`
@@ -204,7 +197,7 @@ class Reduction:
             places = [self._places.get(id(variable), -1) for variable in variables]
         is_delta = self._options.is_delta
         mine = [
-            describe(tensor, variable, place, is_delta)
+            lists.describe(tensor, variable, place, is_delta)
             for tensor, variable, place in zip(tensors, variables, places, strict=True)
         ]
         key = tuple(entry.key for entry in mine)
@@ -219,18 +212,20 @@ class Reduction:
     def compare_all(self, variables: Sequence[Any], has_local: bool) -> None:
         """Compare all variables that will be reduced, as :meth:`agree`. Collective; blocks."""
         is_delta = self._options.is_delta
-        mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
+        mine = [lists.describe(None, v, k, is_delta) for k, v in enumerate(variables)]
         arguments = self._what, self._options, self._optimizer(), mine, has_local
-        self._any_local = compare(*arguments).any_local
+        self._any_local = lists.compare(*arguments).any_local
 
-    def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
+    def _compare(
+        self, mine: list[lists.Entry], has_local: bool, note: str
+    ) -> lists.Agreed:
         together = not is_elastic() and self._options.process_set.size() > 1
         with tf.init_scope():
             if together and self._many and tf.executing_eagerly():
                 # Raises if another rank reduces a list that it knows.
                 self._largest([0], f"{self._what}.lists")
         arguments = self._what, self._options, self._optimizer(), mine, has_local
-        agreed = compare(*arguments, together, note)
+        agreed = lists.compare(*arguments, together, note)
         if self._first is None and not is_elastic():
             self._first = agreed.number
         return agreed

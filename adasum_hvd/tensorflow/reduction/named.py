@@ -61,10 +61,7 @@ def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
 
 
 def _in_graph(name: str) -> tuple[str, bool]:
-    """Return the name to use here, and whether TensorFlow keeps its uses in order.
-
-    A TF1 graph runs in any order, so there each use gets a number.
-    """
+    """Return the name to use here, and whether its uses keep their order, unlike in TF1 graphs."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return name, True

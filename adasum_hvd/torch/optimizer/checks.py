@@ -78,8 +78,8 @@ class ConsistencyCheck:
     ) -> bool:
         """Begin a round; return whether any rank has a report. Collective; blocks if it is due.
 
-        Raises RuntimeError on every rank if settings differ (`settings_of` the first round, or
-        not), except for the `own_names` of any rank.
+        `settings_of` gets whether this is the first round. RuntimeError on every rank if settings
+        differ that are not among any rank's `own_names`.
         """
         is_due, number = self.is_due, self._round
         self._round += 1
@@ -127,10 +127,7 @@ class ConsistencyCheck:
         return {rank: found[0] for rank, found in self.gather(what, [value]).items()}
 
     def gather(self, what: str, values: Sequence[float]) -> dict[int, list[float]]:
-        """Return the values of every rank, by rank, without ranks that have joined. Collective.
-
-        Values are integers below 2**53, as many on each rank.
-        """
+        """Return all ranks' integers, below 2**53, by rank, without joined ranks. Collective."""
         ranks = list(self._process_set.ranks)
         # One row a rank, zeros from all others: an exact sum, to which ranks that have joined
         # contribute zeros. Rows hold the value plus one, so that zero means "has joined".

@@ -16,10 +16,7 @@ Seen = tuple[torch.Tensor, int, int | None]
 
 
 class GradientReadyCounter:
-    """Hooks on the parameters of all buckets, which call back when a bucket is complete.
-
-    A large gradient is copied into its bucket as soon as `passes` backward passes have made it.
-    """
+    """Hooks on all parameters, which copy large gradients into buckets and report complete ones."""
 
     def __init__(
         self,

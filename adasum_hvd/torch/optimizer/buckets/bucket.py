@@ -74,10 +74,7 @@ class Bucket:
         self.entry = wire.entry(self._name, op, wire_dtype)
 
     def allows_view(self, index: int) -> bool:
-        """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
-
-        Not if a second reduction, after a dropped one, would change the result.
-        """
+        """Return whether a bucket view may be `.grad`, as DDP's: another reduction keeps it."""
         parameter, view = self.params[index], self.views[index]
         return (
             self._is_idempotent
@@ -125,10 +122,7 @@ class Bucket:
         return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
-        """Copy a gradient into the bucket, so that backward can reuse its memory, if allowed.
-
-        Return whether `.grad` is a bucket view now.
-        """
+        """Copy in a gradient, if allowed; return whether `.grad` is a bucket view now."""
         gradient = self.params[index].grad
         if gradient is None or self.holds(index, gradient):
             return gradient is not None
@@ -166,10 +160,7 @@ class Bucket:
         )
 
     def write_back(self, only_views: bool = False) -> None:
-        """Set gradients to the reduced values: to bucket views, without a copy, if allowed.
-
-        With `only_views` it skips parameters without a gradient, and gradients that cannot be.
-        """
+        """Set gradients to the reduced values, `only_views`: those that may be bucket views."""
         gradients, views, written = [], [], []
         pairs = zip(self.params, self.views, strict=True)
         for index, (parameter, view) in enumerate(pairs):

@@ -22,10 +22,7 @@ _in_flight: set[ChangeInOpBucket] = set()
 
 
 class ChangeBucket(Bucket):
-    """Weights whose change since `snapshot` is in `flat`; formed and applied by torch.
-
-    `start_weights` are those at `snapshot`, in the wider of the parameters' dtype and the wire's.
-    """
+    """Weights whose change since `snapshot` is in `flat`; formed and applied by torch."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -53,10 +50,7 @@ class ChangeBucket(Bucket):
         return zip(self._start_views, self.params, strict=True)
 
     def begin_window(self) -> bool:
-        """Record the start; return whether it differs from the weights that the ranks agreed on.
-
-        The ranks then compare starts, because loading or pruning changes weights between windows.
-        """
+        """Record the start; return whether it differs from the weights that the ranks agreed on."""
         if self._agreed and all(map(_equal, self._weights(), self._start_views)):
             return False
         self.snapshot()
