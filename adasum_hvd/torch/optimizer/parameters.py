@@ -114,7 +114,7 @@ class ReducedParameters:
         return {id(parameter): _kind(parameter) for parameter in self.reduced()}
 
     def fingerprint(self) -> list[Any]:
-        """Return, fast, a value that depends on replaced, converted, frozen and marked parameters."""
+        """Return, fast, a value that depends on replaced, frozen, converted and marked ones."""
         # A conversion changes a parameter's address.
         places = [
             (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
