@@ -26,6 +26,7 @@ from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.unfolded import unfolded
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
+_with_average = mpi_ops.handle_average_backwards_compatibility
 
 
 def init(
@@ -75,14 +76,6 @@ def settings() -> dict[str, object]:
 def counters() -> binding.Counters:
     """Return how many calls, tensors and bytes the op has reduced in this process."""
     return binding.counters(LIBRARY)
-
-
-def _reduction(
-    op: ops.ReduceOp | int | str | None, average: bool | None
-) -> ops.ReduceOp:
-    if isinstance(op, str):
-        op = ops.parse(op)
-    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
 
 
 def refuse_xla(what: str) -> None:
@@ -175,7 +168,7 @@ def allreduce(
     Collective: every rank of `process_set`; blocks (eagerly).
     """
     refuse_xla("allreduce")
-    reduction = _reduction(op, average)
+    reduction = ops.requested(op, average, _with_average)
     common: Any = {
         "prescale_factor": prescale_factor, "postscale_factor": postscale_factor,
         "process_set": process_set, "ignore_name_scope": ignore_name_scope,
@@ -213,7 +206,7 @@ def grouped_allreduce(
     dtype share a message. An empty list must be empty on all ranks, and sends nothing.
     """
     refuse_xla("grouped_allreduce")
-    reduction = _reduction(op, average)
+    reduction = ops.requested(op, average, _with_average)
     if not tensors:
         return []
     common: Any = {

@@ -24,6 +24,7 @@ _DTYPES = frozenset(
 )
 # Integers pass here, because the op itself refuses them for all frameworks.
 _ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
+_with_average = mpi_ops.handle_average_backwards_compatibility
 Reduction = TypeVar("Reduction", bound=Callable[..., Any])
 _complete = False  # whether the last `init` has run to its end
 
@@ -73,7 +74,7 @@ def agree() -> None:
     """Raise ValueError unless all ranks have the same settings, and connect them. Collective."""
     by_rank = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(by_rank, mpi_ops.rank())
-    if mpi_ops.size() > 1 and settings()["op"] == "on":
+    if mpi_ops.size() > 1 and wire.op_is_on():
         # Connection errors are easier to understand here than in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
     wire.note_agreement()
@@ -87,14 +88,6 @@ def settings() -> dict[str, object]:
 def counters() -> binding.Counters:
     """Return how many calls, tensors and bytes the op has reduced in this process."""
     return binding.counters(LIBRARY)
-
-
-def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
-    if type(op) is ops.ReduceOp and average is None:
-        return op
-    if isinstance(op, str):
-        op = ops.parse(op)
-    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
 
 
 def check_tensors(
@@ -176,7 +169,8 @@ def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
         bound.apply_defaults()
         given = bound.arguments
         tensors = list(given[first]) if grouped else [given[first]]
-        name, op = given["name"], _reduction(given["op"], given.pop("average"))
+        op = ops.requested(given["op"], given.pop("average"), _with_average)
+        name = given["name"]
         check_tensors(tensors, name, op)
         if tensors and not ops.is_adasum(op):
             inputs = tensors if grouped else tensors[0]

@@ -11,7 +11,6 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.options import Options
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
-from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.bucket import Bucket
 from adasum_hvd.torch.optimizer.checks import as_integers
@@ -185,7 +184,7 @@ def op_takes(
     return (
         ops.is_adasum(options.op)
         and options.clip_delta_norm is None
-        and torch_ops.settings()["op"] == "on"
+        and wire.op_is_on()
         and all(
             weight.device.type in devices
             and weight.dtype == wire_dtype
