@@ -34,7 +34,6 @@ _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$
 class DeltaReducer(Reducer):
     """Reducer of weight changes after a local step. Parameters hold weights at all times."""
 
-    keeps_masters = False
     buckets: list[ChangeBucket]
     _local_step = 0  # steps taken since the replicas were last equal
     _waiting: dict[str, Any] | None = None  # a loaded window, until there are buckets
@@ -48,8 +47,6 @@ class DeltaReducer(Reducer):
         self._epoch = self._recorded_in = None
         self._stepped_here = self._looked_for_copies = False
         self._copies = Search(without=("_adasum", "_wrapped"))
-        if self.keeps_masters:
-            self._copies.places = ()
         self.change_overflowed = False
         super()._connect()
 

@@ -12,7 +12,9 @@ from adasum_hvd.torch.optimizer.delta import DeltaReducer
 class OffloadDeltaReducer(DeltaReducer):
     """`DeltaReducer` of masters; parameters are written last. One may be its own master."""
 
-    keeps_masters = True
+    def _connect(self) -> None:
+        super()._connect()
+        self._copies.places = ()  # the masters are the weights
 
     def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's master."""
