@@ -66,6 +66,7 @@ def DistributedOptimizer(
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
             and `Sum` gather the rows of all ranks, and other ops raise an error. The delta variant
             does not need it, because its sparse gradients stay local.
+        op: a reduction or its name; `Adasum` and `AdasumDelta` are the delta variant.
         average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
             by their number; not with AdaSum.
         groups: a number of buckets, or lists of variables that share one.
