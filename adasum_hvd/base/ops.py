@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
 __all__ = [
     "Adasum",
@@ -96,6 +98,15 @@ def parse(op: ReduceOp | int | str) -> ReduceOp:
         raise ValueError(
             f"reduction op: expected one of {known}, but got {op!r}"
         ) from None
+
+
+def requested(
+    op: Any, average: bool | None, with_average: Callable[[Any, Any], Any]
+) -> ReduceOp:
+    """Return the op of an allreduce; Horovod's `with_average` adds the older argument `average`."""
+    if type(op) is ReduceOp and average is None:
+        return op
+    return parse(with_average(parse(op) if isinstance(op, str) else op, average))
 
 
 def is_adasum(op: ReduceOp) -> bool:

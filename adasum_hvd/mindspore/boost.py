@@ -1,7 +1,6 @@
 """MindSpore's boost switch: the algorithms that a level and a dictionary turn on.
 
-`adasum` and `grad_accumulation` have an effect. The other algorithms are outside this project: a
-dictionary that turns one on raises, and a level that does warns.
+`adasum` and `grad_accumulation` have an effect. The other algorithms are outside this project.
 
 References:
     MindSpore 1.7, `mindspore.boost`; docs/mindspore.md.
@@ -59,16 +58,14 @@ class Boost:
     def optimizer_arguments(self, hvd: Any) -> dict[str, Any]:
         """Return `op` and `backward_passes_per_step` for `hvd.DistributedOptimizer`.
 
+        Gradients of several passes add up: divide the loss by `accumulation_steps`. Groups average
+        (or sum) the changes of weights, not the gradients as in MindSpore: docs/mindspore.md.
+
         Args:
             hvd: `adasum_hvd.torch` or `adasum_hvd.tensorflow`, after `init`.
 
         Raises:
             RuntimeError: AdaSum is on, and `init` was called with other groups.
-
-        Gradients of several backward passes add up; MindSpore takes their mean: divide the
-        loss by `accumulation_steps`. The changes of weights are averaged (or summed) in the group
-        and combined across groups by AdaSum; MindSpore reduces the group's gradients before the
-        step, as the wrap cells' `gradient_group` do.
         """
         passes = {"backward_passes_per_step": self.accumulation_steps}
         if not self.adasum:
@@ -102,8 +99,7 @@ def switch(
         acc_level: deprecated name of `boost_level`.
 
     Raises:
-        NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce; the
-            message names all of these.
+        NotImplementedError: the dictionary turns on less_bn, grad_freeze or dim_reduce.
         ValueError: an unknown level or mode, or a number below 1.
         TypeError: a flag or `gradients_mean` is not a bool, a number not an int, or a part not a
             dict.

@@ -44,11 +44,7 @@ class Entry(NamedTuple):
     data: Buffer
 
     def array(self) -> np.ndarray:
-        """Return the values as a NumPy array; bfloat16 becomes float32, which is exact.
-
-        Raises:
-            ValueError: a dtype that NumPy lacks.
-        """
+        """Return the values as an array, bfloat16 as float32; ValueError for an unknown dtype."""
         if self.dtype == "str":
             return np.array(bytes(self.data).decode("utf-32-le"))
         array = np.frombuffer(self.data, self.known_dtype()).reshape(self.shape)
@@ -77,10 +73,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
             format).
         NotImplementedError: it has a parameter of MindSpore's hash tables.
         OSError: it cannot be read.
-
-    Example:
-        >>> read("adam.ckpt")["global_step"].array()                   # doctest: +SKIP
-        array([50], dtype=int32)
     """
     content = memoryview(Path(path).read_bytes())
     if bytes(content[:1]) != b"\x0a":
@@ -105,11 +97,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Entry]:
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
-    """Write a file that MindSpore's `load_checkpoint` reads; it replaces the old one when complete.
+    """Write entries, in order, to a file that MindSpore's `load_checkpoint` reads.
 
-    Args:
-        path: of the file.
-        entries: in the file's order.
+    It replaces the old file when it is complete.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,7 @@
 """The base of both `DistributedGradReducer`s: plain sums or means of gradients, in float32.
 
 References:
-    MindSpore 1.7, `mindspore.nn.DistributedGradReducer`; docs/mindspore.md. Parameter-server
-    mode has no counterpart in Horovod.
+    MindSpore 1.7, `mindspore.nn.DistributedGradReducer`; docs/mindspore.md.
 """
 
 from __future__ import annotations
@@ -82,15 +81,9 @@ class GradReducer(ABC):
     def __call__(self, gradients: Any) -> Any:
         """Return the reduced gradients: a tensor for a tensor, a tuple for a sequence.
 
-        Args:
-            gradients: one per parameter, of any float dtype, dense or sparse. The result of
-                a sparse gradient has all ranks' entries, not added up. None stays None and
-                must be None on all ranks.
-
-        Raises:
-            ValueError: another number of gradients than of parameters.
-
-        Collective: every rank of the group; blocks.
+        They are one per parameter (else ValueError), of any float dtype, dense or sparse. Of sparse
+        ones all ranks' entries are returned, not added up. None stays None, and must be None on all
+        ranks. Collective: every rank of the group; blocks.
         """
         if not isinstance(gradients, list | tuple):
             return self((gradients,))[0]

@@ -1,8 +1,6 @@
 """Conversion of an Ascend rank table to Horovod's `-H` and hostfile.
 
-Horovod numbers ranks host by host, in the order of `-H`, so each server of a table must have
-consecutive ranks. The rest of a table (device addresses, network cards) is specific to Ascend.
-The example is `rank_table_16pcs.json` of MindSpore 1.7's AdaSum tutorial.
+The example is `rank_table_16pcs.json` of MindSpore 1.7's AdaSum tutorial: docs/mindspore.md.
 """
 
 from __future__ import annotations
@@ -34,15 +32,13 @@ def read(path: Path) -> list[Host]:
             whose servers have consecutive ranks.
     """
     try:
-        table = json.loads(path.read_text())
+        return hosts(json.loads(path.read_text()))
+    except RankTableError as error:
+        raise RankTableError(f"{path}: {error}") from None
     except OSError as error:
         raise RankTableError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # JSON, UTF-8
         raise RankTableError(f"{path}: expected JSON, but got {error}") from error
-    try:
-        return hosts(table)
-    except RankTableError as error:
-        raise RankTableError(f"{path}: {error}") from None
 
 
 def hosts(table: Any) -> list[Host]:

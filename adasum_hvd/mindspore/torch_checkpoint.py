@@ -63,10 +63,6 @@ def load(
         NotImplementedError: a parameter is a DTensor.
 
     Warns if the file's `beta1_power` does not fit the optimizer's beta1.
-
-    Example:
-        >>> optimizer = AdamOffload(model.parameters(), lr=0.01)       # doctest: +SKIP
-        >>> load("adam.ckpt", model, optimizer)                        # doctest: +SKIP
     """
     entries = read(path)
     values = {}
@@ -82,7 +78,8 @@ def load(
         if found:
             values[tensor] = _value(path, entries[found[0]], tensor)
     state = None
-    if (optimizer := _inside(optimizer)) is not None:
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside a wrap cell
+    if optimizer is not None:
         state = _state_of(path, entries, named, values, optimizer)
     with torch.no_grad():
         for tensor, value in values.items():
@@ -110,8 +107,7 @@ def save(
         path: of the file; an old one is replaced when the new one is complete.
         model: its parameters and buffers are saved, tied ones once.
         optimizer: as :func:`load`'s.
-        names: by a name in `model.state_dict()`, the name in the file. Without one
-            normalization, embedding and PReLU get MindSpore's (`gamma`).
+        names: as :func:`load`'s; by default MindSpore's.
 
     Raises:
         ValueError, TypeError: as :func:`load`.
@@ -122,7 +118,8 @@ def save(
     named = {tensor: found[-1] for found, tensor in _tensors(model, names)}
     weights = {name: tensor for tensor, name in named.items()}
     state: list[Entry] = []
-    if (optimizer := _inside(optimizer)) is not None:
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside a wrap cell
+    if optimizer is not None:
         parameters = _parameters(optimizer, named)
         # AdamOffload's masters have the precision that half-precision weights lack.
         master_of = getattr(optimizer, "master", lambda param: param)
@@ -164,11 +161,6 @@ def _tensors(
     given = {tensors[name]: [new] for name, new in (names or {}).items()}
     for tensor, candidates in found.items():
         yield given.get(tensor, [*dict.fromkeys(candidates)]), tensor
-
-
-def _inside(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrap cell, or the optimizer itself."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _parameters(optimizer: Any, named: dict[torch.Tensor, str]) -> list[torch.Tensor]:

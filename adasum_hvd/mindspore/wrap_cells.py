@@ -28,15 +28,8 @@ def check_job(
 ) -> None:
     """Raise RuntimeError unless a job meets the constraints of MindSpore's cells.
 
-    Its parallel mode and number of ranks are supported. Its groups are 8 ranks, averaged (or
-    summed if `gradients_mean=False`), or any with `relaxed`.
-
-    Args:
-        context: the job's parallel context.
-        settings: the op's settings, as `hvd.settings()` returns them.
-        relaxed: allow any number of ranks from two and any groups.
-        reduced_in_group: the cell itself reduces gradients in the group (`gradient_group`).
-            The op then averages equal values and must not sum them again.
+    `reduced_in_group`: the cell itself reduces the gradients of a group, so the op must average
+    equal values and not sum them again.
     """
     check(context, strict=not relaxed)
     if context.gradients_mean is None and (reduced_in_group or not relaxed):
@@ -67,9 +60,25 @@ def check_job(
 
 
 class WrapCell(ABC):
-    """The base of the frameworks' cells, which set `optimizer`, the distributed one.
+    """The base of the frameworks' cells.
 
-    Attributes that are not in `_own` are read, set and deleted on it.
+    Attributes that a cell lacks (`step`, `learning_rate`, ...) are read, set and deleted on
+    `cell.optimizer`, the `DistributedOptimizer` inside. Pass that one to schedulers and `compile`.
+
+    Args:
+        optimizer: the framework's.
+        context: the parallel context to check.
+        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
+            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
+        gradient_group: a process set, this rank's group. The cell first averages the gradients
+            over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
+
+    Raises:
+        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or not a power of
+            two, other groups; checked in this order, before the type of `optimizer`.
+        TypeError: `optimizer` is not one of the framework's.
+
+    Collective: every rank; blocks.
     """
 
     _own = frozenset({"optimizer", "_group", "_mean", "_reducer"})

@@ -1,8 +1,4 @@
-"""A job's parallel mode, and the rules of MindSpore's AdaSum cells on it.
-
-References:
-    MindSpore 1.7, checks 1 to 5 of its AdaSum cells (`_parallel_check`); docs/mindspore.md.
-"""
+"""A job's parallel mode, and checks 1 to 5 of MindSpore's AdaSum cells on it."""
 
 from __future__ import annotations
 
@@ -104,6 +100,9 @@ def check(
         Traceback (most recent call last):
             ...
         RuntimeError: AdaSum: expected at least 16 devices and a power of two, but got 12; ...
+
+    References:
+        MindSpore 1.7, `_parallel_check` of its AdaSum cells.
     """
     if strict:
         min_devices, power_of_two = max(min_devices, MINDSPORE_MIN_DEVICES), True

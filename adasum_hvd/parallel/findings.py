@@ -89,8 +89,7 @@ def refuse(
         rank: of the caller, for the message.
 
     Raises:
-        RuntimeError: a mode that is not allowed; the message has the ranks, the reason, the
-            remedy and the argument that overrides it.
+        RuntimeError: a mode that is not allowed, with the ranks, the reason and the remedy.
         ValueError: `allow_modes` has an unknown mode.
     """
     if isinstance(allow_modes, str) or not set(allow_modes) <= _REASONS.keys():

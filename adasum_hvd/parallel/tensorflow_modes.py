@@ -1,7 +1,4 @@
-"""Detection of parallel modes from TensorFlow's and Keras's own objects.
-
-As `torch_modes.py`, it imports no framework.
-"""
+"""Detection of parallel modes from TensorFlow's and Keras's own objects."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ def native(variable: Any) -> Any:
 
 
 def detect(variables: Iterable[Any] = ()) -> list[ParallelModeFinding]:
-    """Return the parallel modes in force, at most one finding for each.
-
-    Those are `tf.distribute` strategies of several replicas, in scope or of one of the variables,
-    and a `keras.distribution` over several devices.
-    """
+    """Return the parallel modes in force, at most one finding for each: docs/parallel.md."""
     findings, strategies = [], []
     if tensorflow := sys.modules.get("tensorflow"):
         own = (getattr(native(v), "distribute_strategy", None) for v in variables)

@@ -130,14 +130,7 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
 def detect(
     parameters: Iterable[Any] = (), optimizer: Any = None, model: Any = None
 ) -> list[Finding]:
-    """Return the parallel modes of these objects, at most one finding for each.
-
-    Args:
-        parameters: tensors that are to be reduced, without worker-local ones.
-        optimizer: a torch, DeepSpeed or ZeroRedundancy optimizer.
-        model: a module, a DeepSpeed engine, a pipelining stage or pipe; the only object that
-            shows DistributedDataParallel and pipelines.
-    """
+    """Return the modes, once each, of tensors to reduce and a module, engine, stage or pipe."""
     found = [*_in_optimizer(optimizer), *_in_model(model)]
     has_fsdp2 = any(each.mode == "fsdp2" for each in found)
     found += _in_parameters(list(parameters), "fsdp2" if has_fsdp2 else "dtensor")

@@ -67,10 +67,7 @@ def broadcast_variables(
     process_set: ProcessSet = mpi_ops.global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give every rank the root's values.
-
-    Horovod's function uses the variables' names, which Keras numbers. It waits without end if one
-    rank has built another model before. This function uses the variables' order.
+    """Give every rank the root's values, by the variables' order: Keras numbers their names.
 
     Args:
         variables: Keras or TensorFlow variables of any dtype, in the same order on all ranks.

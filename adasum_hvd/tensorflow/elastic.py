@@ -1,8 +1,6 @@
-"""Elastic training: the job continues when ranks fail, leave or join: docs/elastic.md.
+"""Elastic training: the job continues when ranks fail, leave or join.
 
-Names and calls are those of Horovod 0.28.1; :mod:`adasum_hvd.horovod.elastic.state` documents the
-differences of all frameworks. Horovod's states do not work with Keras 3, whose
-`optimizer.variables` is not a method. Its `run` ends the training after every failure but three.
+Names and calls are those of Horovod 0.28.1; docs/elastic.md lists the differences.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ class _State(SharedState):
 class TensorFlowKerasState(_State):
     """A Keras model and its optimizer: committed, restored, and sent to new ranks.
 
-    New ranks get everything. Surviving ranks keep worker-local weights, and with the delta variant
-    the optimizer's variables. Random seeds are committed and stay each rank's own.
+    docs/elastic.md has the values that surviving ranks keep.
 
     Args:
         model: a Keras model that is built.
@@ -115,8 +112,10 @@ class TensorFlowKerasState(_State):
         super().__init__(**kwargs)
 
     def _windows(self) -> tuple[list[Any], list[Any]]:
-        distributed = is_distributed(self.optimizer)
-        return inner(self.optimizer).all_windows() if distributed else ([], [])
+        if not is_distributed(self.optimizer):
+            return [], []
+        optimizer = inner(self.optimizer)
+        return optimizer.windows_of(optimizer._trainable_variables)
 
     def _given(self) -> list[Any]:
         """Return the variables that new ranks get."""
@@ -184,10 +183,10 @@ class TensorFlowState(_State):
 
     def _write(self, variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         if tf.executing_eagerly():
-            return super()._write(variables, values)
-        for variable, value in zip(variables, values, strict=True):
-            variable.load(value, self.session)
-        return None
+            super()._write(variables, values)
+        else:
+            for variable, value in zip(variables, values, strict=True):
+                variable.load(value, self.session)
 
     def _sync_trained(self, root: int) -> None:
         own = [v for v in self.variables if self._survived and is_marked_local(v)]
@@ -211,13 +210,9 @@ _FRAME = re.compile(r'^\s*File ".*\n?', re.MULTILINE)
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether an error of TensorFlow is a failure of Horovod, and not of the program.
-
-    Ranks that disagree are an error of the program: `tf.errors.InvalidArgumentError`.
-    """
-    if not isinstance(error, tf.errors.OpError):
-        return False
-    if isinstance(error, tf.errors.InvalidArgumentError):
+    """Return whether an error of TensorFlow is a failure of Horovod, and not of the program."""
+    of_program = isinstance(error, tf.errors.InvalidArgumentError)  # the ranks disagree
+    if of_program or not isinstance(error, tf.errors.OpError):
         return False
     return _FAILURE.search(_FRAME.sub("", error.message)) is not None
 
@@ -225,16 +220,9 @@ def is_failure(error: Exception) -> bool:
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
     """Return `func` as a function that continues when ranks fail, leave or join, as Horovod's.
 
-    After a failure the last commit is restored; if hosts only join or leave, nothing is lost. Then
-    Horovod starts again, all ranks synchronize the state, and `func` is called again. Functions
-    that TensorFlow has traced are used again with any number of ranks.
+    As :func:`adasum_hvd.torch.elastic.run`. Traced functions are used with any number of ranks.
 
     Args:
-        func: a function whose first argument is the state, such as :class:`TensorFlowKerasState`.
+        func: its first argument is the state, such as :class:`TensorFlowKerasState`.
     """
-    return running(func, _restart, is_failure)
-
-
-def _restart() -> None:
-    mpi_ops.shutdown()
-    ops.start(again=True)
+    return running(func, mpi_ops.shutdown, ops.start, is_failure)

@@ -1,7 +1,4 @@
-"""Arguments of Horovod's functions, so that its scripts run unchanged.
-
-Arguments without an effect here are accepted, with a warning if they are set.
-"""
+"""Arguments of Horovod's functions, so that its scripts run unchanged."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ def by_name(
 
 
 def weights_of(local_layers: Any, built: bool = False) -> list[Any]:
-    """Return the trainable weights of `local_layers`: a Keras layer, several, or None.
-
-    With `built`, layers must have their weights.
-    """
+    """Return the trainable weights of a layer, several (`built`, if they must be) or None."""
     one = isinstance(local_layers, keras.layers.Layer)
     layers = [local_layers] if one else list(local_layers or ())
     for layer in layers:

@@ -61,30 +61,15 @@ class DistributedGradReducer(GradReducer):
 
 
 class WrapCell(wrap_cells.WrapCell):
-    """A distributed Keras optimizer that is called with a list of gradients.
+    """A distributed Keras optimizer that is called with a list of gradients: docs/mindspore.md.
 
-    Attributes that a cell lacks (`apply`, `learning_rate`, `variables`, ...) are read and set on
-    `optimizer`, the `DistributedOptimizer` inside. Pass that one to `model.compile`.
+    Args and errors as of :class:`adasum_hvd.mindspore.wrap_cells.WrapCell`; the default context is
+    data parallel over all ranks. `allow_modes` as `DistributedOptimizer`'s.
 
     Args:
-        optimizer: a Keras 3 optimizer.
         variables: the variables that the gradients belong to, in the gradients' order;
             by default the model's, or those that the optimizer was built for.
-        relaxed: remove the constraints of MindSpore's cells: at least 16 ranks, a power of two,
-            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
-        context: the parallel context to check; by default data parallel over all ranks.
         model: a Keras model, for its trainable variables.
-        gradient_group: a process set, this rank's group. The cell first averages its gradients
-            over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
-        allow_modes: as `DistributedOptimizer`'s.
-
-    Raises:
-        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks, a number of ranks
-            that is not a power of two, or other groups; in this order, and before the type of
-            `optimizer` is checked. A tf.distribute strategy or keras.distribution on any rank.
-        TypeError: `optimizer` is not a Keras optimizer.
-
-    Collective: every rank; blocks.
     """
 
     _own = wrap_cells.WrapCell._own | {"_variables"}

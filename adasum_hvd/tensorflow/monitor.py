@@ -45,31 +45,16 @@ class _Channel:
 class AdasumMonitor:
     """Records statistics of AdaSum for each variable, every k steps.
 
-    docs/monitor.md has the keys of a record: `step` is the number of calls of :meth:`step` or the
-    number given there, and `tensors` has, for each variable by its path, the result of
-    :func:`adasum_hvd.monitor.statistics.statistics`. Variables without a gradient on any rank are
-    left out.
-
-    Results of the reduction do not change by a bit. Under `fit` use
-    `adasum_hvd.tensorflow.keras.callbacks.AdasumMonitorCallback`, which calls :meth:`step`.
+    Records, sinks and errors are those of `adasum_hvd.torch.AdasumMonitor`; see docs/monitor.md.
+    `step` is the number of calls of :meth:`step`, or the number given there. Variables go by their
+    paths. Under `fit` use `callbacks.AdasumMonitorCallback`, which calls :meth:`step`.
 
     Args:
         optimizer: from `DistributedOptimizer` with an AdaSum op.
         every: steps between two records.
-        to: the sinks, on the first rank of the process set: paths that end in `.jsonl`, other
-            paths (folders for TensorBoard), functions of a record; or one of these.
-
-    Raises:
-        TypeError: another optimizer, or something else in `to`.
-        ValueError: an optimizer with another op; `every` is not an integer of at least 1; a file
-            that cannot be written; TensorBoard is not installed. On every rank.
-        RuntimeError: `ADASUM_HVD_OP=off`, because Horovod's own op has no statistics.
-        NotImplementedError: an elastic job.
+        to: the sinks, on the first rank of the process set.
 
     Collective: every rank of the process set; blocks.
-
-    References:
-        docs/monitor.md; arXiv 2006.02924, figure 1.
     """
 
     def __init__(self, optimizer: Any, every: int = 50, to: Any = ()):
@@ -83,9 +68,7 @@ class AdasumMonitor:
             self._monitor = Monitor(every, to, _Channel(process_set), inputs)
 
     def step(self, number: int | None = None) -> None:
-        """Count a step; call it outside a `tf.function`.
-
-        Collective, and blocks on the steps that are recorded.
+        """Count a step, outside a `tf.function`. Collective, and blocks on recorded steps.
 
         Args:
             number: the step's number, for the record; by default the number of calls.

@@ -26,6 +26,7 @@ from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.unfolded import unfolded
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
+_with_average = mpi_ops.handle_average_backwards_compatibility
 
 
 def init(
@@ -40,15 +41,12 @@ def init(
     The first AdaSum compares the ranks' settings. Launchers: docs/clusters.md.
 
     Args:
-        *args: as `horovod.tensorflow.init`.
-        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
-        **kwargs: as `horovod.tensorflow.init`.
+        *args: as `horovod.tensorflow.init`, like **kwargs.
+        group_op: with `group_size`, see :func:`adasum_hvd.horovod.groups.configure`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op; the message names the command. Or the
-            variables of a launcher are missing or contradict one another; or Horovod runs with
-            other groups.
+        RuntimeError: the installed Horovod lacks the op; a launcher's variables are missing or
+            contradict one another; or Horovod runs with other groups.
         ValueError: a setting is invalid.
 
     Collective: every rank calls it; blocks until all have.
@@ -78,14 +76,6 @@ def settings() -> dict[str, object]:
 def counters() -> binding.Counters:
     """Return how many calls, tensors and bytes the op has reduced in this process."""
     return binding.counters(LIBRARY)
-
-
-def _reduction(
-    op: ops.ReduceOp | int | str | None, average: bool | None
-) -> ops.ReduceOp:
-    if isinstance(op, str):
-        op = ops.parse(op)
-    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
 
 
 def refuse_xla(what: str) -> None:
@@ -125,13 +115,7 @@ def _adasum_name(name: str | None, tensor: Any, op: ops.ReduceOp) -> str | None:
 
 
 def join() -> Any:
-    """Wait until all ranks have joined; until then this rank contributes zeros to reductions.
-
-    Returns:
-        An int32 scalar: the last rank that joined.
-
-    Collective: every rank; blocks (eagerly).
-    """
+    """Contribute zeros until all ranks have joined; return the last (int32). Collective; blocks."""
     if not tf.executing_eagerly():
         return mpi_ops.join()
     # TensorFlow would keep the first result of Horovod's operation. It does in any function, too.
@@ -168,46 +152,37 @@ def allreduce(
     Args:
         tensor: float16, float32, float64 or bfloat16 (float32 on the wire), any shape.
         average: deprecated, as Horovod's.
-        device_dense: as Horovod's.
-        device_sparse: as Horovod's.
-        compression: as Horovod's.
+        device_dense: as Horovod's, like `device_sparse`, `compression` and `ignore_name_scope`.
         op: a reduction or its name; AdaSum works for any number of ranks. Default Average.
         prescale_factor: multiplies the input.
         postscale_factor: multiplies the result. AdaSum applies both factors once, in float64.
         name: the tensor's name, the same on all ranks; needed if the ranks' graphs differ.
         process_set: the ranks that reduce.
-        ignore_name_scope: as Horovod's.
 
     Raises:
         ValueError: unknown `op`.
-        SparseAdasumError: AdaSum of `tf.IndexedSlices`; a NotImplementedError, as Horovod's, and a
-            ValueError.
+        SparseAdasumError: AdaSum of `tf.IndexedSlices`.
         NotImplementedError: traced into a function that XLA compiles.
         tf.errors.InvalidArgumentError: an integer dtype; on every rank.
 
     Collective: every rank of `process_set`; blocks (eagerly).
     """
     refuse_xla("allreduce")
-    reduction = _reduction(op, average)
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    reduction = ops.requested(op, average, _with_average)
+    common: Any = {
+        "prescale_factor": prescale_factor, "postscale_factor": postscale_factor,
+        "process_set": process_set, "ignore_name_scope": ignore_name_scope,
+    }  # fmt: skip
     tensor = unfolded(tensor)
     if not ops.is_adasum(reduction):
-        return horovod_tf.allreduce(
-            tensor, None, device_dense, device_sparse, compression, int(reduction),
-            name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
-            **factors,
-        )  # fmt: skip
+        args = tensor, None, device_dense, device_sparse, compression, int(reduction)
+        return horovod_tf.allreduce(*args, name=name, **common)
     refuse_sparse(tensor, "AdaSum")
     with tf.device(device_dense):
         compressed, context = compression.compress(tensor)
-        reduced = mpi_ops._allreduce(
-            tf.cast(compressed, wire_dtype(compressed.dtype)),
-            name=_adasum_name(name, tensor, reduction),
-            op=int(ops.Adasum),
-            ignore_name_scope=ignore_name_scope,
-            process_set=process_set,
-            **factors,
-        )
+        sent = tf.cast(compressed, wire_dtype(compressed.dtype))
+        name = _adasum_name(name, tensor, reduction)
+        reduced = mpi_ops._allreduce(sent, name=name, op=int(ops.Adasum), **common)
         return compression.decompress(tf.cast(reduced, compressed.dtype), context)
 
 
@@ -231,17 +206,17 @@ def grouped_allreduce(
     dtype share a message. An empty list must be empty on all ranks, and sends nothing.
     """
     refuse_xla("grouped_allreduce")
-    reduction = _reduction(op, average)
+    reduction = ops.requested(op, average, _with_average)
     if not tensors:
         return []
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    common: Any = {
+        "prescale_factor": prescale_factor, "postscale_factor": postscale_factor,
+        "process_set": process_set, "ignore_name_scope": ignore_name_scope,
+    }  # fmt: skip
     tensors = list(map(unfolded, tensors))
     if not ops.is_adasum(reduction):
-        return horovod_tf.grouped_allreduce(
-            tensors, None, device_dense, device_sparse, compression, int(reduction),
-            name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
-            **factors,
-        )  # fmt: skip
+        args = tensors, None, device_dense, device_sparse, compression, int(reduction)
+        return horovod_tf.grouped_allreduce(*args, name=name, **common)
     for tensor in tensors:
         refuse_sparse(tensor, "AdaSum")
     results: list[Any] = [None] * len(tensors)
@@ -256,9 +231,7 @@ def grouped_allreduce(
                 [tf.cast(compressed[index], dtype) for index in indices],
                 name=_adasum_name(name and f"{name}.{dtype.name}", first, reduction),
                 op=int(ops.Adasum),
-                ignore_name_scope=ignore_name_scope,
-                process_set=process_set,
-                **factors,
+                **common,
             )
             for index, tensor in zip(indices, reduced, strict=True):
                 tensor = tf.cast(tensor, compressed[index].dtype)

@@ -40,18 +40,13 @@ def check_replicas(
 ) -> bool:
     """Compare weights and optimizer state over the ranks, bit for bit. Not in `tf.function`.
 
-    Statistics of batch normalization are weights that depend on each rank's data. Mark them with
-    `mark_worker_local`, or average them first.
+    Average the statistics of batch normalization before, or mark them with `mark_worker_local`.
 
     Args:
-        model: a Keras model or layer, or any `tf.Module`. Worker-local variables are left out.
-        optimizer: a Keras optimizer. Its variables are compared too, except in the delta variant,
-            in which they differ.
-        every: compare on every k-th call for this model only.
+        model: a Keras model or layer, or any `tf.Module`, without its worker-local variables.
+        optimizer: its variables are compared, too, except for the delta variant's, which differ.
+        every: compare on every k-th call for this model; return whether this call did.
         process_set: the ranks to compare.
-
-    Returns:
-        True if this call compared, False if it did not.
 
     Raises:
         ValueError: `every` is not an integer of at least 1.

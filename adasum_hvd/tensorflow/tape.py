@@ -49,18 +49,14 @@ class _Tape(tf.GradientTape):
     _adasum_local: set[int]
 
     def register_local_source(self, source: Any) -> None:
-        """Do not reduce the gradient of `source`.
-
-        Horovod's tape divides it by the number of ranks by default; this one does not.
-        """
+        """Neither reduce the gradient of `source`, nor divide it, as Horovod's tape does."""
         self._adasum_local.add(id(source))
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As TensorFlow's, reduced over the ranks. Collective; blocks (eagerly).
 
-        If a rank's gradient is None and another rank has one, the first contributes zeros. In a
-        `tf.function` that is an error, see `unconnected_gradients`.
+        None contributes zeros; in a `tf.function` it must be None on all ranks.
         """
         gradients = super().gradient(target, sources, *args, **kwargs)
         options = self._adasum_options
@@ -110,8 +106,7 @@ def DistributedGradientTape(
     Raises:
         ValueError: bad arguments; a process set that is not registered; `AdasumDelta`, because a
             tape has no weight changes. In `gradient()`: a sparse gradient for AdaSum without
-            `sparse_as_dense`; sources that differ between ranks (in a `tf.function` a
-            `tf.errors.OpError`, also if only some ranks have a gradient).
+            `sparse_as_dense`; sources that differ between ranks (in a graph an `OpError`).
         NotImplementedError: a process set in an elastic job. In `gradient()`: under XLA or a
             tf.distribute strategy.
     """
@@ -150,14 +145,10 @@ def PartialDistributedGradientTape(
     """Return a tape that reduces all gradients but those of `local_layers`.
 
     Args:
-        gradtape: as :func:`DistributedGradientTape`.
+        gradtape: as :func:`DistributedGradientTape`, like the errors.
         *args: by position in Horovod's order, which has `local_layers` after `process_set`.
         **kwargs: as :func:`DistributedGradientTape`, and `local_layers`: a Keras layer or
             several, whose gradients are not reduced.
-
-    Raises:
-        TypeError: too many arguments.
-        ValueError: as :func:`DistributedGradientTape`.
     """
     given = by_name(horovod_tf.PartialDistributedGradientTape, args, kwargs)
     local = weights_of(given.pop("local_layers", None))

@@ -1,7 +1,6 @@
 """Values that TensorFlow's graph optimizer does not recognise as constants.
 
-It treats Horovod's operations as pure functions. It would run an operation on constants once, on
-this rank alone, and keep the result.
+It would run Horovod's operation on constants once, on this rank alone, and keep the result.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Max, size
+from horovod.torch.mpi_ops import Max
 
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -29,12 +29,7 @@ class GradScaler(torch.amp.GradScaler):
 
     With the gradient variant the ranks compare their scales with their hyperparameters, because
     gradients of different scales must not be added. In an elastic job pass it to `TorchState`.
-
-    Example:
-        >>> scaler = hvd.GradScaler("cuda")       # doctest: +SKIP
-        >>> scaler.scale(loss).backward()         # doctest: +SKIP
-        >>> scaler.step(optimizer)                # doctest: +SKIP
-        >>> scaler.update()                       # doctest: +SKIP
+    docs/clipping.md has the lines.
     """
 
     def unscale_(self, optimizer: Any) -> None:
@@ -69,12 +64,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agree(self, optimizer: Any) -> None:
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        process_set = optimizer._adasum.options.process_set
-        if size() == 1 or not process_set.included():
+        reducer = optimizer._adasum
+        if reducer.alone:
             return
         if not found:
             found[torch.device("cpu")] = torch.zeros(())
         local = torch.stack([flag.cpu().reshape(1) for flag in found.values()]).amax(0)
+        process_set = reducer.options.process_set
         agreed = torch_ops.allreduce(
             local, name="adasum.found_inf", op=Max, process_set=process_set
         )
@@ -112,13 +108,7 @@ def forget_scaler(optimizer: Any) -> None:
 
 
 def must_skip(optimizer: Any, consistent: bool) -> bool:
-    """Return whether this `step()` must be skipped because a scaler found an overflow.
-
-    Args:
-        optimizer: a distributed optimizer inside `step()`.
-        consistent: the gradients that the scaler checked are equal on all ranks; else torch's own
-            scaler is an error.
-    """
+    """Return whether a scaler skips this `step()`; torch's must have seen equal gradients."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return False

@@ -39,8 +39,7 @@ def _start(
     """Start to broadcast a tensor, in place if possible; return a function that waits."""
     values = tensor.detach()
     copy = values.resolve_conj().resolve_neg().contiguous()
-    supported = values.dtype in _SUPPORTED
-    sent = copy if supported else copy.reshape(-1).view(torch.uint8)
+    sent = copy if values.dtype in _SUPPORTED else copy.reshape(-1).view(torch.uint8)
     handle = mpi_ops.broadcast_async_(sent, root_rank, name, process_set)
 
     def finish() -> None:
@@ -156,44 +155,39 @@ def _gather(caller: str, result: Any, name: str, process_set: ProcessSet) -> lis
 
 
 class _Outline(cloudpickle.Pickler):
-    """Pickles an object without the memory of its plain tensors, and lists those tensors."""
+    """Pickles an object without the memory of its plain tensors, which are in `tensors`."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-        self._index_of: dict[int, int] = {}  # by id
+        self.tensors: dict[int, torch.Tensor] = {}  # by id
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the index of a tensor whose memory is sent separately."""
+        """Return the key of a tensor whose memory is sent separately."""
         if type(obj) is not torch.Tensor or not _is_plain(obj):
             return None
-        index = self._index_of.setdefault(id(obj), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(obj)
-        return index
+        self.tensors[id(obj)] = obj
+        return id(obj)
 
 
 class _OutlineReader(pickle.Unpickler):
     """The inverse of :class:`_Outline`."""
 
-    def __init__(self, outline: bytes, tensors: list[torch.Tensor]):
-        super().__init__(io.BytesIO(outline))
-        self._tensors = tensors
+    tensors: dict[int, torch.Tensor]
 
-    def persistent_load(self, index: int) -> torch.Tensor:
-        """Return the tensor with this index."""
-        return self._tensors[index]
+    def persistent_load(self, key: int) -> torch.Tensor:
+        """Return the tensor with this key."""
+        return self.tensors[key]
 
 
-def _outlined(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
+def _outlined(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, torch.Tensor]]:
     """Return a state's (outline, shapes and dtypes) for the other ranks, and its tensors."""
     file = io.BytesIO()
     pickler = _Outline(file)
     try:
         pickler.dump(optimizer.state_dict())
     except Exception as error:  # raised by the optimizer or an object in its state
-        return Failure(error), []
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in pickler.tensors]
+        return Failure(error), {}
+    shapes = {key: (tuple(t.shape), t.dtype) for key, t in pickler.tensors.items()}
     return (file.getvalue(), shapes), pickler.tensors
 
 
@@ -207,9 +201,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the root's optimizer state and hyperparameters to every rank.
 
-    Unlike Horovod's function it takes no step, so weights do not decay and no rank hangs. It
-    supports every dtype and any nesting of the state, and leaves the state of marked parameters
-    (worker-local, or replicated over some ranks) as it is on each rank.
+    Unlike Horovod's function it takes no step, supports any dtype and nesting of the state, and
+    leaves the state of marked parameters (worker-local, or replicated over some ranks) as it is.
 
     Args:
         optimizer: any torch optimizer, distributed or not.
@@ -227,24 +220,26 @@ def broadcast_optimizer_state(
     caller = "broadcast_optimizer_state"
     check_root(caller, root_rank, process_set)
     is_root = mpi_ops.rank() == root_rank
-    outlined, tensors = _outlined(optimizer) if is_root else (None, [])
+    outlined, tensors = _outlined(optimizer) if is_root else (None, {})
     by_rank = _gather(caller, outlined, "adasum.optimizer_state", process_set)
     outline, shapes = by_rank[ranks_of(process_set).index(root_rank)]
     # One tensor at a time, through the host: a pickle of the state may exceed MPI's 2 GiB.
-    received = []
-    for index, (shape, dtype) in enumerate(shapes):
-        copy = tensors[index].cpu() if is_root else torch.empty(shape, dtype=dtype)
+    received = {}
+    for index, (key, (shape, dtype)) in enumerate(shapes.items()):
+        copy = tensors[key].cpu() if is_root else torch.empty(shape, dtype=dtype)
         _start(copy, root_rank, f"adasum.optimizer_state.{index}", process_set)()
-        received.append(copy)
+        received[key] = copy
     failure = None if is_root or keep else _load(optimizer, outline, received)
     _gather(caller, failure, "adasum.optimizer_state.loaded", process_set)
 
 
 def _load(
-    optimizer: torch.optim.Optimizer, outline: bytes, tensors: list[torch.Tensor]
+    optimizer: torch.optim.Optimizer, outline: bytes, tensors: dict[int, torch.Tensor]
 ) -> Failure | None:
     try:
-        state = _OutlineReader(outline, tensors).load()
+        reader = _OutlineReader(io.BytesIO(outline))
+        reader.tensors = tensors
+        state = reader.load()
         _keep_own(optimizer, state["state"])
         optimizer.load_state_dict(state)
     except Exception as error:  # raised by the optimizer; every rank reports it

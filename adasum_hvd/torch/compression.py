@@ -6,7 +6,7 @@ import torch
 from horovod.torch import compression
 
 from adasum_hvd.base import ops
-from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch import wire
 
 
 class BF16Compressor(compression.Compressor):
@@ -32,6 +32,6 @@ class Compression(compression.Compression):
 
 def compressions(op: ops.ReduceOp) -> tuple[type[compression.Compressor], ...]:
     """Return the compressions that an optimizer with this reduction supports."""
-    if ops.is_adasum(op) and torch_ops.settings()["op"] == "on":
+    if ops.is_adasum(op) and wire.op_is_on():
         return Compression.none, Compression.fp16, Compression.bf16
     return Compression.none, Compression.fp16

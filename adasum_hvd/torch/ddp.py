@@ -33,12 +33,7 @@ def __getattr__(name: str) -> Any:
 def keep_local_hook(
     state: None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Leave gradients as they are on each rank, for `DistributedOptimizer(op=AdasumDelta)`.
-
-    Args:
-        state: None.
-        bucket: a bucket of DDP's.
-    """
+    """Leave gradients as they are on each rank, for `DistributedOptimizer(op=AdasumDelta)`."""
     flat = bucket.buffer()
     devices = None if flat.is_cpu else [flat.device]  # `wait` synchronizes the streams
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)

@@ -34,12 +34,7 @@ class ElasticSampler(HorovodSampler):
     """A sampler whose state counts the samples that all ranks have processed, as Horovod's.
 
     Every rank gets the same number of indices of the rest of the epoch, repeated as often as
-    needed, and none after its end.
-
-    Args:
-        dataset: of constant length.
-        shuffle: whether to shuffle the indices.
-        seed: of the shuffle; the same on all ranks.
+    needed, and none after its end. Arguments are Horovod's.
     """
 
     def __iter__(self) -> Iterator[int]:
@@ -154,18 +149,5 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     Args:
         func: its first argument is the state, such as :class:`TorchState`.
-
-    Example:
-        >>> @hvd.elastic.run                                             # doctest: +SKIP
-        ... def train(state):
-        ...     while state.batch < batches:
-        ...         ...                                # backward, optimizer.step()
-        ...         state.batch += 1
-        ...         state.commit()
     """
-    return running(func, _restart, lambda error: False)
-
-
-def _restart() -> None:
-    mpi_ops.shutdown()
-    ops.start(again=True)
+    return running(func, mpi_ops.shutdown, ops.start)

@@ -18,11 +18,7 @@ from adasum_hvd.horovod.launch.variables import Expected
 
 
 def before_init(mpi: str) -> Expected | None:
-    """As :func:`adasum_hvd.horovod.launch.variables.before_init`; knows torch's process group.
-
-    A process group of several ranks gives their numbers; without one, the environment does.
-    Collective: every rank; blocks until all respond.
-    """
+    """As `variables.before_init`, or by a process group of several ranks. Collective; blocks."""
     in_group = dist.is_available() and dist.is_initialized()
     if not in_group or dist.get_world_size() == 1:
         return variables.before_init(mpi, _over_torchs_store)

@@ -17,10 +17,9 @@ _HOLDERS = "_adasum_holders"
 def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> None:
     """Reduce parameters over the ranks that hold them, never with other ranks' parameters.
 
-    Use it for experts, tensor-parallel shards or pipeline stages with replicas on some ranks.
     Call it before `DistributedOptimizer`, on the ranks that hold the parameters, with the
-    same names, shapes and order on each of them. Freeze and unfreeze them on all ranks of the
-    job in the same step. A set of one rank makes them worker-local.
+    same names, shapes and order on each of them: docs/parallel.md. Freeze and unfreeze them on all
+    ranks of the job in the same step. A set of one rank makes them worker-local.
 
     Args:
         process_set: a registered Horovod process set that includes this rank.
@@ -30,11 +29,6 @@ def mark_replicated_over(process_set: ProcessSet, *tensors: torch.Tensor) -> Non
         ValueError: the process set is not registered, or does not include this rank.
         TypeError: `process_set` is not a process set, or an element of `tensors` is not a tensor.
         NotImplementedError: the job is elastic, and process sets end when ranks come or go.
-
-    Example:
-        >>> pair = hvd.add_process_set([0, 1])                          # doctest: +SKIP
-        >>> if pair.included():                                         # doctest: +SKIP
-        ...     hvd.mark_replicated_over(pair, *expert.parameters())
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(

@@ -1,8 +1,4 @@
-"""MindSpore's names: the wrap cells of both variants, and the gradient reducer.
-
-References:
-    docs/mindspore.md.
-"""
+"""MindSpore's names: wrap cells of both variants, and the gradient reducer (docs/mindspore.md)."""
 
 from __future__ import annotations
 
@@ -34,12 +30,7 @@ class DistributedGradReducer(GradReducer):
 
     Arguments and errors: those of :class:`adasum_hvd.mindspore.grad_reducer.GradReducer`.
     Sparse gradients are COO tensors. Parameters marked with `mark_replicated_over` also keep
-    their own gradients.
-
-    Example:
-        >>> reducer = DistributedGradReducer(model.parameters(), mean=True)  # doctest: +SKIP
-        >>> gradients = reducer(tuple(p.grad for p in model.parameters()))  # doctest: +SKIP
-        >>> reducer.reduce_gradients()    # or in place, on .grad       # doctest: +SKIP
+    their own gradients. `reduce_gradients` works in place, on `.grad`.
     """
 
     _all_ranks = mpi_ops.global_process_set
@@ -95,33 +86,10 @@ class DistributedGradReducer(GradReducer):
 
 
 class WrapCell(wrap_cells.WrapCell):
-    """A distributed optimizer that is called with a tuple of gradients; see the subclasses.
+    """A distributed optimizer that is called with a tuple of gradients; docs/mindspore.md.
 
-    Attributes that a cell lacks (`step`, `param_groups`, `state_dict`, ...) are read and set on
-    `cell.optimizer`, the `DistributedOptimizer` inside. Pass that one to LR schedulers.
-
-    Args:
-        optimizer: a torch optimizer.
-        relaxed: lift the constraints of MindSpore's cells: at least 16 ranks, a power of two,
-            groups of 8 ranks averaged (`hvd.init(group_op="average", group_size=8)`).
-        named_parameters: as `DistributedOptimizer`'s.
-        context: the parallel context to check; by default the one detected in the job.
-        model: as `DistributedOptimizer`'s.
-        gradient_group: a process set, this rank's group. The cell first averages the gradients
-            over it (sums them with `gradients_mean=False`), as MindSpore's TrainOneStepCell does.
-
-    Raises:
-        RuntimeError: one rank, optimizer sharding, a pipeline, too few ranks or not a power of
-            two, other groups; checked in this order, before the type of `optimizer`.
-        TypeError: `optimizer` is not a torch optimizer.
-
-    Collective: every rank; blocks.
-
-    Example:
-        >>> hvd.init(group_op="average", group_size=8)                  # doctest: +SKIP
-        >>> optim = hvd.AdaSumByDeltaWeightWrapCell(                    # doctest: +SKIP
-        ...     torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-        >>> optim(torch.autograd.grad(loss, optim.parameters))          # doctest: +SKIP
+    Args and errors as of :class:`adasum_hvd.mindspore.wrap_cells.WrapCell`; the default context is
+    the one detected in the job. `named_parameters` and `model` as `DistributedOptimizer`'s.
     """
 
     _plain, _plain_name = torch.optim.Optimizer, "torch.optim.Optimizer"
@@ -147,10 +115,7 @@ class WrapCell(wrap_cells.WrapCell):
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The optimizer's parameters that require a gradient, in the order of gradients.
-
-        That is the order of `AdamOffload`'s "order_params", or of the param groups.
-        """
+        """Parameters that require a gradient, by `AdamOffload`'s "order_params" or the groups."""
         parameters = self.optimizer._adasum.parameters
         if isinstance(self.optimizer, AdamOffload):
             parameters = self.optimizer.update_order()[::-1]

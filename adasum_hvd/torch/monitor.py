@@ -49,12 +49,8 @@ class _Channel:
 class AdasumMonitor:
     """Records statistics of AdaSum for each parameter, every k steps.
 
-    A record is a dict: `step` (steps since the monitor was created), `time` (seconds since 1970),
-    `ranks`, `joined` (number of AdaSum's inputs: ranks, or groups that average or sum), `inputs`
-    ("gradients" or "changes"), `noise_scale`, `adascale_gain` and `lengthening` over all tensors,
-    and `tensors`, which has, by parameter name, the values of
-    :func:`adasum_hvd.monitor.statistics.statistics`, each None if it is not finite.
-
+    docs/monitor.md has the keys of a record. Its `step` counts from the monitor's creation, and
+    `tensors` has the values of :func:`adasum_hvd.monitor.statistics.statistics` by parameter name.
     Recording does not change a bit of the results. A record is written a few steps after its step.
 
     Args:
@@ -77,11 +73,8 @@ class AdasumMonitor:
     Collective: every rank of the process set creates it and takes the same steps; a recorded step
     sends a few doubles per parameter. Blocks only here and in `close`.
 
-    Example:
-        >>> monitor = hvd.AdasumMonitor(optimizer, 50, "run.jsonl")  # doctest: +SKIP
-
     References:
-        docs/monitor.md; arXiv 2006.02924, figure 1.
+        arXiv 2006.02924, figure 1.
     """
 
     def __new__(

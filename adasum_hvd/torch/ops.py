@@ -24,6 +24,7 @@ _DTYPES = frozenset(
 )
 # Integers pass here, because the op itself refuses them for all frameworks.
 _ADASUM_DTYPES = _DTYPES | {torch.bfloat16}
+_with_average = mpi_ops.handle_average_backwards_compatibility
 Reduction = TypeVar("Reduction", bound=Callable[..., Any])
 _complete = False  # whether the last `init` has run to its end
 
@@ -40,15 +41,12 @@ def init(
     from the variables of torchrun, Slurm, mpirun or a Kubernetes Job: docs/clusters.md.
 
     Args:
-        *args: as `horovod.torch.init`.
-        group_op: see :func:`adasum_hvd.horovod.groups.configure`.
-        group_size: see :func:`adasum_hvd.horovod.groups.configure`.
-        **kwargs: as `horovod.torch.init`.
+        *args: as `horovod.torch.init`, like **kwargs.
+        group_op: with `group_size`, see :func:`adasum_hvd.horovod.groups.configure`.
 
     Raises:
-        RuntimeError: the installed Horovod lacks the op, and the message names the command to
-            build it; or a launcher's variables are missing or contradict one another; or Horovod
-            runs with other groups.
+        RuntimeError: the installed Horovod lacks the op; a launcher's variables are missing or
+            contradict one another; or Horovod runs with other groups.
         ValueError: a setting is invalid, or the ranks' settings differ (on every rank).
 
     Collective: every rank calls it; blocks until all have. A second call has no effect.
@@ -76,7 +74,7 @@ def agree() -> None:
     """Raise ValueError unless all ranks have the same settings, and connect them. Collective."""
     by_rank = allgather_object(agreement.comparable(settings()), "adasum.settings")
     agreement.compare_settings(by_rank, mpi_ops.rank())
-    if mpi_ops.size() > 1 and settings()["op"] == "on":
+    if mpi_ops.size() > 1 and wire.op_is_on():
         # Connection errors are easier to understand here than in the first step.
         allreduce(torch.zeros(1), name="adasum.connect", op=ops.Adasum)
     wire.note_agreement()
@@ -90,14 +88,6 @@ def settings() -> dict[str, object]:
 def counters() -> binding.Counters:
     """Return how many calls, tensors and bytes the op has reduced in this process."""
     return binding.counters(LIBRARY)
-
-
-def _reduction(op: Any, average: bool | None) -> ops.ReduceOp:
-    if type(op) is ops.ReduceOp and average is None:
-        return op
-    if isinstance(op, str):
-        op = ops.parse(op)
-    return ops.parse(mpi_ops.handle_average_backwards_compatibility(op, average))
 
 
 def check_tensors(
@@ -167,11 +157,7 @@ def _reduce(tensors: list[torch.Tensor], *options: Any, compression: Any) -> Any
 
 
 def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
-    """Return a function with Horovod's name and signature that also reduces by AdaSum.
-
-    The name tells the form: "grouped_" reduces several tensors, "_async" returns a handle, and a
-    last "_" writes the results into the tensors. Other reductions are left to Horovod.
-    """
+    """Return a function of Horovod's for AdaSum, too: grouped, async or in place by its name."""
     signature, called = inspect.signature(horovod_function), horovod_function.__name__
     first = next(iter(signature.parameters))
     grouped = called.startswith("grouped_")
@@ -183,7 +169,8 @@ def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
         bound.apply_defaults()
         given = bound.arguments
         tensors = list(given[first]) if grouped else [given[first]]
-        name, op = given["name"], _reduction(given["op"], given.pop("average"))
+        op = ops.requested(given["op"], given.pop("average"), _with_average)
+        name = given["name"]
         check_tensors(tensors, name, op)
         if tensors and not ops.is_adasum(op):
             inputs = tensors if grouped else tensors[0]

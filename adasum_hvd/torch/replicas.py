@@ -45,18 +45,14 @@ def check_replicas(
 ) -> bool:
     """Compare parameters, buffers and optimizer state over the ranks, bit for bit.
 
-    Batch normalization statistics are buffers that depend on each rank's own data: mark them
-    with `mark_worker_local`, or average them first.
+    Average the statistics of batch normalization before, or mark them with `mark_worker_local`.
 
     Args:
         model: its parameters and buffers are compared. Worker-local ones are left out, and those
             marked with `mark_replicated_over` are compared over the ranks that hold them.
         optimizer: its state is compared, too, except for the delta variant's, which is local.
-        every: compare on every k-th call for this model; other calls return at once.
+        every: compare on every k-th call for this model; return whether this call did.
         process_set: the ranks to compare.
-
-    Returns:
-        Whether this call compared the ranks.
 
     Raises:
         ValueError: `every` is not an integer of at least 1.
@@ -77,12 +73,7 @@ def check_replicas(
 
 
 def banner(optimizer: Any) -> str:
-    """Return one line: variant, ranks, backend, transport, groups, learning rate, wire, memory.
-
-    Example:
-        >>> if hvd.rank() == 0:                       # doctest: +SKIP
-        ...     print(hvd.banner(optimizer))
-    """
+    """Return one line: variant, ranks, backend, transport, groups, learning rate, wire, memory."""
     options = optimizer._adasum.options
     flats = [bucket.flat for bucket in optimizer._adasum.flat_buckets]
     path = binding.transport_description(LIBRARY, options.process_set.process_set_id)

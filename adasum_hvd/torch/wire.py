@@ -39,7 +39,7 @@ def forget() -> None:
     _generation += 1
     _copies.clear()
     _unnamed.clear()
-    _op_is_on.cache_clear()
+    op_is_on.cache_clear()
 
 
 def generation() -> int:
@@ -56,21 +56,21 @@ def note_agreement() -> None:
 def ranks_meet() -> bool:
     """Return whether all ranks run the same code now, so that collectives are allowed.
 
-    In an elastic job this holds from the first synchronization on. Before that, new ranks are
-    still starting while survivors continue in the middle of the script.
+    In an elastic job new ranks still start, and survivors go on, until the first synchronization.
     """
     return not agreement.is_elastic() or _agreed == _generation
 
 
 @functools.cache
-def _op_is_on() -> bool:
+def op_is_on() -> bool:
+    """Return whether the op reduces AdaSum, and not Horovod's own with `ADASUM_HVD_OP=off`."""
     return binding.settings(LIBRARY)["op"] == "on"
 
 
 def _as_bits(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether the tensors are bfloat16 and are sent as two bytes per element."""
     return tensors[0].dtype == torch.bfloat16 and (
-        all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _op_is_on()
+        all(tensor.dtype == torch.bfloat16 for tensor in tensors) and op_is_on()
     )
 
 
@@ -83,7 +83,7 @@ def _name_in_op(name: str, op: ops.ReduceOp, as_bits: bool) -> str:
 
 def entry(name: str, op: ops.ReduceOp, dtype: torch.dtype) -> str:
     """Return the full name in Horovod of a tensor that :func:`enqueue` sends as `name`."""
-    as_bits = dtype == torch.bfloat16 and ops.is_adasum(op) and _op_is_on()
+    as_bits = dtype == torch.bfloat16 and ops.is_adasum(op) and op_is_on()
     return f"allreduce.{_name_in_op(name, op, as_bits)}"
 
 

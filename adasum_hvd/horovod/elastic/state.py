@@ -163,14 +163,16 @@ class SharedState(ObjectState):
 
 def running(
     func: Callable[..., Result],
-    restart: Callable[[], None],
-    is_failure: Callable[[Exception], bool],
+    shutdown: Callable[[], None],
+    start: Callable[..., None],
+    is_failure: Callable[[Exception], bool] = lambda error: False,
 ) -> Callable[..., Result]:
     """Return `func` as a function that continues when ranks die, leave or join.
 
     Args:
         func: its first argument is the state.
-        restart: shuts Horovod down and starts it with the job's current ranks.
+        shutdown: ends Horovod.
+        start: starts it, with `again=True` with the job's current ranks.
         is_failure: whether an error means that another rank has died, so that this rank
             continues from its last commit. Other errors are raised.
     """
@@ -184,7 +186,8 @@ def running(
             while True:
                 try:
                     if not is_first:
-                        restart()
+                        shutdown()
+                        start(again=True)
                         state.on_reset()
                     state.sync()
                     return func(state, *args, **kwargs)

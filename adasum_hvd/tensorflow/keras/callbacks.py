@@ -15,10 +15,8 @@ from adasum_hvd.base.options import ProcessSet, check_count
 from adasum_hvd.tensorflow.broadcasting import allgather_object, broadcast_variables
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.keras.learning_rate import (
-    LearningRateScheduleCallback as LearningRateScheduleCallback,
-)
-from adasum_hvd.tensorflow.keras.learning_rate import (
-    LearningRateWarmupCallback as LearningRateWarmupCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
 )
 from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.optimizer import is_distributed
@@ -64,7 +62,6 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
     def __init__(self, every: int = 50, to: Any = ()):
         super().__init__()
         self._every, self._to = every, to
-        self._monitor: AdasumMonitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Create the monitor. Collective; blocks."""
@@ -72,29 +69,24 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the step; collective and blocking if it is recorded."""
-        if self._monitor is not None:
-            # Keras before 3.9 counts only inside a loss scale.
-            self._monitor.step(int(inner(self.model.optimizer).iterations))
+        # Keras before 3.9 counts only inside a loss scale.
+        self._monitor.step(int(inner(self.model.optimizer).iterations))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the sinks. Collective."""
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._monitor.close()
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state, and checks the first step.
 
-    It broadcasts before the first batch, or after it if the model is not yet built on every rank.
-    Sums of gradients and random seeds stay each rank's own. After the next batch, and at the end
-    of the first epoch, it compares the trainable weights over the ranks.
+    It broadcasts before the first batch, or after it if the model is not yet built on every rank:
+    docs/tensorflow.md, callbacks and checks.
 
     Args:
         root_rank: the rank that sends its values.
         device: without effect, for Horovod's scripts: setting it warns with the reason.
-        local_variables: one or several variables that each rank keeps and updates itself; they
-            are marked as by `mark_worker_local`.
+        local_variables: one or several variables to mark as by `mark_worker_local`.
         process_set: the ranks that train together.
 
     Raises:
@@ -124,14 +116,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             one = hasattr(local_variables, "shape")  # TensorFlow's are iterable, too
             mark_worker_local(*([local_variables] if one else local_variables))
         self._root_rank, self._process_set = root_rank, process_set
-        self._model_and_optimizer: Any = (None, None)
+        self._of_model: Any = None
+        self._of_optimizer: Any = None
 
     def set_model(self, model: Any) -> None:
         """Start again with another model or optimizer; a second `fit` of both continues."""
-        current = model, model.optimizer  # a second compile sets another optimizer
-        before = self._model_and_optimizer
-        if any(a is not b for a, b in zip(current, before, strict=True)):
-            self._model_and_optimizer = current
+        if model is not self._of_model or model.optimizer is not self._of_optimizer:
+            self._of_model, self._of_optimizer = model, model.optimizer
             self._broadcast_done = self._checked = self._epoch_checked = False
         super().set_model(model)
 
@@ -176,16 +167,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         variables = [*self.model.weights, *optimizer.variables]
         if is_distributed(optimizer):
-            self._warn_of_other_passes(optimizer._adasum.gradients)
+            if optimizer._adasum.gradients.length > 1:
+                self._compare_passes(optimizer._adasum.gradients.steps)
             variables += optimizer.window_variables
         local = local_slots(optimizer)
         shared = [v for v in variables if not (is_marked_local(v) or id(v) in local)]
         broadcast_variables(shared, self._root_rank, self._process_set)
 
-    def _warn_of_other_passes(self, window: Any) -> None:
-        if window.length == 1:
-            return
-        passes = self._gather(window.steps, "adasum.passes")
+    def _compare_passes(self, mine: int) -> None:
+        passes = self._gather(mine, "adasum.passes")
         if len(set(passes)) > 1:
             warnings.warn(
                 "BroadcastGlobalVariablesCallback: expected all ranks at the same pass of a "
@@ -211,10 +201,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class CheckReplicasCallback(keras.callbacks.Callback):
-    """Compares the ranks' models every k batches, and at the end of training.
+    """Calls :func:`adasum_hvd.tensorflow.check_replicas` every k batches and after training.
 
-    It compares as :func:`adasum_hvd.tensorflow.check_replicas` does, with the optimizer. With
-    `local_steps > 1` it compares nothing, because the ranks' weights differ between reductions.
+    With `local_steps > 1` it compares nothing: the ranks' weights differ between reductions.
 
     Args:
         every: batches from one comparison to the next.
@@ -250,9 +239,7 @@ class CheckReplicasCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the epoch's metrics over the ranks; put it before callbacks that use them.
-
-    A metric with a value per class (`F1Score()`) is averaged element by element.
+    """Averages the epoch's metrics, numbers or arrays; put it before callbacks that use them.
 
     Args:
         device: without effect, for Horovod's scripts: setting it warns with the reason.
@@ -305,11 +292,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's `ModelCheckpoint` that saves the best model, on rank 0 only.
 
-    Put it after `MetricAverageCallback`, so that it compares the average of all ranks.
-
-    Args:
-        filepath: as Keras's.
-        **kwargs: as Keras's; `save_best_only` is True.
+    Arguments are Keras's. Put it after `MetricAverageCallback`, to compare the ranks' average.
     """
 
     def __init__(self, filepath: str, **kwargs: Any):

@@ -1,7 +1,7 @@
 """Collectives with the arguments of `horovod.tensorflow.keras`, which take any value.
 
-All are collective over the process set, and block (eagerly). `kwargs` are other arguments of the
-functions of `horovod.tensorflow`, whose errors they raise, too.
+All are collective over the process set, and block (eagerly). `value` is a tensor or converts to
+one, and `name` is the same on all ranks. `kwargs` and errors are those of `horovod.tensorflow`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def allreduce(
     compression: Any = Compression.none,
     **kwargs: Any,
 ) -> Any:
-    """Return `value`, a tensor or a value that converts to one, as `ops.allreduce` reduces it."""
+    """Return `value` as :func:`adasum_hvd.tensorflow.ops.allreduce` reduces it."""
     return tf_ops.allreduce(
         _tensor(value), average, compression=compression, op=op, name=name,
         prescale_factor=prescale_factor, postscale_factor=postscale_factor, **kwargs,
@@ -40,25 +40,14 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
-    """Return all ranks' values, one after the other along the first dimension.
-
-    Args:
-        value: a tensor, or a value that converts to one; ranks differ in the first dimension only.
-        name: the tensor's name, the same on all ranks.
-    """
+    """Return all ranks' values, one after the other along the first dimension, which may differ."""
     return horovod_tf.allgather(_tensor(value), name, **kwargs)
 
 
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, **kwargs: Any
 ) -> tf.Tensor:
-    """Return the root's value.
-
-    Args:
-        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
-        root_rank: the rank, in the job, that sends its value.
-        name: the tensor's name, the same on all ranks.
-    """
+    """Return the value of `root_rank`, a rank of the job; all values have one shape and dtype."""
     return horovod_tf.broadcast(_tensor(value), root_rank, name, **kwargs)
 
 
@@ -68,12 +57,9 @@ def reducescatter(
     """Return this rank's share, along the first dimension, of the reduced value.
 
     Args:
-        value: a tensor, or a value that converts to one, of one shape and dtype on all ranks.
-        name: the tensor's name, the same on all ranks.
-        op: `Average` or `Sum`, or the name of one.
-
-    Raises:
-        ValueError: another `op`.
+        value: of one shape and dtype on all ranks.
+        name: the same on all ranks.
+        op: `Average` or `Sum`, or the name of one; else ValueError.
     """
     reduction = ops.parse(op)
     if reduction not in (ops.Average, ops.Sum):

@@ -33,8 +33,8 @@ class KerasState(TensorFlowKerasState):
 class _StateCallback(keras.callbacks.Callback):
     """Knows the state, and how many batches of an epoch this `fit` has finished.
 
-    Keras before 3.11 passes the number of an execution's first batch to `on_train_batch_end`, later
-    versions that of its last one; all pass the first one to `on_train_batch_begin`.
+    All of Keras 3 passes an execution's first batch to `on_train_batch_begin`; what it passes to
+    `on_train_batch_end` depends on the version.
     """
 
     _begun = 0
@@ -51,19 +51,16 @@ class _StateCallback(keras.callbacks.Callback):
         return self._begun + batches_of(self.model)
 
     def _ends(self, finished: int) -> bool:
-        """Return whether an epoch ends after so many batches; unknown ends are never reached.
-
-        The last execution may be longer than the rest of the epoch.
-        """
+        """Return whether an epoch ends after so many batches; unknown ends are never reached."""
         steps = (self.params or {}).get("steps")
-        return bool(steps and finished >= steps)
+        return bool(steps and finished >= steps)  # the last execution may be too long
 
 
 class CommitStateCallback(_StateCallback):
     """Commits after every so many batches, and at the end of every epoch; put it last.
 
     Args:
-        state: the state to commit.
+        state: to commit.
         batches_per_commit: number of batches that a failure may lose; with `steps_per_execution`
             at least one execution's.
     """
@@ -97,9 +94,6 @@ class UpdateBatchStateCallback(_StateCallback):
 
     If Keras knows the number of batches in an epoch, the first epoch of a `fit` is shortened by the
     batches that were finished before. Put it before callbacks that stop the training.
-
-    Args:
-        state: has an attribute `batch`.
     """
 
     _done_before = 0
@@ -124,11 +118,7 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Counts finished epochs in `state.epoch`, in this `fit` and before.
-
-    Args:
-        state: has an attribute `epoch`.
-    """
+    """Counts finished epochs in `state.epoch`, in this `fit` and before."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Count."""

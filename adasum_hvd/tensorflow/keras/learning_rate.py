@@ -44,16 +44,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._initial_lr, self._staircase = initial_lr, staircase
         self._start, self._end = start_epoch, end_epoch
         self._momentum_correction = momentum_correction
-        self._steps_per_epoch = self._given_steps = steps_per_epoch
-        self._epoch = 0
+        self._given_steps, self._epoch = steps_per_epoch, 0
         self._multiplier = (
             multiplier
             if callable(multiplier)
             else lambda epoch: multiplier ** (epoch - start_epoch)
         )
 
+    @property
+    def _steps(self) -> int | None:
+        """The batches in an epoch of this `fit`."""
+        return self._given_steps or (self.params or {}).get("steps")
+
     def on_train_begin(self, logs: Any = None) -> None:
-        """Get the number of batches in an epoch of this `fit`."""
+        """Check the optimizer and the number of batches."""
         rate = inner(self.model.optimizer)._learning_rate
         if not hasattr(rate, "assign"):
             raise ValueError(
@@ -61,13 +65,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 f"but got {type(rate).__name__}; remove this callback, or pass a number to the "
                 "optimizer and the schedule to LearningRateScheduleCallback(multiplier=...)"
             )
-        steps = self._given_steps or (self.params or {}).get("steps")
-        if not steps and not self._staircase:
+        if not self._steps and not self._staircase:
             raise ValueError(
                 f"{type(self).__name__}: expected steps_per_epoch for data of unknown length, "
                 "but got none; pass steps_per_epoch="
             )
-        self._steps_per_epoch = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record the epoch."""
@@ -78,7 +80,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         over = self._end is not None and self._epoch >= self._end
         if self._epoch < self._start or over or (self._staircase and batch > 0):
             return
-        part = 0.0 if self._staircase else batch / (self._steps_per_epoch or 1)
+        part = 0.0 if self._staircase else batch / (self._steps or 1)
         self._set(self._initial_lr * self._multiplier(self._epoch + part))
 
     def _set(self, new: float) -> None:
@@ -116,7 +118,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ):
         def multiplier(epoch: float) -> float:
             # One batch ahead, so that an epoch ends with a round number.
-            epoch += 1.0 / (self._steps_per_epoch or 1)
+            epoch += 1.0 / (self._steps or 1)
             size = mpi_ops.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size
 

@@ -27,13 +27,8 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         optimizer: a Keras 3 optimizer.
-        *args: by position in the order of `horovod.tensorflow.keras`, which differs from
-            `horovod.tensorflow`'s.
-        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, which
-            documents them.
-
-    Raises:
-        TypeError: too many arguments; and as that function, with its other errors.
+        *args: by position in the order of `horovod.tensorflow.keras`, which is another one.
+        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, like the errors.
     """
     given = by_name(horovod.tensorflow.keras.DistributedOptimizer, args, kwargs)
     return tf_optimizer.DistributedOptimizer(optimizer, **given)
@@ -47,12 +42,11 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> An
     Args:
         optimizer: a Keras 3 optimizer.
         *args: by position in the order of `horovod.keras.PartialDistributedOptimizer`.
-        **kwargs: as :func:`adasum_hvd.tensorflow.optimizer.DistributedOptimizer`, and
-            `local_layers`: a built Keras layer or several.
+        **kwargs: as :func:`DistributedOptimizer`, and `local_layers`: a built layer or several.
 
     Raises:
-        ValueError: `local_layers` has an element that is not a layer, or a layer without
-            variables; or as that function's, with its other errors.
+        ValueError: `local_layers` has another object, or a layer without variables; or as that
+            function, with its other errors.
     """
     given = by_name(horovod.keras.PartialDistributedOptimizer, args, kwargs)
     local = weights_of(given.pop("local_layers", None), built=True)
@@ -65,14 +59,12 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
     """Call `model.compile(*args, **kwargs)` so that its optimizers can reduce.
 
     It turns XLA off, which Keras turns on if a GPU is visible. Under mixed_float16 it puts the loss
-    scale inside the distributed optimizer, so that all ranks skip the same steps; use
-    `model.optimizer` then. This applies to the argument `optimizer`. A model whose own `compile`
-    has other arguments must scale its losses itself.
+    scale inside the distributed `optimizer`; use `model.optimizer` then. A model whose own
+    `compile` has other arguments must scale its losses itself: docs/tensorflow.md.
 
     Args:
         model: a Keras model; it may override `compile`.
-        *args: as `model.compile`; `optimizer` from `DistributedOptimizer`, or any other.
-        **kwargs: as `model.compile`.
+        *args: as `model.compile`, like **kwargs; `optimizer` may be a distributed one.
 
     Raises:
         ValueError: `jit_compile=True`.
@@ -92,12 +84,8 @@ def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
     optimizer: Any = given.get("optimizer")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scales = kwargs.get("auto_scale_loss", True)
-    if (
-        is_distributed(optimizer)
-        and not scaled
-        and scales
-        and model.dtype_policy.name == "mixed_float16"
-    ):
+    needs_scale = scales and model.dtype_policy.name == "mixed_float16"
+    if is_distributed(optimizer) and needs_scale and not scaled:
         inside = keras.optimizers.LossScaleOptimizer(optimizer._plain())
         new = wrap(inside, optimizer._adasum.options)
         args = tuple(new if value is optimizer else value for value in args)

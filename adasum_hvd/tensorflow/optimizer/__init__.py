@@ -62,31 +62,15 @@ def DistributedOptimizer(
             variables, so use only the result.
         name: without effect, for Horovod's scripts, like `use_locking`, `device_dense`,
             `device_sparse` and `scale_local_gradients`: setting one warns with the reason.
-        use_locking: see `name`.
-        device_dense: see `name`.
-        device_sparse: see `name`.
         compression: `Compression.none`, or `Compression.fp16` for float16 on the wire.
         sparse_as_dense: reduce `tf.IndexedSlices` (embeddings) densely; otherwise `Average`
             and `Sum` gather the rows of all ranks, and other ops raise an error. The delta variant
             does not need it, because its sparse gradients stay local.
-        backward_passes_per_step: number of gradients that add up before a step.
-        op: a reduction or its name. `Adasum` and `AdasumDelta` are the delta variant; every other
-            op reduces gradients.
-        gradient_predivide_factor: as Horovod's, with `Average` only.
+        op: a reduction or its name; `Adasum` and `AdasumDelta` are the delta variant.
         average_aggregated_gradients: divide the sums of `backward_passes_per_step` gradients
             by their number; not with AdaSum.
-        num_groups: deprecated form of `groups`.
-        groups: for Horovod's scripts, in place of `bucket_bytes`: a number of buckets, or lists
-            of variables that share one.
-        process_set: the ranks that reduce; others step locally. It must be registered, see
-            docs/tensorflow.md.
-        scale_local_gradients: see `name`; Horovod divides worker-local gradients by the number
-            of ranks by default, here they are not changed.
-        local_steps: delta variant: local optimizer steps before one reduction of the total
-            change.
-        clip_delta_norm: delta variant: largest 2-norm of the reduced change of all weights.
-        bucket_bytes: variables are reduced in groups of about this many bytes.
-        allow_modes: parallel modes to accept, see docs/parallel.md.
+        groups: a number of buckets, or lists of variables that share one.
+        process_set: as torch's, like all others: docs/arguments.md.
 
     Returns:
         An instance of a subclass of `type(optimizer)`.
@@ -144,11 +128,7 @@ def DistributedOptimizer(
 def banner(optimizer: Any) -> str:
     """Return one line with the settings in force: backend, ranks, groups, variant, wire.
 
-    Args:
-        optimizer: from :func:`DistributedOptimizer`. The wire dtypes are known once it is built.
-
-    Raises:
-        TypeError: another optimizer.
+    The optimizer's wire dtypes are known once it is built. TypeError if it is not distributed.
     """
     options = state_of("banner", optimizer).options
     dtypes = {variable.dtype for variable in optimizer._trainable_variables}

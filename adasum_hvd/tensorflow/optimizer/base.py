@@ -29,10 +29,7 @@ AROUND = (keras.optimizers.LossScaleOptimizer, MULTI)
 
 
 class State:
-    """The state of a distributed optimizer that a plain one lacks.
-
-    It is one object, because Keras makes variables in an optimizer's lists the optimizer's own.
-    """
+    """The state that a plain optimizer lacks; Keras would take variables in lists as its own."""
 
     def __init__(self, options: Options, facts: Callable[[], dict[str, object]]):
         self.options = options
@@ -40,6 +37,7 @@ class State:
         self.reduction = Reduction("DistributedOptimizer", options, optimizer=facts)
         self.gradients = Window("gradients", options.backward_passes_per_step)
         self.starts = Window("starts", options.local_steps if self.reducing else 1)
+        self.windows = self.gradients, self.starts
         # Passed from one method that Keras calls in a step to the next.
         self.step_variables: list[Any] = []
         self.start_values: dict[int, Any] = {}  # by the variable's index
@@ -55,11 +53,6 @@ class State:
         """Record after each reduction whether its results are finite."""
         with tf.init_scope():
             self.finite = tf.Variable(True, trainable=False)
-
-    @property
-    def windows(self) -> tuple[Window, Window]:
-        """The windows of gradients and of starts."""
-        return self.gradients, self.starts
 
     def reduced(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables that are reduced, and record that this step reduces."""
@@ -243,10 +236,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
             )
 
     def _apply_together(self, present: dict[int, Any]) -> None:
-        """Take a step with all ranks; `present` are this rank's gradients, by index.
-
-        Every step reduces all variables, so a rank may lack gradients that another rank has.
-        """
+        """Take a step with all ranks; `present` are the gradients that this one has, by index."""
         raise NotImplementedError
 
     def _require_any(self, agreed: Agreed) -> Agreed:
@@ -263,11 +253,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _note_finite(self, reduced: Sequence[Any]) -> Any:
-        """Return whether all of `reduced` is finite, equally on all ranks; None without a scale.
-
-        Finite gradients can still overflow on the wire, and a change can overflow in the step.
-        Without a loss scale NaN reaches the weights, as in plain training.
-        """
+        """Return whether all of `reduced` is finite, equally on all ranks; None without a scale."""
         flag = self._adasum.finite
         if flag is None or not reduced:
             return None
@@ -285,13 +271,10 @@ class KerasDistributed(keras.optimizers.Optimizer):
         kept = [v for v in variables if not is_marked_local(v)]
         self._adasum.reduction.compare_all(kept, len(kept) < len(variables))
 
-    def all_windows(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """Return the shared variables of unfinished windows, and those that each rank owns."""
-        return self._windows_of(self._trainable_variables)
-
-    def _windows_of(
+    def windows_of(
         self, variables: Sequence[Any]
     ) -> tuple[list[tf.Variable], list[tf.Variable]]:
+        """Return the shared variables of unfinished windows, and those that each rank owns."""
         sums, starts = (w.variables(variables) for w in self._adasum.windows)
         return [*sums[:1], *starts], sums[1:]
 
@@ -303,13 +286,9 @@ class KerasDistributed(keras.optimizers.Optimizer):
 
     @property
     def window_variables(self) -> list[tf.Variable]:
-        """The variables of unfinished windows that all ranks share; broadcast them, too.
-
-        Step counts and starts, without those of worker-local variables. Sums of gradients are
-        each rank's own, and no other rank can replace them.
-        """
+        """The variables of unfinished windows that all ranks share: step counts and starts."""
         kept = [v for v in self._trainable_variables if not is_marked_local(v)]
-        return self._windows_of(kept)[0]
+        return self.windows_of(kept)[0]
 
     def save_own_variables(self, store: Any) -> None:
         """As Keras's; inside a window also the window's variables."""

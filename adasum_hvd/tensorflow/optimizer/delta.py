@@ -13,8 +13,7 @@ from adasum_hvd.tensorflow.optimizer.base import KerasDistributed
 from adasum_hvd.tensorflow.optimizer.slots import copy_of_weights
 from adasum_hvd.tensorflow.reduction import must_reduce
 
-# Their steps compute weights from sums over all steps, or evaluate others than the trained ones.
-# Known by names, because a step does not show it.
+# Their steps compute weights from sums over all steps, or evaluate others; a step does not show it.
 _FROM_RECORDS = {"Ftrl", "ScheduleFreeAdamW"}
 
 
@@ -36,11 +35,7 @@ def wide(variable: Any) -> Any:
 
 
 class DeltaOptimizer(KerasDistributed):
-    """Takes the local step, with clipping and weight decay, and reduces the change of weights.
-
-    User code always sees weights in the variables. Keras applies moving averages and constraints
-    after the step, to the reduced weights.
-    """
+    """Reduces the change of weights by a local step, before moving averages and constraints."""
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this right before weight decay and the step.
@@ -70,12 +65,10 @@ class DeltaOptimizer(KerasDistributed):
         stepped = (
             state.step_variables if window.length == 1 else self._trainable_variables
         )
-        indices = set(map(self._get_variable_index, stepped))
+        index_of = self._get_variable_index
+        indices = set(map(index_of, stepped))
         changing = state.reduced(self._trainable_variables)
-        values = [
-            wide(variable) if self._get_variable_index(variable) in indices else None
-            for variable in changing
-        ]
+        values = [wide(v) if index_of(v) in indices else None for v in changing]
         agreed = state.reduction.agree(values, changing, note=self._copy_of_weights)
         self._require_any(agreed)
         if agreed.note:
@@ -85,9 +78,7 @@ class DeltaOptimizer(KerasDistributed):
                 "copy instead of the reduced weights; use op=AdasumGrad, which reduces gradients"
             )
         if window.length == 1:
-            state.start_values = dict(
-                zip(map(self._get_variable_index, changing), values, strict=True)
-            )
+            state.start_values = dict(zip(map(index_of, changing), values, strict=True))
             return
 
         def keep() -> None:

@@ -14,10 +14,7 @@ from adasum_hvd.tensorflow.reduction import is_alone
 
 
 class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
-    """Skips a step on all ranks or on none; a mixin before the user's optimizer class.
-
-    Its inner optimizer is a distributed one, which reduces only in steps that are not skipped.
-    """
+    """Skips a step of the distributed optimizer inside on all ranks or on none; a mixin."""
 
     _base: type  # the user's class
     inner_optimizer: Any

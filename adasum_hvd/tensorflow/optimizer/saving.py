@@ -16,10 +16,7 @@ _KEPT = ("sparse_as_dense", *SHARED)
 
 
 def saved_config(plain: Any, options: Options) -> dict[str, Any]:
-    """Return the configuration of a distributed optimizer for a saved model.
-
-    Of a process set it keeps only whether it was the global one.
-    """
+    """Return a distributed optimizer's configuration; of a process set, whether it was global."""
     return {
         "optimizer": keras.saving.serialize_keras_object(plain),
         "op": options.op.name,

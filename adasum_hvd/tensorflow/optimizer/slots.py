@@ -22,8 +22,7 @@ def inner(optimizer: Any) -> Any:
 def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:
     """Yield the name of each list of slots, and the slots of each trainable variable.
 
-    Keras's optimizers keep lists with an element for each variable: a slot, None, or several slots
-    (`AdamOffload`'s moments are tuples). Some keep dictionaries by variable.
+    An element is a slot, None, or several (`AdamOffload`'s moments). Some keep dictionaries.
     """
     optimizer = inner(optimizer)
     trained = optimizer._trainable_variables
@@ -44,9 +43,8 @@ def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:
 def local_slots(optimizer: Any, every: bool = False) -> set[int]:
     """Return the ids of the optimizer's variables that differ by rank.
 
-    They belong to worker-local variables, or are sums of Keras's own accumulation
-    (`gradient_accumulation_steps`), which are each rank's until they are reduced. With `every`
-    slots of other variables are among them, as in the delta variant.
+    They are sums of Keras's own accumulation, and slots of worker-local variables, or of `every`
+    variable, as in the delta variant.
     """
     trained = inner(optimizer)._trainable_variables
     sums = getattr(inner(optimizer), "_accumulated_gradients", ())
@@ -62,8 +60,8 @@ def local_slots(optimizer: Any, every: bool = False) -> set[int]:
 def copy_of_weights(optimizer: Any) -> str:
     """Return the name of a list of slots that is a copy of the weights, "" if there is none.
 
-    All its slots equal their variables, and not all are zero. Schedule-free optimizers have one.
-    Worker-local variables do not count, nor do slots that follow every change of the variables.
+    All its slots equal their variables, of which some are not zero. Worker-local variables do not
+    count, nor do slots that follow every change.
     """
     trained = inner(optimizer)._trainable_variables
     following = getattr(inner(optimizer), "slots_that_follow", ())

@@ -17,14 +17,11 @@ _SAVED_RANK = f"{SAVED}rank"  # the rank whose sums of gradients a file holds
 
 
 class Window:
-    """Tensors, one per variable, that are kept for a number of steps; none for one step.
-
-    They are not optimizer variables, so a plain optimizer can load a file saved between windows.
-    There `label` is their name.
-    """
+    """Tensors, one per variable, that are kept for a number of steps; none for one step."""
 
     def __init__(self, label: str, length: int):
         self._label, self.length = label, length
+        # No variables of the optimizer: a plain one loads a file from between windows.
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
         # The ids of the variables whose tensors this window's steps fill.
@@ -51,10 +48,8 @@ class Window:
         return [] if self._steps is None else [self._steps, *map(self.of, of)]
 
     def require_same(self, variables: Sequence[Any]) -> None:
-        """Raise unless every step of a window fills the tensors of the same variables.
-
-        A traced function does not know when a window begins. There all windows count as one.
-        """
+        """Raise unless every step fills the tensors of the same variables as those before it."""
+        # A traced function does not know when a window begins: all windows count as one.
         filled = frozenset(id(native(variable)) for variable in variables)
         if self._filled is None:
             self._filled = filled

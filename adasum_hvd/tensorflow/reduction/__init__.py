@@ -1,8 +1,7 @@
 """Reduction of lists of gradients or weight changes, under names that all ranks share.
 
-The variables that have a tensor may differ by rank and by step, because some batches do not use
-a branch of the model. A rank without a tensor contributes zeros, and learns whether any rank has
-one.
+Ranks and steps may have tensors for different variables, as if a batch does not use a branch of
+the model. A rank without a tensor contributes zeros, and learns whether any rank has one.
 """
 
 from __future__ import annotations
@@ -16,15 +15,8 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import is_elastic
 from adasum_hvd.base.options import Options, ProcessSet
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.reduction import named
+from adasum_hvd.tensorflow.reduction import lists, named
 from adasum_hvd.tensorflow.reduction.buckets import reduce_list
-from adasum_hvd.tensorflow.reduction.lists import (
-    Agreed,
-    Entry,
-    compare,
-    describe,
-    in_kind,
-)
 from adasum_hvd.tensorflow.unfolded import zero
 
 _MANY = 1 << 29  # larger than any number of a list
@@ -50,9 +42,9 @@ class Reduction:
 
     Args:
         what: the caller's name, for messages and for the tensors' names.
-        options: op, wire, factors, process set, groups and bucket size.
-        many_lists: lists of variables may differ between steps, and an error on every rank shows
-            that ranks have different ones. Otherwise all variables of an optimizer are the list.
+        options: the caller's.
+        many_lists: lists may differ between steps, and are an error if they differ between ranks.
+            Otherwise all variables of an optimizer are the list.
         optimizer: returns the facts of the optimizer that takes the step, which must be equal.
     """
 
@@ -67,7 +59,7 @@ class Reduction:
         # In an elastic job only the step itself can show that a list differs.
         self._many = many_lists or is_elastic()
         self._any_local = False  # whether some rank has worker-local variables
-        self._known: dict[Hashable, Agreed] = {}
+        self._known: dict[Hashable, lists.Agreed] = {}
         self._places: dict[int, int] = {}  # among all variables, by id
         self._first: int | None = None  # the number of the first list
         # Of the latest list: a list of one variable's name, by Horovod's name for its tensor.
@@ -88,19 +80,9 @@ class Reduction:
     ) -> tuple[list[Any], list[Any]]:
         """Return `tensors` reduced, one per variable, and whether any rank has each of them.
 
-        Args:
-            tensors: one per variable, or None if this rank has none. `Average` and `Sum` accept
-                `tf.IndexedSlices` and return them with each row once.
-            variables: the tensors' variables; shapes and dtypes in the same order on all ranks.
-            places: as :meth:`agree`.
-            refuses: raise an error if another rank has a tensor that this one lacks.
-
-        Returns:
-            The tensors, zeros if no rank has one. And for each variable True if this rank has a
-            tensor, otherwise a boolean scalar: whether another rank has one.
-
-        Collective: every rank of the process set. At the first step with a list the ranks
-        compare it, even while a function is traced.
+        A tensor is None if this rank has none, and the result is zeros if no rank has one. Whether
+        a rank has one is True or, if this rank has none, a boolean scalar; with `refuses` it raises
+        if another rank has one. `places` as :meth:`agree`. Collective.
         """
         agreed = self.agree(tensors, variables, places=places)
         present = [tensor is not None for tensor in tensors]
@@ -110,7 +92,7 @@ class Reduction:
         with tf.control_dependencies([] if agreed.number == self._first else checks):
             # A cast to the same dtype adds no operation that would wait for the checks.
             full = [
-                tf.identity(in_kind(tensor, variable, kind))
+                tf.identity(lists.in_kind(tensor, variable, kind))
                 for tensor, variable, kind in zip(
                     tensors, variables, agreed.kinds, strict=True
                 )
@@ -128,16 +110,13 @@ class Reduction:
     ) -> list[Any]:
         """Return `gradients` reduced, and None for those that no rank has. Collective.
 
-        A graph is traced before the ranks know that. There it is an error on every rank if some
-        ranks have a gradient and others have None.
+        A graph is traced before the ranks know that, so there all ranks must have the same.
         """
         eager = tf.executing_eagerly()
         results, used = self(gradients, variables, places, refuses=not eager)
-        if eager:
-            pairs = zip(results, used, strict=True)
-            return [result if bool(flag) else None for result, flag in pairs]
-        pairs = zip(results, gradients, strict=True)
-        return [None if mine is None else result for result, mine in pairs]
+        mine = [gradient is not None for gradient in gradients]
+        pairs = zip(results, used if eager else mine, strict=True)
+        return [result if bool(flag) else None for result, flag in pairs]
 
     def _exchange_flags(
         self, label: str, number: int, present: Sequence[bool], refuses: bool
@@ -200,19 +179,13 @@ class Reduction:
         has_local: bool = False,
         places: Sequence[int] | None = None,
         note: Callable[[], str] = str,
-    ) -> Agreed:
+    ) -> lists.Agreed:
         """Compare the list, the optimizer, the options and the op's settings over the ranks.
 
-        Args:
-            tensors: only their dtypes count. A rank with an empty list calls this too, so that
-                ranks with a longer list do not wait for it.
-            variables: the tensors' variables.
-            has_local: whether this rank has worker-local variables.
-            places: the variables' positions among all variables; by default from `number`.
-            note: returns a text for all ranks, at the first comparison of a list.
-
-        Collective: every rank of the process set, the first time that a list is seen. Not in an
-        elastic job, because ranks see their first lists at different times.
+        Of the tensors only dtypes count. `has_local`: this rank has worker-local variables; `note`
+        returns a text for all ranks; `places` are the variables' positions among all, by default
+        from `number`. Collective, also with an empty list, the first time that a list is seen; not
+        in an elastic job, because ranks see their first lists at different times.
         """
         tf_ops.refuse_xla(self._what)
         if tf.distribute.has_strategy():
@@ -224,7 +197,7 @@ class Reduction:
             places = [self._places.get(id(variable), -1) for variable in variables]
         is_delta = self._options.is_delta
         mine = [
-            describe(tensor, variable, place, is_delta)
+            lists.describe(tensor, variable, place, is_delta)
             for tensor, variable, place in zip(tensors, variables, places, strict=True)
         ]
         key = tuple(entry.key for entry in mine)
@@ -239,28 +212,23 @@ class Reduction:
     def compare_all(self, variables: Sequence[Any], has_local: bool) -> None:
         """Compare all variables that will be reduced, as :meth:`agree`. Collective; blocks."""
         is_delta = self._options.is_delta
-        mine = [describe(None, v, k, is_delta) for k, v in enumerate(variables)]
-        facts = self._optimizer()
-        agreed = compare(self._what, self._options, facts, mine, has_local)
-        self._any_local = agreed.any_local
+        mine = [lists.describe(None, v, k, is_delta) for k, v in enumerate(variables)]
+        arguments = self._what, self._options, self._optimizer(), mine, has_local
+        self._any_local = lists.compare(*arguments).any_local
 
-    def _compare(self, mine: list[Entry], has_local: bool, note: str) -> Agreed:
+    def _compare(
+        self, mine: list[lists.Entry], has_local: bool, note: str
+    ) -> lists.Agreed:
         together = not is_elastic() and self._options.process_set.size() > 1
-        if together and self._many:
-            self._announce()
-        facts = self._optimizer()
-        agreed = compare(
-            self._what, self._options, facts, mine, has_local, together, note
-        )
+        with tf.init_scope():
+            if together and self._many and tf.executing_eagerly():
+                # Raises if another rank reduces a list that it knows.
+                self._largest([0], f"{self._what}.lists")
+        arguments = self._what, self._options, self._optimizer(), mine, has_local
+        agreed = lists.compare(*arguments, together, note)
         if self._first is None and not is_elastic():
             self._first = agreed.number
         return agreed
-
-    def _announce(self) -> None:
-        """Announce a new list; raise ValueError if another rank reduces a list it knows."""
-        with tf.init_scope():
-            if tf.executing_eagerly():
-                self._largest([0], f"{self._what}.lists")
 
     def all_of(self, flag: Any) -> Any:
         """Return whether the boolean scalar `flag` is true on all ranks. Collective."""

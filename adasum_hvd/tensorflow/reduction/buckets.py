@@ -45,12 +45,8 @@ def reduce_list(
 ) -> list[Any]:
     """Return `tensors` reduced, each with separate coefficients. Collective; blocks (eagerly).
 
-    Args:
-        label: the prefix of Horovod's tensor names; the same on all ranks.
-        tensors: one per variable, all dense or sparse in the same way on all ranks.
-        variables: the tensors' variables.
-        options: op, wire, factors, process set, groups and bucket size.
-        entries: receives a list of each variable's name, by Horovod's name for its tensor.
+    All ranks have the same label, a prefix of Horovod's names, and dense or sparse tensors alike.
+    `entries` receives a list of each variable's name, by Horovod's name for its tensor.
     """
     results: list[Any] = [None] * len(tensors)
     kinds = {}
@@ -95,14 +91,9 @@ def _gathered(name: str, slices: tf.IndexedSlices, options: Options) -> Any:
     """Return the sum or mean of all ranks' rows; their numbers may differ by rank."""
     process_set = options.process_set
     dtype = slices.values.dtype
-    wire = wire_dtype(dtype, options.compression)
-    values, indices = (
-        named.gather_named(tensor, f"{name}.{what}", process_set)
-        for tensor, what in (
-            (tf.cast(slices.values, wire), "values"),
-            (slices.indices, "indices"),
-        )
-    )
+    sent = tf.cast(slices.values, wire_dtype(dtype, options.compression))
+    values = named.gather_named(sent, f"{name}.values", process_set)
+    indices = named.gather_named(slices.indices, f"{name}.indices", process_set)
     # Optimizers that square a gradient need each row once.
     rows, places = tf.unique(indices)
     total = tf.math.unsorted_segment_sum(tf.cast(values, dtype), places, tf.size(rows))

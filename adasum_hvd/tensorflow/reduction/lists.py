@@ -12,14 +12,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from adasum_hvd.base.agreement import (
-    OPTIMIZER,
-    OPTIONS,
-    comparable,
-    compare_parameters,
-    compare_settings,
-    is_elastic,
-)
+from adasum_hvd.base import agreement
 from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.broadcasting import allgather_object
@@ -124,17 +117,13 @@ def compare(
     together: bool = True,
     note: str = "",
 ) -> Agreed:
-    """Compare a list, the optimizer, the options and the op's settings over the ranks.
+    """Compare a list, the optimizer, the options and the op's settings, as `Reduction.agree`.
 
-    The arguments are as `Reduction`'s; without `together` this rank decides alone.
-
-    Raises:
-        ValueError: the ranks differ; on every rank.
-
-    Collective: every rank of the process set; blocks, while a function is traced too.
+    Raises ValueError on every rank if they differ. Without `together` this rank decides alone.
+    Collective; blocks, while a function is traced too.
     """
     process_set = options.process_set
-    settings = comparable(tf_ops.settings())
+    settings = agreement.comparable(tf_ops.settings())
     report = settings, options.shared, optimizer, mine, has_local, note
     reports, rank, ranks = [report], mpi_ops.rank(), []
     if together:
@@ -143,18 +132,19 @@ def compare(
             report, name="adasum.compare", process_set=process_set
         )
     by_rank, shared, optimizers, lists, local, notes = zip(*reports, strict=True)
-    compare_settings(by_rank, rank, ranks=ranks)
-    compare_settings(shared, rank, *OPTIONS, ranks=ranks)
-    compare_settings(optimizers, rank, *OPTIMIZER, ranks=ranks)
+    agreement.compare_settings(by_rank, rank, ranks=ranks)
+    agreement.compare_settings(shared, rank, *agreement.OPTIONS, ranks=ranks)
+    agreement.compare_settings(optimizers, rank, *agreement.OPTIMIZER, ranks=ranks)
     kinds = [_merged(entries) for entries in zip(*lists, strict=False)]
     described = [_described(entries, kinds) for entries in lists]
-    compare_parameters(what, described, rank, names=False)
-    if is_elastic():
+    agreement.compare_parameters(what, described, rank, names=False)
+    elastic = agreement.is_elastic()
+    if elastic:
         number = _fingerprint([options.shared, [e.key for e in mine], kinds])
     else:
         number = next(_numbers.setdefault(process_set, itertools.count()))
     # In an elastic job this rank does not know whether another one has a tensor.
-    any_tensor = is_elastic() or any(e.kind for entries in lists for e in entries)
+    any_tensor = elastic or any(e.kind for entries in lists for e in entries)
     first_note = next(filter(None, notes), "")
     return Agreed(number, any(local), any_tensor, first_note, tuple(kinds))
 

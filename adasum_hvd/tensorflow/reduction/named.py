@@ -1,8 +1,7 @@
 """Horovod's operations under names that do not depend on their place in a graph.
 
-TensorFlow prefixes an operation's name with the names of the scopes and functions around it, and
-numbers some of them. The name then depends on the rest of a rank's graph, and Horovod waits
-without end for a name that one rank lacks. A function that is never inlined keeps its name.
+TensorFlow prefixes an operation's name with the scopes and functions around it, and numbers some,
+so it depends on the rest of a rank's graph. A function that is never inlined keeps its name.
 
 Relies on `MPI_LIB.horovod_grouped_allreduce` and `horovod_allgather`, as they are in Horovod
 0.28.1 (tests/unit/test_tensorflow_internals.py).
@@ -36,11 +35,7 @@ def reduce_named(
     """Return tensors of one dtype reduced under exactly this name, with a suffix such as "_1of2".
 
     Uses of one name run in the order of the program. `factors` are prescale and postscale factor.
-
-    Raises:
-        tf.errors.OpError: the ranks' tensors of this name differ; on every rank.
-
-    Collective: every rank of the process set; blocks (eagerly).
+    An OpError on every rank if their tensors differ. Collective; blocks (eagerly).
     """
     specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
     name, ordered = _in_graph(name)
@@ -59,23 +54,14 @@ def _shown(name: str, op: ops.ReduceOp) -> str:
 
 
 def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
-    """Return all ranks' tensors, one after the other, gathered under exactly this name.
-
-    Raises:
-        tf.errors.OpError: ranks differ in more than the first dimension; on every rank.
-
-    Collective: every rank of the process set; blocks (eagerly).
-    """
+    """Return all ranks' tensors, one after the other, as :func:`reduce_named`. Collective."""
     spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     name, ordered = _in_graph(name)
     return _gathering(name, ordered, process_set.process_set_id, spec)(tensor)
 
 
 def _in_graph(name: str) -> tuple[str, bool]:
-    """Return the name to use here, and whether TensorFlow keeps its uses in order.
-
-    A TF1 graph runs in any order, so there each use gets a number.
-    """
+    """Return the name to use here, and whether its uses keep their order, unlike in TF1 graphs."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return name, True

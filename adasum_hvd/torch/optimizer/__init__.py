@@ -1,15 +1,8 @@
-"""`DistributedOptimizer`: AdaSum, Average or Sum around any torch optimizer.
+"""`DistributedOptimizer`: AdaSum, Average or Sum around any torch optimizer (docs/torch.md).
 
 The user holds `wrapper.py`, an instance of the optimizer's own class. It asks one of two reducers:
-
-- `gradient.py`: gradients are reduced, then every rank takes the same step;
-- `delta.py`: every rank takes its own step, the weight changes are reduced, and
-  `w = w_old + AdaSum(w_new - w_old)`. Optimizer state stays local.
-
-Use the gradient variant, unless you need what only the delta variant has: docs/convergence.md.
-
-References:
-    arXiv 2006.02924, section 3; docs/torch.md; docs/migration.md.
+`gradient.py` reduces gradients, then every rank takes the same step; `delta.py` lets every rank
+take its own step and reduces the weight changes (arXiv 2006.02924, section 3).
 """
 
 from __future__ import annotations
@@ -46,18 +39,15 @@ from adasum_hvd.torch.wire import ranks_meet
 def find_modes(
     optimizer: Any, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> list[list[parallel.ParallelModeFinding]]:
-    """Return the parallel modes in use, by rank of the job. Collective; blocks.
-
-    A rank outside of the process set, or alone in it, reduces nothing and gets an empty list.
-    """
+    """Return the modes in use, by rank of the job; [] if this rank is alone. Collective; blocks."""
     if not process_set.included() or process_set.size() == 1:
         return []
     groups = getattr(optimizer, "param_groups", ())
     parameters = (parameter for group in groups for parameter in group["params"])
     reduced = [each for each in parameters if not marks.is_worker_local(each)]
-    by_rank = {rank(): detect(reduced, optimizer, model)}
+    mine = detect(reduced, optimizer, model)
+    by_rank = {rank(): mine}
     if ranks_meet():
-        mine = by_rank[rank()]
         gathered = allgather_object(mine, "adasum.parallel_modes", process_set)
         by_rank = dict(zip(ranks_of(process_set), gathered, strict=True))
     return [by_rank.get(each, []) for each in range(size())]
@@ -206,11 +196,6 @@ def DistributedOptimizer(
             elastic job.
 
     Collective: every rank of `process_set`; blocks until the parameter lists are compared.
-
-    Example:
-        >>> opt = torch.optim.SGD(model.parameters(), 0.1)           # doctest: +SKIP
-        >>> opt = hvd.DistributedOptimizer(                          # doctest: +SKIP
-        ...     opt, model.named_parameters(), op=hvd.AdasumGrad)
     """
     options = Options(
         op=optimizer_op(op),

@@ -1,8 +1,7 @@
 """Checks that find replicas that would diverge silently.
 
-Reductions pair tensors by name. If one rank skips a `step()`, has another learning rate or changes
-weights, reductions still succeed. Therefore the ranks compare their steps and hyperparameters in
-one small message, in the first reduction and in every tenth after it.
+If one rank skips a `step()`, has another learning rate or changes weights, reductions still
+succeed. So the ranks compare these in a small message, in the first and in every tenth reduction.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def epoch() -> int:
 
 
 class ConsistencyCheck:
-    """Counts rounds of reductions, which all ranks take together, and compares the ranks.
-
-    The name is unique per optimizer, and the same on all ranks.
-    """
+    """Counts rounds of reductions, and compares the ranks; by a name unique to the optimizer."""
 
     def __init__(self, name: str, process_set: ProcessSet):
         self._name, self._process_set = name, process_set
@@ -82,15 +78,8 @@ class ConsistencyCheck:
     ) -> bool:
         """Begin a round; return whether any rank has a report. Collective; blocks if it is due.
 
-        Args:
-            settings_of: returns, by name, the settings that must be the same on all ranks; called
-                with whether this is the first round.
-            has_report: returns whether this rank has found something that all must look at.
-            own_names: returns the names of settings that need not be equal if this rank or
-                another one returns them.
-
-        Raises:
-            RuntimeError: the ranks differ; on every rank.
+        `settings_of` gets whether this is the first round. RuntimeError on every rank if settings
+        differ that are not among any rank's `own_names`.
         """
         is_due, number = self.is_due, self._round
         self._round += 1
@@ -135,24 +124,18 @@ class ConsistencyCheck:
 
     def ask(self, what: str, value: float) -> dict[int, float]:
         """Return the value of every rank, as :meth:`gather`."""
-        gathered = self.gather(what, [value])
-        return {rank: of_rank for rank, (of_rank,) in gathered.items()}
+        return {rank: found[0] for rank, found in self.gather(what, [value]).items()}
 
     def gather(self, what: str, values: Sequence[float]) -> dict[int, list[float]]:
-        """Return the values of every rank, by rank, without ranks that have joined. Collective.
-
-        Values are integers below 2**53, as many on each rank.
-        """
+        """Return all ranks' integers, below 2**53, by rank, without joined ranks. Collective."""
         ranks = list(self._process_set.ranks)
         # One row a rank, zeros from all others: an exact sum, to which ranks that have joined
         # contribute zeros. Rows hold the value plus one, so that zero means "has joined".
         rows = torch.zeros(len(ranks), len(values), dtype=torch.float64)
         mine = torch.tensor(values, dtype=torch.float64)
         rows[ranks.index(mpi_ops.rank())] = 1 + mine
-        name, process_set = self.message_name(what), self._process_set
-        everyone = torch_ops.allreduce(
-            rows, name=name, op=ops.Sum, process_set=process_set
-        )
+        where = {"name": self.message_name(what), "process_set": self._process_set}
+        everyone = torch_ops.allreduce(rows, op=ops.Sum, **where)
         pairs = zip(ranks, everyone.tolist(), strict=True)
         return {rank: [v - 1 for v in row] for rank, row in pairs if any(row)}
 

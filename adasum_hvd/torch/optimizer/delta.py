@@ -19,16 +19,11 @@ from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.distributed.duplicate_weights import Search
 from adasum_hvd.torch import amp, wire
 from adasum_hvd.torch import ops as torch_ops
+from adasum_hvd.torch.optimizer import checks
 from adasum_hvd.torch.optimizer.buckets import (
     ChangeBucket,
     NamedParameter,
     weight_change,
-)
-from adasum_hvd.torch.optimizer.checks import (
-    ConsistencyCheck,
-    checksum_of,
-    epoch,
-    hyperparameters,
 )
 from adasum_hvd.torch.optimizer.reducer import Reducer
 
@@ -39,7 +34,6 @@ _OF_A_RANK = re.compile(r"(\b|_)lr$|\b(foreach|fused|capturable|differentiable)$
 class DeltaReducer(Reducer):
     """Reducer of weight changes after a local step. Parameters hold weights at all times."""
 
-    keeps_masters = False
     buckets: list[ChangeBucket]
     _local_step = 0  # steps taken since the replicas were last equal
     _waiting: dict[str, Any] | None = None  # a loaded window, until there are buckets
@@ -53,8 +47,6 @@ class DeltaReducer(Reducer):
         self._epoch = self._recorded_in = None
         self._stepped_here = self._looked_for_copies = False
         self._copies = Search(without=("_adasum", "_wrapped"))
-        if self.keeps_masters:
-            self._copies.places = ()
         self.change_overflowed = False
         super()._connect()
 
@@ -78,10 +70,10 @@ class DeltaReducer(Reducer):
                 "; call step() until the window is complete first"
             )
 
-    def _announce_change(self, check: ConsistencyCheck) -> None:
+    def _announce_change(self, check: checks.ConsistencyCheck) -> None:
         """Send the other ranks' next messages with another dtype, which Horovod reports to all."""
         self.check_may_change()
-        if self._epoch != epoch():
+        if self._epoch != checks.epoch():
             names = [check.message_name("start")]
         elif not self._looked_for_copies:
             names = [check.message_name("weight_copies")]
@@ -109,20 +101,21 @@ class DeltaReducer(Reducer):
     @torch.no_grad()
     def _begin_window(self) -> None:
         """Record the start of the window."""
-        first = self._epoch != epoch()  # since the job's start or the last join()
+        # Since the job's start or the last join().
+        first = self._epoch != checks.epoch()
         for bucket in self.buckets:
             self._replaced |= bucket.begin_window()
         if first and self.consistency is not None:
             self._agree_on_start(self.consistency)
             self._replaced = False
-        self._epoch = epoch()
+        self._epoch = checks.epoch()
         if self.consistency is not None:
             weights = (weight for bucket in self.buckets for weight in bucket.params)
             self._copies.begin(self.optimizer, weights)
 
-    def _agree_on_start(self, check: ConsistencyCheck) -> None:
+    def _agree_on_start(self, check: checks.ConsistencyCheck) -> None:
         """Raise RuntimeError on every rank unless all start from the same bits. Collective."""
-        checksums = check.ask("start", checksum_of(self._common_starts()))
+        checksums = check.ask("start", checks.checksum_of(self._common_starts()))
         root = min(checksums)
         others = [rank for rank, of in checksums.items() if of != checksums[root]]
         if others:
@@ -143,34 +136,31 @@ class DeltaReducer(Reducer):
 
     def _record_settings(self) -> None:
         """Keep the settings from before the first step, which changes an optimizer's state."""
-        if self._recorded_in != epoch():
-            self._recorded_in = epoch()
+        if self._recorded_in != checks.epoch():
+            self._recorded_in = checks.epoch()
             self._settings_before = self._shared_settings()
             self._had_state = bool(self.optimizer.state)
 
     def _state_names(self) -> set[str]:
-        """Return the names of the settings that are a rank's own state, such as Prodigy's `d`.
-
-        This step has changed them, or an earlier one or a checkpoint: they are not the defaults.
-        """
+        """Return the names of settings that steps or a checkpoint have changed: Prodigy's `d`."""
         before, after = self._settings_before, self._shared_settings()
         names = {n for n, value in before.items() if after.get(n) != value}
         if self._had_state:
-            defaults = hyperparameters([getattr(self.optimizer, "defaults", {})])
+            defaults = checks.hyperparameters([getattr(self.optimizer, "defaults", {})])
             defaults["optimizer"] = before["optimizer"]
             names |= {
                 n for n, v in before.items() if defaults.get(n.rpartition(".")[2]) != v
             }
         return names
 
-    def _next_round(self, check: ConsistencyCheck) -> None:
+    def _next_round(self, check: checks.ConsistencyCheck) -> None:
         """Compare the ranks, and their starts if weights were changed between steps. Collective."""
         if not check.next_round(
             self._settings, lambda: self._replaced, self._state_names
         ):
             return
         self._replaced = False
-        checksums = check.ask("changed", checksum_of(self._common_starts()))
+        checksums = check.ask("changed", checks.checksum_of(self._common_starts()))
         if len(set(checksums.values())) > 1:
             raise RuntimeError(
                 "DistributedOptimizer: expected the same weights on all ranks at the start "
@@ -180,21 +170,17 @@ class DeltaReducer(Reducer):
                 "a moment, put back a copy"
             )
 
-    def _first_different(self, check: ConsistencyCheck) -> str:
+    def _first_different(self, check: checks.ConsistencyCheck) -> str:
         """Return the name of the first weight whose start differs between ranks. Collective."""
         buckets = self.common_buckets
         starts = [start for bucket in buckets for start, _ in bucket.changes()]
-        sums = check.gather("each", [checksum_of([start]) for start in starts])
+        sums = check.gather("each", [checks.checksum_of([start]) for start in starts])
         different = first_difference(list(sums.values()))
         names = [name for bucket in buckets for name in bucket.names]
         return names[different[0]] if different else "weight"
 
     def _apply(self) -> None:
-        """Wait for the reduced changes and set every parameter to start + change.
-
-        Under a gradient scaler a change that is not finite, because float16 on the wire overflows,
-        is dropped, and the scaler is notified.
-        """
+        """Wait for the reduced changes, and set every parameter to start + change."""
         for bucket in self.buckets:
             bucket.finish()
         if self._scaled and self.reducing and not self._changes_are_finite():
@@ -227,10 +213,7 @@ class DeltaReducer(Reducer):
     def step(self, *closure: Any) -> Any:
         """Take the local step, and on every `local_steps`-th reduce and apply the change.
 
-        Post hooks see the reduced weights on those steps. A step that raises restores the
-        weights of the window's start.
-
-        Collective on those steps; blocks.
+        A step that raises restores the weights of the window's start. Collective when it reduces.
 
         Raises:
             RuntimeError: torch's own GradScaler was used on several ranks; there is nothing to
@@ -293,7 +276,7 @@ class DeltaReducer(Reducer):
         changes = (bucket.changes() for bucket in self.buckets)
         self._copies.end(self.optimizer, chain.from_iterable(changes))
 
-    def _check_duplicates(self, check: ConsistencyCheck) -> None:
+    def _check_duplicates(self, check: checks.ConsistencyCheck) -> None:
         """Raise on every rank if an optimizer keeps a copy of the weights. Collective at first."""
         if not self._stepped_here or self._looked_for_copies:
             return

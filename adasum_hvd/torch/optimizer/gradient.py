@@ -147,10 +147,8 @@ class GradientReducer(Reducer):
     def _drain(self) -> None:
         """Finish the reductions that backward started, and drop them. Collective after backward.
 
-        Ranks that used different parameters have started different buckets, so every rank starts
-        its remaining ones. A gradient that is a bucket view is overwritten by its reduced value.
-        For equal results on all ranks, every gradient that may be a view is set to it; reducing it
-        again changes nothing. Zeros in place of a missing gradient are neutral.
+        Ranks have started different buckets, so every rank starts its remaining ones. Every
+        gradient that may be a bucket view gets its reduced value: another reduction keeps it.
         """
         if self._counter.touched:
             self._run_round()
@@ -207,9 +205,7 @@ class GradientReducer(Reducer):
             self.rebuild()
 
     def synchronize(self) -> None:
-        """Wait until every `.grad` holds the reduced gradient. Collective; blocks.
-
-        It stays None if no rank has a gradient: all ranks leave an unused parameter alone.
+        """Wait until every `.grad` holds the reduced gradient, or None. Collective; blocks.
 
         Raises:
             RuntimeError: gradients were changed or replaced since backward; or the ranks have
@@ -253,8 +249,7 @@ class GradientReducer(Reducer):
     def step(self, *closure: Any) -> Any:
         """Take the optimizer's step with the reduced gradients. Collective; blocks.
 
-        After each evaluation of a closure, gradients are reduced and the loss is averaged, so
-        that L-BFGS takes the same decisions on all ranks. Returns the first local loss.
+        A closure's gradients are reduced, and its loss is averaged. Returns the first local loss.
 
         Raises:
             RuntimeError: the step would use gradients that are not reduced (inside

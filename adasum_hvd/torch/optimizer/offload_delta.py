@@ -1,8 +1,4 @@
-"""The delta variant over `AdamOffload`: changes of the float32 masters on the host.
-
-A step updates the masters. Their change is reduced as that of any weights. Parameters are written
-last. Nothing of this is on the device.
-"""
+"""The delta variant over `AdamOffload`: changes of the float32 masters on the host."""
 
 from __future__ import annotations
 
@@ -14,9 +10,11 @@ from adasum_hvd.torch.optimizer.delta import DeltaReducer
 
 
 class OffloadDeltaReducer(DeltaReducer):
-    """`DeltaReducer` of masters. A float32 parameter may be its own master."""
+    """`DeltaReducer` of masters; parameters are written last. One may be its own master."""
 
-    keeps_masters = True
+    def _connect(self) -> None:
+        super()._connect()
+        self._copies.places = ()  # the masters are the weights
 
     def weights_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's master."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import rank, size
+from horovod.torch.mpi_ops import rank
 
 from adasum_hvd.base.agreement import OPTIONS, compare_parameters, compare_settings
 from adasum_hvd.base.marks import times_marked
@@ -16,7 +16,7 @@ from adasum_hvd.base.options import Options
 from adasum_hvd.base.partition import partition
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression
-from adasum_hvd.torch.objects import allgather_object
+from adasum_hvd.torch.objects import allgather_object, ranks_of
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 
 _instances = itertools.count()
@@ -56,7 +56,7 @@ class ReducedParameters:
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Names, options: Options
     ):
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = weakref.ref(optimizer)
         self._names, self._options = names, options
         self._current: set[torch.Tensor] = set()  # at the last `name_new`
         # Number of this optimizer, equal on all ranks, for names in Horovod.
@@ -67,9 +67,7 @@ class ReducedParameters:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer.param_groups
+        return self._optimizer().param_groups
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self.groups for parameter in group["params"])
@@ -88,7 +86,7 @@ class ReducedParameters:
 
     def any_has_state(self) -> bool:
         """Return whether the optimizer keeps state of a parameter that all ranks reduce."""
-        state: Any = getattr(self._optimizer(), "state", ())
+        state = getattr(self._optimizer(), "state", ())
         return any(p in state for p in self.reduced() if not marks.is_marked(p))
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -116,10 +114,8 @@ class ReducedParameters:
         return {id(parameter): _kind(parameter) for parameter in self.reduced()}
 
     def fingerprint(self) -> list[Any]:
-        """Return a value that depends on replaced, frozen, converted and marked parameters.
-
-        It is fast, because every step compares it. A conversion changes a parameter's address.
-        """
+        """Return, fast, a value that depends on replaced, frozen, converted and marked ones."""
+        # A conversion changes a parameter's address.
         places = [
             (id(p), p.requires_grad, p.data_ptr(), p.is_contiguous()) for p in self
         ]
@@ -140,7 +136,7 @@ class ReducedParameters:
     def compare(self, named: Sequence[NamedParameter]) -> None:
         """Raise ValueError on every rank if the ranks' options or parameters differ. Collective."""
         process_set = self._options.process_set
-        everyone = tuple(process_set.ranks or range(size()))
+        everyone = tuple(ranks_of(process_set))
         mine: dict[Ranks, list[Any]] = {everyone: []}
         for name, parameter in named:
             holders = marks.holders(parameter)

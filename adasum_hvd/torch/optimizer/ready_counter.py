@@ -16,11 +16,7 @@ Seen = tuple[torch.Tensor, int, int | None]
 
 
 class GradientReadyCounter:
-    """Hooks on the parameters of all buckets, which call back when a bucket is complete.
-
-    A large gradient is copied into its bucket as soon as `passes` backward passes have made it.
-    The bound method `on_complete` is held weakly, because its object has this one.
-    """
+    """Hooks on all parameters, which copy large gradients into buckets and report complete ones."""
 
     def __init__(
         self,
@@ -30,7 +26,7 @@ class GradientReadyCounter:
         on_complete: Callable[[Any], None],
     ):
         self._buckets, self._passes, self._name_of = buckets, passes, name_of
-        self._on_complete = weakref.WeakMethod(on_complete)
+        self._on_complete = weakref.WeakMethod(on_complete)  # its object has this one
         self._sizes = [len(bucket.params) for bucket in buckets]
         self._places = [
             (parameter, index, place)
@@ -116,9 +112,8 @@ class GradientReadyCounter:
             gradient, version, address = seen
             if in_buckets and (address is None or parameter.grad is None):
                 continue
-            if parameter.grad is not gradient:
-                return parameter
-            if address is not None and gradient.data_ptr() != address:
+            moved = address is not None and gradient.data_ptr() != address
+            if parameter.grad is not gradient or moved:
                 return parameter
             if gradient._version != version and (
                 self._buckets[index].holds(place, gradient)

@@ -14,26 +14,19 @@ from adasum_hvd.base import agreement
 from adasum_hvd.base.options import Options, ProcessSet, check_count
 from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
+from adasum_hvd.torch.optimizer import checks
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
-from adasum_hvd.torch.optimizer.checks import (
-    ConsistencyCheck,
-    MissedStepCheck,
-    hyperparameters,
-)
 from adasum_hvd.torch.optimizer.parameters import Names, ReducedParameters
 
 
 class Reducer:
-    """The base of both reducers: the reductions of a distributed optimizer, held weakly.
-
-    With `allows_ddp` DistributedDataParallel may have reduced the gradients before.
-    """
+    """The base of both reducers: the reductions of a distributed optimizer, held weakly."""
 
     alone: bool  # this rank is the only one, or outside the process set
     reducing: bool  # gradients or changes pass through buckets
     flat_buckets: Sequence[Any] = ()  # those with a flat tensor
     buckets: Sequence[Any] = ()  # all
-    consistency: ConsistencyCheck | None  # None for a single rank
+    consistency: checks.ConsistencyCheck | None  # None for a single rank
     skip_synchronize = False  # `step()` uses the gradients as they are
     in_step = False  # a closure may run; its `zero_grad()` drops no gradient
     scaler_agreed = False  # our GradScaler steps: all ranks have agreed on overflow
@@ -46,7 +39,7 @@ class Reducer:
         self._optimizer = weakref.ref(optimizer)
         self.options = options
         self.parameters = ReducedParameters(optimizer, names, options)
-        self._look_for_ddp = not allows_ddp
+        self._look_for_ddp = not allows_ddp  # to have reduced the gradients before
         self._connect()
 
     @property
@@ -64,14 +57,14 @@ class Reducer:
         # A single rank needs buckets only for options other than the reduction.
         clips = self.options.clip_delta_norm is not None
         self.reducing = included and (not self.alone or clips)
-        self._missed_step = MissedStepCheck()
+        self._missed_step = checks.MissedStepCheck()
         self.consistency = None
         self.rebuild()
         # The count of Horovod's starts at the connection.
         self._met = wire.generation() if wire.ranks_meet() else 0
         if self.reducing and not self.alone:
             name = f"adasum.rounds.{self.parameters.instance}"
-            self.consistency = ConsistencyCheck(name, process_set)
+            self.consistency = checks.ConsistencyCheck(name, process_set)
 
     def restart(self) -> None:
         """Restart with the job's current ranks. Collective."""
@@ -143,7 +136,7 @@ class Reducer:
         finally:
             self.parameters.changes = False
 
-    def _announce_change(self, check: ConsistencyCheck) -> None:
+    def _announce_change(self, check: checks.ConsistencyCheck) -> None:
         """Notify ranks whose parameters are unchanged: they rebuild, too, which raises on all."""
         raise NotImplementedError
 
@@ -182,7 +175,7 @@ class Reducer:
     def _shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks; see :class:`ConsistencyCheck`."""
         base = self.optimizer._base
-        found = hyperparameters(self.parameters.common_groups())
+        found = checks.hyperparameters(self.parameters.common_groups())
         return {"optimizer": f"{base.__module__}.{base.__qualname__}", **found}
 
     # ---- the step ----

@@ -31,11 +31,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     # ---- the step ----
 
     def step(self, closure: StepClosure = None) -> Any:
-        """Take the step and reduce. Collective; blocks; see the reducers.
-
-        Raises:
-            RuntimeError: see :meth:`GradientReducer.step` and :meth:`DeltaReducer.step`.
-        """
+        """As :meth:`GradientReducer.step` or :meth:`DeltaReducer.step`. Collective; blocks."""
         arguments = [] if closure is None else [closure]
         if is_making_state():  # perhaps on one rank alone
             return super().step(*arguments)
@@ -57,14 +53,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` use the gradients as they are, after an own `synchronize()`.
-
-        Example:
-            >>> opt.synchronize()                                      # doctest: +SKIP
-            >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1)  # doctest: +SKIP
-            >>> with opt.skip_synchronize():                           # doctest: +SKIP
-            ...     opt.step()
-        """
+        """Make `step()` use the gradients as they are, after `synchronize()`: docs/clipping.md."""
         self._adasum.skip_synchronize = True
         try:
             yield
@@ -74,10 +63,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes a step takes, on all ranks alike, as Horovod's.
 
-        Raises:
-            ValueError: no integer of at least 1.
-            RuntimeError: gradient variants: a backward pass has not been followed by `step()` or
-                `zero_grad()`.
+        RuntimeError in gradient variants between a backward pass and `step()` or `zero_grad()`.
         """
         self._adasum.set_backward_passes_per_step(passes)
 
@@ -121,10 +107,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         self._adasum.load_window(window)
 
     def restart(self) -> None:
-        """Restart with an elastic job's current ranks. Collective.
-
-        Reductions that were under way are dropped; an unfinished window of local steps stays.
-        """
+        """Restart with an elastic job's current ranks, inside the same window. Collective."""
         self._adasum.restart()
 
     def extra_bytes(self) -> dict[str, int]:

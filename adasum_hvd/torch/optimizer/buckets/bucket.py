@@ -29,13 +29,8 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 class Bucket:
     """Parameters of one wire dtype on one device, and their flat tensor, `entry` in Horovod.
 
-    Args:
-        label: makes the bucket's name in Horovod unique.
-        named: the parameters; the same names and shapes in the same order on all ranks.
-        wire_dtype: dtype of the flat tensor.
-        options: the optimizer's.
-        process_set: the ranks that reduce.
-        with_flags: append one scalar per parameter, which tells what the ranks had to reduce.
+    Names, shapes and order are the same on all ranks. The label makes Horovod's name unique. Flags
+    are one more scalar per parameter, which tells what the ranks had to reduce.
     """
 
     _is_shared = True  # the host's other ranks read `flat`
@@ -79,11 +74,7 @@ class Bucket:
         self.entry = wire.entry(self._name, op, wire_dtype)
 
     def allows_view(self, index: int) -> bool:
-        """Return whether a parameter's part of the bucket may be its `.grad`, as DDP's views.
-
-        Not if a second reduction would change the result: after a dropped reduction the rank's
-        own gradient must still be there.
-        """
+        """Return whether a bucket view may be `.grad`, as DDP's: another reduction keeps it."""
         parameter, view = self.params[index], self.views[index]
         return (
             self._is_idempotent
@@ -93,10 +84,7 @@ class Bucket:
         )
 
     def holds(self, index: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is a parameter's part of the bucket.
-
-        The address decides, because pruning and conversions of the model set `.data`.
-        """
+        """Return whether a gradient is a part of the bucket, by its address: `.data` may be set."""
         return (
             gradient.layout is torch.strided
             and gradient.data_ptr() == self._addresses[index]
@@ -134,10 +122,7 @@ class Bucket:
         return self._is_idempotent and self.views[index].nbytes >= LARGE_BYTES
 
     def copy_in(self, index: int) -> bool:
-        """Copy a gradient into the bucket, so that backward can reuse its memory, if allowed.
-
-        Return whether `.grad` is a bucket view now.
-        """
+        """Copy in a gradient, if allowed; return whether `.grad` is a bucket view now."""
         gradient = self.params[index].grad
         if gradient is None or self.holds(index, gradient):
             return gradient is not None
@@ -175,10 +160,7 @@ class Bucket:
         )
 
     def write_back(self, only_views: bool = False) -> None:
-        """Set gradients to the reduced values: to bucket views, without a copy, if allowed.
-
-        With `only_views` it skips parameters without a gradient, and gradients that cannot be.
-        """
+        """Set gradients to the reduced values, `only_views`: those that may be bucket views."""
         gradients, views, written = [], [], []
         pairs = zip(self.params, self.views, strict=True)
         for index, (parameter, view) in enumerate(pairs):
@@ -225,9 +207,8 @@ class Bucket:
 class _WithoutGraph(torch.autograd.Function):
     """A reduced gradient of `backward(create_graph=True)`, which cannot be differentiated.
 
-    Its graph would reach through every rank's loss. A rank that differentiates its own part
-    instead, as AdaHessian does, takes another step than the others. It requires a gradient, as the
-    local one did, because some optimizers skip other gradients.
+    Its graph would reach through every rank's loss. It requires a gradient, as the local one did,
+    because some optimizers skip other gradients.
     """
 
     @staticmethod

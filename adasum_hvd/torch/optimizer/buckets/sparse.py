@@ -1,8 +1,7 @@
 """Sparse gradients under Average and Sum: the ranks' rows are gathered, as in Horovod.
 
-A parameter's first gradient shows whether it is sparse, perhaps on one rank only. The first
-reduction therefore uses a dense bucket, which is correct but slow. Then the ranks exchange the
-parameters' names (checks.py), and later reductions use the bucket in this file.
+Only a gradient shows that its parameter is sparse, so the first reduction uses a dense bucket.
+Then the ranks exchange the parameters' names, and later reductions use the bucket in this file.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from adasum_hvd.base import ops
 from adasum_hvd.base.options import Options
 from adasum_hvd.distributed.reduced import show_writes
 from adasum_hvd.horovod import binding
-from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
 from adasum_hvd.torch.optimizer.buckets.bucket import Bucket
 from adasum_hvd.torch.optimizer.checks import as_integers
@@ -22,11 +21,7 @@ _in_flight: set[ChangeInOpBucket] = set()
 
 
 class ChangeBucket(Bucket):
-    """Weights whose change since `snapshot` is in `flat`; formed and applied by torch.
-
-    `start_weights` holds the weights at `snapshot`, concatenated, in the wider one of the
-    parameters' dtype and the wire's.
-    """
+    """Weights whose change since `snapshot` is in `flat`; formed and applied by torch."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -54,11 +49,7 @@ class ChangeBucket(Bucket):
         return zip(self._start_views, self.params, strict=True)
 
     def begin_window(self) -> bool:
-        """Record the start; return whether it differs from the weights that the ranks agreed on.
-
-        Loading, clamping or pruning changes weights between windows. The ranks compare the new
-        start in the next consistency check.
-        """
+        """Record the start; return whether it differs from the weights that the ranks agreed on."""
         if self._agreed and all(map(_equal, self._weights(), self._start_views)):
             return False
         self.snapshot()
@@ -102,11 +93,8 @@ class ChangeInOpBucket(ChangeBucket):
     """Weights whose change is formed and applied in the op, which reads and writes them in place.
 
     `flat` holds the weights at `snapshot`. The op subtracts it while sending and adds it while
-    receiving. That saves one tensor and four passes over the weights. `finish` leaves the new
-    weights in the parameters.
-
-    On the CPU the op also returns a checksum of the weights that it has written. The next window
-    compares it with that of the weights it finds, in the pass that records them.
+    receiving, which saves one tensor and four passes. `finish` leaves new weights in the
+    parameters. On the CPU the op returns their checksum, which the next window compares.
     """
 
     _is_shared = False  # only this rank reads `flat`
@@ -134,11 +122,7 @@ class ChangeInOpBucket(ChangeBucket):
         _in_flight.add(self)
 
     def _register(self) -> None:
-        """Give the op the addresses of the weights, if they have moved.
-
-        Raises:
-            RuntimeError: parameters were converted since the window began.
-        """
+        """Give the op the addresses of the weights, if they have moved; none may be converted."""
         places = [
             (param.data_ptr(), param.numel(), param.dtype, param.is_contiguous())
             for param in self.params
@@ -193,18 +177,14 @@ class ChangeInOpBucket(ChangeBucket):
 def op_takes(
     weights: Sequence[torch.Tensor], wire_dtype: torch.dtype, options: Options
 ) -> bool:
-    """Return whether the op can read and write these weights itself.
-
-    Then they are reduced in their own memory, on the CPU or on CUDA devices over NCCL, and sent in
-    their own dtype. It cannot if `clip_delta_norm` needs the reduced change.
-    """
+    """Return whether the op can read and write these weights itself: docs/torch.md, start copy."""
     devices = {"cpu"}
     if binding.reduces_on_devices(wire.LIBRARY):
         devices.add("cuda")
     return (
         ops.is_adasum(options.op)
         and options.clip_delta_norm is None
-        and torch_ops.settings()["op"] == "on"
+        and wire.op_is_on()
         and all(
             weight.device.type in devices
             and weight.dtype == wire_dtype

@@ -181,7 +181,7 @@ def case_keras_broadcast_holds_windows_and_leaves_local_slots() -> None:
     with pytest.warns(UserWarning, match=r"they are at passes \[1, 0"):
         callback.on_train_begin()
     assert int(optimizer.window_variables[0]) == 1
-    _, sums = optimizer.all_windows()
+    _, sums = optimizer.windows_of(optimizer._trainable_variables)
     assert all(np.all(total.numpy() == (hvd.rank() == 0)) for total in sums)
     assert len(optimizer.window_variables) == 1 + len(variables)
     ranks = [float(slot.numpy().flat[0]) for slot in optimizer.momentums]
