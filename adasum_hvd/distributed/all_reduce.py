@@ -111,10 +111,10 @@ def adasum_all_reduce(
             reduce(communicator)
         return None
     found = (one.device for one in several if isinstance(one, torch.Tensor))
-    device, group = next(found, torch.device("cpu")), communicator.group
-    lanes = _lanes.setdefault(group, {})
+    device = next(found, torch.device("cpu"))
+    lanes = _lanes.setdefault(communicator.group, {})
     if device not in lanes:
-        lanes[device] = lane_on(device, Communicator(group, apart=True))
+        lanes[device] = lane_on(device, Communicator(communicator.group, apart=True))
     try:
         future = lanes[device].submit(reduce, [] if call.problem else several)
     except Exception as error:  # a stream runs it at once; `wait` raises its errors

@@ -39,8 +39,11 @@ _sites: weakref.WeakKeyDictionary[Any, Sites] = weakref.WeakKeyDictionary()
 _cores: weakref.WeakKeyDictionary[Any, core.Group] = weakref.WeakKeyDictionary()
 
 
-class Unresponsive(RuntimeError):
-    """A rank did not respond in time, its connection closed, or it makes another reduction."""
+class RanksLost(RuntimeError):
+    """The ranks cannot go on together.
+
+    One did not respond in time, its connection closed, or it makes another reduction.
+    """
 
 
 def group_of(group: Any) -> Any:
@@ -108,7 +111,8 @@ class Communicator:
     def among(self, ranks: Sequence[int]) -> Communicator:
         """Return a communicator of some of these ranks, by their numbers here, this one included.
 
-        Messages have the same tag: ranks that are in several of these use them in one order.
+        All of them make it, in the same order. Messages have the tag of this one's: ranks that are
+        in several of these use them in the same order.
         """
         some = copy.copy(self)
         some.rank, some.size = ranks.index(self.rank), len(ranks)
@@ -139,11 +143,11 @@ class Communicator:
 
     @contextmanager
     def naming_ranks(self) -> Iterator[None]:
-        """Raise `Unresponsive` where the core does."""
+        """Raise `RanksLost` where the core does."""
         try:
             yield
         except core.Unresponsive as error:
-            raise Unresponsive(
+            raise RanksLost(
                 f"AdaSum: expected all {self.size} ranks of the group to reduce, but {error} "
                 f"(seen by rank {self.ranks[self.rank]} of {self.job_size})"
             ) from error
@@ -263,10 +267,10 @@ class Communicator:
             messages.clear()
 
     def _raise_unresponsive(self, ranks: list[int], error: RuntimeError) -> NoReturn:
-        """Raise `Unresponsive` for torch's error, which is of a message of one of these ranks."""
+        """Raise `RanksLost` for torch's error, which is of a message of one of these ranks."""
         several = len(ranks) > 1
         who = f"one of ranks {reprlib.repr(ranks)}" if several else f"rank {ranks[0]}"
-        raise Unresponsive(
+        raise RanksLost(
             f"AdaSum: expected messages from all ranks, but {who} did not respond (seen by "
             f"rank {self.ranks[self.rank]} of {self.job_size}): {error}"
         ) from error

@@ -165,8 +165,8 @@ class AdasumState(Ruled):
         record = reduce_buffer(sent, sizes, communicator, self.rule, (), at, observe)
         if record is not None:
             before = self.records.get(entry, record)
-            self.records[entry] = record._replace(number=before.number + 1)
             self.requested.discard(entry)
+            self.records[entry] = record._replace(number=before.number + 1)
         if sent is not flat:
             flat.copy_(sent)
         return flat
@@ -178,6 +178,12 @@ class AdasumState(Ruled):
         _, _, sizes, problem = bucket
         known = (flat.dtype, flat.layout, sizes, problem)
         if known not in self._known:
+            if not problem and sum(sizes) != flat.numel():
+                problem = (
+                    f"expected the {flat.numel()} elements of DDP's bucket, but got parameters of "
+                    f"{sum(sizes)}; a parameter has other data than at the start, as if it were "
+                    "offloaded: give it back before backward ends"
+                )
             call = Call(problem=ValueError(problem))
             if not problem:
                 call = call_of([flat], self.rule.described | {"parameters": sizes})

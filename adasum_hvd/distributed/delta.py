@@ -280,7 +280,7 @@ def reduce_changes(
             all ranks; or the optimizer keeps a copy of the weights, such as a float32 master,
             which no reduction reaches.
 
-    Collective: steps are, from then on; they block on a CPU.
+    Collective: steps are, from then on, and every rank takes each; they block on a CPU.
     """
     check_optimizer("reduce_changes", optimizer)
     return _EveryStep(optimizer, group, rule, group_op, group_size).remove

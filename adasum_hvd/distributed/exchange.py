@@ -94,7 +94,10 @@ class Exchange:
         return torch.cat([self._communicator.all_gather(sent).flatten(0, 1), table])
 
     def largest(self, values: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Return float64 [tensors]: the largest of all ranks' values, float64 [blocks, 1]."""
+        """Return float64 [tensors]: the largest of all ranks' values, float64 [blocks, 1].
+
+        They are not negative. Collective if a tensor crosses a border.
+        """
         table = values.new_zeros(self.tensors + 1)
         table.scatter_reduce_(0, owners, values.flatten(), "amax")
         rows = self._rows(table[:-1, None]).flatten()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from adasum_hvd.distributed.communicator import Communicator, Unresponsive
+from adasum_hvd.distributed.communicator import Communicator, RanksLost
 
 Task: TypeAlias = Callable[[Communicator], Any]
 Future: TypeAlias = torch.futures.Future
@@ -32,7 +32,7 @@ def _end_threads() -> None:
 
 
 class ThreadLane:
-    """Runs tasks in a thread, which alone uses the communicator."""
+    """Runs tasks in a thread, which alone uses the communicator; all ranks submit the same."""
 
     def __init__(self, communicator: Communicator):
         self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
@@ -53,16 +53,16 @@ class ThreadLane:
 def _run(
     tasks: queue.SimpleQueue[tuple[Task, Future] | None], communicator: Communicator
 ) -> None:
-    lost: Unresponsive | None = None  # after it, every message would wait as long again
+    lost = ""  # why the ranks are; every message would then wait as long again
     while (entry := tasks.get()) is not None:
         task, future = entry
         try:
-            if lost is not None:
-                raise lost
+            if lost:
+                raise RanksLost(lost)
             with torch.no_grad():
                 result = task(communicator)
         except BaseException as error:  # the program's thread raises it
-            lost = error if isinstance(error, Unresponsive) else lost
+            lost = str(error) if isinstance(error, RanksLost) else lost
             future.set_exception(error)
         else:
             future.set_result(result)

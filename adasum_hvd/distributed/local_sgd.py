@@ -168,12 +168,12 @@ class LocalSGD(Windows):
             "starts": {name: like(p, start) for (name, p), start in pairs},
         }
         if self._outer is not None:
-            from torch.distributed.checkpoint import state_dict
+            from torch.distributed.checkpoint import state_dict as states
 
             had_state = bool(self._outer.state)
             # Else torch would leave out the state of a first step.
             with self._without_gradients():
-                outer = state_dict.get_optimizer_state_dict(self._model, self._outer)
+                outer = states.get_optimizer_state_dict(self._model, self._outer)
             if not had_state:
                 self._outer.state.clear()
             state["outer_optimizer"] = dict(outer)
@@ -201,11 +201,11 @@ class LocalSGD(Windows):
         self._starts = [*starts] if self._local_step else []
         self._saved = set()
         if self._outer is not None:
-            from torch.distributed.checkpoint import state_dict
+            from torch.distributed.checkpoint import state_dict as states
 
             with self._without_gradients():
                 outer = state["outer_optimizer"]
-                state_dict.set_optimizer_state_dict(self._model, self._outer, outer)
+                states.set_optimizer_state_dict(self._model, self._outer, outer)
             if self._windows == 0:  # torch has made the state of a first step
                 self._outer.state.clear()
 

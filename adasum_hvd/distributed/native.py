@@ -187,7 +187,7 @@ def _timeout_seconds(group: Any) -> float:
 
 
 class Reducer(NamedTuple):
-    """Reduces tensors by the core; raises Unresponsive, and what the rule raises."""
+    """Reduces tensors by the core; raises RanksLost, and what the rule raises."""
 
     group: core.Group
     communicator: Communicator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,12 @@ from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.slices import Layout
 from adasum_hvd.monitor.statistics import TensorRecord
 
-Level: TypeAlias = tuple[Communicator, Tree]  # the ranks, and the tree over them
+
+class Level(NamedTuple):
+    """The ranks that this rank reduces with, and the tree over them."""
+
+    communicator: Communicator
+    tree: Tree
 
 
 class Solution(NamedTuple):

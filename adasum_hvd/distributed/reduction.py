@@ -64,12 +64,13 @@ def levels_of(communicator: Communicator, rule: Rule) -> list[Level]:
     hosts, op, size = hosts_of(communicator), rule.group_op, rule.group_size
     order, radices = plan(hosts, size)
     if rule.function is not None or len(radices) == 1:
-        return [(communicator, tree_of(hosts, op, size))]
+        return [Level(communicator, tree_of(hosts, op, size))]
     levels, place, stride = [], order.index(communicator.rank), 1
     for radix in radices:
         first = place - place // stride % radix * stride
         members = order[first : first + radix * stride : stride]
-        levels.append((communicator.among(members), tree_of((0,) * radix, op, 0)))
+        tree = tree_of((0,) * radix, op, 0)
+        levels.append(Level(communicator.among(members), tree))
         op, stride = "adasum", radix * stride
     return levels
 

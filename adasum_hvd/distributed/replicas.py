@@ -67,7 +67,10 @@ class Copies:
         return [error for error in found if error is not None]
 
     def check(self) -> None:
-        """Warn of a difference, on call 1, 2, 4, 8 and so on: kernels may round differently."""
+        """Warn of a difference, on call 1, 2, 4, 8 and so on: kernels may round differently.
+
+        Collective; blocks.
+        """
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
             for error in self.mismatches():

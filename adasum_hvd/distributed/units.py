@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from adasum_hvd.base.marks import is_marked_local, times_marked
-from adasum_hvd.distributed.communicator import Communicator, Unresponsive
+from adasum_hvd.distributed.communicator import Communicator, RanksLost
 from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
@@ -195,7 +195,7 @@ def reduce_unit(
         The gradients, and int64 [replicas, parameters]: their states before.
 
     Raises:
-        Unresponsive: a replica reduces another unit or pass; on all replicas. On a CUDA device that
+        RanksLost: a replica reduces another unit or pass; on all replicas. On a CUDA device that
             is the device's assertion.
 
     Collective: the replicas, and the ranks that hold the other shards; blocks on a CPU.
@@ -219,15 +219,19 @@ def reduce_unit(
     return gradients, everywhere
 
 
+_EXPECTED = (
+    "adasum_replicate: expected gradients of one pass and unit from all replicas"
+)
+
+
 def _check(places: torch.Tensor) -> None:
     """Raise unless all replicas are at one place; a device's values are not waited for."""
     is_equal = (places == places[0]).all()
     if places.device.type == "cuda":
-        torch._assert_async(is_equal, "adasum_replicate: a replica is in another pass")
+        torch._assert_async(is_equal, _EXPECTED)
     elif places.device.type == "cpu" and not is_equal:
         got = ", ".join(f"pass {one} unit {unit}" for one, unit in places.tolist())
-        raise Unresponsive(
-            "adasum_replicate: expected gradients of one pass and unit from all replicas, but got "
-            f"those of {got} (by replica; rank {dist.get_rank()}); if a pass fails on one replica, "
-            "end the job on all of them"
+        raise RanksLost(
+            f"{_EXPECTED}, but got those of {got} (by replica; rank {dist.get_rank()}); if a pass "
+            "fails on one replica, end the job on all of them"
         )

@@ -145,7 +145,7 @@ def PartialDistributedGradientTape(
     """Return a tape that reduces all gradients but those of `local_layers`.
 
     Args:
-        gradtape: as :func:`DistributedGradientTape`, like the errors.
+        gradtape: as :func:`DistributedGradientTape`, like the errors; TypeError: too many `args`.
         *args: by position in Horovod's order, which has `local_layers` after `process_set`.
         **kwargs: as :func:`DistributedGradientTape`, and `local_layers`: a Keras layer or
             several, whose gradients are not reduced.

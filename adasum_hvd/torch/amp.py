@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Max
+from horovod.torch.mpi_ops import Max, size
 
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch import wire
@@ -64,13 +64,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agree(self, optimizer: Any) -> None:
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        reducer = optimizer._adasum
-        if reducer.alone:
+        process_set = optimizer._adasum.options.process_set
+        if size() == 1 or not process_set.included():
             return
         if not found:
             found[torch.device("cpu")] = torch.zeros(())
         local = torch.stack([flag.cpu().reshape(1) for flag in found.values()]).amax(0)
-        process_set = reducer.options.process_set
         agreed = torch_ops.allreduce(
             local, name="adasum.found_inf", op=Max, process_set=process_set
         )

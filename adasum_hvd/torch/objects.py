@@ -124,7 +124,11 @@ def broadcast_object(
     base = name or "adasum.broadcast_object"
     length = torch.tensor([len(pickled)])
     mpi_ops.broadcast_(length, root_rank, f"{base}.length", process_set)
-    data = _tensor_of(pickled or bytes(int(length)))
+    data = (
+        _tensor_of(pickled)
+        if is_root
+        else torch.empty(length.tolist(), dtype=torch.uint8)
+    )
     mpi_ops.broadcast_(data, root_rank, f"{base}.data", process_set)
     received = (
         obj if is_root and error is None else pickle.loads(data.numpy().tobytes())

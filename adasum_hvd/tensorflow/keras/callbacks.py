@@ -62,6 +62,7 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
     def __init__(self, every: int = 50, to: Any = ()):
         super().__init__()
         self._every, self._to = every, to
+        self._monitor: AdasumMonitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Create the monitor. Collective; blocks."""
@@ -69,12 +70,15 @@ class AdasumMonitorCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the step; collective and blocking if it is recorded."""
-        # Keras before 3.9 counts only inside a loss scale.
-        self._monitor.step(int(inner(self.model.optimizer).iterations))
+        if self._monitor is not None:
+            # Keras before 3.9 counts only inside a loss scale.
+            self._monitor.step(int(inner(self.model.optimizer).iterations))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the sinks. Collective."""
-        self._monitor.close()
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -63,7 +63,9 @@ class DistributedWrapper(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes a step takes, on all ranks alike, as Horovod's.
 
-        RuntimeError in gradient variants between a backward pass and `step()` or `zero_grad()`.
+        Raises:
+            ValueError: no integer of at least 1.
+            RuntimeError: gradient variants, between a backward pass and `step()` or `zero_grad()`.
         """
         self._adasum.set_backward_passes_per_step(passes)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.distributed import LocalSGD, adasum_all_reduce
-from adasum_hvd.distributed.communicator import Communicator, Unresponsive
+from adasum_hvd.distributed.communicator import Communicator, RanksLost
 from adasum_hvd.distributed.reduction import reduce_tensors
 from adasum_hvd.distributed.rules import Rule
 from adasum_hvd.reference import groups_of
@@ -135,7 +135,7 @@ def case_an_error_names_a_rank_of_a_level() -> None:
     adasum_all_reduce(torch.ones(3), group)
     if rank() != len(HOSTS) - 1:
         mine = tensor_of(rank(), 90_000, torch.float32)
-        with pytest.raises(Unresponsive) as error:
+        with pytest.raises(RanksLost) as error:
             reduce_tensors([mine], communicator, Rule("adasum"))
         (host,) = (one for one in groups_of(HOSTS) if rank() in one)
         across = [one[host.index(rank())] for one in groups_of(HOSTS)]
