@@ -362,6 +362,15 @@ def case_what_is_refused() -> None:
         ValueError, match=r"marked with mark_worker_local.* keep it in a"
     ):
         marked(torch.ones(1, 3)).sum().backward()
+    offloaded = ENGINE.wrapped(nn.Linear(3, 2))
+    for parameter in offloaded.module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda given: setattr(given, "data", torch.empty(0))
+        )
+    with pytest.raises(
+        ValueError, match="the 8 elements of DDP's bucket, but got para"
+    ):
+        offloaded(torch.ones(1, 3)).sum().backward()
     for copy_of in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="AdasumState: expected no copy, because a"):
             copy_of(marked)
