@@ -70,6 +70,7 @@ class Windows(Ruled):
         """Return what must be the same on all ranks at a window's end."""
         return call_of([], {"local_step": self._local_step})
 
+    @torch._disable_dynamo  # whose trace of a step has no frames to search
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
             self._begin_step()
@@ -83,6 +84,7 @@ class Windows(Ruled):
             self._starts = [*map(torch.clone, self._locals())]
             self._duplicates.begin(self._optimizer, self._starts)
 
+    @torch._disable_dynamo
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
             self._local_step += 1

@@ -368,3 +368,18 @@ def case_a_checkpoint_without_the_window() -> None:
             local_sgd.synchronize()
         train(model, optimizer, range(step, step + 1))
     assert local_sgd.local_step == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def case_a_compiled_step_is_reduced(every: int) -> None:
+    """torch.compile runs the hooks of a step as they are, and compiles the rest."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    begin(optimizer := SGD(model.parameters(), 0.1), model, every)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model, number)
+        step()
+        assert are_equal(model) == ((number + 1) % every == 0)
