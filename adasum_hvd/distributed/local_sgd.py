@@ -93,7 +93,7 @@ class LocalSGD(Windows):
         return self._local_step
 
     def _begin_step(self) -> None:
-        self._selection.check()
+        self._check_parameters()
         saved, self._saved = self._saved, set()
         if self._local_step and saved == {"optimizer"}:
             raise RuntimeError(
@@ -103,6 +103,19 @@ class LocalSGD(Windows):
                 "or call synchronize() on all replicas before you save"
             )
         super()._begin_step()
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError if the optimizer trains other parameters than the reduced ones."""
+        self._selection.check()
+        for number, group in enumerate(self._optimizer.param_groups):
+            trained = [p for p in group["params"] if is_reduced(p)]
+            if new := sum(parameter not in self._selection for parameter in trained):
+                raise RuntimeError(
+                    f"LocalSGD: expected the parameters that the model had at the call, but got "
+                    f"{new} others in group {number} of the optimizer, which are not reduced "
+                    f"(rank {dist.get_rank()}); remove() and create LocalSGD again after "
+                    "parameters were added or replaced"
+                )
 
     def synchronize(self) -> None:
         """Reduce the changes of a window that is not complete, and begin another one.
