@@ -57,6 +57,7 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
+        _check_alone(who, optimizer, communicator)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -221,6 +222,20 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(hooked, optimizer)
 
 
+def _check_alone(who: str, optimizer: Any, communicator: Communicator) -> None:
+    """Raise ValueError if other windows join an optimizer's changes over the same ranks."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        ranks = getattr(other, "_communicator", communicator).ranks
+        if isinstance(other, Windows) and len({*ranks} & {*communicator.ranks}) > 1:
+            raise ValueError(
+                f"{who}: expected an optimizer whose changes are not reduced yet, but got one "
+                f"that {other._who} reduces over the same ranks (rank {communicator.rank} of "
+                f"{communicator.size}); call remove() on that first, or the function that "
+                "reduce_changes has returned"
+            )
+
+
 def check_optimizer(name: str, optimizer: Any) -> None:
     """Raise TypeError or ValueError unless the argument is an optimizer that steps locally."""
     kind = type(optimizer)
@@ -276,8 +291,9 @@ def reduce_changes(
 
     Raises:
         TypeError: the optimizer is not torch's.
-        ValueError: the optimizer's own step sends weights to the other ranks. Or, from a step, as
-            `adasum_all_reduce`. The weights are then those before it.
+        ValueError: the optimizer's own step sends weights to the other ranks, or its changes are
+            reduced already. Or, from a step, as `adasum_all_reduce`: the weights are then those
+            before it.
         RuntimeError: from a step, on all ranks, the same: weights before it were not the same on
             all ranks; or the optimizer keeps a copy of the weights, such as a float32 master,
             which no reduction reaches.

@@ -51,8 +51,9 @@ class LocalSGD(Windows):
     Raises:
         TypeError: on every rank of the job: an optimizer is not torch's.
         ValueError: on every rank of the job: as `adasum_replicate`; `every` is not an integer of
-            at least 1; an optimizer's parameters do not fit the model's; or `every` or the outer
-            optimizer's hyperparameters differ between replicas.
+            at least 1; an optimizer's parameters do not fit the model's; its changes are reduced
+            over these replicas already; or `every` or the outer optimizer's hyperparameters differ
+            between replicas.
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. The last step of a
     window is collective from then on. A copy of the shards is kept during a window.

@@ -383,3 +383,26 @@ def case_a_compiled_step_is_reduced(every: int) -> None:
         backward(model, number)
         step()
         assert are_equal(model) == ((number + 1) % every == 0)
+
+
+def case_a_second_reduction_of_the_same_changes_is_refused() -> None:
+    """Its windows would begin before the reductions of the first one."""
+    model, group = nn.Linear(3, 2), dist.group.WORLD
+    optimizer = SGD(model.parameters(), 0.1)
+    local_sgd = LocalSGD(optimizer, model, group, 2)
+    with pytest.raises(ValueError, match="that LocalSGD reduces over the same ranks"):
+        LocalSGD(optimizer, model, group, 3)
+    with pytest.raises(
+        ValueError, match="reduce_changes: expected an optimizer whose c"
+    ):
+        reduce_changes(optimizer)
+    local_sgd.remove()
+    end = reduce_changes(optimizer)
+    with pytest.raises(ValueError, match="that reduce_changes reduces over the same r"):
+        LocalSGD(optimizer, model, group, 2)
+    end()
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank()]
+    reduce_changes(optimizer, alone)
+    LocalSGD(optimizer, model, group, 2)  # over other replicas
+    train(model, optimizer, range(2))
+    assert are_equal(model)
