@@ -63,6 +63,12 @@ class Windows(Ruled):
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self._who}: expected no copy, because a copy of an optimizer has no hooks and "
+            f"trains alone; save its state_dict(), or call {self._who} with the copied optimizer"
+        )
+
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
         return self._units

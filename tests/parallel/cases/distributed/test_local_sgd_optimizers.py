@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 
 import pytest
@@ -406,3 +407,13 @@ def case_a_second_reduction_of_the_same_changes_is_refused() -> None:
     LocalSGD(optimizer, model, group, 2)  # over other replicas
     train(model, optimizer, range(2))
     assert are_equal(model)
+
+
+def case_a_copy_would_not_reduce() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    local_sgd = LocalSGD(optimizer, model, dist.group.WORLD, 2)
+    with pytest.raises(
+        TypeError, match="LocalSGD: expected no copy, because a copy of"
+    ):
+        copy.deepcopy((model, optimizer, local_sgd))
