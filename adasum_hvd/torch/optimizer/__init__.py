@@ -128,9 +128,8 @@ def _refuse_its_steps(optimizer: torch.optim.Optimizer) -> None:
                 f"it, which reduces nothing (rank {rank()} of {size()}); use the returned one"
             )
 
-    if hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):  # made with `super().__init__()`
+    # Some wrappers are made without `super().__init__()`, and have no hooks.
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         optimizer.register_step_pre_hook(refuse)
 
 
